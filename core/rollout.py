@@ -1,0 +1,130 @@
+"""The contract of rollout engines: token in, token out; requests go in, finished sequences stream out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from hybridflow.core.weights import Box, WeightLayout
+
+
+@attrs.frozen
+class SamplingParams:
+    """How the response of one request is sampled."""
+
+    max_tokens: int = 256
+    """Length limit of the response, in tokens; a response cut here has finish_reason "length"."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus: the smallest set of tokens whose probability reaches top_p; 1 is off."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 is off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response; the stop token is part of it (finish_reason "stop")."""
+    ignore_stop: bool = False
+    """Go on to max_tokens whatever is sampled (benchmarks)."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@attrs.frozen(eq=False)
+class Request:
+    """One sequence to generate. Equal prompts next to each other are prefilled once."""
+
+    id: int
+    prompt_ids: np.ndarray
+    """int64 [P], P >= 1."""
+    sampling: SamplingParams
+    seed: int = 0
+    """Seed of this sequence: the same seed, prompt and weights give the same tokens, whatever else is in the batch and
+    on however many ranks (a uniform number is derived from (seed, position); no generator state is kept)."""
+    prefix_ids: np.ndarray | None = None
+    """int64 [K]: response tokens made earlier (partial rollouts, multi-turn); generation goes on after them."""
+    prefix_logprobs: np.ndarray | None = None
+    prefix_versions: np.ndarray | None = None
+
+
+@attrs.frozen(eq=False)
+class Completion:
+    """A finished sequence. All arrays have length T, the number of response tokens, a prefix included."""
+
+    id: int
+    response_ids: np.ndarray
+    """int64 [T]."""
+    logprobs: np.ndarray
+    """float32 [T]: log softmax(logits / temperature) of each sampled token, before top-k and top-p; with temperature 0,
+    log softmax(logits)."""
+    weight_version: np.ndarray
+    """int64 [T]: the version of the weights that made each token."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+
+
+class RolloutEngine(ABC):
+    """Generates with its own copy of the weights, on the ranks of one generation replica.
+
+    Life: `__init__`, `start`, then any number of [`begin_update`, `receive`..., `end_update`], `submit`/`generate`.
+    An engine that never got weights, or whose update was begun and not ended, refuses to generate.
+    """
+
+    def __init__(self, model, config, context):
+        """`model`: core.model.ModelSpec, `config`: this engine's own Config, `context`: core.worker.RankContext."""
+        self.model, self.config, self.context = model, config, context
+        self.version: int | None = None
+        self.updating = False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Build the model's structure and its weight storage. Weights arrive by an update."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Yield completions as they finish (any order). All of them are yielded exactly once."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Submit and wait: completions in the order of the requests."""
+        done = {c.id: c for c in self.submit(requests)}
+        return [done[r.id] for r in requests]
+
+    @abstractmethod
+    def layout(self) -> WeightLayout:
+        """What this engine holds, per canonical (Hugging Face) parameter name."""
+
+    def begin_update(self, version: int) -> None:
+        self.updating, self._next_version = True, version
+
+    @abstractmethod
+    def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        """Take the values of one box of a canonical parameter."""
+
+    def end_update(self) -> None:
+        self.version, self.updating = self._next_version, False
+
+    def abort(self, ids: Iterable[int] | None = None) -> None:
+        """End running requests early (all of them without ids); each is yielded with finish_reason "abort"."""
+        raise NotImplementedError(f"{type(self).__name__} cannot abort")
+
+    def sleep(self) -> None:  # noqa: B027
+        """Give up memory between generation phases, where the engine can."""
+
+    def wake(self) -> None:  # noqa: B027
+        """Undo `sleep`; the weights need an update if `sleep` dropped them."""
+
+    def check_ready(self) -> None:
+        """Raise when generation would run on missing or half-updated weights."""
+        from hybridflow.core.errors import HybridFlowError
+
+        if self.updating:
+            raise HybridFlowError(
+                f"the weight update to version {self._next_version} was begun and not ended, so the rollout engine may "
+                "hold mixed weights; sync again before generating"
+            )
+        if self.version is None:
+            raise HybridFlowError("the rollout engine has no weights yet; sync the actor before generating")
