@@ -1,0 +1,16 @@
+"""Registers the inline runtime."""
+
+from hybridflow.core.plugins import Descriptor, hookimpl
+
+
+@hookimpl
+def hybridflow_plugins():
+    return [
+        Descriptor(
+            kind="runtime",
+            name="inline",
+            factory="hybridflow.backends.inline.runtime:InlineRuntime",
+            config="hybridflow.backends.inline.runtime:InlineConfig",
+            capabilities={"processes": False, "collectives": "one rank", "debugger": True},
+        )
+    ]

@@ -1,0 +1,38 @@
+"""The Ray actor that hosts one rank. It sets the environment before torch is imported, so threads are counted right."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import ray
+
+
+class RayStore:
+    """Blocks as objects of Ray's store; read without a copy, so whoever hands out tensors copies (core/wire.py)."""
+
+    def put(self, block: list) -> Any:
+        return ray.put(block)
+
+    def get(self, handle: Any) -> list:
+        return ray.get(handle)
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class HostActor:
+    def __init__(self, pool: str, rank: int, world: int, environment: dict[str, str], path: list[str]):
+        os.environ.update(environment)
+        sys.path.extend(p for p in path if p not in sys.path)
+        from hybridflow.core.host import Host
+
+        self.host = Host(pool, rank, world, RayStore())
+
+    def address(self) -> str:
+        return self.host.address()
+
+    def join(self, address: str, device: str, timeout_s: float) -> None:
+        self.host.join(address, device, timeout_s)
+
+    def call(self, blob: bytes, handles: list, *replies: tuple) -> tuple:
+        return self.host.call(blob, handles, replies)

@@ -1,0 +1,366 @@
+"""The batch: columns by name, one row per sequence, local or by reference.
+
+A batch is a list of *views*; a view is a table (or several, one behind the other), the rows taken of it and the names
+seen of it. Joining, splitting, taking, repeating and renaming only make new views: no data moves. Reading a column
+(`batch["scores"]`) fetches that column's needed rows from where they are, and keeps them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hybridflow.core.columns import Column, Index, as_column, compose, index_rows
+from hybridflow.core.metrics import Metrics
+
+
+class Table(ABC):
+    """Rows and named columns, somewhere."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """May wait for the result that it stands for."""
+
+    @property
+    def known_rows(self) -> int | None:
+        """The number of rows if it is known without waiting."""
+        return self.rows
+
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """May wait."""
+
+    @property
+    def known_names(self) -> tuple[str, ...] | None:
+        return self.names()
+
+    @abstractmethod
+    def read(self, name: str, index: Index | None) -> Column: ...
+
+
+class LocalTable(Table):
+    """Columns in this process's memory."""
+
+    def __init__(self, columns: Mapping[str, Column]):
+        self.columns = dict(columns)
+        counts = {name: column.rows for name, column in self.columns.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"the columns of a batch must have one row count, got {counts}")
+        self._rows = next(iter(counts.values()), 0)
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.columns)
+
+    def read(self, name: str, index: Index | None) -> Column:
+        return self.columns[name] if index is None else self.columns[name].take(index)
+
+
+class PromisedTable(Table):
+    """The batch that a call will return. Row count and names may be known before it does."""
+
+    def __init__(self, resolve: Callable[[], Batch], rows: int | None, names: tuple[str, ...] | None, reply: Any = None):
+        self._resolve, self.known, self._names, self.reply = resolve, rows, names, reply
+        self._batch: Batch | None = None
+
+    def batch(self) -> Batch:
+        if self._batch is None:
+            self._batch = self._resolve()
+        return self._batch
+
+    @property
+    def rows(self) -> int:
+        if self.known is None:
+            self.known = self.batch().rows
+        return self.known
+
+    @property
+    def known_rows(self) -> int | None:
+        return self.known
+
+    def names(self) -> tuple[str, ...]:
+        return self._names if self._names is not None else self.batch().names
+
+    @property
+    def known_names(self) -> tuple[str, ...] | None:
+        return self._names
+
+    def read(self, name: str, index: Index | None) -> Column:
+        return self.batch().read(name, index)
+
+
+class View:
+    """Tables one behind the other, the rows taken of them (None: all), the names seen (new -> old; None: all)."""
+
+    __slots__ = ("index", "renames", "tables")
+
+    def __init__(self, tables: tuple[Table, ...], index: Index | None = None, renames: dict[str, str] | None = None):
+        self.tables, self.index, self.renames = tables, index, renames
+
+    @property
+    def known_rows(self) -> int | None:
+        if isinstance(self.index, np.ndarray):
+            return len(self.index)
+        counts = [t.known_rows for t in self.tables]
+        return None if None in counts else index_rows(self.index, sum(counts))  # type: ignore[arg-type]
+
+    @property
+    def rows(self) -> int:
+        if isinstance(self.index, np.ndarray):
+            return len(self.index)
+        return index_rows(self.index, sum(t.rows for t in self.tables))
+
+    def known_names(self) -> tuple[str, ...] | None:
+        if self.renames is not None:
+            return tuple(self.renames)
+        return next((n for t in self.tables if (n := t.known_names) is not None), None)
+
+    def names(self) -> tuple[str, ...]:
+        known = self.known_names()
+        return known if known is not None else self.tables[0].names()
+
+    def take(self, index: Index | None, cache: dict[int, Index | None] | None = None) -> View:
+        if index is None:
+            return self
+        if cache is not None and id(self.index) in cache and self.index is not None:
+            return View(self.tables, cache[id(self.index)], self.renames)
+        composed = compose(self.index, index, self.index.stop if isinstance(self.index, slice) else 0)
+        if cache is not None:
+            cache[id(self.index)] = composed
+        return View(self.tables, composed, self.renames)
+
+    def rename(self, names: Mapping[str, str]) -> View:
+        """`names`: new -> present; names outside are dropped."""
+        old = self.renames
+        return View(self.tables, self.index, {n: (old[p] if old is not None else p) for n, p in names.items()})
+
+    def narrow(self) -> View:
+        """The same rows, of only those tables that a slice touches."""
+        if len(self.tables) < 2 or not isinstance(self.index, slice):
+            return self
+        start, stop, step = self.index.indices(sum(t.rows for t in self.tables))
+        if step != 1:
+            return self
+        kept, offset, first = [], 0, None
+        for table in self.tables:
+            if offset < stop and offset + table.rows > start and table.rows:
+                first = offset if first is None else first
+                kept.append(table)
+            offset += table.rows
+        if first is None:
+            return View(self.tables[:1], slice(0, 0), self.renames)
+        whole = start == first and stop == first + sum(t.rows for t in kept)
+        return View(tuple(kept), None if whole else slice(start - first, stop - first), self.renames)
+
+    def read(self, name: str) -> Column:
+        view = self.narrow()
+        old = name if view.renames is None else view.renames[name]
+        if len(view.tables) == 1:
+            return view.tables[0].read(old, view.index)
+        if view.index is None:
+            return Column.concat([t.read(old, None) for t in view.tables])
+        total = sum(t.rows for t in view.tables)
+        wanted = np.arange(total)[view.index] if isinstance(view.index, slice) else np.asarray(view.index)
+        return _gather(view.tables, old, wanted)
+
+
+def _gather(tables: Sequence[Table], name: str, wanted: np.ndarray) -> Column:
+    """Rows `wanted` (numbered over all tables) in that order: each table is read once, for its own rows."""
+    parts, order, offset = [], [], 0
+    for table in tables:
+        here = np.flatnonzero((wanted >= offset) & (wanted < offset + table.rows))
+        if len(here):
+            parts.append(table.read(name, wanted[here] - offset))
+            order.append(here)
+        offset += table.rows
+    if not parts:
+        return tables[0].read(name, slice(0, 0))
+    back = np.argsort(np.concatenate(order), kind="stable")
+    return Column.concat(parts).take(back)
+
+
+class Batch:
+    """Columns by name, one row per sequence.
+
+    `Batch({"scores": tensor, "response_ids": tokens([...]), "meta": [obj, ...]})`. A column is a value per row (tensor
+    [rows, *trailing]), a run of values per row (`tokens(...)`: ragged, no padding) or an object per row (list). Columns
+    nobody knows travel untouched. Of two columns with one name the one joined later is seen.
+    """
+
+    __slots__ = ("_metrics", "_read", "views")
+
+    def __init__(self, columns: Mapping[str, Any] | None = None, metrics: Metrics | None = None):
+        self.views: list[View] = [View((LocalTable({k: as_column(v) for k, v in columns.items()}),))] if columns else []
+        self._metrics, self._read = metrics, {}
+
+    @classmethod
+    def of_views(cls, views: Iterable[View]) -> Batch:
+        batch = cls()
+        batch.views = list(views)
+        return batch
+
+    # What is in it
+    @property
+    def rows(self) -> int:
+        """The number of rows; waits for a pending call only if no view knows it."""
+        known = self.known_rows
+        if known is not None:
+            return known
+        return self.views[0].rows if self.views else 0
+
+    @property
+    def known_rows(self) -> int | None:
+        if not self.views:
+            return 0
+        return next((n for v in self.views if (n := v.known_rows) is not None), None)
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for view in self.views for name in view.names()))
+
+    def __contains__(self, name: str) -> bool:
+        return self._view_of(name) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def _view_of(self, name: str) -> View | None:
+        undecided = []
+        for view in reversed(self.views):
+            known = view.known_names()
+            if known is None:
+                undecided.append(view)
+            elif name in known:
+                # A later view whose names are not known yet may hide it; only then must we wait.
+                return next((v for v in undecided if name in v.names()), view)
+        return next((v for v in undecided if name in v.names()), None)
+
+    def __getitem__(self, name: str) -> Column:
+        """The column, fetched alone if it is elsewhere. Raises KeyError with the names there are."""
+        if name not in self._read:
+            view = self._view_of(name)
+            if view is None:
+                raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
+            self._read[name] = view.read(name)
+        return self._read[name]
+
+    def read(self, name: str, index: Index | None) -> Column:
+        """Some rows of a column, without keeping the column."""
+        if name in self._read:
+            return self._read[name] if index is None else self._read[name].take(index)
+        return self.take(index)[name] if index is not None else self[name]
+
+    @property
+    def metrics(self) -> Metrics:
+        """The metrics that came with this result (waits for it)."""
+        if self._metrics is not None:
+            return self._metrics
+        found = [t.batch().metrics for v in self.views for t in v.tables if isinstance(t, PromisedTable)]
+        return Metrics.merge(found)
+
+    # Making others of it; nothing moves
+    def select(self, names: Iterable[str]) -> Batch:
+        """Only these columns (a missing one is an error when it is read, since a pending result may bring it)."""
+        wanted = list(dict.fromkeys(names))
+        views = []
+        for view in self.views:
+            known = view.known_names()
+            if known is None:
+                views.append(view)
+            elif kept := [n for n in wanted if n in known]:
+                views.append(view.rename({n: n for n in kept}))
+        if views or not self.views:
+            return self._same_rows(views)
+        return self._same_rows([View((LocalTable({}),))])
+
+    def _same_rows(self, views: list[View]) -> Batch:
+        batch = Batch.of_views(views)
+        batch._read = {n: c for n, c in self._read.items() if any(n in (v.known_names() or ()) for v in views)}
+        return batch
+
+    def drop(self, names: Iterable[str]) -> Batch:
+        gone = set(names)
+        return self.select([n for n in self.names if n not in gone])
+
+    def rename(self, **names: str) -> Batch:
+        """`rename(logprobs="old_logprobs")` gives the column `logprobs` the name `old_logprobs`."""
+        return Batch.of_views(v.rename({names.get(n, n): n for n in v.names()}) for v in self.views)
+
+    def join(self, *others: Batch) -> Batch:
+        """The columns of all, side by side. Raises ValueError where known row counts differ."""
+        counts = [b.known_rows for b in (self, *others) if b.views]
+        if len({c for c in counts if c is not None}) > 1:
+            raise ValueError(f"only batches with one row count can be joined, got {counts} rows")
+        joined = Batch.of_views(v for b in (self, *others) for v in b.views)
+        if all(v.known_names() is not None for v in joined.views):
+            for b in (self, *others):
+                joined._read = {n: c for n, c in joined._read.items() if n not in b} | b._read
+        return joined
+
+    def with_columns(self, **columns: Any) -> Batch:
+        return self.join(Batch(columns))
+
+    def take(self, index: Index | Sequence[int]) -> Batch:
+        """Rows by slice, index or boolean mask, in that order."""
+        if not isinstance(index, slice):
+            index = np.asarray(index)
+            index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+            if len(index) and not (-self.rows <= index.min() and index.max() < self.rows):
+                raise IndexError(f"row {int(index[np.abs(index).argmax()])} of a batch of {self.rows} rows")
+            index = np.where(index < 0, index + self.rows, index)
+        elif index.step not in (None, 1):
+            index = np.arange(self.rows)[index]
+        else:
+            start, stop, _ = index.indices(self.rows)
+            index = slice(start, max(start, stop), 1)
+        cache: dict[int, Index | None] = {}
+        return Batch.of_views(view.take(index, cache) for view in self.views)
+
+    def split(self, parts: int) -> list[Batch]:
+        """`parts` batches in order; sizes differ by at most one row, the first ones are larger; some may be empty."""
+        if parts == 1:
+            return [self]
+        size, extra = divmod(self.rows, parts)
+        ends = [size * i + min(i, extra) for i in range(parts + 1)]
+        return [self.take(slice(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+
+    def repeat(self, times: int) -> Batch:
+        """Each row `times` times, copies next to each other."""
+        return self if times == 1 else self.take(np.repeat(np.arange(self.rows), times))
+
+    @classmethod
+    def concat(cls, batches: Sequence[Batch]) -> Batch:
+        """One behind the other; all must have the same columns (checked when they are known)."""
+        batches = [b for b in batches if b.views]
+        if not batches:
+            return cls()
+        if len(batches) == 1:
+            return batches[0]
+        known = [frozenset(b.names) for b in batches if all(v.known_names() is not None for v in b.views)]
+        if len(set(known)) > 1:
+            differing = sorted(frozenset.union(*known) - frozenset.intersection(*known))
+            raise ValueError(f"batches put behind one another need the same columns; not in all of them: {differing}")
+        return cls.of_views([View(tuple(t for b in batches for t in _tables(b)))])
+
+    def __repr__(self) -> str:
+        names = [n for v in self.views for n in (v.known_names() or ("...",))]
+        return f"Batch({'?' if self.known_rows is None else self.known_rows} rows: {', '.join(dict.fromkeys(names))})"
+
+
+def _tables(batch: Batch) -> tuple[Table, ...]:
+    """The batch as tables to stand in a row: its own where it is just that, else itself as one table."""
+    only = batch.views[0]
+    if len(batch.views) == 1 and only.index is None and only.renames is None:
+        return only.tables
+    names = None if any(v.known_names() is None for v in batch.views) else batch.names
+    return (PromisedTable(lambda: batch, batch.known_rows, names),)

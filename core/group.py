@@ -1,0 +1,222 @@
+"""A worker group: N ranks that run one program, called from the controller as if they were one object."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridflow.core.batch import Batch, PromisedTable, View
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.host import Reply, read_reply
+from hybridflow.core.metrics import Metrics
+from hybridflow.core.parallel import GenerationLayout, ParallelLayout
+from hybridflow.core.protocols import Protocol
+from hybridflow.core.runtime import Message, Process, ResourcePool, Runtime
+from hybridflow.core.wire import Encoder
+from hybridflow.core.worker import Method, Worker, methods_of
+
+
+class Future:
+    """The result of a call that does not return a Batch."""
+
+    def __init__(self, results: Callable[[], Any]):
+        self._results: Callable[[], Any] | None = results
+        self._value: Any = None
+
+    def result(self) -> Any:
+        """Wait; raises the WorkerError of the first rank that failed."""
+        if self._results is not None:
+            self._value, self._results = self._results(), None
+        return self._value
+
+
+class PendingReply:
+    """One rank's reply, read at most once."""
+
+    def __init__(self, runtime: Runtime, reference: Any, watch: Callable[[Reply], None] | None):
+        self.runtime, self.reference, self.watch = runtime, reference, watch
+        self._reply: Reply | None = None
+
+    def read(self) -> Reply:
+        if self._reply is None:
+            blob, handles = self.runtime.wait(self.reference)
+            self.runtime.traffic.received += len(blob)
+            self._reply = read_reply(blob, handles, _Counted(self.runtime))
+            if self.watch is not None:
+                self.watch(self._reply)
+        if self._reply.error is not None:
+            raise self._reply.error
+        return self._reply
+
+    def value(self) -> Any:
+        return self.read().value
+
+
+class _Counted:
+    """The runtime's store, counting what the controller fetches."""
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+
+    def put(self, block: list) -> Any:
+        return self.runtime.put(block)
+
+    def get(self, handle: Any) -> list:
+        block = self.runtime.get(handle)
+        self.runtime.traffic.fetched += sum(a.nbytes for a in block)
+        return block
+
+
+class Pool:
+    """A launched ResourcePool: its processes."""
+
+    def __init__(self, spec: ResourcePool, processes: Sequence[Process], runtime: Runtime):
+        self.spec, self.processes, self.runtime = spec, processes, runtime
+
+    @classmethod
+    def launch(
+        cls, spec: ResourcePool, runtime: Runtime, device: str = "cpu", environment: dict[str, str] | None = None
+    ) -> Pool:
+        return cls(spec, runtime.launch(spec, device, environment or {}), runtime)
+
+
+class WorkerGroup:
+    """`WorkerGroup(EchoWorker, pool)` makes one EchoWorker per rank; its registered methods are methods of the group.
+
+    A call returns at once: with a Batch (by reference) if the method is annotated `-> Batch`, else with a Future.
+    `layout` defaults to pure data parallelism over the pool. Raises HybridFlowError when sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        worker: type[Worker],
+        pool: Pool,
+        *args: Any,
+        layout: ParallelLayout | None = None,
+        generation: GenerationLayout | None = None,
+        name: str | None = None,
+        seed: int = 0,
+        watch: Callable[[str, str, int, Reply], None] | None = None,
+        **kwargs: Any,
+    ):
+        self.name, self.pool, self.worker = name or worker.__name__, pool, worker
+        self.layout, self.generation = layout or ParallelLayout(dp=pool.spec.world), generation
+        if self.layout.world != pool.spec.world:
+            raise HybridFlowError(
+                f"the layout of {self.name!r} ({self.layout}) has {self.layout.world} ranks, and its pool "
+                f"{pool.spec.name!r} has {pool.spec.world} devices; they must be equal"
+            )
+        self.methods = methods_of(worker)
+        self.runtime = pool.runtime
+        self._watch = watch
+        self._outstanding: weakref.WeakSet[PendingReply] = weakref.WeakSet()
+        create = Method("__create__", Protocol.ONE_TO_ALL, False, False, None, None)
+        self._send(create, (worker, args, kwargs, self.layout, generation, seed), {}).result()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        methods = self.__dict__.get("methods", {})
+        if name not in methods:
+            raise AttributeError(
+                f"group {self.__dict__.get('name')!r} has no method {name!r}; registered are {', '.join(methods) or 'none'}"
+            )
+        return lambda *args, **kwargs: self.call(name, *args, **kwargs)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a registered method on the ranks that its protocol names."""
+        return self._send(self.methods[name], args, kwargs)
+
+    def close(self) -> None:
+        """Drop the workers of this group; its processes stay for the other groups of the pool."""
+        self._send(Method("__delete__", Protocol.ONE_TO_ALL, False, False, None, None), (), {}).result()
+
+    def _send(self, method: Method, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        protocol = method.protocol
+        columns = method.columns(args, kwargs)
+        if columns is not None:
+            args = [_select(a, columns) for a in args]
+            kwargs = {k: _select(v, columns) for k, v in kwargs.items()}
+        positional = [self._distribute(protocol, a) for a in args]
+        named = {k: self._distribute(protocol, v) for k, v in kwargs.items()}
+        sources = list(protocol.sources(self))
+        sent: dict[tuple, Message] = {}
+        pending: dict[int, PendingReply] = {}
+        for rank in protocol.called(self):
+            mine, keep = [p[rank] for p in positional], rank in sources
+            key = (keep, *map(id, mine), *(id(v[rank]) for v in named.values()))
+            if key not in sent:  # ranks that get the same piece get the same message
+                sent[key] = self._message(method.name, keep, mine, {k: v[rank] for k, v in named.items()})
+            message = sent[key]
+            self.runtime.traffic.sent += len(message.blob)
+            reference = self.pool.processes[rank].submit(message, (self.name, method.name))
+            pending[rank] = PendingReply(self.runtime, reference, self._watcher(method.name, rank))
+        return self._collect(method, [pending[r] for r in sources], pending, positional, named, sources)
+
+    def _distribute(self, protocol, value: Any) -> Sequence[Any]:
+        """Distribute a value, and the batches inside lists, tuples and dicts."""
+        if protocol.splits and isinstance(value, (list, tuple)) and _holds_batch(value):
+            parts = [self._distribute(protocol, v) for v in value]
+            made: dict[tuple, Any] = {}  # ranks with equal pieces share one object, so one message serves them
+            keys = [tuple(id(p[r]) for p in parts) for r in range(self.layout.world)]
+            for rank, key in enumerate(keys):
+                made.setdefault(key, type(value)(p[rank] for p in parts))
+            return [made[key] for key in keys]
+        return protocol.distribute(self, value)
+
+    def _message(self, method: str, keep: bool, args: list, kwargs: dict) -> Message:
+        encoder = Encoder(self.runtime)
+        blob = encoder.dumps((self.name, method, keep, args, kwargs))
+        return Message(blob, encoder.handles, [r.reference for r in encoder.replies])
+
+    def _collect(self, method: Method, sources, pending, positional, named, ranks) -> Any:
+        if method.returns_batch:
+            batches = []
+            for reply, rank in zip(sources, ranks, strict=True):
+                rows = None
+                if method.same_rows:
+                    first = _first_batch([p[rank] for p in positional] + [p[rank] for p in named.values()])
+                    rows = first.known_rows if first is not None else None
+                table = PromisedTable(lambda reply=reply: _as_batch(reply.value(), method), rows, method.writes, reply)
+                batches.append(Batch.of_views([View((table,))]))
+            return method.protocol.collect(self, batches)
+
+        def results() -> Any:
+            for reply in pending.values():  # any failing rank fails the call, collected or not
+                reply.read()
+            return method.protocol.collect(self, [reply.value() for reply in sources])
+
+        return Future(results)
+
+    def _watcher(self, method: str, rank: int) -> Callable[[Reply], None] | None:
+        watch = self._watch
+        return None if watch is None else lambda reply: watch(self.name, method, rank, reply)
+
+
+def _as_batch(value: Any, method: Method) -> Batch:
+    if not isinstance(value, Batch):
+        raise HybridFlowError(f"method {method.name!r} is annotated -> Batch and returned {type(value).__name__}")
+    return value
+
+
+def _holds_batch(values: Sequence[Any]) -> bool:
+    return any(isinstance(v, Batch) or (isinstance(v, (list, tuple)) and _holds_batch(v)) for v in values)
+
+
+def _first_batch(values: Sequence[Any]) -> Batch | None:
+    for value in values:
+        if isinstance(value, Batch):
+            return value
+        if isinstance(value, (list, tuple)) and (found := _first_batch(value)) is not None:
+            return found
+    return None
+
+
+def _select(value: Any, columns: Sequence[str]) -> Any:
+    if isinstance(value, Batch):
+        return value.select(columns)
+    if isinstance(value, (list, tuple)) and _holds_batch(value):
+        return type(value)(_select(v, columns) for v in value)
+    return value
+
+
+__all__ = ["Future", "Metrics", "Pool", "WorkerGroup"]

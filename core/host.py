@@ -1,0 +1,131 @@
+"""What runs inside each process of a pool, whatever the runtime: workers by role, called by messages."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.errors import HybridFlowError, WorkerError
+from hybridflow.core.wire import Decoder, Encoder, Store
+from hybridflow.core.worker import RankContext, Worker
+
+
+class Reply:
+    """A call's outcome, as it is pickled: the value or the error, and when the worker started and ended."""
+
+    __slots__ = ("ended", "error", "started", "value")
+
+    def __init__(self, value: Any, error: WorkerError | None, started: float, ended: float):
+        self.value, self.error, self.started, self.ended = value, error, started, ended
+
+
+def read_reply(blob: bytes, handles: Sequence[Any], store: Store) -> Reply:
+    failed, started, ended, value = Decoder(blob, list(handles), store).load()
+    return Reply(None, value, started, ended) if failed else Reply(value, None, started, ended)
+
+
+class Host:
+    """One per process. `call` never raises: failures of a worker are replies."""
+
+    def __init__(self, pool: str, rank: int, world: int, store: Store):
+        self.pool, self.rank, self.world, self.store = pool, rank, world, store
+        self.device = torch.device("cpu")
+        self.workers: dict[str, Worker] = {}
+
+    def address(self) -> str:
+        """A free address on this node for the pool's rendezvous."""
+        host = "127.0.0.1" if os.environ.get("HYBRIDFLOW_LOCAL") else socket.gethostbyname(socket.gethostname())
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return f"{host}:{s.getsockname()[1]}"
+
+    def join(self, address: str | None, device: str, timeout_s: float = 600.0) -> None:
+        """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs)."""
+        self.device = torch.device(device if device == "cpu" else f"cuda:{_local_device(self.rank)}")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        if dist.is_initialized():
+            if self.world == 1 and dist.get_world_size() == 1:
+                return  # pools of one rank may share the calling process
+            raise HybridFlowError(f"torch.distributed is initialised already, with {dist.get_world_size()} ranks")
+        kwargs: dict[str, Any] = {"store": dist.HashStore()} if address is None else {"init_method": f"tcp://{address}"}
+        dist.init_process_group(
+            backend, rank=self.rank, world_size=self.world, timeout=timedelta(seconds=timeout_s), **kwargs
+        )
+
+    def leave(self) -> None:
+        self.workers.clear()
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+    def call(self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple:
+        """Run one message; give (blob, handles) of the reply."""
+        started = time.time()
+        role, name, keep = "?", "?", True
+        try:
+
+            def resolve(at: int) -> Batch:
+                reply = read_reply(*replies[at], self.store)
+                if reply.error is not None:
+                    raise reply.error
+                return reply.value
+
+            role, name, keep, args, kwargs = Decoder(blob, list(handles), self.store, resolve).load()
+            result = self._method(role, name)(*args, **kwargs)
+            return self._encode((False, started, time.time(), result if keep else None))
+        except WorkerError as error:  # the input of this call failed: the first failure is what matters
+            return self._encode((True, started, time.time(), error))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and self.world == 1:
+                raise
+            return self._encode((True, started, time.time(), self._failure(error, role, name)))
+
+    def _method(self, role: str, name: str) -> Callable:
+        if name == "__create__":
+            return lambda cls, *args: self.create(role, cls, *args)
+        if name == "__delete__":
+            return lambda: self.workers.pop(role, None) and None
+        return getattr(self.workers[role], name)
+
+    def create(self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int) -> None:
+        context = RankContext(role, self.rank, layout, self.device, seed, generation)
+        self.workers[role] = cls(context, *args, **kwargs)
+
+    def _encode(self, reply: tuple) -> tuple[bytes, list[Any]]:
+        encoder = Encoder(self.store)
+        try:
+            blob = encoder.dumps(reply)
+        except Exception as error:
+            encoder = Encoder(self.store)
+            failure = self._failure(error, "?", "sending the result")
+            blob = encoder.dumps((True, reply[1], reply[2], failure))
+        return blob, encoder.handles
+
+    def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
+        text = str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
+        return WorkerError(text, role=role, phase=phase, rank=self.rank, remote_traceback=traceback.format_exc())
+
+
+def _local_device(rank: int) -> int:
+    return rank % max(torch.cuda.device_count(), 1)
+
+
+def picklable(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,92 @@
+"""The contract of runtimes: processes that host workers, messages between them, a store for what is large."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class ResourcePool:
+    """A set of devices. Models placed in one pool share its processes; pools run side by side.
+
+    `devices_per_node=(8, 8)` is two nodes with eight devices; one process per device.
+    """
+
+    name: str
+    devices_per_node: tuple[int, ...] = (1,)
+
+    @property
+    def world(self) -> int:
+        return sum(self.devices_per_node)
+
+
+@attrs.frozen
+class Message:
+    """A call for one process: (see core/wire.py) a blob, handles into the store, and replies that must arrive first."""
+
+    blob: bytes
+    handles: Sequence[Any] = ()
+    replies: Sequence[Any] = ()
+
+
+@attrs.define
+class Traffic:
+    """Bytes through the controller since the last `take`: messages out and in, and columns fetched to be read."""
+
+    sent: int = 0
+    received: int = 0
+    fetched: int = 0
+
+    def take(self) -> dict[str, int]:
+        values = attrs.asdict(self)
+        self.sent = self.received = self.fetched = 0
+        return values
+
+    @property
+    def total(self) -> int:
+        return self.sent + self.received + self.fetched
+
+
+class Process(ABC):
+    """One process of a pool: hosts a core.host.Host and runs its messages one after the other, in the order sent."""
+
+    pool: ResourcePool
+    rank: int
+
+    @abstractmethod
+    def submit(self, message: Message, label: tuple[str, str]) -> Any:
+        """Send a call of `label` (role, phase); return at once with a reference to the reply (hashable; may go into another message's `replies`)."""
+
+
+class Runtime(ABC):
+    """A plugin of kind "runtime"."""
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Connect or start what processes need. Raises HybridFlowError with what to do."""
+
+    @abstractmethod
+    def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
+        """One process per device of the pool, each with a Host that has joined the pool's torch.distributed group."""
+
+    @abstractmethod
+    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any]]:
+        """The reply's (blob, handles). Raises WorkerDied if its process, or one that it may wait for, is gone."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End every process that this runtime started; safe to call twice."""
+
+    # The store (core.wire.Store), as the controller sees it
+    @abstractmethod
+    def put(self, block: list) -> Any: ...
+    @abstractmethod
+    def get(self, handle: Any) -> list: ...
