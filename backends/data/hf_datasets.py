@@ -1,0 +1,54 @@
+"""Data source "datasets": a folder that the datasets library saved (`Dataset.save_to_disk`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.backends.data.files import data_path
+from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.errors import DataError
+from hybridflow.core.text import did_you_mean
+
+
+class DatasetsSource(DataSource):
+    """Memory-maps the folder. Option `split`: which one, where the folder has several."""
+
+    def __init__(self, config: DataConfig):
+        super().__init__(config)
+        split = self.read_options(split="")["split"]
+        path = data_path(config)
+        if path.is_file():
+            raise DataError(
+                f'data.path: {str(path)!r} is a file, and source "datasets" reads a folder made by save_to_disk; set '
+                'data.source = "jsonl" or "parquet" for a file'
+            )
+        import datasets
+
+        try:
+            data = datasets.load_from_disk(str(path))
+        except Exception as error:  # the library raises its own, pyarrow's and OSError
+            raise DataError(
+                f"data.path: {str(path)!r} cannot be loaded by the datasets library ({type(error).__name__}: {error}); "
+                "make it with dataset.save_to_disk(...), with at least one row"
+            ) from error
+        if isinstance(data, datasets.DatasetDict):
+            names = ", ".join(data)
+            if not split:
+                raise DataError(f"data.path: {str(path)!r} has the splits {names}; set data.options.split to one")
+            if split not in data:
+                raise DataError(
+                    f"data.options.split: {str(path)!r} has no split {split!r}{did_you_mean(split, data)}; "
+                    f"it has {names}"
+                )
+            data = data[split]
+        elif split:
+            raise DataError(f"data.options.split is {split!r}, but {str(path)!r} has no splits; remove the option")
+        if len(data) == 0:
+            raise DataError(f"data.path: {str(path)!r} has no rows; write it again or give another one")
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._data[i]

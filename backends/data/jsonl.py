@@ -1,0 +1,59 @@
+"""Data source "jsonl": one JSON object per line, also gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+from hybridflow.backends.data.files import data_file
+from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.errors import DataError
+from hybridflow.core.text import shorten
+
+
+class JsonlSource(DataSource):
+    """Reads .jsonl or .jsonl.gz (UTF-8) into memory; blank lines are skipped. No options."""
+
+    def __init__(self, config: DataConfig):
+        super().__init__(config)
+        self.read_options()
+        path = data_file(
+            config,
+            (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+            'for .parquet set data.source = "parquet", for a folder of the datasets library "datasets"',
+        )
+        self._rows = _read(path)
+        if not self._rows:
+            raise DataError(f"data.path: {str(path)!r} has only blank lines; give a file with one JSON object per line")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self._rows[i]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    rows, number = [], 0
+    try:
+        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    rows.append(_parse(line.decode("utf-8-sig" if number == 1 else "utf-8"), f"{path}, line {number}"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 ({error}); convert the file to UTF-8") from error
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read after line {number}: {error}; is it complete?") from error
+    return rows
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error}): {shorten(line.strip())}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: must be a JSON object, {{...}}; got {shorten(line.strip())}")
+    return row

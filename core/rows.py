@@ -1,0 +1,176 @@
+"""A source's rows as texts: regex rows, format templates and chat fields, with errors that name the row."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from hybridflow.core.errors import ConfigError, DataError
+from hybridflow.core.text import did_you_mean, shorten
+
+if TYPE_CHECKING:
+    from hybridflow.core.data import DataConfig, DataSource
+
+
+@attrs.frozen(eq=False)
+class RenderedRow:
+    """One row as texts: exactly one of `prompt` and `messages` is set."""
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    response: str | None
+    meta: dict[str, Any]
+    """The row's fields, and `answer` where data.answer is set."""
+
+    def texts(self) -> Iterator[str]:
+        """Every text that a tokenizer of this data must spell, the expected answer included."""
+        if self.prompt is not None:
+            yield self.prompt
+        for message in self.messages or ():
+            yield str(message.get("content") or "")
+        if self.response is not None:
+            yield self.response
+        if isinstance(self.meta.get("answer"), str):
+            yield self.meta["answer"]
+
+
+class Rows(Sequence):
+    """The rows of a source after `pattern`, rendered on access. Raises DataError that names row and field."""
+
+    def __init__(self, source: DataSource, config: DataConfig):
+        if problems := config.problems():
+            raise ConfigError(problems)
+        self.source, self.config = source, config
+        self._matches = self._find_matches() if config.pattern else None
+
+    def __len__(self) -> int:
+        return len(self.source) if self._matches is None else len(self._matches)
+
+    def __getitem__(self, i: int) -> RenderedRow:  # type: ignore[override]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        row, config = self.fields(i), self.config
+        response = None if config.response is None else render(config.response, row, "response", i)
+        meta = dict(row)
+        if config.answer is not None:
+            meta["answer"] = render(config.answer, row, "answer", i)
+        if config.messages is None:
+            return RenderedRow(render(config.prompt, row, "prompt", i), None, response, meta)
+        messages = self._messages(row, i)
+        if messages[-1]["role"] == "assistant":
+            if response is not None:
+                raise DataError(
+                    f"row {i}: {config.messages!r} ends with the assistant's message, which is the response, and "
+                    "data.response gives another; remove data.response"
+                )
+            response, messages = str(messages[-1].get("content") or ""), messages[:-1]
+        if not messages:
+            raise DataError(f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt")
+        return RenderedRow(None, messages, response, meta)
+
+    def fields(self, i: int) -> dict[str, Any]:
+        """The fields of row `i`: the source's, with a pattern's named groups over them."""
+        index, groups = (i, {}) if self._matches is None else self._matches[i]
+        return {**self._source_row(index), **groups}
+
+    def texts(self) -> Iterator[str]:
+        """The texts of all rows, to train a tokenizer on."""
+        for i in range(len(self)):
+            yield from self[i].texts()
+
+    def _source_row(self, index: int) -> Mapping[str, Any]:
+        row = self.source[index]
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {index} of data source {self.config.source!r} is a {type(row).__name__}; it must be a mapping "
+                "of field names to values"
+            )
+        return row
+
+    def _find_matches(self) -> list[tuple[int, dict[str, str]]]:
+        field, regex = self.config.pattern_field or "", re.compile(self.config.pattern or "")
+        found = []
+        for index in range(len(self.source)):
+            row = self._source_row(index)
+            if field not in row:
+                raise _no_field(field, row, "data.pattern_field", index)
+            found += [(index, match.groupdict(default="")) for match in regex.finditer(str(row[field] or ""))]
+        if not found and len(self.source):
+            first = str(self._source_row(0)[field])
+            raise DataError(
+                f"data.pattern {regex.pattern!r} matches nothing in the field {field!r} of any of the "
+                f"{len(self.source)} rows (the first one is {shorten(first)}); change the pattern or the field"
+            )
+        return found
+
+    def _messages(self, row: Mapping[str, Any], i: int) -> list[dict[str, Any]]:
+        name = self.config.messages or ""
+        if name not in row:
+            raise _no_field(name, row, "data.messages", i)
+        messages = row[name]
+        good = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        if not good or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise DataError(
+                f"row {i}: the field {name!r} must be a list of messages such as "
+                f'{{"role": "user", "content": "..."}}; got {shorten(repr(messages))}'
+            )
+        return [dict(m) for m in messages]
+
+
+class _Formatter(string.Formatter):
+    """str.format that does not print a missing value as "None"."""
+
+    def get_field(self, field_name, args, kwargs):
+        value, first = super().get_field(field_name, args, kwargs)
+        if value is None:
+            raise ValueError(f"the field {field_name!r} is null")
+        return value, first
+
+
+def render(template: str, row: Mapping[str, Any], name: str, i: int) -> str:
+    """Fill a format template with the fields of row `i`; `name`: "prompt", "response" or "answer"."""
+    try:
+        return _Formatter().vformat(template, (), row)
+    except Exception as error:
+        for field in template_fields(template):
+            if field not in row:
+                raise _no_field(field, row, f"data.{name} = {template!r}", i) from error
+        raise DataError(
+            f"row {i}: data.{name} = {template!r} cannot be filled in: {error}; its fields are {_fields(row)}"
+        ) from error
+
+
+def template_fields(template: str) -> list[str]:
+    """The row fields that a format template names. Raises ValueError when it is no format template."""
+    names = []
+    for _, field, spec, _ in string.Formatter().parse(template):
+        if field is not None:
+            names.append(re.split(r"[.\[]", field, maxsplit=1)[0])
+            names += template_fields(spec or "")
+    return names
+
+
+def template_problems(name: str, template: str) -> list[str]:
+    """What is wrong with a template before any row is seen."""
+    try:
+        fields = template_fields(template)
+    except ValueError as error:
+        return [f"data.{name} = {template!r} is not a format template: {error}; write {{{{ and }}}} for braces"]
+    if any(not field or field.isdigit() for field in fields):
+        return [f'data.{name} = {template!r} has an unnamed field; name one of the row\'s, as in "{{question}}"']
+    return []
+
+
+def _no_field(field: str, row: Mapping[str, Any], setting: str, i: int) -> DataError:
+    return DataError(
+        f"row {i} has no field {field!r}{did_you_mean(field, row)}, which {setting} names; "
+        f"its fields are {_fields(row)}"
+    )
+
+
+def _fields(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, row)) or "none"
