@@ -1,0 +1,189 @@
+"""The embedded default rollout engine: generates in the worker's own process, with its own copy of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.decoder import FastDecoder
+from hybridflow.backends.transformers.generic import GenericDecoder
+from hybridflow.backends.transformers.llama import LlamaWeights, unfit
+from hybridflow.backends.transformers.scheduler import MAX_BURST, Run
+from hybridflow.backends.transformers.weights import WeightStore
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.weights import Box, WeightLayout
+
+
+class TransformersEngine(RolloutEngine):
+    """Llama-like models run on our decoder, other causal models on Hugging Face's code; both sample alike."""
+
+    Config = TransformersEngineConfig
+
+    def __init__(self, model, config, context):
+        super().__init__(model, config, context)
+        self.device: torch.device = torch.device(context.device)
+        self.decoder: FastDecoder | GenericDecoder | None = None
+        self._run: Run | None = None
+        self._asleep = False
+
+    def start(self) -> None:
+        """Raises ModelError when the model is no policy, or `fast` is demanded and does not fit."""
+        if self.model.kind != "policy":
+            raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
+        hf_config = load_config(self.model)
+        reason = unfit(hf_config)
+        if self.config.fast and reason is not None:
+            raise ModelError(f"the fast decoder cannot run this model: {reason}; set fast = false, or leave it out")
+        dtype = getattr(torch, self.config.dtype)
+        if reason is None and self.config.fast is not False:
+            shapes, ties = saved_parameters(hf_config)
+            weights = LlamaWeights(hf_config, shapes, dtype, self.device)
+            self.decoder = FastDecoder(hf_config, weights, dtype, self.device)
+            self.store = WeightStore(weights.places, ties)
+        else:
+            self.decoder = GenericDecoder(hf_config, dtype, self.device)
+            self.store = WeightStore(self.decoder.places, self.decoder.ties)
+        self._max_positions = getattr(hf_config, "max_position_embeddings", None)
+        self._vocab = hf_config.vocab_size
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def layout(self) -> WeightLayout:
+        return self.store.layout()
+
+    def begin_update(self, version: int) -> None:
+        if self._asleep:
+            raise HybridFlowError("the rollout engine sleeps; wake it before a weight update")
+        super().begin_update(version)
+        self.store.begin()
+
+    def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        if not self.updating:
+            raise HybridFlowError(f"{name} was sent to the rollout engine outside an update; call begin_update first")
+        self.store.receive(name, box, tensor)
+
+    def end_update(self) -> None:
+        if not self.updating:
+            raise HybridFlowError("end_update without begin_update")
+        self.store.end()
+        super().end_update()
+
+    def sleep(self) -> None:
+        """Gives up the KV cache, and on a GPU the weights too (an update must follow `wake`)."""
+        if self._run is not None and self._run.open:
+            raise HybridFlowError("the rollout engine cannot sleep while sequences are running; abort them first")
+        self.decoder.free()
+        if self.device.type != "cpu" and not self._asleep:
+            self.store.drop()
+            self.version = None
+        self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep:
+            self.store.restore()
+        self._asleep = False
+
+    # ---- generation ---------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Raises HybridFlowError at once for requests that cannot be served; generates as the iterator is read.
+
+        A new `submit` ends an earlier one that was not read to its end.
+        """
+        if self._asleep:
+            raise HybridFlowError("the rollout engine sleeps; wake it before generating")
+        self.check_ready()
+        requests = list(requests)
+        check_requests(requests, self._max_positions, self._vocab)
+        longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
+        capacity = longest + MAX_BURST
+        slots = min(self._slots(capacity), len(requests))
+        self.decoder.reserve(slots, capacity)
+        self._run = Run(self.decoder, requests, slots, self.config, self.device)
+        return self._run.stream(self._version_for)
+
+    def abort(self, ids: Iterable[int] | None = None) -> None:
+        """Ids that are not running, or already finished, are passed over."""
+        if self._run is not None:
+            self._run.abort(ids)
+
+    def _version_for(self, run: Run) -> int:
+        if run is not self._run:
+            raise HybridFlowError("this stream of completions was ended by a later submit")
+        self.check_ready()
+        return self.version
+
+    def _slots(self, capacity: int) -> int:
+        """How many sequences of `capacity` tokens are decoded at once."""
+        limit = self.config.kv_memory_gb * 1e9
+        if limit == 0:
+            # What the decoder holds from the last call is its to use again.
+            held = 0 if self.decoder.cache is None or not self.decoder.joins else self.decoder.cache.nbytes
+            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
+            limit = 0.7 * (free + held) if self.device.type == "cuda" else 4e9
+        fitting = max(1, int(limit // self.decoder.row_bytes(capacity)))
+        return min(self.config.max_sequences or 256, fitting)
+
+
+def load_config(model):
+    """The Hugging Face config of a ModelSpec."""
+    from transformers import AutoConfig
+
+    if model.path is not None:
+        return AutoConfig.from_pretrained(model.path)
+    return AutoConfig.for_model(**model.hf_config)
+
+
+def saved_parameters(hf_config) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Names and shapes of the parameters that `save_pretrained` writes, and the ties: tied name -> saved name."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    ties = {name: source for name, source in model.all_tied_weights_keys.items() if name != source}
+    return {n: tuple(v.shape) for n, v in model.state_dict().items() if n not in ties}, ties
+
+
+def check_requests(requests: list[Request], max_positions: int | None, vocab: int) -> None:
+    """Raises HybridFlowError naming the first request that cannot be served."""
+    seen: set[int] = set()
+    for r in requests:
+        problem = _problem(r, max_positions)
+        if r.id in seen:
+            problem = "its id is used twice in one call"
+        if problem:
+            raise HybridFlowError(f"request {r.id}: {problem}")
+        seen.add(r.id)
+    arrays = [a for r in requests for a in (r.prompt_ids, r.prefix_ids) if a is not None and len(a)]
+    if arrays:
+        ids = np.concatenate(arrays)
+        if ids.min() < 0 or ids.max() >= vocab:
+            culprit = next(r for r in requests if _outside(r.prompt_ids, vocab) or _outside(r.prefix_ids, vocab))
+            raise HybridFlowError(f"request {culprit.id}: a token id lies outside the vocabulary of {vocab}")
+
+
+def _outside(ids: np.ndarray | None, vocab: int) -> bool:
+    return ids is not None and len(ids) > 0 and bool(ids.min() < 0 or ids.max() >= vocab)
+
+
+def _problem(r: Request, max_positions: int | None) -> str | None:
+    s = r.sampling
+    if len(r.prompt_ids) == 0:
+        return "the prompt is empty"
+    if max_positions is not None and len(r.prompt_ids) + s.max_tokens > max_positions:
+        return (
+            f"{len(r.prompt_ids)} prompt tokens and max_tokens {s.max_tokens} exceed the model's "
+            f"max_position_embeddings {max_positions}"
+        )
+    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
+        return (
+            f"temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, max_tokens {s.max_tokens}; allowed are "
+            "temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 0"
+        )
+    for name, column in (("prefix_logprobs", r.prefix_logprobs), ("prefix_versions", r.prefix_versions)):
+        if column is not None and len(column) != (0 if r.prefix_ids is None else len(r.prefix_ids)):
+            return f"{name} has {len(column)} entries, not one for each token of prefix_ids"
+    return None

@@ -1,0 +1,101 @@
+"""Sampling of one token per row: a uniform number from (seed, position), and the inverse of the row's distribution.
+
+No generator state is kept, so a row's tokens do not depend on the other rows, on its slot, or on when it was admitted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_GOLDEN, _MIX1, _MIX2 = (
+    int(np.uint64(c).astype(np.int64)) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), on int64 with wrap-around. Works in place."""
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # >> on int64 copies the sign; the mask makes it logical
+        x *= factor
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """float32 in [0, 1) with 24 random bits, one for each (seed, position).
+
+    `seeds`, `positions`: int64, shapes that broadcast. Position t is that of the t-th response token.
+    """
+    state = _mix(seeds + _GOLDEN) + positions * _GOLDEN
+    return ((_mix(state) >> 40) & 0xFFFFFF).float() * 2.0**-24
+
+
+class Sampler:
+    """The sampling parameters of the rows of a batch, on the device, with the cheapest path that serves them all."""
+
+    def __init__(self, rows: np.ndarray, device: torch.device):
+        """`rows`: structured array [R] with fields seed, temperature, top_p, top_k."""
+
+        def put(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values.copy()).to(device, non_blocking=True)
+
+        greedy, temperature = rows["temperature"] == 0, rows["temperature"]
+        filtered = ~greedy & ((rows["top_k"] > 0) | (rows["top_p"] < 1))
+        self.seeds = put(rows["seed"])
+        self.all_greedy, self.any_greedy = bool(greedy.all()), bool(greedy.any())
+        self.greedy = put(greedy) if self.any_greedy else None
+        scaled = np.where(greedy, 1, temperature).astype(np.float32)
+        self.temperature = None if (scaled == 1).all() else put(scaled)[:, None]
+        self.filtered = put(np.flatnonzero(filtered)) if filtered.any() else None
+        if self.filtered is not None:
+            top_k = rows["top_k"][filtered]
+            self.width = int(top_k.max()) if (top_k > 0).all() else None
+            self.top_k = put(np.where(top_k > 0, top_k, np.iinfo(np.int64).max))[:, None]
+            self.top_p = put(rows["top_p"][filtered])[:, None]
+
+    def uniforms(self, lengths: np.ndarray, steps: int) -> torch.Tensor | None:
+        """float32 [steps, R] for the response tokens from `lengths` [R] on; None where no row draws."""
+        if self.all_greedy:
+            return None
+        start = torch.from_numpy(lengths[None, :] + np.arange(steps)[:, None])
+        return uniforms(self.seeds, start.to(self.seeds.device))
+
+    def __call__(self, logits: torch.Tensor, uniform: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logits` float32 [R, V], `uniform` [R] -> tokens int64 [R], log-probabilities float32 [R].
+
+        A row with temperature 0 takes the argmax. The log-probability is that of softmax(logits / temperature), before
+        top-k and top-p.
+        """
+        if self.temperature is not None:
+            logits = logits / self.temperature
+        logp = logits.log_softmax(-1)
+        if self.all_greedy:
+            tokens = logp.argmax(-1, keepdim=True)
+        else:
+            tokens = _invert(logp.exp().cumsum_(-1), uniform[:, None])
+            if self.filtered is not None:
+                tokens[self.filtered] = self._filtered(logp[self.filtered], uniform[self.filtered, None])
+            if self.greedy is not None:
+                tokens = torch.where(self.greedy[:, None], logp.argmax(-1, keepdim=True), tokens)
+        return tokens[:, 0], logp.gather(1, tokens)[:, 0]
+
+    def _filtered(self, logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Tokens [F, 1] from the top k, and of these the smallest set with probability top_p (renormalised, as HF)."""
+        if self.width is not None:
+            values, order = logp.topk(min(self.width, logp.shape[-1]), dim=-1)
+        else:
+            values, order = logp.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(values.shape[-1], device=logp.device)
+        probs = values.exp().masked_fill_(rank >= self.top_k, 0.0)
+        below = probs.cumsum(-1)
+        total = below[:, -1:]
+        kept = ((below - probs < self.top_p * total) & (rank < self.top_k)).sum(-1, keepdim=True).clamp_(min=1)
+        chosen = _invert(below, uniform, below.gather(1, kept - 1))
+        return order.gather(1, torch.minimum(chosen, kept - 1))
+
+
+def _invert(cumulated: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """The first column whose cumulated weight exceeds uniform * total: [R, V], [R, 1] -> int64 [R, 1]."""
+    total = cumulated[:, -1:] if total is None else total
+    return torch.searchsorted(cumulated, uniform * total, right=True).clamp_(max=cumulated.shape[-1] - 1)

@@ -1,0 +1,244 @@
+"""One `submit`: waiting requests enter the decoder's rows, finished ones leave, and work follows the live rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from hybridflow.backends.transformers.sampler import Sampler
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.rollout import Completion, Request
+
+NO_LOGPROB, NO_VERSION = 0.0, -1
+"""What a completion says of prefix tokens that came without their log-probabilities or versions."""
+MAX_BURST = 64
+
+
+def _row_type(stops: int) -> np.dtype:
+    """One live row: which request, where its output lies (`home`), its length so far, and how it is sampled."""
+    whole = [(name, np.int64) for name in ("request", "home", "length", "limit", "seed", "top_k")]
+    real = [("temperature", np.float32), ("top_p", np.float32)]
+    return np.dtype([*whole, *real, ("alive", bool), ("stops", np.int64, (stops,))], align=True)
+
+
+class Run:
+    """The requests of one `submit`. `stream` yields each one's completion exactly once."""
+
+    def __init__(self, decoder, requests: Sequence[Request], slots: int, config, device: torch.device):
+        self.decoder, self.requests, self.slots, self.config, self.device = decoder, requests, slots, config, device
+        self.queue = deque(range(len(requests)))
+        self.open = {r.id for r in requests}
+        self._to_abort: set[int] = set()
+        stops = max((len(r.sampling.stop_token_ids) for r in requests), default=0)
+        self.rows = np.zeros(0, _row_type(stops))
+        self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        self.sampler: Sampler | None = None
+        self.homes = list(range(slots))
+        width = max((r.sampling.max_tokens for r in requests), default=0) + MAX_BURST
+        self.out_tokens = np.zeros((slots + 1, width), np.int64)  # the last home takes what finished rows go on to make
+        self.out_logprobs = np.zeros((slots + 1, width), np.float32)
+        self.out_versions = np.zeros((slots + 1, width), np.int64)
+
+    def abort(self, ids: Iterable[int] | None) -> None:
+        self._to_abort |= self.open if ids is None else self.open.intersection(ids)
+
+    def stream(self, version: Callable[[Run], int]) -> Iterator[Completion]:
+        """`version(run)` gives the version of the weights, or raises when this run cannot go on."""
+        for index in [i for i in self.queue if _ends_with_prefix(self.requests[i]) is not None]:
+            self.queue.remove(index)
+            yield self._unstarted(index, _ends_with_prefix(self.requests[index]))
+        while True:
+            while self._to_abort:
+                yield from self._aborted()
+            if not self.queue and not self.rows["alive"].any():
+                return
+            self.version = version(self)
+            yield from self._admit() if self._can_admit() else self._decode()
+
+    # ---- requests in --------------------------------------------------------------------------------------------
+
+    def _can_admit(self) -> bool:
+        alive = int(self.rows["alive"].sum())
+        if not self.queue or alive == 0:
+            return bool(self.queue)
+        free = self.slots - alive
+        return self.decoder.joins and free >= min(max(1, self.slots // 8), len(self.queue))
+
+    def _admit(self) -> list[Completion]:
+        self._compact()
+        old = len(self.rows)
+        contexts, groups = self._next_groups(self.slots - old)
+        logits = self.decoder.admit(contexts, [len(group) for group in groups])
+        new = np.concatenate([np.zeros(0, self.rows.dtype), *([self._row(i) for i in group] for group in groups)])
+        self.rows = np.concatenate([self.rows, new])
+        self.sampler = None
+        tokens, logprobs = self._sample(Sampler(new, self.device), new["length"], logits)
+        self.tokens = torch.cat([self.tokens, tokens])
+        return self._record(old, tokens[None], logprobs[None])
+
+    @torch.inference_mode()
+    def _sample(self, sampler: Sampler, lengths: np.ndarray, logits: torch.Tensor):
+        drawn = sampler.uniforms(lengths, 1)
+        return sampler(logits, None if drawn is None else drawn[0])
+
+    def _next_groups(self, free: int) -> tuple[list[np.ndarray], list[list[int]]]:
+        """Take waiting requests, neighbours with equal contexts together, up to the token limit of a prefill."""
+        contexts: list[np.ndarray] = []
+        groups: list[list[int]] = []
+        widest = 0
+        while self.queue and free > 0:
+            context = _context(self.requests[self.queue[0]])
+            if contexts and (context is contexts[-1] or np.array_equal(context, contexts[-1])):
+                groups[-1].append(self.queue.popleft())
+            else:
+                widest = max(widest, len(context))
+                if contexts and widest * (len(contexts) + 1) > self.config.prefill_tokens:
+                    break
+                contexts.append(context)
+                groups.append([self.queue.popleft()])
+            free -= 1
+        return contexts, groups
+
+    def _row(self, index: int) -> np.ndarray:
+        request, sampling, home = self.requests[index], self.requests[index].sampling, self.homes.pop()
+        row = np.zeros((), self.rows.dtype)
+        row["request"], row["home"], row["alive"] = index, home, True
+        row["limit"], row["top_k"] = sampling.max_tokens, sampling.top_k
+        row["temperature"], row["top_p"] = sampling.temperature, sampling.top_p
+        row["seed"] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
+        row["stops"] = -1
+        if not sampling.ignore_stop:
+            row["stops"][: len(sampling.stop_token_ids)] = sampling.stop_token_ids
+        ids, logprobs, versions = _prefix(request)
+        row["length"] = k = len(ids)
+        self.out_tokens[home, :k], self.out_logprobs[home, :k], self.out_versions[home, :k] = ids, logprobs, versions
+        return row
+
+    # ---- tokens -------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Completion]:
+        """Some tokens for every row, without waiting for the device in between."""
+        steps = self._burst()
+        dead = len(self.rows) - int(self.rows["alive"].sum())
+        if dead * 32 >= len(self.rows) or (dead and self.decoder.longest + steps > self.decoder.capacity):
+            self._compact()
+        if self.sampler is None:
+            self.sampler = Sampler(self.rows, self.device)
+        tokens, logprobs = self._run_steps(steps)
+        self.tokens = tokens[-1]
+        return self._record(0, tokens, logprobs)
+
+    @torch.inference_mode()
+    def _run_steps(self, steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        uniform = self.sampler.uniforms(self.rows["length"], steps)
+        tokens, logprobs, last = [], [], self.tokens
+        for step in range(steps):
+            last, logprob = self.sampler(self.decoder.step(last), None if uniform is None else uniform[step])
+            tokens.append(last)
+            logprobs.append(logprob)
+        return torch.stack(tokens), torch.stack(logprobs)
+
+    def _burst(self) -> int:
+        """Tokens until the next look: a row that stops inside a burst makes tokens for nothing until its end."""
+        live = self.rows[self.rows["alive"]]
+        remaining = live["limit"] - live["length"]
+        if self.config.sync_every:
+            return min(self.config.sync_every, MAX_BURST, int(remaining.max()))
+        if self.device.type != "cpu":
+            return min(16, int(remaining.max()))
+        return min(MAX_BURST, int(remaining.min())) if (live["stops"] < 0).all() else 1
+
+    def _compact(self) -> None:
+        """Live rows become rows 0 .. n-1: rows from the end fill the holes."""
+        alive = self.rows["alive"]
+        count = int(alive.sum())
+        if count == len(self.rows):
+            return
+        index = np.arange(count)
+        holes = np.flatnonzero(~alive[:count])
+        index[holes] = count + np.flatnonzero(alive[count:])
+        self.decoder.keep(index)
+        self.rows = self.rows[index]
+        self.tokens = self.tokens[torch.from_numpy(index).to(self.device)]
+        self.sampler = None
+
+    # ---- completions out ----------------------------------------------------------------------------------------
+
+    def _record(self, first: int, tokens: torch.Tensor, logprobs: torch.Tensor) -> list[Completion]:
+        """Keep what rows `first`.. made, [K, R], up to each row's end; the completions of those that ended."""
+        made, scores = tokens.cpu().numpy(), logprobs.cpu().numpy()
+        rows, steps = self.rows[first:], len(made)
+        if not np.isfinite(scores).all():
+            self._not_finite(rows, scores)
+        columns = rows["length"][:, None] + np.arange(steps)
+        home = rows["home"][:, None]
+        self.out_tokens[home, columns], self.out_logprobs[home, columns] = made.T, scores.T
+        self.out_versions[home, columns] = self.version
+        stopped = (made[:, :, None] == rows["stops"]).any(-1)
+        until = np.where(stopped.any(0), stopped.argmax(0) + 1, steps + 1)
+        taken = np.minimum(np.minimum(until, steps), rows["limit"] - rows["length"])
+        rows["length"] += taken
+        ended = rows["alive"] & ((until == taken) | (rows["length"] == rows["limit"]))
+        return [self._close(row, "stop" if until[i] == taken[i] else "length") for i, row in _pick(rows, ended)]
+
+    def _close(self, row: np.void, reason: str) -> Completion:
+        """Take a row's output; the row stays in the decoder, dead, until the next compaction."""
+        request, home, length = self.requests[row["request"]], int(row["home"]), int(row["length"])
+        self.open.discard(request.id)
+        self.homes.append(home)
+        row["alive"], row["home"], row["length"], row["limit"], row["stops"] = False, self.slots, 0, 0, -1
+        outputs = (out[home, :length].copy() for out in (self.out_tokens, self.out_logprobs, self.out_versions))
+        return Completion(request.id, *outputs, reason)
+
+    def _unstarted(self, index: int, reason: str) -> Completion:
+        request = self.requests[index]
+        self.open.discard(request.id)
+        return Completion(request.id, *_prefix(request), reason)
+
+    def _aborted(self) -> list[Completion]:
+        ids, self._to_abort = self._to_abort & self.open, set()
+        waiting = [i for i in self.queue if self.requests[i].id in ids]
+        self.queue = deque(i for i in self.queue if self.requests[i].id not in ids)
+        running = np.array([bool(r["alive"]) and self.requests[r["request"]].id in ids for r in self.rows], bool)
+        done = [self._close(row, "abort") for _, row in _pick(self.rows, running)]
+        return done + [self._unstarted(i, "abort") for i in waiting]
+
+    def _not_finite(self, rows: np.ndarray, scores: np.ndarray) -> None:
+        column = int(np.flatnonzero(~np.isfinite(scores).all(0))[0])
+        self.decoder.free()  # a NaN left in the cache would reach later sequences through masked columns
+        request = self.requests[rows[column]["request"]]
+        raise HybridFlowError(
+            f"request {request.id}: the model gave log-probabilities that are not finite at response token "
+            f"{int(rows[column]['length'])}, with weights of version {self.version}; look for NaN in the weights"
+        )
+
+
+def _pick(rows: np.ndarray, chosen: np.ndarray) -> Iterator[tuple[int, np.void]]:
+    return ((int(i), rows[i]) for i in np.flatnonzero(chosen))
+
+
+def _context(request: Request) -> np.ndarray:
+    if request.prefix_ids is None or len(request.prefix_ids) == 0:
+        return request.prompt_ids
+    return np.concatenate([request.prompt_ids, request.prefix_ids])
+
+
+def _prefix(request: Request) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Copies of the response prefix: ids int64 [K], logprobs float32 [K], versions int64 [K]."""
+    ids = np.array(() if request.prefix_ids is None else request.prefix_ids, np.int64)
+    logprobs, versions = np.full(len(ids), NO_LOGPROB, np.float32), np.full(len(ids), NO_VERSION, np.int64)
+    if request.prefix_logprobs is not None:
+        logprobs[:] = request.prefix_logprobs
+    if request.prefix_versions is not None:
+        versions[:] = request.prefix_versions
+    return ids, logprobs, versions
+
+
+def _ends_with_prefix(request: Request) -> str | None:
+    """The finish reason of a request whose prefix is already a whole response."""
+    prefix, sampling = request.prefix_ids, request.sampling
+    if prefix is not None and len(prefix) and not sampling.ignore_stop and prefix[-1] in sampling.stop_token_ids:
+        return "stop"
+    return "length" if (0 if prefix is None else len(prefix)) >= sampling.max_tokens else None
