@@ -1,0 +1,196 @@
+"""Configuration as nested tables: read TOML, parse overrides, merge layers, and remember where each value came from.
+
+A dotted key such as `actor.optimizer.lr` names a value; tables are dicts with string keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.errors import ConfigError
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+_PYTHON_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+
+
+def load_toml(path: str | PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file. Raises ConfigError with the file, the line, and what is on it."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also an integer of more than 4300 digits
+        raise ConfigError(_explain(str(path), text, str(error))) from None
+
+
+def _explain(path: str, text: str, message: str) -> str:
+    """tomllib's message with the file in front and the line's text behind."""
+    place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+    if place is None:  # "at end of document"
+        return f"{path}: {message}"
+    line, column = int(place[1]), int(place[2])
+    found = text.split("\n")[line - 1].strip()
+    return f"{path}, line {line}, column {column}: {message[: place.start()]}; the line is: {found}"
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """`a.b.c=value` as (dotted key, value). Raises ConfigError for a text of another form.
+
+    The value is read as TOML, then as a Python float (`.5`, `1.e-4`), then taken as a string; a date stays a string.
+    """
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals:
+        raise ConfigError(f"override {text!r}: there is no '='; write key=value, for example actor.optimizer.lr=2e-4")
+    if key.startswith("-"):
+        raise ConfigError(f"override {text!r}: write it without dashes, {key.lstrip('-')}={value}")
+    if not key or not all(key.split(".")):
+        raise ConfigError(f"override {text!r}: {key!r} is not a dotted key such as actor.optimizer.lr")
+    return key, _parse_value(value.strip())
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return float(text) if _PYTHON_FLOAT.fullmatch(text) else text
+    value = table.pop("value")
+    if table or isinstance(value, datetime.date | datetime.time):
+        return text
+    return value
+
+
+def nest(path: str, value: Any) -> dict[str, Any]:
+    """`nest("a.b", 1)` is `{"a": {"b": 1}}`."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any], shorthand: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """`base` with the values of `over` on top, as new tables. Tables merge key by key; anything else is replaced.
+
+    `shorthand` are dotted keys of tables that may be given by their `name` alone, `*` standing for any one key: with
+    {"rollout", "*.backend"}, `rollout = "vllm"` is `rollout = {name = "vllm"}`, in either layer.
+    """
+    return _merge(expand(base, shorthand), expand(over, shorthand))
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def expand(data: Mapping[str, Any], shorthand: frozenset[str]) -> dict[str, Any]:
+    """A copy in which a string at a `shorthand` key has become a table with that `name`."""
+    patterns = [pattern.split(".") for pattern in shorthand]
+
+    def visit(value: Any, at: list[str]) -> Any:
+        if isinstance(value, str) and any(_matches(pattern, at) for pattern in patterns):
+            return {"name": value}
+        if isinstance(value, Mapping):
+            return {key: visit(inner, [*at, key]) for key, inner in value.items()}
+        return copy.deepcopy(value)
+
+    return visit(data, [])
+
+
+def _matches(pattern: list[str], keys: list[str]) -> bool:
+    pairs = zip(pattern, keys, strict=False)
+    return len(pattern) == len(keys) and all(want in ("*", key) for want, key in pairs)
+
+
+def flatten(thing: Any, path: str = "") -> dict[str, Any]:
+    """{dotted key: value} of the leaves of a table or an attrs instance, in order.
+
+    An empty table is a leaf, and so is a list, except one with tables or attrs instances: those are numbered,
+    `rewards.0.weight`.
+    """
+    if attrs.has(type(thing)):
+        inner = {field.alias: getattr(thing, field.name) for field in attrs.fields(type(thing)) if field.init}
+    elif isinstance(thing, Mapping):
+        inner = {str(key): value for key, value in thing.items()}
+    elif isinstance(thing, list | tuple) and any(isinstance(v, Mapping) or attrs.has(type(v)) for v in thing):
+        inner = {str(index): value for index, value in enumerate(thing)}
+    else:
+        return {path: thing}
+    if not inner:
+        return {path: {}} if path else {}
+    leaves: dict[str, Any] = {}
+    for key, value in inner.items():
+        leaves |= flatten(value, f"{path}.{key}" if path else key)
+    return leaves
+
+
+class Provenance:
+    """Where the value of each dotted key came from: "file examples/grpo.toml", "command line" or "default"."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+
+    def record(self, data: Mapping[str, Any], source: str, path: str = "") -> None:
+        """Say that the leaves of `data` come from `source`. It follows `merge`: what they replace is forgotten."""
+        for key, value in data.items():
+            here = f"{path}.{key}" if path else key
+            below = [known for known in self.sources if known.startswith(f"{here}.")]
+            if isinstance(value, Mapping) and (value or below):
+                self.sources.pop(here, None)
+                self.record(value, source, here)
+                continue
+            for known in below:
+                del self.sources[known]
+            self.sources |= dict.fromkeys(flatten(value, here), source)
+
+    def of(self, path: str) -> str:
+        """The source of a key; a key inside a value that was given as a whole has the source of that value."""
+        keys = path.split(".")
+        for length in range(len(keys), 0, -1):
+            found = self.sources.get(".".join(keys[:length]))
+            if found is not None:
+                return found
+        return DEFAULT
+
+
+def read_config(
+    path: str | PathLike[str] | None, overrides: Iterable[str] = (), shorthand: frozenset[str] = frozenset()
+) -> tuple[dict[str, Any], Provenance]:
+    """The tables of a file with overrides on top, in order, and where every value came from.
+
+    Raises ConfigError for a file that cannot be read, or with all overrides that cannot be parsed.
+    """
+    layers, problems = [], []
+    if path is not None:
+        layers.append((load_toml(path), f"file {path}"))
+    for text in overrides:
+        try:
+            layers.append((nest(*parse_override(text)), COMMAND_LINE))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    data: dict[str, Any] = {}
+    provenance = Provenance()
+    for layer, source in layers:
+        data = merge(data, layer, shorthand)
+        provenance.record(expand(layer, shorthand), source)
+    return data, provenance

@@ -1,0 +1,46 @@
+"""The docstrings under the fields of a class: what `hybridflow show`, error messages and the reference print."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+
+@functools.cache
+def field_docs(cls: type) -> Mapping[str, str]:
+    """{field: the docstring under it}, base classes included; empty where the source is not at hand."""
+    docs: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        body = getattr(_class_node(owner), "body", [])
+        for field, below in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(below):
+                docs[field.target.id] = inspect.cleandoc(below.value.value)
+    return types.MappingProxyType(docs)
+
+
+def _is_text(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _class_node(cls: type) -> ast.AST | None:
+    """The `class` statement of a class, found by its qualified name."""
+    try:
+        node: Any = _module_node(cls.__module__)
+    except (OSError, TypeError, KeyError, SyntaxError):
+        return None
+    for part in cls.__qualname__.split("."):
+        if part != "<locals>":
+            inner = (n for n in ast.walk(node) if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
+            node = next(inner, ast.Pass())
+    return node if isinstance(node, ast.ClassDef) else None
+
+
+@functools.cache
+def _module_node(name: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[name]))
