@@ -1,0 +1,158 @@
+"""Losses per token and per pair, and the reduction to one number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hybridflow.algorithms._tensors import as_bool, masked_mean, ratio, refuse, result_dtype, same_shape, wide
+from torch import Tensor
+
+
+def policy_ratio_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = exp(logprobs - old_logprobs)
+    (arXiv:1707.06347, eq. 7; low and high apart: arXiv:2503.14476).
+
+    With `dual_clip` c > 1, where A < 0: min(that, -c A) (arXiv:1912.09729). All tensors and the result: [B, T].
+    Raises ValueError if dual_clip <= 1."""
+    same_shape("policy_ratio_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    rho = ratio(logprobs, old_logprobs)
+    return _surrogate(rho, advantages, clip_low, clip_high, dual_clip).to(result_dtype(logprobs))
+
+
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """GSPO's ratio: exp of the sequence's mean log ratio (arXiv:2507.18071). Inputs: [B, T]; result: [B], 1 for a row
+    without tokens. For the loss see `sequence_ratio_loss`."""
+    same_shape("sequence_ratio", logprobs=logprobs, old_logprobs=old_logprobs)
+    mean = masked_mean(wide(logprobs) - wide(old_logprobs), mask, dim=1)
+    return mean.clamp(-20, 20).exp().to(result_dtype(logprobs))
+
+
+def sequence_ratio_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """GSPO's loss per token (the GSPO-token form of arXiv:2507.18071): the surrogate of `policy_ratio_loss`, in which
+    each token carries the value of the sequence's ratio and the gradient of its own logprob: sg(rho_seq) pi / sg(pi).
+
+    All tensors and the result: [B, T]. Reduced by `seq-mean-token-mean`, value and gradient are those of
+    -min(rho_seq A, clip(rho_seq, 1 - low, 1 + high) A) averaged over sequences."""
+    same_shape("sequence_ratio_loss", logprobs=logprobs, advantages=advantages)
+    own = wide(logprobs)
+    sequence = sequence_ratio(own.detach(), wide(old_logprobs).detach(), mask)
+    rho = sequence[:, None] * (own - own.detach()).exp()
+    return _surrogate(rho, advantages, clip_low, clip_high, dual_clip).to(result_dtype(logprobs))
+
+
+def _surrogate(rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
+    clipped = rho.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-rho * advantages, -clipped * advantages)
+    if dual_clip is None:
+        return loss
+    if not dual_clip > 1:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
+    return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+
+
+def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """-sg(clip(rho, 1 - low, 1 + high)) A logprob, per token (arXiv:2506.13585): no token loses its gradient.
+
+    All tensors and the result: [B, T]. `clip_low` of 1 or more leaves the lower side open."""
+    same_shape("cispo_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    weight = ratio(logprobs, old_logprobs).clamp(1 - clip_low, 1 + clip_high).detach()
+    return (-weight * advantages * wide(logprobs)).to(result_dtype(logprobs))
+
+
+def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None) -> Tensor:
+    """0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), per token (PPO's, arXiv:2005.12729).
+
+    All tensors and the result: [B, T]. `clip=None`: 0.5 (v - R)^2, and old_values is not read.
+    Raises ValueError if there is a clip and no old_values."""
+    same_shape("value_loss", values=values, returns=returns)
+    v, target = wide(values), wide(returns)
+    error = (v - target).square()
+    if clip is not None:
+        if old_values is None:
+            raise ValueError(f"value_loss: clip={clip} needs old_values, got None; pass them, or clip=None")
+        same_shape("value_loss", values=values, old_values=old_values)
+        old = wide(old_values)
+        error = torch.maximum(error, (v.clamp(old - clip, old + clip) - target).square())
+    return (0.5 * error).to(result_dtype(values))
+
+
+def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: float | Tensor = 0) -> Tensor:
+    """-log sigmoid(chosen - rejected - margin) per pair (arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2).
+
+    `chosen`, `rejected`: [P], scores; `margin`: a number or [P]; result: [P]."""
+    same_shape("bradley_terry_loss", chosen=chosen, rejected=rejected)
+    if isinstance(margin, Tensor) and margin.dim():
+        same_shape("bradley_terry_loss", chosen=chosen, margin=margin)
+    return -F.logsigmoid(chosen - rejected - margin)
+
+
+def cost_model_loss(cost_w: Tensor, cost_l: Tensor, sign_w: Tensor, sign_l: Tensor) -> Tensor:
+    """Safe RLHF's cost model (arXiv:2310.12773), w the more harmful answer of each pair:
+    -log s(C_w - C_l) - log s(sign_w C_w) - log s(sign_l C_l).
+
+    `cost_w`, `cost_l`: [P]; `sign_w`, `sign_l`: [P], +1 if that answer is harmful, else -1; result: [P]."""
+    same_shape("cost_model_loss", cost_w=cost_w, cost_l=cost_l, sign_w=sign_w, sign_l=sign_l)
+    return -F.logsigmoid(cost_w - cost_l) - F.logsigmoid(sign_w * cost_w) - F.logsigmoid(sign_l * cost_l)
+
+
+def dpo_loss(policy_w: Tensor, policy_l: Tensor, ref_w: Tensor, ref_l: Tensor, beta: float) -> Tensor:
+    """-log s(beta ((policy_w - ref_w) - (policy_l - ref_l))) per pair (arXiv:2305.18290, eq. 7); w is preferred.
+
+    All tensors and the result: [P]; each is the sum of the logprobs of one answer."""
+    same_shape("dpo_loss", policy_w=policy_w, policy_l=policy_l, ref_w=ref_w, ref_l=ref_l)
+    return -F.logsigmoid(beta * ((policy_w - ref_w) - (policy_l - ref_l)))
+
+
+def aggregate(loss: Tensor, mask: Tensor, how: str, counts: Any = None, *, length: float | None = None) -> Tensor:
+    """The per-token loss as one number; summed over micro-batches and ranks it is the loss of the whole mini-batch.
+
+    Denominators, with N tokens and S sequences (rows with at least one token) in the mini-batch:
+    `token-mean`: N. `seq-mean-token-mean`: each sequence's own tokens, then S. `seq-mean-token-sum`: S.
+    `seq-mean-token-sum-norm`: S `length`, a constant such as the longest response allowed (Dr. GRPO, arXiv:2503.20783).
+
+    `loss`, `mask`: [B, T], or [B] for a loss per row or pair, which counts as one token. `counts`: an object with
+    `tokens` (N) and `sequences` (S) of the whole mini-batch over all ranks; None: this mask is the mini-batch. Result:
+    a scalar, 0 (with a graph) without tokens; rows are never split. Raises ValueError for another `how`, shapes that
+    differ, and a missing `length`."""
+    m = as_bool(mask, loss)
+    x = wide(loss).masked_fill(~m, 0)
+    if loss.dim() == 1:
+        m, x = m[:, None], x[:, None]
+    row_tokens = m.sum(1)
+    tokens = _count(row_tokens.sum() if counts is None else counts.tokens)
+    sequences = _count((row_tokens > 0).sum() if counts is None else counts.sequences)
+    if how == "token-mean":
+        total = x.sum() / tokens
+    elif how == "seq-mean-token-mean":
+        total = (x.sum(1) / row_tokens.clamp(min=1)).sum() / sequences
+    elif how == "seq-mean-token-sum":
+        total = x.sum() / sequences
+    elif how == "seq-mean-token-sum-norm":
+        if length is None or not length > 0:
+            raise ValueError(f"aggregate: 'seq-mean-token-sum-norm' needs a constant length above 0, got {length}")
+        total = x.sum() / sequences / length
+    else:
+        allowed = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+        refuse("aggregate", "how", how, *allowed)
+    return total.to(result_dtype(loss))
+
+
+def _count(n: int | Tensor) -> Tensor:
+    return torch.as_tensor(n).clamp(min=1)
