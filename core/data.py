@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from typing import Any
@@ -10,8 +11,8 @@ import attrs
 import numpy as np
 
 from hybridflow.core.errors import ConfigError, DataError
+from hybridflow.core.names import did_you_mean
 from hybridflow.core.rows import RenderedRow, Rows, template_problems
-from hybridflow.core.text import did_you_mean
 from hybridflow.core.tokenizer import Tokenizer
 
 CACHED_EXAMPLES = 200_000
@@ -102,7 +103,7 @@ class DataSource(ABC):
         source, problems = self.config.source, []
         for name, value in self.config.options.items():
             if name not in defaults:
-                hint = did_you_mean(name, defaults) + f"; it has {', '.join(defaults) or 'none'}"
+                hint = did_you_mean(name, defaults) + f" (options: {', '.join(defaults) or 'none'})"
                 problems.append(f"data.options: source {source!r} has no option {name!r}{hint}")
             elif (default := defaults[name]) is not None and type(value) is not type(default):
                 kind = type(default).__name__
@@ -118,7 +119,13 @@ def load_source(config: DataConfig) -> DataSource:
     """The source that data.source names. Raises PluginError, ConfigError (its options) or DataError (its data)."""
     from hybridflow.core.plugins import registry
 
-    return registry().get("data_source", config.source)(config)
+    found = registry().get("data_source", config.source)
+    if not (inspect.isclass(found) and issubclass(found, DataSource)):
+        raise ConfigError(
+            f"data.source {config.source!r} is {found!r}; it must be a class derived from "
+            "hybridflow.core.data.DataSource"
+        )
+    return found(config)
 
 
 @attrs.frozen(eq=False)
@@ -184,7 +191,8 @@ class ExampleSet:
 
     def _keep(self) -> list[int]:
         if self._kept is None:
-            kept, dropped = [], 0
+            kept: list[int] = []
+            dropped = 0
             for row in range(len(self.rows)):
                 if self.config.limit and len(kept) == self.config.limit:
                     break

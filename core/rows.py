@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from hybridflow.core.errors import ConfigError, DataError
-from hybridflow.core.text import did_you_mean, shorten
+from hybridflow.core.names import did_you_mean
+from hybridflow.core.text import shorten
 
 if TYPE_CHECKING:
     from hybridflow.core.data import DataConfig, DataSource
@@ -167,8 +168,7 @@ def template_problems(name: str, template: str) -> list[str]:
 
 def _no_field(field: str, row: Mapping[str, Any], setting: str, i: int) -> DataError:
     return DataError(
-        f"row {i} has no field {field!r}{did_you_mean(field, row)}, which {setting} names; "
-        f"its fields are {_fields(row)}"
+        f"row {i} has no field {field!r}, which {setting} names{did_you_mean(field, row)} (its fields: {_fields(row)})"
     )
 
 

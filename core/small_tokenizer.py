@@ -62,7 +62,7 @@ class SmallTokenizer(Tokenizer):
         (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     def _refuse(self, text: str) -> None:
-        index = next(i for i, c in enumerate(text) if c not in self._known)
+        index = next(i for i, c in enumerate(text) if c not in (self._known or ()))
         raise DataError(
             f"the tokenizer does not know {text[index]!r} (character {index} of {shorten(text)}); it knows "
             f"{shorten(self.characters or '', 120)}: add it to tokenizer.characters, or change the data"
@@ -85,7 +85,8 @@ def char_tokenizer(characters: str) -> SmallTokenizer:
     cross a character, since it starts at a UTF-8 lead byte."""
     library = _tokenizers()
     spelled = {c: _byte_symbols(c) for c in characters}
-    pieces, merges = {}, []
+    pieces: dict[str, None] = {}
+    merges: list[tuple[str, str]] = []
     for symbols in spelled.values():
         for end in range(1, len(symbols)):
             pieces |= {symbols[:end]: None, symbols[end]: None}

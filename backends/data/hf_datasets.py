@@ -7,7 +7,7 @@ from typing import Any
 from hybridflow.backends.data.files import data_path
 from hybridflow.core.data import DataConfig, DataSource
 from hybridflow.core.errors import DataError
-from hybridflow.core.text import did_you_mean
+from hybridflow.core.names import did_you_mean
 
 
 class DatasetsSource(DataSource):
@@ -37,8 +37,8 @@ class DatasetsSource(DataSource):
                 raise DataError(f"data.path: {str(path)!r} has the splits {names}; set data.options.split to one")
             if split not in data:
                 raise DataError(
-                    f"data.options.split: {str(path)!r} has no split {split!r}{did_you_mean(split, data)}; "
-                    f"it has {names}"
+                    f"data.options.split: {str(path)!r} has no split {split!r}{did_you_mean(split, data)} "
+                    f"(splits: {names})"
                 )
             data = data[split]
         elif split:

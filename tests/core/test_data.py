@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.backends.data.jsonl import JsonlSource
-from hybridflow.core.data import DataConfig, DataSource, ExampleSet, Sampler
-from hybridflow.core.errors import ConfigError, DataError
+from hybridflow.core.data import DataConfig, DataSource, ExampleSet, Sampler, load_source
+from hybridflow.core.errors import ConfigError, DataError, PluginError
 from hybridflow.core.rows import Rows
 from hybridflow.core.tokenizer import TokenizerConfig, build_tokenizer
 
@@ -81,12 +83,12 @@ def test_a_row_is_tokenised_when_it_is_first_asked_for_and_only_then():
 def test_a_template_that_names_a_missing_field_lists_those_that_there_are():
     with pytest.raises(
         DataError,
-        match=r"row 0 has no field 'txt' \(did you mean 'text'\?\), which data.prompt = '\{txt\}' names; "
-        r"its fields are a, b, text, answer",
+        match=r"row 0 has no field 'txt', which data.prompt = '\{txt\}' names; did you mean 'text'\? "
+        r"\(its fields: a, b, text, answer\)",
     ):
         examples(sums(2), prompt="{txt}").check()
     rows = [*sums(3), {"other": 1}]
-    with pytest.raises(DataError, match=r"row 3 has no field 'text'.*its fields are other"):
+    with pytest.raises(DataError, match=r"row 3 has no field 'text'.*its fields: other"):
         examples(rows, prompt="{text}").check()
 
 
@@ -167,7 +169,7 @@ def test_every_match_of_a_pattern_is_a_row_over_the_fields_of_its_own():
 def test_a_pattern_without_a_match_or_field_says_where_it_looked():
     with pytest.raises(DataError, match=r"matches nothing in the field 'text' of any of the 2 rows.*'0\+7='"):
         examples(sums(2), pattern="(?P<x>z)", pattern_field="text")
-    with pytest.raises(DataError, match=r"no field 'tex' \(did you mean 'text'\?\), which data.pattern_field names"):
+    with pytest.raises(DataError, match=r"no field 'tex', which data.pattern_field names; did you mean 'text'"):
         examples(sums(2), pattern="(?P<x>z)", pattern_field="tex")
 
 
@@ -186,7 +188,7 @@ def test_a_chat_goes_through_the_template_and_its_last_assistant_message_is_the_
         ({"chat": []}, "must be a list of messages"),
         ({"chat": [{"content": "1"}]}, "must be a list of messages"),
         ({"chat": [{"role": "assistant", "content": "1"}]}, "no message before the assistant's"),
-        ({"char": []}, r"no field 'chat' \(did you mean 'char'"),
+        ({"char": []}, r"no field 'chat'.*did you mean 'char'"),
     ],
 )
 def test_a_chat_that_is_none_is_named(row, words):
@@ -228,9 +230,25 @@ def test_a_sources_options_are_checked_by_name_and_type():
     source = ListSource(DataConfig(source="mine", options={"splitt": "a", "n": "3"}), [])
     with pytest.raises(ConfigError) as caught:
         source.read_options(split="train", n=1)
-    assert "source 'mine' has no option 'splitt' (did you mean 'split'?); it has split, n" in caught.value.problems[0]
+    assert "source 'mine' has no option 'splitt'; did you mean 'split'? (options: split, n)" in caught.value.problems[0]
     assert "data.options.n of source 'mine' must be int, for example 1; got '3'" in caught.value.problems[1]
     assert ListSource(DataConfig(options={"n": 4}), []).read_options(split="x", n=1) == {"split": "x", "n": 4}
+
+
+class ThreeSums(ListSource):
+    def __init__(self, config):
+        super().__init__(config, sums(3))
+
+
+def test_a_source_of_ones_own_is_found_by_its_path_and_must_be_one(monkeypatch):
+    made = types.ModuleType("made_for_test")
+    made.Mine, made.other = ThreeSums, len
+    monkeypatch.setitem(sys.modules, "made_for_test", made)
+    assert len(load_source(DataConfig(source="made_for_test:Mine"))) == 3
+    with pytest.raises(ConfigError, match=r"data\.source 'made_for_test:other'.*derived from"):
+        load_source(DataConfig(source="made_for_test:other"))
+    with pytest.raises(PluginError, match="did you mean 'jsonl'"):
+        load_source(DataConfig(source="json"))
 
 
 def test_a_tokenizer_can_be_trained_on_prompts_responses_and_answers():

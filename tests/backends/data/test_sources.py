@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -11,7 +13,7 @@ from hybridflow.backends.data.arithmetic import ArithmeticSource
 from hybridflow.backends.data.hf_datasets import DatasetsSource
 from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.backends.data.parquet import ParquetSource
-from hybridflow.core.data import DataConfig
+from hybridflow.core.data import DataConfig, load_source
 from hybridflow.core.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "2+2=", "n": 4}, {"prompt": "größer ’ 日本", "n": None}]
@@ -79,7 +81,7 @@ def test_a_path_that_is_missing_wrong_or_empty_says_what_to_do(tmp_path, name):
 def test_jsonl_does_not_read_folders_and_sources_refuse_unknown_options(tmp_path):
     with pytest.raises(DataError, match="is a folder"):
         JsonlSource(config(tmp_path))
-    with pytest.raises(ConfigError, match="no option 'columns'; it has none"):
+    with pytest.raises(ConfigError, match=r"no option 'columns' \(options: none\)"):
         JsonlSource(config(tmp_path, columns="a"))
 
 
@@ -119,7 +121,7 @@ def test_datasets_reads_a_saved_folder_and_one_of_its_splits(tmp_path):
     assert read(DatasetsSource(config(tmp_path / "two", split="test"))) == ROWS[1:]
     with pytest.raises(DataError, match=r"has the splits train, test; set data.options.split"):
         DatasetsSource(config(tmp_path / "two"))
-    with pytest.raises(DataError, match=r"no split 'tests' \(did you mean 'test'\?\); it has train, test"):
+    with pytest.raises(DataError, match=r"no split 'tests'; did you mean 'test'\? \(splits: train, test\)"):
         DatasetsSource(config(tmp_path / "two", split="tests"))
     with pytest.raises(DataError, match="has no splits; remove the option"):
         DatasetsSource(config(tmp_path / "one", split="test"))
@@ -161,3 +163,30 @@ def test_arithmetic_refuses_options_that_make_no_split():
     with pytest.raises(ConfigError) as caught:
         ArithmeticSource(config(None, "arithmetic", split="test", held_out=10_000, split_seed=-1))
     assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("jsonl", JsonlSource),
+        ("parquet", ParquetSource),
+        ("datasets", DatasetsSource),
+        ("arithmetic", ArithmeticSource),
+    ],
+)
+def test_the_built_in_sources_are_found_by_name(name, kind):
+    from hybridflow.core.plugins import registry
+
+    assert registry().get("data_source", name) is kind
+    if name == "arithmetic":
+        assert len(load_source(config(None, name))) == 9500
+
+
+def test_listing_the_built_in_plugins_imports_nothing_heavy():
+    code = (
+        "import sys, hybridflow.backends.data.plugin, hybridflow.backends.rewards.plugin\n"
+        "bad = {'torch', 'datasets', 'pyarrow', 'math_verify', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

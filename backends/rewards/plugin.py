@@ -1,0 +1,14 @@
+"""The built-in rewards."""
+
+from __future__ import annotations
+
+from hybridflow.core.plugins import Descriptor, hookimpl
+
+
+@hookimpl
+def hybridflow_plugins() -> list[Descriptor]:
+    here = "hybridflow.backends.rewards"
+    return [
+        Descriptor("reward", "exact_match", f"{here}.exact_match:ExactMatch"),
+        Descriptor("reward", "math", f"{here}.math:MathReward", requires=("math_verify",), extra="math"),
+    ]

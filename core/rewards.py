@@ -1,0 +1,166 @@
+"""Rewards: from generated responses to one number each, with errors that name the row."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hybridflow.core.errors import ConfigError, HybridFlowError, RewardError
+from hybridflow.core.text import shorten
+
+
+@attrs.frozen(eq=False)
+class RewardSample:
+    """What a reward sees of one response."""
+
+    prompt: str
+    """Text of the prompt, special tokens removed."""
+    response: str
+    """Text of the response, special tokens removed."""
+    response_ids: np.ndarray
+    """int64 [T], special tokens included."""
+    meta: Mapping[str, Any]
+    """The fields of the data's row; `answer` is what is expected."""
+    finish_reason: str = "stop"
+    """ "stop", "length" (cut at the limit) or "abort"."""
+
+    @property
+    def answer(self) -> str:
+        """The expected answer, as text. Raises RewardError for a row without one."""
+        answer = self.meta.get("answer")
+        if answer is None:
+            raise RewardError(
+                f"the row has no answer to compare with (its fields are {', '.join(map(str, self.meta)) or 'none'}); "
+                'set data.answer, for example data.answer = "{solution}"'
+            )
+        return str(answer)
+
+
+class Reward(ABC):
+    """Plugin contract. `__init__` takes the options of the configuration as keyword arguments."""
+
+    @abstractmethod
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        """One finite number per sample, in their order; higher is better."""
+
+
+class FunctionReward(Reward):
+    """A plain function `fn(sample, **options) -> number` as a reward."""
+
+    def __init__(self, function: Callable[..., float], **options: Any):
+        self.function = functools.partial(function, **options) if options else function
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
+        return [self.function(sample) for sample in samples]
+
+
+def reward_from(name: str, options: Mapping[str, Any] | None = None) -> Reward:
+    """The reward of a plugin's name, or of "package.module:object": a Reward class, or a function of one sample.
+
+    Raises PluginError (no such reward) and ConfigError (options that it does not take).
+    """
+    from hybridflow.core.plugins import registry
+
+    return make_reward(registry().get("reward", name), name, options or {})
+
+
+def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
+    """A Reward of a Reward class or a function; `name` is for messages."""
+    is_class = inspect.isclass(found)
+    if not callable(found) or (is_class and not issubclass(found, Reward)):
+        raise ConfigError(
+            f"reward {name!r} is {found!r}; it must be a function of one sample, or a class derived from "
+            "hybridflow.core.rewards.Reward"
+        )
+    signature = inspect.signature(found)
+    try:
+        signature.bind(*(() if is_class else (None,)), **options)
+    except TypeError as error:
+        raise ConfigError(f"the options {dict(options)!r} do not fit reward {name!r}{signature}: {error}") from error
+    return found(**options) if is_class else FunctionReward(found, **options)
+
+
+def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str) -> np.ndarray:
+    """float32 [n]: the reward of each sample. Raises RewardError that names the reward, and the row that failed: its
+    number, prompt and response; what the reward raised is the cause."""
+    if not samples:
+        return np.zeros(0, np.float32)
+    if isinstance(reward, FunctionReward):
+        given = [_score_one(reward, sample, name, row) for row, sample in enumerate(samples)]
+    else:
+        try:
+            given = _as_list(reward(samples), len(samples), name)
+        except Exception as error:
+            _raise_for_row(reward, samples, name, error)
+    scores = np.empty(len(samples), np.float32)
+    for row, (value, sample) in enumerate(zip(given, samples, strict=True)):
+        scores[row] = _finite(value, name, row, sample)
+    return scores
+
+
+def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any:
+    try:
+        return reward([sample])[0]
+    except Exception as error:
+        raise _named(_said(error), name, row, sample) from error
+
+
+def _raise_for_row(reward: Reward, samples: Sequence[RewardSample], name: str, error: Exception) -> None:
+    """A batch call raised: find the row by scoring one by one."""
+    if isinstance(error, _BadShape):
+        raise RewardError(str(error)) from None
+    for row, sample in enumerate(samples):
+        try:
+            reward([sample])
+        except Exception as alone:
+            raise _named(_said(alone), name, row, sample) from alone
+    raise RewardError(
+        f"reward {name!r} raised {type(error).__name__} for {len(samples)} rows together, though for none of them "
+        f"alone: {error}"
+    ) from error
+
+
+class _BadShape(Exception):
+    """A reward returned something else than one value per sample."""
+
+
+def _as_list(given: Any, count: int, name: str) -> list[Any]:
+    try:
+        values = list(given)
+    except TypeError:
+        raise _BadShape(
+            f"reward {name!r} returned {given!r}; it must return a list with one number for each of the {count} rows"
+        ) from None
+    if len(values) != count:
+        raise _BadShape(f"reward {name!r} returned {len(values)} values for {count} rows; return one for each row")
+    return values
+
+
+def _finite(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        with np.errstate(over="ignore"):
+            number = np.float32(float(value))
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise _named(f"returned {value!r:.80}; return a number", name, row, sample) from None
+    if not np.isfinite(number):
+        raise _named(f"returned {value!r}; return a finite float32 number", name, row, sample)
+    return number
+
+
+def _said(error: Exception) -> str:
+    """What a reward raised; one that speaks to the user in our own words needs no type."""
+    return f"failed: {error}" if isinstance(error, HybridFlowError) else f"raised {type(error).__name__}: {error}"
+
+
+def _named(what: str, name: str, row: int, sample: RewardSample) -> RewardError:
+    return RewardError(
+        f"reward {name!r} {what} [row {row}: prompt {shorten(sample.prompt)}, response {shorten(sample.response)}]"
+    )
