@@ -66,7 +66,9 @@ class LocalTable(Table):
 class PromisedTable(Table):
     """The batch that a call will return. Row count and names may be known before it does."""
 
-    def __init__(self, resolve: Callable[[], Batch], rows: int | None, names: tuple[str, ...] | None, reply: Any = None):
+    def __init__(
+        self, resolve: Callable[[], Batch], rows: int | None, names: tuple[str, ...] | None, reply: Any = None
+    ):
         self._resolve, self.known, self._names, self.reply = resolve, rows, names, reply
         self._batch: Batch | None = None
 
@@ -194,11 +196,11 @@ class Batch:
     nobody knows travel untouched. Of two columns with one name the one joined later is seen.
     """
 
-    __slots__ = ("_metrics", "_read", "views")
+    __slots__ = ("_cuts", "_metrics", "_read", "views")
 
     def __init__(self, columns: Mapping[str, Any] | None = None, metrics: Metrics | None = None):
         self.views: list[View] = [View((LocalTable({k: as_column(v) for k, v in columns.items()}),))] if columns else []
-        self._metrics, self._read = metrics, {}
+        self._metrics, self._read, self._cuts = metrics, {}, None
 
     @classmethod
     def of_views(cls, views: Iterable[View]) -> Batch:
@@ -285,6 +287,7 @@ class Batch:
 
     def _same_rows(self, views: list[View]) -> Batch:
         batch = Batch.of_views(views)
+        batch._cuts = self._cuts
         batch._read = {n: c for n, c in self._read.items() if any(n in (v.known_names() or ()) for v in views)}
         return batch
 
@@ -326,12 +329,22 @@ class Batch:
         cache: dict[int, Index | None] = {}
         return Batch.of_views(view.take(index, cache) for view in self.views)
 
+    def whole(self, units: np.ndarray) -> Batch:
+        """The same rows, those with equal entries of `units` [rows] next to each other; `split` keeps them together."""
+        order = np.argsort(units, kind="stable")
+        batch = self if (order == np.arange(len(order))).all() else self.take(order)
+        batch = Batch.of_views(batch.views)
+        batch._cuts = np.concatenate([[0], np.flatnonzero(np.diff(units[order])) + 1, [len(order)]])
+        return batch
+
     def split(self, parts: int) -> list[Batch]:
-        """`parts` batches in order; sizes differ by at most one row, the first ones are larger; some may be empty."""
+        """`parts` batches in order; sizes differ by at most one row (or unit), the first ones are larger; some may be
+        empty."""
         if parts == 1:
             return [self]
-        size, extra = divmod(self.rows, parts)
-        ends = [size * i + min(i, extra) for i in range(parts + 1)]
+        cuts = self._cuts if self._cuts is not None else range(self.rows + 1)
+        size, extra = divmod(len(cuts) - 1, parts)
+        ends = [int(cuts[size * i + min(i, extra)]) for i in range(parts + 1)]
         return [self.take(slice(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
 
     def repeat(self, times: int) -> Batch:

@@ -248,7 +248,8 @@ class Decoder(pickle.Unpickler):
 
     def _batch(self, wire: tuple) -> Batch:
         batch = Batch.of_views(
-            View(tuple(self._table(t) for t in tables), _decode_index(index), renames) for tables, index, renames in wire[1]
+            View(tuple(self._table(t) for t in tables), _decode_index(index), renames)
+            for tables, index, renames in wire[1]
         )
         if wire[2] is not None:
             batch._metrics = Metrics(*wire[2])

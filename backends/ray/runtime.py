@@ -65,7 +65,9 @@ class RayRuntime(Runtime):
             ray.init(**{k: v for k, v in options.items() if v is not None})
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = "a local Ray" if self._local else f"the Ray cluster at {self.config.address!r}"
-            raise HybridFlowError(f"could not reach {where}: {error}; check runtime.address and `ray status`") from error
+            raise HybridFlowError(
+                f"could not reach {where}: {error}; check runtime.address and `ray status`"
+            ) from error
         self._owns_ray = True
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
@@ -157,7 +159,11 @@ class RayRuntime(Runtime):
         for candidate in self.processes:
             if lost is not None and candidate.actor._actor_id.hex() == lost:
                 process = candidate
-        for other, its_role, its_phase in self.outstanding.values():  # the first call that the lost process had not ended
+        for (
+            other,
+            its_role,
+            its_phase,
+        ) in self.outstanding.values():  # the first call that the lost process had not ended
             if other is process:
                 role, phase = its_role, its_phase
                 break

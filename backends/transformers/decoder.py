@@ -41,25 +41,43 @@ class FastDecoder:
     def reserve(self, rows: int, capacity: int) -> None:
         """Room for `rows` sequences of `capacity` tokens; forgets all rows. A large enough cache is kept."""
         self.host_lengths = np.zeros(0, np.int64)
-        if self.cache is not None and self.rows >= rows and self.capacity >= capacity:
-            return
-        self.free()
+        if self.cache is None or self.rows < rows or self.capacity < capacity:
+            self.free()
+            s = self.shape
+            self.rows, self.capacity = rows, _round_up(capacity, _LANE)
+            size = (s.layers, 2, rows * s.kv_heads * self.capacity, s.head_dim)
+            self.cache = _zeros(size, self.dtype, self.device)  # zeros: masked columns must be finite
+            self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
+            self._columns = torch.arange(self.capacity, device=self.device)
+            angles = torch.arange(self.capacity)[:, None].float() * self._frequencies
+            self._cis = torch.polar(torch.full_like(angles, self._amplitude), angles).to(self.device)  # [S, d/2]
+        self._lay_out(0 if self.plain else self.capacity)
+
+    def _lay_out(self, stride: int) -> None:
+        """Lanes of `stride` columns, one after the other from the start of the cache."""
         s = self.shape
-        self.rows, self.capacity = rows, _round_up(capacity, _LANE)
-        size = (s.layers, 2, rows * s.kv_heads, self.capacity, s.head_dim)
-        self.cache = _zeros(size, self.dtype, self.device)  # zeros: masked columns must be finite
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self._lanes = torch.arange(rows * s.kv_heads, device=self.device).view(rows, s.kv_heads) * self.capacity
-        self._columns = torch.arange(self.capacity, device=self.device)
-        self._tables = [(keys, values) for keys, values in self.cache]
-        self._flat = [(keys.view(-1, s.head_dim), values.view(-1, s.head_dim)) for keys, values in self.cache]
-        angles = torch.arange(self.capacity)[:, None].float() * self._frequencies
-        self._cis = torch.polar(torch.full_like(angles, self._amplitude), angles).to(self.device)  # [S, d/2]
+        self.stride, lanes = stride, self.rows * s.kv_heads
+        used = self.cache[:, :, : lanes * stride]
+        self._lanes = used.view(s.layers, 2, self.rows, s.kv_heads, stride, s.head_dim)
+        self._tables = [pair.view(2, lanes, stride, s.head_dim).unbind() for pair in used]
+        self._flat = [pair.unbind() for pair in used]
+        self._starts = torch.arange(lanes, device=self.device).view(self.rows, s.kv_heads) * stride
+
+    def _widen(self, columns: int) -> None:
+        """Lanes of at least `columns` columns. On CPU lanes stay little longer than the rows: memory without gaps is
+        what the hardware prefetches (attention over 22 columns takes 0.10 ms at stride 24, 0.21 at 39)."""
+        if columns <= self.stride:
+            return
+        old, n, rows = self._lanes, self.longest, len(self.host_lengths)
+        self._lay_out(min(columns + max(8, columns // 8), self.capacity))
+        if n:
+            for before, after in zip(old, self._lanes, strict=True):
+                after[:, :rows, :, :n] = before[:, :rows, :, :n].clone()  # the two overlap
 
     def free(self) -> None:
         self.cache = self.lengths = None
-        self._tables = self._flat = []
-        self.rows = self.capacity = 0
+        self._lanes = self._tables = self._flat = None
+        self.rows = self.capacity = self.stride = 0
         self.host_lengths = np.zeros(0, np.int64)
 
     @property
@@ -79,10 +97,8 @@ class FastDecoder:
         target = torch.from_numpy(moved).to(self.device)
         source = torch.from_numpy(index[moved]).to(self.device)
         self.lengths[target] = self.lengths[source]
-        s = self.shape
-        lanes = self.cache.view(s.layers, 2, self.rows, s.kv_heads, self.capacity, s.head_dim)
         n = int(self.host_lengths[moved].max())
-        lanes[:, :, target, :, :n] = lanes[:, :, source, :, :n]
+        self._lanes[:, :, target, :, :n] = self._lanes[:, :, source, :, :n]
 
     @torch.inference_mode()
     def admit(self, contexts: list[np.ndarray], repeats: list[int]) -> torch.Tensor:
@@ -93,6 +109,7 @@ class FastDecoder:
             row[: len(context)] = context
         owner = np.repeat(np.arange(len(contexts)), repeats)
         expand = torch.from_numpy(owner).to(self.device) if len(owner) > len(contexts) else None
+        self._widen(ids.shape[1] + 1)
         first, count = len(self.host_lengths), len(owner)
         self.host_lengths = np.concatenate([self.host_lengths, sizes[owner]])
         self.lengths[first : first + count] = torch.from_numpy(sizes[owner]).to(self.device)
@@ -105,7 +122,6 @@ class FastDecoder:
         """ids [G, P], padded at the right: no token sees padding, which lies after it. Logits [G, V]."""
         s = self.shape
         G, P = ids.shape
-        lanes = self.cache.view(s.layers, 2, self.rows, s.kv_heads, self.capacity, s.head_dim)
         cis = self._cis[:P].repeat(G, 1).view(G * P, 1, 1, -1)
         x = F.embedding(ids.view(-1), self.weights.embed)
         for i, layer in enumerate(self.weights.layers):
@@ -113,8 +129,8 @@ class FastDecoder:
             queries = rotated[:, :, : s.group].reshape(G, P, s.heads, s.head_dim).transpose(1, 2)
             keys = rotated[:, :, s.group].view(G, P, s.kv_heads, s.head_dim).transpose(1, 2)
             values = values.view(G, P, s.kv_heads, s.head_dim).transpose(1, 2)
-            lanes[i, 0, first : first + count, :, :P] = keys if expand is None else keys.index_select(0, expand)
-            lanes[i, 1, first : first + count, :, :P] = values if expand is None else values.index_select(0, expand)
+            for lanes, made in zip(self._lanes[i], (keys, values), strict=True):
+                lanes[first : first + count, :, :P] = made if expand is None else made.index_select(0, expand)
             mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=s.group > 1)
             self._finish_block(x, mixed.transpose(1, 2).reshape(G * P, -1), layer)
         last = (torch.arange(G) * P + sizes - 1).to(self.device)
@@ -126,9 +142,10 @@ class FastDecoder:
         s, R = self.shape, len(self.host_lengths)
         positions = self.lengths[:R]
         n = self.longest + 1
+        self._widen(n)
         n = n if self.plain else _round_up(n, _LANE)
         cis = self._cis.index_select(0, positions).view(R, 1, 1, -1).expand(R, s.kv_heads, 1, -1)
-        write = (self._lanes[:R] + positions[:, None]).view(-1)
+        write = (self._starts[:R] + positions[:, None]).view(-1)
         mask = self._mask(positions, n)
         x = F.embedding(tokens, self.weights.embed)
         attend = self._attend_plain if self.plain else self._attend_fused

@@ -99,7 +99,7 @@ class TransformersEngine(RolloutEngine):
         requests = list(requests)
         check_requests(requests, self._max_positions, self._vocab)
         longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
-        capacity = longest + MAX_BURST
+        capacity = longest + 0
         slots = min(self._slots(capacity), len(requests))
         self.decoder.reserve(slots, capacity)
         self._run = Run(self.decoder, requests, slots, self.config, self.device)

@@ -1,0 +1,47 @@
+"""Supervised fine-tuning: the next-token loss on given responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.core.loss import Loss, Term
+from hybridflow.core.validators import at_least
+
+
+@attrs.frozen
+class SFTConfig:
+    """Next-token loss on the responses."""
+
+    batch_size: int = attrs.field(default=128, validator=at_least(1))
+    """Sequences per step, which is one optimizer step."""
+
+
+class NextTokenLoss(Loss):
+    """-log p of each response token, mean over all tokens of the batch."""
+
+    def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> Term:
+        return Term("nll", -outputs["logprobs"])
+
+
+class SFT(Algorithm):
+    """One update per step on rows with a response (data.response)."""
+
+    Config = SFTConfig
+    data_columns = ("response_ids",)
+
+    def roles(self) -> tuple[Role, ...]:
+        return (Role("actor", trained=True),)
+
+    def updates_per_step(self) -> int:
+        return 1
+
+    def step(self, ctx) -> None:
+        ctx.actor.update((ctx.prompts(self.config.batch_size), self.losses()["actor"]))
+
+    def losses(self):
+        return {"actor": NextTokenLoss()}

@@ -1,0 +1,27 @@
+"""Configuration of the FSDP2 training backend."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class FSDPConfig:
+    """PyTorch FSDP2 on Hugging Face models."""
+
+    precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
+    """fp32: everything in float32. bf16: compute in bfloat16; a trained role keeps float32 masters and reduces gradients
+    in float32, a frozen one stores bfloat16."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward: memory for about a third more time."""
+    cpu_offload: bool = False
+    """FSDP2's CPUOffloadPolicy: shards of weights, gradients and optimizer live on the CPU all the time."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward (ZeRO-3); False keeps them until the backward (ZeRO-2)."""
+    replicas: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    """HSDP: dp ranks are cut into this many groups; weights are sharded inside a group and replicated over groups."""
+    wrap_min_parameters: int = 10_000_000
+    """Layers are wrapped one by one from this many parameters per layer on; smaller ones together with the root, since
+    each wrapped layer costs about 1 ms per forward and backward."""
+    compile: bool = False
+    """torch.compile of each decoder layer."""

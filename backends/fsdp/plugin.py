@@ -1,0 +1,23 @@
+"""Registers the FSDP2 training backend."""
+
+from hybridflow.core.plugins import Descriptor, hookimpl
+
+
+@hookimpl
+def hybridflow_plugins():
+    return [
+        Descriptor(
+            kind="training_backend",
+            name="fsdp",
+            factory="hybridflow.backends.fsdp.backend:FSDPBackend",
+            config="hybridflow.backends.fsdp.config:FSDPConfig",
+            capabilities={
+                "axes": "dp, tp",
+                "models": "policy, value, score",
+                "offload": True,
+                "precision": "fp32, bf16",
+            },
+            requires=("transformers", "safetensors"),
+            extra="fsdp",
+        )
+    ]

@@ -1,0 +1,18 @@
+"""Registers the embedded rollout engine."""
+
+from hybridflow.core.plugins import Descriptor, hookimpl
+
+
+@hookimpl
+def hybridflow_plugins():
+    return [
+        Descriptor(
+            kind="rollout_engine",
+            name="transformers",
+            factory="hybridflow.backends.transformers.engine:TransformersEngine",
+            config="hybridflow.backends.transformers.config:TransformersEngineConfig",
+            capabilities={"tp": False, "devices": "cpu, cuda", "abort": True, "sleep": True, "continuous": True},
+            requires=("transformers",),
+            extra="transformers",
+        )
+    ]

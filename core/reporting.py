@@ -1,0 +1,146 @@
+"""What a run tells while it runs: a progress line, metrics to trackers, the results of validations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from hybridflow.core.errors import PluginError
+from hybridflow.core.job import Job
+from hybridflow.core.metrics import Metrics
+from hybridflow.core.plugins import registry
+from hybridflow.core.timeline import seconds_per_phase
+from hybridflow.core.tracking import Tracker
+
+if TYPE_CHECKING:
+    from hybridflow.core.controller import Run
+    from hybridflow.core.session import Prepared
+
+LINE_EVERY_S = 2.0
+"""Without a terminal, a line at most this often."""
+SHOWN = {
+    "reward/scores": "reward", "reward/score": "reward", "actor/loss": "loss", "kl": "kl",
+    "actor/mismatch_mean": "mismatch", "tokens_per_second": "tok/s", "bytes/per_sequence": "B/seq",
+}  # fmt: skip
+
+
+class Reporter:
+    """Console, trackers, and what validations found."""
+
+    def __init__(self, job: Job, prepared: Prepared, console: Console | None = None):
+        self.job, self.prepared = job, prepared
+        self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
+        self.validations: dict[int, dict[str, float]] = {}
+        self.trackers: list[Tracker] = []
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._last_line = 0.0
+
+    def __enter__(self) -> Reporter:
+        rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
+        self.say(f"{self.title}: {self.job.algorithm_name} on {rows}; folder {self.job.folder}")
+        for name, dropped in self.prepared.dropped.items():
+            if dropped:
+                self.say(f"{dropped} {name} rows are left out: their prompts are longer than data.max_prompt_tokens")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stop_progress()
+        for tracker in self.trackers:
+            tracker.close()
+
+    @property
+    def title(self) -> str:
+        return self.job.stage or self.job.name
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+    def begin(self, step: int, parameters: Mapping[str, int]) -> None:
+        """The models stand; training goes on after `step`."""
+        sizes = ", ".join(f"{name} {n / 1e6:.1f}M" for name, n in parameters.items())
+        self.say(f"parameters: {sizes}" + (f"; resuming after step {step}" if step else ""))
+        for tracker in self.trackers:  # a restart opens them again
+            tracker.close()
+        self.trackers = []
+        for name in self.job.run.trackers:
+            try:
+                tracker = registry().get("tracker", name)()
+            except PluginError as error:
+                self.say(f"tracker {name!r} is left out: {error}")
+                continue
+            tracker.start(self.job.folder, step)
+            self.trackers.append(tracker)
+        self._stop_progress()
+        if self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[line]}"),
+            )
+            self._progress = Progress(*columns, console=self.console)
+            self._task = self._progress.add_task(self.title, total=self.job.run.steps, completed=step, line="")
+            self._progress.start()
+
+    def _stop_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def step(self, run: Run, metrics: Metrics, seconds: float) -> dict[str, float]:
+        """Log a step that is over; gives its metrics with times and bytes."""
+        runtime = run.session.runtime
+        values = metrics.values()
+        length = metrics.means.get("actor/response_length")
+        sequences = length[1] if length else 0.0
+        traffic = runtime.traffic.take()
+        values |= {f"bytes/{kind}": float(count) for kind, count in traffic.items()}
+        values["bytes/controller"] = float(sum(traffic.values()))
+        if length and sequences:
+            values["bytes/per_sequence"] = sum(traffic.values()) / sequences
+            values["tokens_per_second"] = length[0] / seconds
+            values["sequences_per_second"] = sequences / seconds
+        values["seconds/step"] = seconds
+        phases = seconds_per_phase(run.session.timeline.take())
+        values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
+        self._log(run, values)
+        self._line(run.step, values)
+        return values
+
+    def validation(self, run: Run, values: dict[str, float]) -> None:
+        self.validations[run.step] = values
+        run.session.runtime.traffic.take()
+        run.session.timeline.take()
+        self._log(run, values)
+        shown = ", ".join(
+            f"{k.removeprefix('validation/')} {v:.4g}" for k, v in values.items() if not k.endswith("seconds")
+        )
+        assert self.job.validation is not None
+        self.say(f"{self.title} step {run.step}: {self.job.validation.name}: {shown}")
+
+    def _log(self, run: Run, values: Mapping[str, float]) -> None:
+        for tracker in self.trackers:
+            tracker.log(run.step, values)
+        if not any(k.startswith("validation/") for k in values):
+            registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
+
+    def _line(self, step: int, values: Mapping[str, float]) -> None:
+        shown = {label: values[key] for key, label in SHOWN.items() if key in values}
+        line = "  ".join(
+            f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}" for label, value in shown.items()
+        )
+        slowest = sorted(
+            ((v, k) for k, v in values.items() if k.startswith("seconds/") and k != "seconds/step"), reverse=True
+        )
+        phases = " ".join(f"{k.removeprefix('seconds/')} {v:.2f}" for v, k in slowest[:3])
+        line = f"{line}  {values['seconds/step']:.2f} s ({phases})"
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, line=line)
+        elif time.monotonic() - self._last_line >= LINE_EVERY_S or step == self.job.run.steps:
+            self._last_line = time.monotonic()
+            self.say(f"{self.title} step {step}/{self.job.run.steps}  {line}")

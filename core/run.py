@@ -1,0 +1,80 @@
+"""A configuration from its file to its last stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridflow.core.config_load import read_config
+from hybridflow.core.controller import Outcome, run_job
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job import STAGE, Job, resolve_jobs
+from hybridflow.core.schema import SHORTHAND
+
+DONE = "done.json"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> list[Job]:
+    """The jobs (stages, in order) of a TOML file with `key=value` overrides. Raises ConfigError with all problems."""
+    tables, _ = read_config(path, overrides, SHORTHAND)
+    return resolve_jobs(tables, Path(path).stem, SHORTHAND)
+
+
+def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False) -> Outcome:
+    """Run a config; prints as its last line how the held-out set was answered after each stage."""
+    jobs = load_config(path, overrides)
+    _refuse_what_is_there(jobs, resume, overwrite)
+    outcomes: dict[str, Outcome] = {}
+    outcome = Outcome("finished", 0, {})
+    for at, job in enumerate(jobs):
+        if resume and (job.folder / DONE).exists():
+            outcome = _read_done(job)
+        else:
+            current = load_config(path, overrides)[at]  # exports of earlier stages are there now
+            needed = any(f"{STAGE}{job.stage}" in str(later.tables) for later in jobs[at + 1 :])
+            outcome = run_job(current, resume, overwrite, export=current.run.export or needed)
+            if outcome.state != "finished":
+                return outcome
+            (job.folder / DONE).write_text(json.dumps({"step": outcome.step, "validations": outcome.validations}))
+        outcomes[job.stage or job.name] = outcome
+    if summary := summarise(jobs, outcomes):
+        print(summary, flush=True)
+    return outcome
+
+
+def _refuse_what_is_there(jobs: list[Job], resume: bool, overwrite: bool) -> None:
+    """Before the first stage starts, not when the second one does."""
+    for job in jobs:
+        if (job.folder / "run.json").exists() and not (resume or overwrite):
+            raise ConfigError(
+                f"there is a run in {job.folder} already; go on with it (--resume), replace it (--overwrite), or give this "
+                "run a name of its own (run.name=...)"
+            )
+
+
+def _read_done(job: Job) -> Outcome:
+    done = json.loads((job.folder / DONE).read_text())
+    return Outcome("finished", done["step"], {int(k): v for k, v in done["validations"].items()})
+
+
+def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:
+    """For example "held-out exact match: warm-up 0.62, final 0.97"."""
+    figures: list[tuple[str, float]] = []
+    for job in jobs:
+        found = outcomes[job.stage or job.name].validations
+        scores = {step: values["validation/score"] for step, values in found.items() if "validation/score" in values}
+        if not scores:
+            continue
+        if 0 in scores and len(scores) > 1 and not figures:
+            figures.append(("start", scores[0]))
+        figures.append((job.stage or job.name, scores[max(scores)]))
+    if not figures:
+        return None
+    last = jobs[-1]
+    assert last.validation is not None
+    figures[-1] = ("final", figures[-1][1])
+    what = last.rewards[0].name if len(last.rewards) == 1 else "score"
+    return f"{last.validation.name} {what.replace('_', ' ')}: " + ", ".join(
+        f"{name} {value:.2f}" for name, value in figures
+    )

@@ -1,0 +1,131 @@
+"""The sections of a run's TOML file. A role's table is `RoleSection`; plugins bring their own config classes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+
+from hybridflow.core.model import ModelConfig
+from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.validators import at_least, fraction, non_negative, positive
+
+SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
+    f"stages.*.{s}" for s in ("algorithm", "runtime", "rollout", "*.backend")
+})  # fmt: skip
+"""Tables that may be given by their `name` alone: `rollout = "vllm"`."""
+
+USUAL_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost", "teacher")
+"""Roles whose tables may stand in a file although this algorithm does not need them."""
+
+
+@attrs.frozen
+class RunSection:
+    """[run]: how long, where, how often."""
+
+    name: str | None = None
+    """Folder of the run inside `folder`; default: the name of the config file."""
+    folder: str = "runs"
+    """Where runs are kept."""
+    steps: int = attrs.field(default=100, validator=at_least(1))
+    """Iterations: calls of the algorithm's step."""
+    seed: int = attrs.field(default=0, validator=non_negative)
+    """Of sampling and of the order of mini-batches; data and models have seeds of their own."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if there is one."""
+    checkpoint_every: int = attrs.field(default=0, validator=non_negative)
+    """Steps between checkpoints; 0: only when the run is told to stop (SIGTERM)."""
+    keep_checkpoints: int = attrs.field(default=2, validator=at_least(1))
+    """The newest ones that are kept."""
+    export: bool = False
+    """Write the trained models as Hugging Face folders at the end (a stage that others start from always does)."""
+    restarts: int = attrs.field(default=0, validator=non_negative)
+    """How often a run whose worker died goes on from its last checkpoint by itself."""
+    max_staleness: int = attrs.field(default=0, validator=non_negative)
+    """Weight versions that a rollout may lag behind; 0, synchronous, is the only value so far."""
+    trackers: tuple[str, ...] = ("jsonl", "tensorboard")
+    """Plugins of kind "tracker" that get the metrics; one that is not installed is left out with a note."""
+
+
+@attrs.frozen
+class LayoutSection:
+    """A role's parallel layout over its pool."""
+
+    dp: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
+    """Default: what the pool's devices and the other axes leave."""
+    tp: int = attrs.field(default=1, validator=at_least(1))
+    pp: int = attrs.field(default=1, validator=at_least(1))
+    cp: int = attrs.field(default=1, validator=at_least(1))
+    ep: int = attrs.field(default=1, validator=at_least(1))
+    order: str = "tp-cp-pp-dp"
+    """Axes from fastest to slowest over the ranks."""
+
+
+@attrs.frozen
+class RewardPartSection:
+    """One of several reward functions."""
+
+    name: str
+    """Its column is rewards/<name>."""
+    function: str
+    """A plugin of kind "reward", or "package.module:function"."""
+    options: dict[str, Any] = attrs.field(factory=dict)
+    weight: float = 1.0
+
+
+@attrs.frozen
+class RoleSection:
+    """A role's table. Model roles: what is not given is the actor's. Rewards: `function`, `parts`, or a `model`."""
+
+    model: ModelConfig = attrs.field(factory=ModelConfig)
+    pool: str = "main"
+    """Roles in one pool share its processes and take turns; roles in different pools run side by side."""
+    layout: LayoutSection = attrs.field(factory=LayoutSection)
+    backend: dict[str, Any] = attrs.field(factory=lambda: {"name": "fsdp"})
+    """`name` of a training backend, and that backend's own settings."""
+    optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
+    micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))
+    """Tokens of one forward, padding included; a longer single sequence goes alone."""
+    offload: bool = False
+    """Move weights and optimizer to the CPU while other roles of the pool use the device."""
+    function: str | None = None
+    """A reward function: a plugin of kind "reward", or "package.module:function"."""
+    options: dict[str, Any] = attrs.field(factory=dict)
+    """The reward function's own options."""
+    parts: tuple[RewardPartSection, ...] = ()
+    """Several reward functions, summed by weight."""
+
+
+@attrs.frozen
+class SamplingSection:
+    """[sampling]: how responses are sampled in training; validation is greedy."""
+
+    max_tokens: int = attrs.field(default=256, validator=at_least(1))
+    """Length limit of a response, in tokens."""
+    temperature: float = attrs.field(default=1.0, validator=non_negative)
+    """Softmax temperature; 0 is greedy. The trainer's logprobs are of the same temperature."""
+    top_p: float = attrs.field(default=1.0, validator=fraction)
+    top_k: int = attrs.field(default=0, validator=non_negative)
+    """0 is off."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end a response, beside the tokenizer's eos."""
+
+
+@attrs.frozen
+class ValidationSection:
+    """[validation]: the actor's greedy responses to a held-out set, scored by the reward."""
+
+    name: str = "validation"
+    """What the set is called in the last line of the run."""
+    data: dict[str, Any] = attrs.field(factory=dict)
+    """Fields of [data] that differ for the held-out set (path, options, limit, ...)."""
+    every: int = attrs.field(default=0, validator=non_negative)
+    """Steps between validations; 0: at the end alone."""
+    at_start: bool = False
+    """Also before the first step."""
+    generate: bool = True
+    """False: only the loss on the set's responses."""
+    samples: int = attrs.field(default=8, validator=non_negative)
+    """Rows written to samples.jsonl each time."""
+    batch_rows: int = attrs.field(default=1024, validator=positive)
+    """Rows per call."""

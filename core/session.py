@@ -1,0 +1,138 @@
+"""A job brought to life: data checked, processes started, models built; and taken down again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.algorithm import Role
+from hybridflow.core.batch import Batch
+from hybridflow.core.context import StepContext
+from hybridflow.core.data import DataConfig, ExampleSet, load_source
+from hybridflow.core.errors import ModelError
+from hybridflow.core.group import Pool, WorkerGroup
+from hybridflow.core.job import Job
+from hybridflow.core.model_worker import ModelWorker
+from hybridflow.core.parallel import generation_layout
+from hybridflow.core.plugins import registry
+from hybridflow.core.rows import Rows
+from hybridflow.core.runtime import Runtime
+from hybridflow.core.tasks import RewardWorker, TaskWorker
+from hybridflow.core.timeline import Timeline
+from hybridflow.core.tokenizer import Tokenizer, build_tokenizer
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """What was checked before anything started."""
+
+    tokenizer: Tokenizer
+    sets: dict[str, DataConfig]
+    rows: dict[str, int]
+    dropped: dict[str, int]
+
+
+def prepare(job: Job) -> Prepared:
+    """Build the tokenizer and check data and models against each other. Raises DataError, ModelError, ConfigError."""
+    source = load_source(job.data)
+    tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts())
+    for name, model in job.models.items():
+        try:
+            tokenizer.check(model.spec.model.vocab_size)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error}") from error
+    sets = {"train": job.data}
+    if job.validation_data is not None:
+        sets["validation"] = job.validation_data
+    rows, dropped = {}, {}
+    for name, config in sets.items():
+        examples = ExampleSet(source if name == "train" else load_source(config), config, tokenizer)
+        examples.check()
+        rows[name], dropped[name] = len(examples), examples.dropped
+    return Prepared(tokenizer, sets, rows, dropped)
+
+
+class Session:
+    """The worker groups of a job. Use it as a context manager: it ends what it started."""
+
+    def __init__(self, job: Job, prepared: Prepared, say: Callable[[str], None] = lambda text: None):
+        self.job, self.prepared, self.say = job, prepared, say
+        self.timeline = Timeline()
+        self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
+        self.groups: dict[str, tuple[Role, WorkerGroup]] = {}
+
+    def __enter__(self) -> Session:
+        try:
+            self._start()
+        except BaseException:
+            self.runtime.shutdown()
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.runtime.shutdown()
+
+    def _start(self) -> None:
+        job, tokenizer = self.job, self.prepared.tokenizer
+        self.say(f"starting {job.runtime}")
+        self.runtime.start()
+        self.pools = {}
+        for name, spec in job.pools.items():
+            self.say(f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}")
+            self.pools[name] = Pool.launch(spec, self.runtime, job.device)
+        main = self.pools[job.main_pool]
+        self.tasks = self._group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
+        building = []
+        for name, placed in job.models.items():
+            self.say(f"building {name}")
+            generation = generation_layout(placed.layout) if placed.spec.engine is not None else None
+            group = self._group(
+                ModelWorker,
+                self.pools[placed.pool],
+                placed.spec,
+                name=name,
+                layout=placed.layout,
+                generation=generation,
+            )
+            building.append((name, group.build()))
+            self.groups[name] = (placed.role, group)
+        if job.reward_role is not None:
+            group = self._group(RewardWorker, main, job.rewards, tokenizer, name=job.reward_role.name)
+            self.groups[job.reward_role.name] = (job.reward_role, group)
+        self.parameters = {name: built.result()[0]["parameters"] for name, built in building}
+
+    def _group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
+        return WorkerGroup(worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options)
+
+    def context(self) -> StepContext:
+        sampling = attrs.evolve(
+            self.job.sampling, stop_token_ids=(*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
+        )
+        return StepContext(self.groups, self.tasks, sampling, self.job.run.seed)
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        return {n: self.groups[n][1] for n, m in self.job.models.items() if m.spec.optimizer is not None}
+
+    # State
+    def save(self, folder: Path) -> None:
+        """The trained roles' weights and optimizers."""
+        for future in [group.save(str((folder / name).absolute())) for name, group in self.trained.items()]:
+            future.result()
+
+    def load(self, folder: Path) -> None:
+        for future in [group.load(str((folder / name).absolute())) for name, group in self.trained.items()]:
+            future.result()
+
+    def export(self, folder: Path) -> None:
+        """Hugging Face folders of the trained roles, each with the tokenizer."""
+        for name, group in self.trained.items():
+            group.export(str((folder / "export" / name).absolute())).result()
+            self.prepared.tokenizer.save(folder / "export" / name)
+        self.prepared.tokenizer.save(folder / "tokenizer")
+
+    def rows(self, name: str, start: int, stop: int) -> Batch:
+        return self.tasks.rows(name, start, stop)

@@ -1,0 +1,71 @@
+"""The actor's greedy responses to the held-out set, scored; and its loss where the set has responses."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.metrics import Metrics
+from hybridflow.core.plugins import registry
+
+if TYPE_CHECKING:
+    from hybridflow.core.controller import Run
+
+
+def validate(run: Run) -> dict[str, float]:
+    """Metrics validation/<...>; the training state is left as it was."""
+    section = run.job.validation
+    assert section is not None
+    counters = dict(run.ctx.counters)
+    found: list[Metrics] = []
+    total = run.session.prepared.rows["validation"]
+    for start in range(0, total, section.batch_rows):
+        rows = run.session.rows("validation", start, min(start + section.batch_rows, total))
+        if section.generate:
+            found.append(_generate(run, rows, section.samples if start == 0 else 0))
+        for name, loss in run.job.algorithm.losses().items():
+            if "response_ids" in rows and set(loss.reads) <= set(rows.names):
+                found.append(run.ctx.roles[name].loss(rows, loss).result())
+    run.ctx.finish()  # nothing of this is the next step's
+    run.ctx.counters = counters
+    values = Metrics.merge(found).prefixed("validation/").values()
+    run.report.validation(run, values)
+    registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
+    return values
+
+
+def _generate(run: Run, rows: Batch, samples: int) -> Metrics:
+    prompts = rows.select(["prompt_ids", "group", "meta"])
+    batch = run.ctx.actor.generate(prompts, greedy=True)
+    scored = run.ctx.roles["reward"].score(batch)
+    column = run.ctx.roles["reward"].role.column
+    scores = torch.as_tensor(scored[column].values).double()
+    if samples:
+        _write_samples(run, batch.join(scored).take(slice(0, samples)), column)
+    return Metrics({"score": (float(scores.sum()), len(scores)), **batch.metrics.means})
+
+
+def _write_samples(run: Run, batch: Batch, column: str) -> None:
+    tokenizer = run.session.prepared.tokenizer
+    with open(run.job.folder / "samples.jsonl", "a") as file:
+        for prompt, response, meta, score, reason in zip(
+            batch["prompt_ids"],
+            batch["response_ids"],
+            batch["meta"],
+            batch[column],
+            batch["finish_reason"],
+            strict=True,
+        ):
+            row = {
+                "step": run.step,
+                "prompt": tokenizer.decode(np.asarray(prompt)),
+                "response": tokenizer.decode(np.asarray(response)),
+                "answer": meta.get("answer"),
+                "score": float(score),
+                "finish_reason": reason,
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
