@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.decoder import FastDecoder
 from hybridflow.backends.transformers.generic import GenericDecoder
@@ -99,7 +100,7 @@ class TransformersEngine(RolloutEngine):
         requests = list(requests)
         check_requests(requests, self._max_positions, self._vocab)
         longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
-        capacity = longest + 0
+        capacity = longest + (MAX_BURST if self.device.type != "cpu" or self.config.sync_every else 0)
         slots = min(self._slots(capacity), len(requests))
         self.decoder.reserve(slots, capacity)
         self._run = Run(self.decoder, requests, slots, self.config, self.device)

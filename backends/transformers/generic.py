@@ -10,6 +10,7 @@ import inspect
 
 import numpy as np
 import torch
+
 from hybridflow.backends.transformers.weights import Place
 from hybridflow.core.errors import ModelError
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 import torch
+
 from hybridflow.backends.transformers.weights import Place
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -63,22 +64,22 @@ def unfit(config) -> str | None:
 
 @attrs.define(eq=False)
 class Layer:
-    """One block. Shapes with H hidden, I intermediate; rows of `qkv` per kv head: g query heads, key, value."""
+    """One block; matrices [in, out], for x @ W. H hidden, I intermediate."""
 
     norm1: torch.Tensor
     qkv: torch.Tensor
-    """[kv * (g + 2) * d, H]; rows of query and key heads are interleaved (see `_interleaved`)."""
+    """[H, kv * (g + 2) * d]: per kv head its g query heads, key and value; queries and keys `_interleaved`."""
     qkv_bias: torch.Tensor | None
     out: torch.Tensor
-    """[H, h * d]"""
+    """[h * d, H]"""
     out_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     norm2: torch.Tensor
     gate_up: torch.Tensor
-    """[2 * I, H]"""
+    """[H, 2 * I]"""
     down: torch.Tensor
-    """[H, I]"""
+    """[I, H]"""
 
 
 def _interleaved(d: int) -> torch.Tensor:
@@ -111,22 +112,22 @@ class LlamaWeights:
         self.embed = self._whole("model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.norm = self._whole("model.norm.weight")
-        self.head = self.embed if config.tie_word_embeddings else self._whole("lm_head.weight")
+        self.head = (self.embed if config.tie_word_embeddings else self._whole("lm_head.weight")).t()
         assert self.places.keys() == shapes.keys(), sorted(self.places.keys() ^ shapes.keys())
 
     def _layer(self, prefix: str) -> Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return Layer(
             norm1=self._whole(prefix + "input_layernorm.weight"),
-            qkv=self._qkv(attention, "weight"),
+            qkv=self._qkv(attention, "weight").t(),
             qkv_bias=self._qkv(attention, "bias"),
-            out=self._whole(attention + "o_proj.weight"),
+            out=self._whole(attention + "o_proj.weight").t(),
             out_bias=self._whole(attention + "o_proj.bias"),
             q_norm=self._whole(attention + "q_norm.weight", self._order),
             k_norm=self._whole(attention + "k_norm.weight", self._order),
             norm2=self._whole(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._gate_up(mlp),
-            down=self._whole(mlp + "down_proj.weight"),
+            gate_up=self._gate_up(mlp).t(),
+            down=self._whole(mlp + "down_proj.weight").t(),
         )
 
     def _empty(self, *shape: int) -> torch.Tensor:

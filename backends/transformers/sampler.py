@@ -43,6 +43,7 @@ class Sampler:
         greedy, temperature = rows["temperature"] == 0, rows["temperature"]
         filtered = ~greedy & ((rows["top_k"] > 0) | (rows["top_p"] < 1))
         self.seeds = put(rows["seed"])
+        self._ahead, self._used = torch.zeros(0), 0
         self.all_greedy, self.any_greedy = bool(greedy.all()), bool(greedy.any())
         self.greedy = put(greedy) if self.any_greedy else None
         scaled = np.where(greedy, 1, temperature).astype(np.float32)
@@ -55,11 +56,17 @@ class Sampler:
             self.top_p = put(rows["top_p"][filtered])[:, None]
 
     def uniforms(self, lengths: np.ndarray, steps: int) -> torch.Tensor | None:
-        """float32 [steps, R] for the response tokens from `lengths` [R] on; None where no row draws."""
+        """float32 [steps, R] for the response tokens from `lengths` [R] on; None where no row draws.
+
+        Numbers are made for a few tokens at once: the next call must go on where this one ends.
+        """
         if self.all_greedy:
             return None
-        start = torch.from_numpy(lengths[None, :] + np.arange(steps)[:, None])
-        return uniforms(self.seeds, start.to(self.seeds.device))
+        if self._used + steps > len(self._ahead):
+            start = torch.from_numpy(lengths + np.arange(max(steps, 8))[:, None])
+            self._ahead, self._used = uniforms(self.seeds, start.to(self.seeds.device)), 0
+        self._used += steps
+        return self._ahead[self._used - steps : self._used]
 
     def __call__(self, logits: torch.Tensor, uniform: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """`logits` float32 [R, V], `uniform` [R] -> tokens int64 [R], log-probabilities float32 [R].

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
+
 from hybridflow.backends.transformers.sampler import Sampler
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.rollout import Completion, Request

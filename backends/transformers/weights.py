@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import attrs
 import torch
+
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.weights import Box, Param, WeightLayout
 
