@@ -1,0 +1,56 @@
+# make demo   set up .venv and run the main job       make test   set up .venv and run the tests
+# make check  lint, types, import contracts            make docs   build the documentation
+# make bench  every benchmark, beside its peers        make clean  remove what these made
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+SEED ?= 0
+export OMP_NUM_THREADS ?= 1
+
+# torch first and pinned: newer releases bring gigabytes of CUDA packages to a CPU machine.
+$(VENV)/.done: pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q torch==2.13.0
+	$(PIP) install -q -c ci/constraints.txt -e '.[standard,test]'
+	touch $@
+
+demo: $(VENV)/.done
+	$(VENV)/bin/hybridflow run examples/arithmetic.toml --overwrite run.seed=$(SEED) stages.warm-up.actor.model.init_seed=$(SEED)
+
+test: $(VENV)/.done
+	$(PY) -m pytest
+
+# Types and import contracts are checked on an installed copy: tools do not follow the editable install's mapping.
+check: $(VENV)/.done
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	rm -rf .installed && $(PIP) install -q --no-deps --no-build-isolation --target .installed .
+	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.backends -p hybridflow.algorithms
+	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
+
+docs: $(VENV)/.done
+	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'
+	$(PY) -m sphinx -W -q -b html docs docs/_build/html
+
+bench: $(VENV)/.done .bench/trl/.done .bench/verl/.done
+	@status=0; for script in bench/*.py; do case $$script in */common.py) continue;; esac; \
+	  echo "# $$script" >&2; $(PY) $$script || status=1; done; exit $$status
+
+.bench/trl/.done:
+	$(PYTHON) -m venv .bench/trl
+	.bench/trl/bin/pip install -q torch==2.13.0
+	.bench/trl/bin/pip install -q numpy trl==1.16.0 transformers==5.23.0 accelerate datasets torch==2.13.0
+	touch $@
+
+.bench/verl/.done:
+	$(PYTHON) -m venv .bench/verl
+	.bench/verl/bin/pip install -q torch==2.13.0
+	.bench/verl/bin/pip install -q verl==0.9.1 torch==2.13.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) .bench .installed docs/_build build *.egg-info
+
+.PHONY: demo test check docs bench clean
