@@ -99,7 +99,9 @@ class TransformersEngine(RolloutEngine):
         self.check_ready()
         requests = list(requests)
         check_requests(requests, self._max_positions, self._vocab)
-        longest = max((len(r.prompt_ids) + r.sampling.max_tokens for r in requests), default=0)
+        if not requests:
+            return iter(())
+        longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
         capacity = longest + (MAX_BURST if self.device.type != "cpu" or self.config.sync_every else 0)
         slots = min(self._slots(capacity), len(requests))
         self.decoder.reserve(slots, capacity)

@@ -1,0 +1,211 @@
+"""What is generated: against Hugging Face, and against the same request in other company."""
+
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.core.rollout import Request, SamplingParams
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+ALL_MODELS = [
+    ("qwen2", {}),
+    ("qwen2", {"tie_word_embeddings": True}),
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 24}),
+    ("llama", {"rope_parameters": YARN}),
+    ("qwen3", {"head_dim": 16}),
+    ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    ("gpt2", {}),
+    ("mistral", {"sliding_window": 8}),  # runs on Hugging Face's code
+]
+KINDS = ["qwen2", "gpt2"]  # our decoder and Hugging Face's code make the same promises
+
+
+def assert_same(a, b):
+    """Equal completions, up to float noise in the log-probabilities."""
+    np.testing.assert_array_equal(a.response_ids, b.response_ids)
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+    assert a.finish_reason == b.finish_reason
+
+
+@pytest.mark.parametrize(("model_type", "hf"), ALL_MODELS)
+def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(tiny, prompts, requests_of, model_type, hf):
+    case = tiny(model_type, hf=hf)
+    done = case.engine.generate(requests_of(prompts, max_tokens=12, temperature=0.0))
+    assert len({tuple(c.response_ids) for c in done}) > 1
+    for prompt, completion in zip(prompts, done, strict=True):
+        np.testing.assert_array_equal(completion.response_ids, case.hf_greedy(prompt, 12))
+        logprobs = case.hf_logprobs(prompt, completion.response_ids)
+        np.testing.assert_allclose(completion.logprobs, logprobs.max(-1), atol=1e-4)
+        assert completion.finish_reason == "length"
+        assert completion.response_ids.dtype == completion.weight_version.dtype == np.int64
+        assert completion.logprobs.dtype == np.float32
+        assert (completion.weight_version == case.engine.version).all()
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_of_sampled_tokens_are_teacher_forced_ones_at_the_temperature(
+    tiny, prompts, requests_of, model_type, temperature
+):
+    case = tiny(model_type)
+    requests = requests_of(prompts, max_tokens=10, temperature=temperature, top_p=0.9)
+    for request, completion in zip(requests, case.engine.generate(requests), strict=True):
+        expected = case.hf_logprobs(request.prompt_ids, completion.response_ids, temperature)
+        chosen = np.take_along_axis(expected, completion.response_ids[:, None], 1)[:, 0]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_first_tokens_follow_the_softmax_of_the_model(tiny, model_type):
+    case, prompt, count = tiny(model_type), np.array([5, 17, 3]), 4000
+    params = SamplingParams(max_tokens=1)
+    done = case.engine.generate([Request(i, prompt, params, seed=i) for i in range(count)])
+    expected = np.exp(case.hf_logprobs(prompt, np.array([0]))[0]) * count
+    seen = np.bincount([c.response_ids[0] for c in done], minlength=len(expected))
+    likely = expected >= 5
+    seen, expected = (np.append(x[likely], x[~likely].sum() + 1e-3) for x in (seen, expected))
+    assert ((seen - expected) ** 2 / expected).sum() < len(seen) + 5 * np.sqrt(2 * len(seen))
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(tiny, prompts, requests_of, model_type):
+    engine = tiny(model_type).engine
+    requests = requests_of(prompts, max_tokens=20, stop_token_ids=(7, 30))
+    done = engine.generate(requests)
+    assert len({len(c.response_ids) for c in done}) > 3
+    for alone, completion in zip(requests[:5], done, strict=False):
+        assert_same(engine.generate([alone])[0], completion)
+    few = tiny(model_type, max_sequences=3, prefill_tokens=16).engine.generate(requests[::-1])[::-1]
+    for a, b in zip(few, done, strict=True):
+        assert a.id == b.id
+        assert_same(a, b)
+
+
+def test_rows_that_finish_at_many_lengths_leave_room_for_the_waiting(tiny, prompts):
+    draw = np.random.default_rng(0)
+    requests = [
+        Request(i, prompts[i % 12], SamplingParams(max_tokens=int(draw.integers(1, 40))), seed=i) for i in range(60)
+    ]
+    everything = tiny("qwen2").engine.generate(requests)
+    engine = tiny("qwen2", max_sequences=7).engine
+    streamed = list(engine.submit(requests))
+    assert sorted(c.id for c in streamed) == list(range(60))
+    assert [c.id for c in streamed] != list(range(60))
+    for completion in streamed:
+        assert len(completion.response_ids) == requests[completion.id].sampling.max_tokens
+        assert_same(completion, everything[completion.id])
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("model_type", KINDS)
+def test_looking_rarely_at_what_has_finished_changes_nothing(tiny, prompts, requests_of, model_type, steps):
+    requests = requests_of(prompts, max_tokens=23, stop_token_ids=(7, 30))
+    expected = tiny(model_type).engine.generate(requests)
+    engine = tiny(model_type, sync_every=steps, max_sequences=5).engine
+    for a, b in zip(engine.generate(requests), expected, strict=True):
+        assert_same(a, b)
+
+
+def test_the_samples_of_a_group_differ_and_are_those_of_single_requests(tiny, requests_of, prompts):
+    case = tiny("qwen2")
+    requests = requests_of([prompts[1]] * 4 + [prompts[3]] * 4, max_tokens=12)
+    calls, prefill = [], case.engine.decoder._prefill
+    case.engine.decoder._prefill = lambda ids, *rest: calls.append(ids.shape) or prefill(ids, *rest)
+    try:
+        done = case.engine.generate(requests)
+    finally:
+        case.engine.decoder._prefill = prefill
+    assert calls == [(2, len(prompts[3]))]  # each prompt once
+    assert len({tuple(c.response_ids) for c in done}) == 8
+    for request, completion in zip(requests, done, strict=True):
+        assert_same(case.engine.generate([request])[0], completion)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_different_seeds_differ_and_any_integer_is_a_seed(tiny, prompts, requests_of, model_type):
+    seeds = [0, 1, 2, -1, 2**63, 2**64 - 2, 2**40]
+    done = tiny(model_type).engine.generate(requests_of([prompts[4]] * 7, seeds=seeds, max_tokens=16))
+    assert len({tuple(c.response_ids) for c in done}) == 7
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_requests_of_every_kind_of_sampling_mix_in_one_batch(tiny, prompts, model_type):
+    engine = tiny(model_type).engine
+    kinds = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 9, "top_p": 0.9}]
+    requests = [Request(i, prompts[5], SamplingParams(max_tokens=14, **k), seed=9) for i, k in enumerate(kinds)]
+    together = engine.generate(requests)
+    for request, completion in zip(requests, together, strict=True):
+        assert_same(engine.generate([request])[0], completion)
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_top_k_keeps_to_the_most_likely_tokens(tiny, prompts, requests_of, model_type):
+    case = tiny(model_type)
+    requests = requests_of(prompts, max_tokens=10, top_k=3, temperature=2.0)
+    for request, completion in zip(requests, case.engine.generate(requests), strict=True):
+        logprobs = case.hf_logprobs(request.prompt_ids, completion.response_ids)
+        third = np.sort(logprobs, -1)[:, -3]
+        chosen = np.take_along_axis(logprobs, completion.response_ids[:, None], 1)[:, 0]
+        assert (chosen >= third - 1e-4).all()
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_a_stop_token_ends_the_response_and_is_part_of_it(tiny, prompts, requests_of, model_type):
+    engine = tiny(model_type).engine
+    free = engine.generate(requests_of(prompts, max_tokens=30))
+    stopped = engine.generate(requests_of(prompts, max_tokens=30, stop_token_ids=(4, 11, 40)))
+    ignored = engine.generate(requests_of(prompts, max_tokens=30, stop_token_ids=(4, 11, 40), ignore_stop=True))
+    reasons = set()
+    for a, b, c in zip(free, stopped, ignored, strict=True):
+        hits = np.flatnonzero(np.isin(a.response_ids, (4, 11, 40)))
+        end = hits[0] + 1 if len(hits) else 30
+        np.testing.assert_array_equal(b.response_ids, a.response_ids[:end])
+        assert b.finish_reason == ("stop" if len(hits) else "length")
+        reasons.add(b.finish_reason)
+        assert_same(a, c)
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_going_on_after_a_prefix_equals_uninterrupted_generation(tiny, prompts, requests_of, model_type):
+    case = tiny(model_type)
+    whole = case.engine.generate(requests_of(prompts, max_tokens=18, stop_token_ids=(7,)))
+    parts = []
+    for i, (prompt, c) in enumerate(zip(prompts, whole, strict=True)):
+        k = min(i, len(c.response_ids) - 1)
+        prefix = (c.response_ids[:k], c.logprobs[:k], np.full(k, -5))
+        parts.append(Request(i, prompt, SamplingParams(max_tokens=18, stop_token_ids=(7,)), 100 + i, *prefix))
+    for request, a, b in zip(parts, case.engine.generate(parts), whole, strict=True):
+        assert_same(a, b)
+        k = len(request.prefix_ids)
+        assert (a.weight_version[:k] == -5).all() and (a.weight_version[k:] == case.engine.version).all()
+
+
+def test_a_prefix_that_is_a_whole_response_comes_back_as_it_is(tiny):
+    engine, prompt = tiny("qwen2").engine, np.array([1, 2])
+    stop, full = SamplingParams(max_tokens=9, stop_token_ids=(3,)), SamplingParams(max_tokens=2)
+    requests = [
+        Request(0, prompt, stop, prefix_ids=np.array([5, 3])),
+        Request(1, prompt, full, prefix_ids=np.array([5, 3])),
+        Request(2, prompt, SamplingParams(max_tokens=0)),
+    ]
+    done = engine.generate(requests)
+    assert [c.finish_reason for c in done] == ["stop", "length", "length"]
+    assert [c.response_ids.tolist() for c in done] == [[5, 3], [5, 3], []]
+    assert done[0].logprobs.tolist() == [0, 0] and done[0].weight_version.tolist() == [-1, -1]  # none were given
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_bfloat16_generates_and_its_logprobs_are_near(tiny, prompts, requests_of, model_type):
+    case = tiny(model_type, dtype="bfloat16", hf={"initializer_range": 0.05})
+    assert all(p.dtype == torch.bfloat16 for p in case.engine.layout().params.values())
+    requests = requests_of(prompts, max_tokens=12)
+    for request, completion in zip(requests, case.engine.generate(requests), strict=True):
+        logprobs = case.hf_logprobs(request.prompt_ids, completion.response_ids)
+        chosen = np.take_along_axis(logprobs, completion.response_ids[:, None], 1)[:, 0]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=0.1)
+
+
+def test_no_requests_are_no_completions(tiny):
+    assert tiny("qwen2").engine.generate([]) == []
