@@ -1,0 +1,69 @@
+"""A run that is cut off goes on bit for bit."""
+
+import pytest
+from run.tiny import hybridflow, learning, write
+from safetensors.torch import load_file
+
+PPO = {
+    'name = "grpo", prompts_per_step = 4, group_size = 4, mini_batch_size = 8': (
+        'name = "ppo", prompts_per_step = 16, mini_batch_size = 8, epochs = 2, kl_target = 0.01'
+    )
+}
+
+
+def same_weights(a, b):
+    first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    return first.keys() == second.keys() and all(first[k].equal(second[k]) for k in first)
+
+
+@pytest.mark.parametrize("algorithm, roles", [("grpo", ["actor"]), ("ppo", ["actor", "critic"])])
+def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path, algorithm, roles):
+    changes = PPO if algorithm == "ppo" else {}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+        config = write(folder, **changes)
+    settings = ["run.checkpoint_every=2", "run.export=true"]
+    done = hybridflow(whole, "run", "tiny.toml", *settings)
+    assert done.returncode == 0, done.stderr
+
+    # 16 rows are scored per step: row 70 is in step 5, after the checkpoint of step 4
+    killed = hybridflow(cut, "run", config.name, *settings, "reward.function=rewards:kills_itself")
+    assert killed.returncode == -9
+    steps = [row["step"] for row in learning(cut / "runs/tiny")]
+    assert steps == [1, 2, 3, 4]
+    resumed = hybridflow(cut, "run", config.name, *settings, "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step 4" in resumed.stdout
+
+    assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
+    for role in roles:
+        assert same_weights(cut / "runs/tiny/export" / role, whole / "runs/tiny/export" / role)
+
+
+def test_sigterm_writes_a_checkpoint_at_the_end_of_the_step_and_resume_finishes(tmp_path):
+    write(tmp_path)
+    stopped = hybridflow(tmp_path, "run", "tiny.toml", "reward.function=rewards:asks_to_stop")
+    assert stopped.returncode == 3, stopped.stderr
+    assert "go on with --resume" in stopped.stdout
+    assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3]
+    resumed = hybridflow(tmp_path, "run", "tiny.toml", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    write(tmp_path)
+    done = hybridflow(tmp_path, "run", "tiny.toml", "run.checkpoint_every=1", "run.keep_checkpoints=2", "run.steps=4")
+    assert done.returncode == 0, done.stderr
+    kept = sorted(p.name for p in (tmp_path / "runs/tiny/checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000004"]
+
+
+def test_resume_of_a_finished_run_does_nothing_again(tmp_path):
+    write(tmp_path)
+    assert hybridflow(tmp_path, "run", "tiny.toml", "run.steps=2").returncode == 0
+    before = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
+    again = hybridflow(tmp_path, "run", "tiny.toml", "run.steps=2", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "runs/tiny/metrics.jsonl").read_text() == before

@@ -1,0 +1,110 @@
+"""The smallest run there is, as TOML: two-digit sums, 2 layers, a handful of steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MODEL = (
+    '{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4, '
+    "num_key_value_heads = 2, intermediate_size = 128, max_position_embeddings = 32, tie_word_embeddings = true }"
+)
+
+GRPO = f"""
+algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 4, mini_batch_size = 8 }}
+runtime = "inline"
+[run]
+steps = 6
+folder = "runs"
+trackers = ["jsonl"]
+[pools]
+main = [1]
+[tokenizer]
+characters = "0123456789+="
+[data]
+source = "arithmetic"
+bos = true
+answer = "{{answer}}"
+max_prompt_tokens = 8
+[sampling]
+max_tokens = 4
+[reward]
+function = "rewards:digits"
+[actor]
+model.config = {MODEL}
+optimizer = {{ lr = 1e-3 }}
+"""
+
+REWARDS = '''
+"""Rewards of the tests, found from the run's folder."""
+import os, pathlib, signal, threading
+
+
+def digits(sample):
+    """The share of digits that are right, so that groups differ."""
+    return sum(a == b for a, b in zip(sample.response, sample.answer)) / 3 + 0.01 * len(set(sample.response))
+
+
+def _once(flag, at):
+    """True in call number `at` of this process, once per flag file."""
+    _once.calls = getattr(_once, "calls", 0) + 1
+    if _once.calls == at and not pathlib.Path(flag).exists():
+        pathlib.Path(flag).write_text("done")
+        return True
+    return False
+
+
+def kills_itself(sample, flag="killed", at=70):
+    if _once(flag, at):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return digits(sample)
+
+
+def always_kills(sample):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def asks_to_stop(sample, flag="stopped", at=40):
+    if _once(flag, at):
+        os.kill(os.getpid(), signal.SIGTERM)
+    return digits(sample)
+
+
+def raises(sample):
+    raise KeyError("no such unit")
+
+
+def is_nan(sample):
+    return float("nan")
+'''
+
+
+def write(folder: Path, text: str = GRPO, **replaced: str) -> Path:
+    """The config (and the rewards beside it) in a folder; `replaced`: old text -> new, keys as in `text`."""
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "rewards.py").write_text(REWARDS)
+    path = folder / "tiny.toml"
+    path.write_text(text)
+    return path
+
+
+def hybridflow(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """The command, in the folder, as a user types it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "hybridflow.core.cli", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def learning(folder: Path) -> list[dict[str, float]]:
+    """The metrics that do not depend on the clock or on how the run was cut up."""
+    clock = ("seconds", "_per_second", "bytes/")
+    return [{k: v for k, v in row.items() if not any(c in k for c in clock)} for row in metrics(folder)]
