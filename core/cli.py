@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hybridflow.core.run import run
+    from hybridflow.core.launch import run
 
     if arguments.resume and arguments.overwrite:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
