@@ -15,18 +15,18 @@ import torch
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Column, tokens
-from hybridflow.core.loss import Counts, Loss, reduce_terms
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
+from hybridflow.core.loss import Loss
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
-from hybridflow.core.training import MicroBatch, OptimizerConfig, TrainingBackend
+from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
 from hybridflow.core.transfer import transfer_weights
 from hybridflow.core.worker import RankContext, Worker, register
-
-BASE = ("prompt_ids", "response_ids", "loss_mask")
 
 
 @attrs.frozen
@@ -45,14 +45,6 @@ class ModelRole:
     """Of the policy whose logprobs are meant, in training as in sampling."""
     offload: bool = False
     """Weights and optimizer leave the device while other roles of the pool work."""
-    check_finite: bool = attrs.field(default=True)
-    """Stop with an error when a loss or the gradient norm is not finite."""
-
-
-def _update_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
-    extra = {"topk_ids"} if any("topk_logprobs" in loss.needs for _, loss in pairs) else set()
-    units = {loss.unit for _, loss in pairs} - {"row"}
-    return [*BASE, *sorted({name for _, loss in pairs for name in loss.reads} | extra | units)]
 
 
 class ModelWorker(Worker):
@@ -91,7 +83,7 @@ class ModelWorker(Worker):
     # Scoring
     @register(Protocol.THREE_D, reads=BASE)
     def logprobs(self, batch: Batch, columns: dict[str, str], topk: int = 0) -> Batch:
-        """`columns`: output -> column name, of "logprobs" and "entropy"; with `topk`, topk_ids and topk_logprobs too."""
+        """`columns`: output -> column name, of "logprobs" and "entropy"; `topk` > 0 adds topk_ids and topk_logprobs."""
         outputs = self._forward(batch, [*columns, *([f"topk:{topk}"] if topk else [])])
         named = {columns.get(k, k): v for k, v in outputs.items()}
         return Batch(named)
@@ -105,94 +97,52 @@ class ModelWorker(Worker):
         return Batch({column: self._forward(batch, ["scores"])["scores"]})
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
-        prompts, responses = batch["prompt_ids"], batch["response_ids"]
+        check_needs(self.role.model.kind, needs)
+        prompts, responses, device = batch["prompt_ids"], batch["response_ids"], self.context.device
         assert prompts.lengths is not None and responses.lengths is not None
         plan = plan_micro_batches(prompts.lengths + responses.lengths, self.role.micro_batch_tokens)
+        micros = [make_micro_batch(prompts, responses, r, device) for r in plan]
+        most = int(max(*self.context.max([len(micros)]), 1))  # forwards: equally many on every dp rank
+        micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         with self._resident() as backend:
-            micros = self._with_dummies([make_micro_batch(prompts, responses, r, self.context.device) for r in plan])
-            outputs = backend.forward(micros, needs, self.role.temperature)[: len(plan)]
-        return {name: self._rows_of(name, outputs, plan, responses.lengths) for name in _output_names(needs)}
-
-    def _rows_of(self, name: str, outputs: list[dict], plan: list[np.ndarray], lengths: np.ndarray) -> Column:
-        if not plan:  # this rank has no rows
-            empty = torch.zeros(0, dtype=torch.int64 if name == "topk_ids" else torch.float32)
-            return Column(empty) if name == "scores" else Column(empty, np.zeros(0, dtype=np.int64))
-        if name == "scores":
-            back = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable"))
-            return Column(torch.cat([o[name].cpu() for o in outputs])[back])
-        return unpad([o[name] for o in outputs], plan, lengths)
-
-    def _with_dummies(self, micros: list[MicroBatch], topk: int = 0) -> list[MicroBatch]:
-        """The same number of forwards on every dp rank, at least one: sharded models wait for one another."""
-        most = int(max(*self.context.max([len(micros)]), 1))
-        return micros + [dummy_micro_batch(self.context.device, topk) for _ in range(most - len(micros))]
+            outputs = backend.forward(micros, needs, self.role.temperature)
+        return {name: _column([o[name] for o in outputs], plan, responses.lengths) for name in _output_names(needs)}
 
     # Training
-    @register(Protocol.THREE_D, reads=_update_reads)
+    @register(Protocol.THREE_D, reads=loss_reads)
     def update(self, pairs: Sequence[tuple[Batch, Loss]]) -> Metrics:
-        """One optimizer step over the sum of the losses of one or more (mini-batch, loss) pairs."""
+        """One optimizer step over the sum of the losses of one or more (mini-batch, loss) pairs.
+
+        Raises HybridFlowError when the loss or its gradient is not finite; such a gradient changes no weights.
+        """
         started = time.perf_counter()
         with self._resident() as backend:
-            metrics = [self._gradients(batch, loss, train=True) for batch, loss in pairs]
+            metrics = self._losses(pairs, train=True)
             step = backend.optim_step()
-        if self.role.check_finite and not np.isfinite(step["grad_norm"]):
-            raise FloatingPointError(f"the gradient norm of update {backend.version} is {step['grad_norm']}")
-        if not self._speaks():
-            return Metrics()
+        self._check_finite(metrics.means["loss"][0], step["grad_norm"])
         step.means["update_seconds"] = (time.perf_counter() - started, 1.0)
-        if self.context.coords.dp:  # the same on every rank: said once
-            step = Metrics()
-        return Metrics.merge([*metrics, step])
+        return Metrics.merge([metrics, Metrics() if self.context.coords.dp else step])  # equal on all ranks: said once
 
-    @register(Protocol.THREE_D, reads=lambda pair: _update_reads([pair]))
+    @register(Protocol.THREE_D, reads=lambda pair: loss_reads([pair]))
     def loss(self, pair: tuple[Batch, Loss]) -> Metrics:
         """The loss and its terms without an update (validation)."""
         with self._resident():
-            return self._gradients(*pair, train=False)
+            return self._losses([pair], train=False)
 
-    def _speaks(self) -> bool:
-        at = self.context.coords
-        return at.tp == 0 and at.cp == 0
+    def _losses(self, pairs: Sequence[tuple[Batch, Loss]], train: bool) -> Metrics:
+        for _, loss in pairs:
+            check_needs(self.role.model.kind, loss.needs)
+        parts = [LossPart(batch, loss, self.role.micro_batch_tokens, self.context) for batch, loss in pairs]
+        agree(parts)
+        return loss_metrics([p.run(self.backend, self.role.temperature, train) for p in parts], self.context)
 
-    def _gradients(self, batch: Batch, loss: Loss, train: bool) -> Metrics:
-        prompts, responses, masks = batch["prompt_ids"], batch["response_ids"], batch["loss_mask"]
-        assert prompts.lengths is not None and responses.lengths is not None
-        units = None if loss.unit == "row" else np.asarray(torch.as_tensor(batch[loss.unit].values))
-        local = _count(masks, units)
-        totals = self.context.sum([local.tokens, local.sequences, local.units])
-        counts = Counts(*totals)
-        plan = plan_micro_batches(prompts.lengths + responses.lengths, self.role.micro_batch_tokens, units)
-        topk = batch["topk_ids"] if "topk_logprobs" in loss.needs else None
-        micros = [make_micro_batch(prompts, responses, rows, self.context.device, topk) for rows in plan]
-        micros = self._with_dummies(micros, 0 if topk is None else int(torch.as_tensor(topk.values).shape[-1]))
-        columns = {name: batch[name] for name in dict.fromkeys((*loss.reads, "loss_mask"))}
-        found: list[Metrics] = []
-
-        def share(at: int, outputs: Any) -> torch.Tensor:
-            if micros[at].dummy:
-                return sum((o.sum() * 0.0 for o in outputs.values()), torch.zeros((), device=self.context.device))
-            rows = _padded_rows(columns, plan[at], self.context.device)
-            mine = None if units is None else units[plan[at]]
-            total, metrics = reduce_terms(
-                loss(rows, outputs), rows["loss_mask"], counts, _count(masks.take(plan[at]), mine)
-            )
-            found.append(metrics)
-            return total
-
-        if train:
-            self.backend.forward_backward(micros, list(loss.needs), share, self.role.temperature)
-        else:
-            with torch.no_grad():
-                for at, outputs in enumerate(self.backend.forward(micros, list(loss.needs), self.role.temperature)):
-                    share(at, outputs)
-        metrics = Metrics.merge(found)
-        total = sum(m.means["loss"][0] for m in found)
-        metrics.means["loss"] = (total, 1.0 if self.context.coords.dp == 0 else 0.0)  # shares add up over ranks
-        if self.role.check_finite and not np.isfinite(total):
-            raise FloatingPointError(
-                f"the loss is {total}; look at the columns {', '.join(columns)} of this mini-batch"
-            )
-        return metrics
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if np.isfinite(loss) and np.isfinite(grad_norm):
+            return
+        raise HybridFlowError(
+            f"an update of role {self.context.role!r} after {self.backend.version} steps: the gradient norm is "
+            f"{grad_norm}, the loss of this rank's rows {loss}; look at the columns that the loss reads, and at lr"
+        )
 
     # Generation
     @register(
@@ -204,7 +154,7 @@ class ModelWorker(Worker):
     ) -> Batch:
         """Responses for the rows' prompts; with the trained weights of this moment (synced if they are newer).
 
-        max_tokens: a limit per `sample_id` modulo its length, for benchmarks and curricula; default sampling.max_tokens.
+        max_tokens: a limit per `sample_id` modulo its length (benchmarks, curricula); default sampling.max_tokens.
         """
         assert self.engine is not None, "this role has no rollout engine"
         started = time.perf_counter()
@@ -300,24 +250,13 @@ def _output_names(needs: Sequence[str]) -> list[str]:
     return [n for need in needs for n in (("topk_ids", "topk_logprobs") if need.startswith("topk:") else (need,))]
 
 
-def _count(masks: Column, units: np.ndarray | None) -> Counts:
-    assert masks.lengths is not None
-    values = torch.as_tensor(masks.values).double()
-    rows = torch.from_numpy(np.repeat(np.arange(masks.rows), masks.lengths))
-    per_row = torch.zeros(masks.rows, dtype=torch.float64).index_add_(0, rows, values)
-    present = (per_row > 0).numpy()
-    in_units = int(present.sum()) if units is None else len(np.unique(units[present]))
-    return Counts(float(values.sum()), float(present.sum()), float(in_units))
-
-
-def _padded_rows(columns: dict[str, Column], rows: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """What a loss is called with: float columns in float32, masks as float32, integers as they are."""
-    out: dict[str, Any] = {}
-    for name, column in columns.items():
-        taken = column.take(rows)
-        if taken.kind == "object":
-            out[name] = taken.values
-            continue
-        tensor = taken.padded() if taken.kind == "token" else torch.as_tensor(taken.values)
-        out[name] = (tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor).to(device)
-    return out
+def _column(outputs: list[torch.Tensor], plan: list[np.ndarray], lengths: np.ndarray) -> Column:
+    """[B] or [B, T, ...] per micro-batch -> a column in the rows' own order; outputs of dummies fall away."""
+    if not plan:  # this rank has no rows
+        empty = outputs[0].new_zeros((0, *outputs[0].shape[2:]), device="cpu")
+        return Column(empty) if outputs[0].dim() == 1 else Column(empty, np.zeros(0, dtype=np.int64))
+    outputs = outputs[: len(plan)]
+    if outputs[0].dim() > 1:
+        return unpad(outputs, plan, lengths)
+    back = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable"))
+    return Column(torch.cat(outputs).cpu()[back])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.weights import Box, WeightLayout
@@ -37,7 +40,7 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0 is off."""
     warmup_steps: int = 0
-    """Optimizer steps over which lr rises linearly from 0."""
+    """Optimizer steps over which lr rises linearly: lr/warmup_steps in the first, lr in the last of them."""
     schedule: str = attrs.field(default="constant", validator=attrs.validators.in_(("constant", "linear", "cosine")))
     """What follows the warm-up; linear and cosine end at min_lr_ratio * lr after total_steps."""
     total_steps: int = 0
@@ -47,7 +50,8 @@ class OptimizerConfig:
     def __attrs_post_init__(self):
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"schedule {self.schedule!r} needs total_steps > warmup_steps, got {self.total_steps} and {self.warmup_steps}"
+                f"schedule {self.schedule!r} needs total_steps > warmup_steps, got {self.total_steps} and "
+                f"{self.warmup_steps}"
             )
 
     def lr_at(self, step: int) -> float:
@@ -57,7 +61,7 @@ class OptimizerConfig:
         if self.schedule == "constant":
             return self.lr
         done = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
-        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + float(torch.cos(torch.tensor(done * torch.pi))))
+        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(done * math.pi))
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
 
@@ -65,22 +69,48 @@ class OptimizerConfig:
 class MicroBatch:
     """Rows for one forward. `ids` [B, S] int64: prompt then response, filled with 0 on the right.
 
-    Position of response token t of row i is prompt_lengths[i] + t; T = longest response. A dummy (one row of two tokens
-    that counts for nothing) keeps the number of forwards equal over ranks.
+    Position of response token t of row i is prompt_lengths[i] + t (every prompt has a token); T = longest response. A
+    dummy (one row of two tokens that counts for nothing) keeps the number of forwards equal over ranks.
     """
 
     ids: torch.Tensor
+    """On the device."""
     prompt_lengths: torch.Tensor
+    """int64 [B], on the CPU, as response_lengths: shapes and indices made of them cost no synchronisation."""
     response_lengths: torch.Tensor
     topk_ids: torch.Tensor | None = None
-    """int64 [B, T, K]: where outputs["topk_logprobs"] are asked for."""
+    """int64 [B, T, K], on the device: where outputs["topk_logprobs"] are asked for."""
     dummy: bool = False
 
     @property
+    def width(self) -> int:
+        """T."""
+        return int(self.response_lengths.max()) if len(self.response_lengths) else 0
+
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row, t), int64 [N] on the CPU, of the N response tokens, row by row."""
+        lengths = self.response_lengths
+        rows = torch.repeat_interleave(lengths)
+        return rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
+
+    @property
     def response_mask(self) -> torch.Tensor:
-        """bool [B, T]."""
-        width = int(self.response_lengths.max()) if len(self.response_lengths) else 0
-        return torch.arange(width, device=self.ids.device)[None] < self.response_lengths[:, None]
+        """bool [B, T], on the device."""
+        mask = torch.arange(self.width)[None] < self.response_lengths[:, None]
+        return mask.to(self.ids.device)
+
+
+OUTPUTS = {"policy": ("logprobs", "entropy", "topk_logprobs"), "value": ("values",), "score": ("scores",)}
+"""What a model of each kind can be asked for, beside topk:K of a policy."""
+
+
+def check_needs(kind: str, needs: Sequence[str]) -> None:
+    """Raise HybridFlowError for an output that a model of this kind does not have."""
+    for need in needs:
+        if need not in OUTPUTS[kind] and not (kind == "policy" and need.startswith("topk:")):
+            has = ", ".join(OUTPUTS[kind]) + (", topk:K" if kind == "policy" else "")
+            raise HybridFlowError(f"a {kind} model has no output {need!r}; it has {has}")
 
 
 LossFunction = Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
@@ -91,8 +121,9 @@ class TrainingBackend(ABC):
     """A model (policy, value or score) on the ranks of a group, with its optimizer if it is trained.
 
     Every rank makes the same calls with the same number of micro-batches. Outputs, aligned to response tokens:
-    `logprobs`, `entropy` [B, T] of softmax(logits / temperature), `values` [B, T] (of the state before token t), `scores`
-    [B] (at the last token), `topk_logprobs` [B, T, K]; `topk:K` gives `topk_ids` and `topk_logprobs` of the K largest.
+    `logprobs`, `entropy` [B, T] of softmax(logits / temperature), `values` [B, T] (of the state before token t),
+    `scores` [B] (at the last token), `topk_logprobs` [B, T, K]; `topk:K` gives `topk_ids` and `topk_logprobs` of the K
+    largest.
     """
 
     def __init__(self, model: ModelSpec, config: Any, optimizer: OptimizerConfig | None, context: Any):
@@ -120,11 +151,17 @@ class TrainingBackend(ABC):
     def forward_backward(
         self, micros: Sequence[MicroBatch], needs: Sequence[str], loss: LossFunction, temperature: float = 1.0
     ) -> None:
-        """Add the gradients of the sum of the losses over micro-batches and dp ranks to those already there."""
+        """Add the gradients of the sum of the losses over micro-batches and dp ranks to those already there.
+
+        `loss` may return a number without gradients (all weights 0); the ranks' backwards still meet.
+        """
 
     @abstractmethod
     def optim_step(self) -> Metrics:
-        """Clip, step, clear the gradients, add one to `version`. Metrics: grad_norm (before clipping), lr."""
+        """Clip, step, clear the gradients, add one to `version`. Metrics: grad_norm (before clipping), lr.
+
+        When the norm is not finite (which every rank sees alike) only the gradients are cleared: the caller raises.
+        """
 
     @abstractmethod
     def layout(self) -> WeightLayout:
@@ -136,7 +173,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole canonical parameters, one after the other, on every rank. A collective call."""
+        """Whole canonical parameters, one after the other, on every rank. A collective call, to be read to its end.
+
+        A tensor may be the storage itself (on one rank, say), and is good until the next one: copy what you keep.
+        """
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -144,7 +184,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """What `save` wrote, bit for bit."""
+        """What `save` wrote, bit for bit, on any number of ranks. Raises CheckpointError when it cannot be read."""
 
     @abstractmethod
     def export_hf(self, folder: Path) -> None:

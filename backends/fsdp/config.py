@@ -10,8 +10,8 @@ class FSDPConfig:
     """PyTorch FSDP2 on Hugging Face models."""
 
     precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
-    """fp32: everything in float32. bf16: compute in bfloat16; a trained role keeps float32 masters and reduces gradients
-    in float32, a frozen one stores bfloat16."""
+    """fp32: everything in float32. bf16: compute in bfloat16; a trained role keeps float32 masters and reduces
+    gradients in float32, a frozen one stores bfloat16."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward: memory for about a third more time."""
     cpu_offload: bool = False

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
+from transformers import PretrainedConfig
 
 
-def write_hf_folder(hf: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def write_hf_folder(
+    hf: torch.nn.Module, config: PretrainedConfig, tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
     """config.json, generation_config.json and model*.safetensors; loads with AutoModel.from_pretrained."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = hf.config
     config.architectures = [type(hf).__name__.removeprefix("FSDP")]
     config.dtype = next(iter(tensors.values())).dtype
     config.save_pretrained(folder)

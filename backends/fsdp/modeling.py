@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,34 +16,37 @@ from hybridflow.core.errors import ModelError
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.training import MicroBatch
 
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout")
+
 
 def hf_config(spec: ModelSpec) -> PretrainedConfig:
+    """The model's config as it is exported. Raises ModelError when transformers does not accept it."""
     fields = dict(spec.hf_config)
     model_type = fields.pop("model_type")
     try:
         config = AutoConfig.from_pretrained(spec.path) if spec.path else AutoConfig.for_model(model_type, **fields)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ModelError(f"transformers does not accept the model config of type {model_type!r}: {error}") from error
-    config._attn_implementation = "sdpa"
-    for name in (
-        "attention_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
-        "attn_pdrop",
-        "hidden_dropout",
-        "classifier_dropout",
-    ):
-        if getattr(config, name, None):
-            setattr(config, name, 0.0)  # a dropped unit would make old and new logprobs of equal weights differ
     if spec.kind != "policy":
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
     return config
 
 
-def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
-    """The model with its weights: from the folder, or drawn from `init_seed`. Equal on every rank."""
+def running_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config to train with: a dropped unit would make old and new logprobs of equal weights differ."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "sdpa"
+    for name in DROPOUTS:
+        if getattr(config, name, None):
+            setattr(config, name, 0.0)
+    return config
+
+
+def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[nn.Module, PretrainedConfig]:
+    """The model with its weights, from the folder or drawn from `init_seed`, equal on every rank; and its config."""
     config = hf_config(spec)
+    running = running_config(config)
     auto = AutoModelForCausalLM if spec.kind == "policy" else AutoModelForSequenceClassification
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)  # a value head that the checkpoint lacks is meant to be new
@@ -50,15 +54,14 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.init_seed)
             if spec.path is not None:
-                model = auto.from_pretrained(spec.path, config=config, dtype=dtype)
+                model = auto.from_pretrained(spec.path, config=running, dtype=dtype)
             else:
-                model = auto.from_config(config, dtype=dtype)
+                model = auto.from_config(running, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"could not build {config.model_type!r} from {spec.path or 'its config'}: {error}") from error
     finally:
         hf_logging.set_verbosity(level)
-    model.config.use_cache = False
-    return model
+    return model, config
 
 
 class RoleModel(nn.Module):
@@ -77,42 +80,74 @@ class RoleModel(nn.Module):
 
     def forward(self, micro: MicroBatch, needs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         last = "scores" in needs
-        ids = micro.ids if last else micro.ids[:, :-1]  # the last token predicts nothing
+        ids = micro.ids if last or micro.ids.shape[1] == 1 else micro.ids[:, :-1]  # the last token predicts nothing
         hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
         if last:
-            ends = micro.prompt_lengths + micro.response_lengths - 1
-            return {"scores": self.head(hidden[torch.arange(len(ids), device=ids.device), ends])[:, 0].float()}
-        mask = micro.response_mask
-        rows, at = mask.nonzero(as_tuple=True)
-        before = hidden[rows, micro.prompt_lengths[rows] - 1 + at]
-        out = self.head(before)
+            ends = torch.arange(len(ids)) * ids.shape[1] + micro.prompt_lengths + micro.response_lengths - 1
+            return {"scores": self.head(pick(hidden, ends.to(ids.device)))[:, 0].float()}
+        rows, at = micro.places
+        position = micro.prompt_lengths[rows] + at
+        width = ids.shape[1]
+        states, targets, places = torch.stack(
+            [rows * width + position - 1, rows * micro.ids.shape[1] + position, rows * micro.width + at]
+        ).to(ids.device, non_blocking=True)
+        out = self.head(pick(hidden, states))
+        shape = (len(ids), micro.width)
         if "values" in needs:
-            return {"values": _fill(mask, out[:, 0].float())}
-        targets = micro.ids[rows, micro.prompt_lengths[rows] + at]
-        return {name: _fill(mask, flat) for name, flat in token_outputs(out, targets, needs, temperature, micro, mask)}
+            return {"values": spread(out[:, 0].float(), places, shape)}
+        wanted = micro.ids.flatten().index_select(0, targets)
+        topk = None if micro.topk_ids is None else micro.topk_ids.flatten(0, 1).index_select(0, places)
+        return {name: spread(v, places, shape) for name, v in token_outputs(out, wanted, needs, temperature, topk)}
 
 
-def token_outputs(logits, targets, needs: Sequence[str], temperature: float, micro: MicroBatch, mask):
-    """(name, [N, ...]) for each need, from logits [N, V] at the N response positions."""
+def token_outputs(
+    logits: torch.Tensor, targets: torch.Tensor, needs: Sequence[str], temperature: float, topk_ids: torch.Tensor | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, [N, ...]) for each need, from logits [N, V] at the N response tokens, targets [N], topk_ids [N, K]."""
     logits = logits.float()
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
-    if "logprobs" in needs:
+    if list(needs) == ["logprobs"]:
         yield "logprobs", -F.cross_entropy(logits, targets, reduction="none")
+        return
+    log_p = logits.log_softmax(-1)
+    if "logprobs" in needs:
+        yield "logprobs", log_p.gather(-1, targets[:, None])[:, 0]
     if "entropy" in needs:
-        log_p = logits.log_softmax(-1)
         yield "entropy", -(log_p.exp() * log_p).sum(-1)
     if "topk_logprobs" in needs:
-        assert micro.topk_ids is not None
-        yield "topk_logprobs", logits.log_softmax(-1).gather(-1, micro.topk_ids[mask])
+        assert topk_ids is not None
+        yield "topk_logprobs", log_p.gather(-1, topk_ids)
     for need in needs:
         if need.startswith("topk:"):
-            values, ids = logits.log_softmax(-1).topk(min(int(need[5:]), logits.shape[-1]), dim=-1)
+            values, ids = log_p.topk(min(int(need[5:]), log_p.shape[-1]), dim=-1)
             yield "topk_ids", ids
             yield "topk_logprobs", values
 
 
-def _fill(mask: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """[N, ...] at the true places of mask [B, T] -> [B, T, ...], 0 elsewhere; differentiable."""
-    out = flat.new_zeros((*mask.shape, *flat.shape[1:]))
-    return out.masked_scatter(mask.view(*mask.shape, *([1] * (flat.dim() - 1))).expand_as(out), flat)
+def pick(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """hidden [B, S, H], flat places [N] in [B, S], each at most once -> [N, H]."""
+    return _Pick.apply(hidden, places)
+
+
+class _Pick(torch.autograd.Function):
+    """index_select whose backward copies instead of adding up (no place occurs twice)."""
+
+    @staticmethod
+    def forward(ctx, hidden, places):
+        ctx.shape = hidden.shape
+        ctx.save_for_backward(places)
+        return hidden.flatten(0, 1).index_select(0, places)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (places,) = ctx.saved_tensors
+        out = grad.new_zeros(ctx.shape)
+        out.flatten(0, 1).index_copy_(0, places, grad)
+        return out, None
+
+
+def spread(flat: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[N, ...] to flat places [N] of [B, T, ...], 0 elsewhere; differentiable."""
+    out = flat.new_zeros((shape[0] * shape[1], *flat.shape[1:]))
+    return out.index_copy(0, places, flat).view(*shape, *flat.shape[1:])

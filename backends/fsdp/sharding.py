@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybridflow.backends.fsdp.config import FSDPConfig
@@ -32,25 +31,28 @@ def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> 
 
 
 def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
-    """Megatron's split (arXiv:1909.08053) of Llama-like layers; embedding and head split over the vocabulary."""
+    """Megatron's split (arXiv:1909.08053) of Llama-like layers; embedding and head split over the vocabulary.
+
+    Raises ModelError for a model of another build, or whose sizes the number of ranks does not divide.
+    """
     config, trunk = model.hf.config, model.hf.base_model
-    tp = mesh.size()
+    tp, policy = mesh.size(), model.kind == "policy"
     layers = getattr(trunk, "layers", None)
     if layers is None or not all(_has(layers[0], name) for name in (*COLWISE, *ROWWISE)):
         raise ModelError(
-            f"tp {tp} needs a Llama-like model (q_proj ... down_proj); {config.model_type!r} is not one: set layout.tp = 1"
+            f"tp {tp} needs a Llama-like model (q_proj ... down_proj); {config.model_type!r} is not one: "
+            "set layout.tp = 1"
         )
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    if heads % tp or kv % tp:
-        raise ModelError(f"tp {tp} must divide the attention heads ({heads}) and key-value heads ({kv})")
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    if bad := [f"{name} {getattr(config, name)}" for name in names if getattr(config, name) % tp]:
+        raise ModelError(f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp")
+    tied = policy and model.head.weight is trunk.embed_tokens.weight
     for layer in layers:
-        plan: dict[str, Any] = {name: ColwiseParallel() for name in COLWISE} | {
-            name: RowwiseParallel() for name in ROWWISE
-        }
+        plan: dict[str, Any] = {name: ColwiseParallel() for name in COLWISE}
+        plan |= {name: RowwiseParallel() for name in ROWWISE}
         parallelize_module(layer, mesh, plan)
     parallelize_module(trunk, mesh, {"embed_tokens": RowwiseParallel(input_layouts=Replicate())})
-    if model.kind == "policy":
-        tied = model.head.weight is trunk.embed_tokens.weight or getattr(config, "tie_word_embeddings", False)
+    if policy:
         parallelize_module(model.hf, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
         if tied:
             model.head.weight = trunk.embed_tokens.weight
@@ -64,38 +66,58 @@ def _has(module: nn.Module, path: str) -> bool:
     return True
 
 
-def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> None:
-    options: dict[str, Any] = {
-        "mesh": mesh["replicate", "shard"] if config.replicas > 1 else mesh["shard"],
-        "reshard_after_forward": config.reshard_after_forward,
-    }
+def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> list[FSDPModule]:
+    """The modules that FSDP gathers one by one: large layers, and the root with all that is left.
+
+    The root's weights stay gathered until the backward, which begins with them.
+    """
+    options: dict[str, Any] = {"mesh": mesh["replicate", "shard"] if config.replicas > 1 else mesh["shard"]}
     if config.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for layer in getattr(model.hf.base_model, "layers", []):
-        if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters:
-            fully_shard(layer, **options)
-    fully_shard(model, **options)
+    large: list[nn.Module] = [
+        layer
+        for layer in getattr(model.hf.base_model, "layers", [])
+        if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters
+    ]
+    for layer in large:
+        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    return [m for m in (*large, model) if isinstance(m, FSDPModule)]
 
 
-def boxes_of(shape: torch.Size, mesh: DeviceMesh | None, placements: Any, world: int) -> dict[int, tuple[Box, ...]]:
-    """rank -> the box of a parameter that it holds."""
-    if mesh is None:
-        return {rank: (Box.full(shape),) for rank in range(world)}
-    held: dict[int, tuple[Box, ...]] = {}
-    for place, rank in zip(_indices(mesh.mesh.shape), mesh.mesh.flatten().tolist(), strict=True):
-        size, offset = _compute_local_shape_and_global_offset(shape, tuple(mesh.mesh.shape), list(place), placements)
-        box = Box(tuple(offset), tuple(o + s for o, s in zip(offset, size, strict=True)))
-        held[rank] = (box,) if box.numel else ()
+def boxes_of(parameter: torch.Tensor, layout: ParallelLayout, replicas: int) -> dict[int, Box]:
+    """rank -> the box of a parameter that it holds (of no elements, perhaps).
+
+    Tensor parallelism cuts first, FSDP then cuts each rank's piece, both as torch.chunk does.
+    """
+    axes = _sharded_axes(parameter)
+    shard = layout.dp // replicas
+    held = {}
+    for rank in range(layout.world):
+        at = layout.coords(rank)
+        start, stop = [0] * parameter.dim(), [int(n) for n in parameter.shape]
+        for axis, index, size in (("tp", at.tp, layout.tp), ("shard", at.dp % shard, shard)):
+            if axis in axes:
+                dim = axes[axis]
+                chunk = -(-(stop[dim] - start[dim]) // size)
+                start[dim], stop[dim] = (min(start[dim] + chunk * i, stop[dim]) for i in (index, index + 1))
+        held[rank] = Box(tuple(start), tuple(stop))
     return held
 
 
-def _indices(shape: torch.Size) -> list[tuple[int, ...]]:
-    return [tuple(int(i) for i in torch.unravel_index(torch.tensor(n), shape)) for n in range(shape.numel())]
+def _sharded_axes(parameter: torch.Tensor) -> dict[str, int]:
+    """Mesh axis -> the tensor dim that it cuts. (A parameter cut twice in dim 0 has a _StridedShard.)"""
+    if not isinstance(parameter, DTensor):
+        return {}
+    named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return {name: int(p.dim) for name, p in named if hasattr(p, "dim")}
 
 
+@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece, as a plain tensor that shares its storage."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -105,5 +127,5 @@ def copies(tensor: torch.Tensor, world: int) -> int:
         return world
     shards = 1
     for size, placement in zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True):
-        shards *= size if placement.is_shard() or type(placement).__name__ == "_StridedShard" else 1
+        shards *= size if hasattr(placement, "dim") else 1
     return world // shards

@@ -1,0 +1,102 @@
+"""AdamW on each rank's own shards, as plain tensors: fused, on any mix of meshes, without DTensor's dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybridflow.backends.fsdp.sharding import copies, local
+from hybridflow.core.training import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedAdamW:
+    """torch.optim.AdamW over views of the parameters' storage. `relink` after that storage has moved."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig):
+        self.config = config
+        self.parameters = dict(parameters)
+        self.shards = {n: nn.Parameter(local(p.detach())) for n, p in parameters.items() if local(p).numel()}
+        self._adamw = torch.optim.AdamW(
+            self.shards.values() or [torch.zeros(0)],  # a rank may hold nothing
+            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True,
+        )  # fmt: skip
+
+    def relink(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """The parameters' storage has moved (to another device, say): follow it, with the moments."""
+        self.parameters = dict(parameters)
+        for name, shard in self.shards.items():
+            shard.data = local(parameters[name].detach())
+            moments = self._adamw.state.get(shard, {})
+            for key, value in moments.items():  # a fused AdamW wants its step counts there too
+                moments[key] = value.to(shard.device)
+
+    def grad_norm(self, world: int, device: torch.device) -> float:
+        """Global L2 norm; each element counts once, however many ranks hold it. One all-reduce."""
+        shares: dict[int, list[torch.Tensor]] = {}
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and local(parameter.grad).numel():
+                shares.setdefault(copies(parameter.grad, world), []).append(local(parameter.grad))
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        for held_by, grads in shares.items():
+            total += torch.stack(torch._foreach_norm(grads)).square().sum().to(device) / held_by
+        if world > 1:
+            dist.all_reduce(total)
+        return float(total.sqrt())
+
+    def step(self, lr: float, scale: float) -> None:
+        """One step with gradients times `scale`."""
+        for name, shard in self.shards.items():
+            grad = self.parameters[name].grad
+            shard.grad = None if grad is None else local(grad)
+        if scale != 1.0:
+            torch._foreach_mul_([shard.grad for shard in self.shards.values() if shard.grad is not None], scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for shard in self.shards.values():
+            shard.grad = None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The moments, sharded as their parameters are; made of zeros before the first step. Writing to them counts."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            moments = self._moments(name)
+            for moment in MOMENTS:
+                piece = local(parameter.detach()) if moments is None else moments[moment]  # the former has no elements
+                found[f"optimizer.{moment}.{name}"] = _placed_like(parameter, piece)
+        return found
+
+    def set_step(self, step: int) -> None:
+        for name in self.shards:
+            self._moments(name)["step"].fill_(float(step))
+
+    def _moments(self, name: str) -> dict[str, torch.Tensor] | None:
+        shard = self.shards.get(name)
+        if shard is None:
+            return None
+        moments = self._adamw.state[shard]
+        if not moments:
+            moments["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
+            moments |= {m: torch.zeros_like(shard, memory_format=torch.preserve_format) for m in MOMENTS}
+        return moments
+
+
+def _placed_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return piece
+    return DTensor.from_local(
+        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
+        stride=parameter.stride(),
+    )  # fmt: skip
