@@ -15,6 +15,9 @@ SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
 })  # fmt: skip
 """Tables that may be given by their `name` alone: `rollout = "vllm"`."""
 
+SECTIONS = ("run", "runtime", "pools", "algorithm", "data", "tokenizer", "sampling", "rollout", "validation", "stages")
+"""The tables of a file that are not roles."""
+
 USUAL_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost", "teacher")
 """Roles whose tables may stand in a file although this algorithm does not need them."""
 
@@ -26,7 +29,7 @@ class RunSection:
     name: str | None = None
     """Folder of the run inside `folder`; default: the name of the config file."""
     folder: str = "runs"
-    """Where runs are kept."""
+    """Folder in which runs are kept."""
     steps: int = attrs.field(default=100, validator=at_least(1))
     """Iterations: calls of the algorithm's step."""
     seed: int = attrs.field(default=0, validator=non_negative)
@@ -52,11 +55,16 @@ class LayoutSection:
     """A role's parallel layout over its pool."""
 
     dp: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
-    """Default: what the pool's devices and the other axes leave."""
+    """Data parallel: replicas of the model, each with its share of the rows. Default: what the pool's devices and the
+    other axes leave."""
     tp: int = attrs.field(default=1, validator=at_least(1))
+    """Tensor parallel: ranks that share each layer."""
     pp: int = attrs.field(default=1, validator=at_least(1))
+    """Pipeline parallel: stages of layers."""
     cp: int = attrs.field(default=1, validator=at_least(1))
+    """Context parallel: ranks that share each sequence."""
     ep: int = attrs.field(default=1, validator=at_least(1))
+    """Expert parallel: neighbouring dp ranks over which experts are spread; divides dp."""
     order: str = "tp-cp-pp-dp"
     """Axes from fastest to slowest over the ranks."""
 
@@ -70,7 +78,9 @@ class RewardPartSection:
     function: str
     """A plugin of kind "reward", or "package.module:function"."""
     options: dict[str, Any] = attrs.field(factory=dict)
+    """Its own options."""
     weight: float = 1.0
+    """Factor in the sum."""
 
 
 @attrs.frozen
@@ -78,12 +88,15 @@ class RoleSection:
     """A role's table. Model roles: what is not given is the actor's. Rewards: `function`, `parts`, or a `model`."""
 
     model: ModelConfig = attrs.field(factory=ModelConfig)
+    """Which model: a folder, an earlier stage's, or a config with random weights."""
     pool: str = "main"
     """Roles in one pool share its processes and take turns; roles in different pools run side by side."""
     layout: LayoutSection = attrs.field(factory=LayoutSection)
+    """How the model is spread over the pool's devices."""
     backend: dict[str, Any] = attrs.field(factory=lambda: {"name": "fsdp"})
     """`name` of a training backend, and that backend's own settings."""
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
+    """Of a trained role."""
     micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))
     """Tokens of one forward, padding included; a longer single sequence goes alone."""
     offload: bool = False
@@ -105,8 +118,9 @@ class SamplingSection:
     temperature: float = attrs.field(default=1.0, validator=non_negative)
     """Softmax temperature; 0 is greedy. The trainer's logprobs are of the same temperature."""
     top_p: float = attrs.field(default=1.0, validator=fraction)
+    """Nucleus: the most likely tokens that together have this probability; 1 is off."""
     top_k: int = attrs.field(default=0, validator=non_negative)
-    """0 is off."""
+    """Only this many of the most likely tokens; 0 is off."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end a response, beside the tokenizer's eos."""
 

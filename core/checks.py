@@ -1,0 +1,248 @@
+"""Checks across the sections of a job: combinations that cannot work, found before anything starts.
+
+Each says what was got and what to do. A check is left out when a section that it reads has problems of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.figures import mini_batch_rows, rows_per_step
+from hybridflow.core.plugins import registry
+from hybridflow.core.tokenizer import TokenizerConfig
+
+if TYPE_CHECKING:
+    from hybridflow.core.job import Job
+
+Check = Callable[["Job"], Iterator[str]]
+CHECKS: list[tuple[frozenset[str], Check]] = []
+
+
+def _reads(*sections: str) -> Callable[[Check], Check]:
+    def add(check: Check) -> Check:
+        CHECKS.append((frozenset(sections), check))
+        return check
+
+    return add
+
+
+def cross_checks(job: Job, failed: set[str]) -> list[str]:
+    """What does not fit together; `failed`: sections that have problems of their own."""
+    return [problem for sections, check in CHECKS if not sections & failed for problem in check(job)]
+
+
+def _capability(kind: str, name: str | None, what: str) -> Any:
+    if name is None:
+        return None
+    try:
+        return registry().descriptor(kind, name).capabilities.get(what)
+    except HybridFlowError:  # its problem is said where it is named
+        return None
+
+
+# The run
+@_reads("run")
+def staleness(job: Job) -> Iterator[str]:
+    if job.run.max_staleness:
+        yield (f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it")
+
+
+@_reads("run")
+def trackers(job: Job) -> Iterator[str]:
+    for name in job.run.trackers:
+        try:
+            registry().descriptor("tracker", name)
+        except HybridFlowError as error:
+            yield f"run.trackers: {error}"
+
+
+@_reads("run")
+def folder(job: Job) -> Iterator[str]:
+    there = next((p for p in (job.folder, *job.folder.absolute().parents) if p.exists()), Path("/"))
+    if not there.is_dir():
+        yield f"run.folder: {str(there)!r} is a file, and the run's folder is {str(job.folder)!r}; set run.folder"
+    elif not os.access(there, os.W_OK):
+        yield f"run.folder: {str(there)!r} cannot be written to; set run.folder to a folder of yours"
+
+
+# Devices
+@_reads("run", "runtime")
+def device(job: Job) -> Iterator[str]:
+    """A runtime without an address starts its processes on this machine."""
+    if job.run.device != "cuda" or getattr(job.runtime_config, "address", None) is not None:
+        return
+    if not torch.cuda.is_available():
+        yield "run.device: is cuda, and this machine has none that torch can use; set cpu or auto"
+
+
+@_reads("run", "runtime", "pools")
+def local_devices(job: Job) -> Iterator[str]:
+    if getattr(job.runtime_config, "address", None) is not None:
+        return
+    for pool in job.pools.values():
+        if len(pool.devices_per_node) > 1 and _capability("runtime", job.runtime, "cluster"):
+            yield (
+                f"pools.{pool.name}: is over {len(pool.devices_per_node)} nodes, and runtime {job.runtime} has this "
+                f"machine alone; give the cluster's runtime.address, or pools.{pool.name} = [{pool.world}]"
+            )
+    have, wanted = torch.cuda.device_count(), sum(pool.world for pool in job.pools.values())
+    one_rank = _capability("runtime", job.runtime, "collectives") == "one rank"
+    if job.device == "cuda" and have and wanted > have and not one_rank:
+        yield (
+            f"pools: have {wanted} devices in all, and this machine has {have} CUDA device{'s' if have > 1 else ''}; "
+            "make the pools smaller, let roles share one, set run.device = cpu, or give a cluster's runtime.address"
+        )
+
+
+@_reads("runtime", "pools")
+def one_rank(job: Job) -> Iterator[str]:
+    if _capability("runtime", job.runtime, "collectives") != "one rank":
+        return
+    for pool in job.pools.values():
+        if pool.world > 1:
+            yield (
+                f"pools.{pool.name}: has {pool.world} devices, and runtime {job.runtime} runs models on one rank; set "
+                f"pools.{pool.name} = [1], or another runtime ({_others(job.runtime)})"
+            )
+
+
+def _others(runtime: str) -> str:
+    return ", ".join(name for name in registry().names("runtime") if name != runtime) or "there is none"
+
+
+@_reads("pools", "roles", "algorithm")
+def unused_pools(job: Job) -> Iterator[str]:
+    for name in job.pools:
+        if not any(m.pool == name for m in job.models.values()) and name != job.main_pool:
+            yield f"pools.{name}: no role uses it; remove it, or place a role in it with pool = {name!r}"
+
+
+@_reads("run")
+def able_devices(job: Job) -> Iterator[str]:
+    """Plugins that say on which devices they work ("cpu, cuda")."""
+    for role, model in job.models.items():
+        plugins = (("training_backend", model.spec.backend), ("rollout_engine", model.spec.engine))
+        for kind, name in plugins:
+            able = _capability(kind, name, "devices")
+            if isinstance(able, str) and job.device not in [d.strip() for d in able.split(",")]:
+                yield f"{role}: {kind} {name} works on {able}, and run.device is {job.device}; choose another of them"
+
+
+# Sizes
+@_reads("algorithm")
+def enough_rows(job: Job) -> Iterator[str]:
+    rows, mini = rows_per_step(job.algorithm), mini_batch_rows(job.algorithm)
+    for name, model in job.models.items():
+        dp = model.layout.dp
+        if rows is not None and rows < dp:
+            yield (
+                f"{name}.layout: dp is {dp}, and a step has {rows} sequence{'s' if rows > 1 else ''}, so that some "
+                "ranks would have none; make the step larger, or dp (the pool) smaller"
+            )
+        elif mini is not None and mini < dp and model.role.trained:
+            yield (
+                f"algorithm.mini_batch_size: is {mini}, and {name} has dp {dp}, so that some ranks would have no "
+                f"sequence in an optimizer step; set {dp} or more, or make dp (the pool) smaller"
+            )
+
+
+@_reads("data", "sampling", "validation")
+def positions(job: Job) -> Iterator[str]:
+    limits = {"data": job.data.max_prompt_tokens}
+    if job.validation_data is not None:
+        limits["validation.data"] = job.validation_data.max_prompt_tokens
+    where = max(limits, key=lambda name: limits[name])
+    prompt, response = limits[where], job.sampling.max_tokens
+    for name, model in job.models.items():
+        most = model.spec.model.max_positions
+        if most is not None and model.spec.engine and prompt + response > most:
+            yield (
+                f"{name}: prompts of up to {prompt} tokens ({where}.max_prompt_tokens) and responses of up to "
+                f"{response} (sampling.max_tokens) exceed the model's {most} positions (max_position_embeddings); make "
+                "one of them smaller"
+            )
+
+
+@_reads()
+def generation_layouts(job: Job) -> Iterator[str]:
+    for name, model in job.models.items():
+        if model.spec.engine and (model.layout.pp > 1 or model.layout.cp > 1):
+            yield (
+                f"{name}.layout: a role that generates has the axes dp and tp, got pp {model.layout.pp} and cp "
+                f"{model.layout.cp}; set both to 1"
+            )
+
+
+@_reads()
+def one_scorer(job: Job) -> Iterator[str]:
+    """A session starts the functions of one role."""
+    if len(job.scorers) > 1:
+        first, *others = job.scorers
+        yield f"{', '.join(others)}: only one role may score by functions, and {first} does; give a model"
+
+
+# Data and text
+@_reads("data")
+def data_source(job: Job) -> Iterator[str]:
+    sources = [job.data.source]
+    if job.validation_data is not None:
+        sources.append(job.validation_data.source)
+    for name in dict.fromkeys(sources):
+        try:
+            registry().get("data_source", name)
+        except HybridFlowError as error:
+            yield f"data.source: {error}"
+
+
+@_reads("data", "algorithm")
+def responses(job: Job) -> Iterator[str]:
+    given = job.data.response is not None or job.data.messages is not None
+    if "response_ids" in job.algorithm.data_columns and not given:
+        yield (
+            f"data.response: algorithm {job.algorithm_name!r} trains on responses; give their template, such as "
+            "'{answer}', or data.messages"
+        )
+
+
+@_reads("validation", "algorithm", "roles")
+def validation(job: Job) -> Iterator[str]:
+    section, data = job.validation, job.validation_data
+    if section is None or data is None:
+        return
+    if section.generate:
+        if "reward" not in job.scorers and "reward" not in job.models:
+            yield "validation: needs a reward to score by; add [reward], or set validation.generate = false"
+        if "actor" not in job.models:
+            yield (
+                f"validation: needs an actor to generate with, and algorithm {job.algorithm_name!r} has none; set "
+                "validation.generate = false"
+            )
+    elif data.response is None and data.messages is None:
+        yield "validation: generate is false and there are no responses (data.response) for a loss; give one of them"
+
+
+@_reads("tokenizer", "roles", "algorithm")
+def tokenizer(job: Job) -> Iterator[str]:
+    given = job.tokenizer != TokenizerConfig(vocab_size=job.tokenizer.vocab_size)
+    if not given and job.tokenizer_path is None and not job.follows:
+        yield (
+            "tokenizer: the models have no folder to take one from; give tokenizer.path, tokenizer.characters or "
+            "tokenizer.train"
+        )
+    if job.tokenizer.path is not None and not Path(job.tokenizer.path).is_dir():
+        yield f"tokenizer.path: there is no folder {job.tokenizer.path!r}"
+
+
+@_reads("sampling")
+def stop_tokens(job: Job) -> Iterator[str]:
+    for name, model in job.models.items():
+        size = model.spec.model.vocab_size
+        wrong = [t for t in job.sampling.stop_token_ids if not 0 <= t < size]
+        if model.spec.engine and wrong:
+            yield f"sampling.stop_tokens: {wrong} are no ids of {name}'s model, which has 0 to {size - 1}; remove them"

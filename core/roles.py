@@ -1,0 +1,321 @@
+"""The roles of an algorithm, resolved: which model or reward, in which pool, in which layout, on which backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from hybridflow.core.algorithm import Role
+from hybridflow.core.config import merge
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
+from hybridflow.core.model_worker import ModelRole
+from hybridflow.core.names import did_you_mean
+from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.plugins import registry
+from hybridflow.core.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
+from hybridflow.core.rewards import reward_from
+from hybridflow.core.runtime import ResourcePool
+from hybridflow.core.schema import LayoutSection, RoleSection, SamplingSection
+from hybridflow.core.tasks import RewardPart
+
+if TYPE_CHECKING:
+    from hybridflow.core.job import Job
+
+STAGE = "stage:"
+MODEL_KEYS = ("pool", "layout", "backend", "optimizer", "micro_batch_tokens", "offload")
+REWARD_KEYS = ("function", "parts", "options")
+
+
+@attrs.frozen
+class PlacedModel:
+    """A model role: what it runs, and where."""
+
+    role: Role
+    spec: ModelRole
+    layout: ParallelLayout
+    pool: str
+    section: RoleSection = attrs.field(factory=RoleSection)
+    """Its table as it counts: its own, over the actor's where it inherits."""
+
+
+@attrs.frozen
+class Rewards:
+    """A role that scores by functions."""
+
+    role: Role
+    parts: tuple[RewardPart, ...]
+    section: RoleSection = attrs.field(factory=RoleSection)
+
+
+def inherits(role: Role) -> bool:
+    """Whether what its table does not give is the actor's."""
+    return role.kind in ("policy", "value") and role.name != "actor"
+
+
+def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
+    """A role's table, over the actor's where it inherits. Another model, or another backend, is not mixed with the
+    actor's: of those nothing is inherited."""
+    own = dict(tables.get(role.name, {}))
+    if not inherits(role) or not isinstance(tables.get("actor"), Mapping):
+        return own
+    inherited = dict(tables["actor"])
+    model = own.get("model")
+    if isinstance(model, Mapping) and {"path", "config"} & set(model):
+        inherited.pop("model", None)
+    backend, actors = own.get("backend"), inherited.get("backend")
+    if isinstance(backend, Mapping) and isinstance(actors, Mapping):
+        actors_name = actors.get("name", RoleSection().backend["name"])
+        if backend.get("name", actors_name) != actors_name:
+            names = registry().names("training_backend")
+            inherited["backend"] = {k: v for k, v in actors.items() if k in names and isinstance(v, Mapping)}
+    return merge(inherited, own)
+
+
+class RoleResolver:
+    """Resolves roles one after the other; problems go to the reader."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        pools: Mapping[str, ResourcePool],
+        sampling: SamplingSection,
+        earlier: Mapping[str, Job | None],
+    ):
+        self.reader, self.pools, self.sampling, self.earlier = reader, pools, sampling, earlier
+        self.models: dict[str, PlacedModel] = {}
+        self.scorers: dict[str, Rewards] = {}
+
+    def resolve(self, role: Role, generates: bool) -> None:
+        """Add the role to `models` or `scorers`, or note what is wrong with it."""
+        before = len(self.reader.problems)
+        own = self.reader.tables.get(role.name, {})
+        if not isinstance(own, Mapping):
+            self.reader.fail("roles", f"{role.name}: expected a table, got {own!r}; write [{role.name}]")
+            return
+        section, problems = salvage(role_table(self.reader.tables, role), RoleSection, role.name)
+        section, bad = section or RoleSection(), keys_of(problems, role.name)
+        self.reader.problems += problems
+        made: PlacedModel | Rewards | None = None
+        if role.kind == "reward" and "model" not in own:
+            made = None if bad & {"function", "parts", "options"} else self._reward(role, own, section)
+        elif not self._contradictions(role, own):
+            made = self._model(role, section, bad, generates)
+        if made is None or bad:
+            self.reader.failed.add("roles")
+        elif isinstance(made, PlacedModel):
+            self.models[role.name] = made
+        else:
+            self.scorers[role.name] = made
+        if inherits(role):
+            self._forget_inherited(role.name, own, before)
+
+    def _forget_inherited(self, name: str, own: Mapping[str, Any], before: int) -> None:
+        """A problem of the actor's table is said once, not again for each role that inherits it."""
+        problems = self.reader.problems
+        new = []
+        for problem in problems[before:]:
+            key = problem.partition(":")[0].partition(" ")[0].removeprefix(f"{name}.")
+            if "actor" + problem.removeprefix(name) not in problems[:before] or _given(own, key):
+                new.append(problem)
+        problems[before:] = new
+
+    def _contradictions(self, role: Role, own: Mapping[str, Any]) -> bool:
+        """Whether a model's table has what belongs to a reward function."""
+        found = [key for key in REWARD_KEYS if key in own]
+        if role.kind == "reward":
+            why = "a reward is one of a function, several parts and a model; keep one of them"
+            self.reader.problems += [f"{role.name}.{key}: contradicts {role.name}.model: {why}" for key in found]
+        else:
+            why = f"is for rewards, and {role.name} is a {role.kind} model; remove it"
+            self.reader.problems += [f"{role.name}.{key}: {why}" for key in found]
+        return bool(found)
+
+    # Rewards
+    def _reward(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> Rewards | None:
+        problems = self._reward_problems(role, own, section)
+        if problems:
+            self.reader.problems += problems
+            return None
+        if section.parts:
+            parts = tuple(RewardPart(p.name, p.function, p.options, p.weight) for p in section.parts)
+        else:
+            label = str(section.function).rpartition(":")[2]
+            parts = (RewardPart(label, str(section.function), section.options),)
+        good = True
+        for part in parts:
+            try:
+                reward_from(part.function, part.options)
+            except ConfigError as error:
+                problems += error.problems
+            except (HybridFlowError, ValueError) as error:
+                problems.append(str(error))
+            good = good and not problems
+        self.reader.problems += [f"{role.name}: {p}" for p in problems]
+        return Rewards(role, parts, section) if good else None
+
+    def _reward_problems(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> list[str]:
+        name, problems = role.name, []
+        if section.function is None and not section.parts:
+            there = ", ".join(registry().names("reward"))
+            problems.append(
+                f'{name}: give one of `function` (a plugin: {there}; or "package.module:function"), `parts` (several), '
+                "or `model`"
+            )
+        if section.function is not None and section.parts:
+            problems.append(f"{name}.parts: contradicts {name}.function; keep one of them")
+        if section.parts and section.options:
+            problems.append(f"{name}.options: belongs to one function; with parts each has options of its own")
+        names = [p.name for p in section.parts]
+        problems += [
+            f"{name}.parts: two parts are called {twice!r}, and each has a column of its name; rename one"
+            for twice in sorted({n for n in names if names.count(n) > 1})
+        ]
+        problems += [
+            f"{name}.{key}: is for models, and {name} is a function (it runs where the data is); remove it"
+            for key in MODEL_KEYS
+            if key in own
+        ]
+        return problems
+
+    # Models
+    def _model(self, role: Role, section: RoleSection, bad: set[str], generates: bool) -> PlacedModel | None:
+        """`bad`: keys of its table that have problems; what hangs on them is not looked at."""
+        kind = "score" if role.kind == "reward" else role.kind
+        pool = self.pools.get(section.pool)
+        if pool is None and section.pool not in self.reader.tables.get("pools", {}):  # else: said of the pool
+            there = f"{did_you_mean(section.pool, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
+            self.reader.problems.append(f"{role.name}.pool: there is no pool {section.pool!r}{there}")
+        spec = None if "model" in bad else self._spec(section.model, kind, role.name)
+        layout = None if pool is None or bad & {"layout", "pool"} else self._layout(role.name, section.layout, pool)
+        backend = engine = None
+        if "backend" not in bad:
+            backend = self.reader.plugin("training_backend", section.backend, f"{role.name}.backend")
+        if generates:
+            table = {"name": DEFAULT_PLUGINS["rollout"], **self.reader.tables.get("rollout", {})}
+            engine = self.reader.plugin("rollout_engine", table, "rollout")
+        if spec is None or layout is None or backend is None or (generates and engine is None):
+            return None
+        if not backend.good or (engine and not engine.good):
+            return None
+        try:
+            found = backend.found.problems(backend.config, layout, kind)
+        except (HybridFlowError, ValueError) as error:
+            found = [str(error)]
+        found = [*found, *self._size_problems(spec, layout)]
+        self.reader.problems += [f"{role.name}.{p}" if p.startswith("layout.") else f"{role.name}: {p}" for p in found]
+        model = ModelRole(
+            model=spec,
+            backend=backend.name,
+            backend_config=backend.config,
+            micro_batch_tokens=section.micro_batch_tokens,
+            optimizer=section.optimizer if role.trained else None,
+            engine=engine.name if engine else None,
+            engine_config=engine.config if engine else None,
+            temperature=self.sampling.temperature or 1.0,
+            offload=section.offload,
+        )
+        return None if found else PlacedModel(role, model, layout, section.pool, section)
+
+    def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[str]:
+        """What the model's own sizes say against the layout, or against training at all."""
+        problems = []
+        if not isinstance(spec.hf_config.get("vocab_size"), int):
+            problems.append("the model's config needs vocab_size, the number of its embeddings")
+        heads, layers = spec.hf_config.get("num_attention_heads"), spec.hf_config.get("num_hidden_layers")
+        if isinstance(heads, int) and heads % layout.tp:
+            problems.append(
+                f"layout.tp: {layout.tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
+            )
+        if isinstance(layers, int) and layers < layout.pp:
+            problems.append(f"layout.pp: is {layout.pp}, and the model has {layers} layers; make it smaller")
+        return problems
+
+    def _spec(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
+        try:
+            if config.path is not None and config.path.startswith(STAGE) and config.config is None:
+                return self._from_stage(config, kind, role)
+            return resolve_model(config, kind, role)
+        except ConfigError as error:
+            self.reader.problems += error.problems
+        except HybridFlowError as error:
+            self.reader.problems.append(str(error))
+        return None
+
+    def _from_stage(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
+        """The export of an earlier stage; before that stage has run, its model stands in for the checks."""
+        stage, _, source = str(config.path).removeprefix(STAGE).partition("/")
+        if stage not in self.earlier:
+            there = f"earlier stages: {', '.join(self.earlier) or 'none'}"
+            raise ConfigError(
+                f"{role}.model.path: there is no earlier stage {stage!r}{did_you_mean(stage, self.earlier)} ({there})"
+            )
+        job = self.earlier[stage]
+        if job is None:  # its own problems are said
+            return None
+        trained = [n for n, m in job.models.items() if m.spec.optimizer is not None]
+        source = source or (role if role in trained or not trained else trained[0])
+        if source not in trained:
+            hint = f'; write "{STAGE}{stage}/{trained[0]}"' if trained else ""
+            raise ConfigError(
+                f"{role}.model.path: stage {stage!r} trains {', '.join(trained) or 'no model'}, not {source!r}{hint}"
+            )
+        folder = job.folder / "export" / source
+        if (folder / "config.json").exists():
+            return resolve_model(attrs.evolve(config, path=str(folder)), kind, role)
+        return attrs.evolve(job.models[source].spec.model, kind=kind, path=None)
+
+    def _layout(self, role: str, asked: LayoutSection, pool: ResourcePool) -> ParallelLayout | None:
+        inner, world = asked.tp * asked.pp * asked.cp, pool.world
+        if world % inner or (asked.dp is not None and asked.dp * inner != world):
+            self.reader.problems.append(_does_not_fit(role, asked, pool))
+            return None
+        try:
+            return ParallelLayout(asked.pp, asked.tp, world // inner, asked.cp, asked.ep, asked.order)
+        except ValueError as error:
+            self.reader.problems.append(f"{role}.layout: {error}")
+            return None
+
+
+def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:
+    inner, world = asked.tp * asked.pp * asked.cp, pool.world
+    dp = f"dp {asked.dp} x " if asked.dp else ""
+    needs = inner * (asked.dp or -(-world // inner))
+    head = (
+        f"{role}.layout: {dp}tp {asked.tp} x pp {asked.pp} x cp {asked.cp} does not fit pool {pool.name!r} of {world} "
+        f"device{'s' if world > 1 else ''}"
+    )
+    if world % inner == 0:
+        return f"{head}: leave out {role}.layout.dp (it is then {world // inner}), or set pools.{pool.name} = [{needs}]"
+    divisors = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
+    return f"{head}: tp x pp x cp must divide {world} ({divisors}); change it, or set pools.{pool.name} = [{needs}]"
+
+
+def _given(table: Mapping[str, Any], key: str) -> bool:
+    """Whether a dotted key, or what it is in, stands in a table."""
+    here: Any = table
+    for part in key.split("."):
+        if not isinstance(here, Mapping):
+            return True
+        if part not in here:
+            return False
+        here = here[part]
+    return True
+
+
+def tokenizer_folder(tables: Mapping[str, Any], earlier: Mapping[str, Job | None]) -> tuple[str | None, bool]:
+    """(folder of the models' own tokenizer, whether an earlier stage wrote it): the actor's first."""
+    for name in ("actor", "reward", *tables):
+        table = tables.get(name)
+        model = table.get("model") if isinstance(table, Mapping) else None
+        path = model.get("path") if isinstance(model, Mapping) else None
+        if not isinstance(path, str):
+            continue
+        if not path.startswith(STAGE):
+            return path, False
+        job = earlier.get(path.removeprefix(STAGE).partition("/")[0])
+        return (str(Path(job.folder) / "tokenizer"), True) if job else (None, True)
+    return None, False
