@@ -32,7 +32,7 @@ class JsonlSource(DataSource):
         return len(self._rows)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return self._rows[i]
+        return dict(self._rows[i])
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

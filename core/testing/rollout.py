@@ -1,0 +1,15 @@
+"""RolloutEngineConformance: an engine says what the model says, with the weights it was given, once per request."""
+
+from __future__ import annotations
+
+from hybridflow.core.testing.engine_requests import EngineRequests
+from hybridflow.core.testing.engine_sampling import EngineSampling
+from hybridflow.core.testing.engine_tokens import EngineTokens
+
+
+class RolloutEngineConformance(EngineTokens, EngineSampling, EngineRequests):
+    """Give a fixture `start`: a function ModelSpec -> your engine, started, without weights.
+
+    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `boxes`; `architectures`, `tolerance`, `samples`
+    (core/testing/engine_base.py says what each means).
+    """

@@ -1,0 +1,204 @@
+"""Everything that ships keeps the contracts, tested by the kit that third parties use."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.algorithms.ppo import PPO, PPOConfig
+from hybridflow.algorithms.sft import SFT, SFTConfig
+from hybridflow.backends.data.arithmetic import ArithmeticSource
+from hybridflow.backends.data.jsonl import JsonlSource
+from hybridflow.backends.data.parquet import ParquetSource
+from hybridflow.backends.fsdp.backend import FSDPBackend
+from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.backends.inline.runtime import InlineRuntime
+from hybridflow.backends.rewards.exact_match import ExactMatch
+from hybridflow.backends.rewards.math import MathReward
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.data import DataConfig
+from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.protocols import Protocol
+from hybridflow.core.rewards import FunctionReward
+from hybridflow.core.testing import (
+    AlgorithmConformance,
+    DataSourceConformance,
+    ProtocolConformance,
+    RewardConformance,
+    RolloutEngineConformance,
+    RuntimeConformance,
+    TrainingBackendConformance,
+    one_rank,
+    sample,
+)
+from hybridflow.core.testing.runs import even_tokens
+
+
+class TestOneToAll(ProtocolConformance):
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.ONE_TO_ALL
+
+
+class TestAllToAll(ProtocolConformance):
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.ALL_TO_ALL
+
+    def argument(self, value, shape):
+        return [value] * shape.layout.world
+
+
+class TestRankZero(ProtocolConformance):
+    returns_input = True
+
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.RANK_ZERO
+
+
+class TestDP(ProtocolConformance):
+    layouts = (ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(dp=5))
+
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.DP
+
+
+class TestThreeD(ProtocolConformance):
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.THREE_D
+
+
+class TestMicroDP(ProtocolConformance):
+    generations = ((1, 1), (1, 2), (2, 1), (2, 2))
+
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.MICRO_DP
+
+
+class TestPPOnly(ProtocolConformance):
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.PP_ONLY
+
+
+class TestPPAsDP(ProtocolConformance):
+    @pytest.fixture
+    def protocol(self):
+        return Protocol.PP_AS_DP
+
+
+class TestFSDP(TrainingBackendConformance):
+    @pytest.fixture
+    def build(self):
+        def make(spec, optimizer):
+            backend = FSDPBackend(spec, FSDPConfig(), optimizer, context)
+            backend.build()
+            return backend
+
+        with one_rank() as context:
+            yield make
+
+
+class TestTransformers(RolloutEngineConformance):
+    @pytest.fixture
+    def start(self):
+        def make(spec):
+            engine = TransformersEngine(spec, TransformersEngineConfig(), context)
+            engine.start()
+            return engine
+
+        with one_rank() as context:
+            yield make
+
+
+class TestInline(RuntimeConformance):
+    collectives = processes = False
+
+    @pytest.fixture
+    def runtime(self):
+        runtime = InlineRuntime()
+        runtime.start()
+        yield runtime
+        runtime.shutdown()
+
+
+class TestPPO(AlgorithmConformance):
+    @pytest.fixture
+    def algorithm(self):
+        return PPO(PPOConfig(prompts_per_step=8, mini_batch_size=4, epochs=2, kl_target=0.1, entropy_coef=0.01))
+
+
+class TestGRPO(AlgorithmConformance):
+    @pytest.fixture
+    def algorithm(self):
+        return GRPO(GRPOConfig(prompts_per_step=4, group_size=4))
+
+
+class TestGRPOWithEverything(AlgorithmConformance):
+    """Off-policy, with the KL to a reference, dual clip and the correction for the rollout engine."""
+
+    @pytest.fixture(params=["truncate", "mask"])
+    def algorithm(self, request):
+        return GRPO(
+            GRPOConfig(
+                prompts_per_step=4, group_size=4, mini_batch_size=8, kl_coef=0.1, dual_clip=3.0, entropy_coef=0.01,
+                how="token-mean", correction=request.param, correction_level="sequence",
+            )
+        )  # fmt: skip
+
+
+class TestSFT(AlgorithmConformance):
+    @pytest.fixture
+    def algorithm(self):
+        return SFT(SFTConfig(batch_size=8))
+
+
+class TestExactMatch(RewardConformance):
+    @pytest.fixture
+    def reward(self):
+        return ExactMatch()
+
+    def expected(self):
+        return [(sample("42"), 1.0), (sample(" 42\n"), 1.0), (sample("042"), 0.0), (sample(""), 0.0)]
+
+
+class TestMath(RewardConformance):
+    @pytest.fixture(scope="class")
+    def reward(self):
+        return MathReward()
+
+    def expected(self):
+        return [(sample("so it is \\boxed{42}"), 1.0), (sample("84/2"), 1.0), (sample("41"), 0.0)]
+
+
+class TestAFunction(RewardConformance):
+    @pytest.fixture
+    def reward(self):
+        return FunctionReward(even_tokens)
+
+
+class TestArithmetic(DataSourceConformance):
+    @pytest.fixture
+    def open_source(self):
+        return lambda: ArithmeticSource(DataConfig(source="arithmetic"))
+
+
+class TestJsonl(DataSourceConformance):
+    @pytest.fixture
+    def open_source(self, tmp_path):
+        (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "n": 1}\n{"prompt": "b", "tags": ["x", {"y": null}]}\n')
+        return lambda: JsonlSource(DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl")))
+
+
+class TestParquet(DataSourceConformance):
+    @pytest.fixture
+    def open_source(self, tmp_path):
+        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        table = arrow.table({"prompt": ["a", "b", "c"], "tags": [["x"], [], ["y", "z"]], "score": [1.5, 2.0, None]})
+        parquet.write_table(table, tmp_path / "rows.parquet")
+        return lambda: ParquetSource(DataConfig(source="parquet", path=str(tmp_path / "rows.parquet")))
