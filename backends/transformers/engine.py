@@ -47,8 +47,8 @@ class TransformersEngine(RolloutEngine):
         else:
             self.decoder = GenericDecoder(hf_config, dtype, self.device)
             self.store = WeightStore(self.decoder.places, self.decoder.ties)
-        self._max_positions = getattr(hf_config, "max_position_embeddings", None)
-        self._vocab = hf_config.vocab_size
+        text = hf_config.get_text_config()
+        self._max_positions, self._vocab = getattr(text, "max_position_embeddings", None), text.vocab_size
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -74,8 +74,11 @@ class TransformersEngine(RolloutEngine):
 
     def sleep(self) -> None:
         """Gives up the KV cache, and on a GPU the weights too (an update must follow `wake`)."""
-        if self._run is not None and self._run.open:
-            raise HybridFlowError("the rollout engine cannot sleep while sequences are running; abort them first")
+        if self._run is not None and self._run.running:
+            raise HybridFlowError(
+                "the rollout engine cannot sleep while sequences run; abort them and read their stream to its end"
+            )
+        self._run = None
         self.decoder.free()
         if self.device.type != "cpu" and not self._asleep:
             self.store.drop()
@@ -115,7 +118,7 @@ class TransformersEngine(RolloutEngine):
 
     def _version_for(self, run: Run) -> int:
         if run is not self._run:
-            raise HybridFlowError("this stream of completions was ended by a later submit")
+            raise HybridFlowError("this stream of completions was ended by a later submit or by sleep")
         self.check_ready()
         return self.version
 
@@ -123,12 +126,15 @@ class TransformersEngine(RolloutEngine):
         """How many sequences of `capacity` tokens are decoded at once."""
         limit = self.config.kv_memory_gb * 1e9
         if limit == 0:
-            # What the decoder holds from the last call is its to use again.
-            held = 0 if self.decoder.cache is None or not self.decoder.joins else self.decoder.cache.nbytes
-            free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
-            limit = 0.7 * (free + held) if self.device.type == "cuda" else 4e9
+            limit = 4e9 if self.device.type == "cpu" else 0.7 * self._free_on_device()
         fitting = max(1, int(limit // self.decoder.row_bytes(capacity)))
         return min(self.config.max_sequences or 256, fitting)
+
+    def _free_on_device(self) -> int:
+        """Bytes on the GPU for a cache: free ones, those torch keeps unused, and the cache of the last call."""
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        held = self.decoder.cache.nbytes if isinstance(self.decoder.cache, torch.Tensor) else 0
+        return torch.cuda.mem_get_info(self.device)[0] + cached + held
 
 
 def load_config(model):

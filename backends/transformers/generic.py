@@ -45,7 +45,7 @@ class GenericDecoder:
 
     def row_bytes(self, capacity: int) -> int:
         """Bytes of the KV cache for one sequence of `capacity` tokens."""
-        c = self.config
+        c = self.config.get_text_config()
         heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
         size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         return 2 * c.num_hidden_layers * heads * size * capacity * self.dtype.itemsize

@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from hybridflow.backends.transformers.weights import Place
+from hybridflow.core.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose angles do not depend on the length of the sequence."""
@@ -113,7 +114,8 @@ class LlamaWeights:
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.norm = self._whole("model.norm.weight")
         self.head = (self.embed if config.tie_word_embeddings else self._whole("lm_head.weight")).t()
-        assert self.places.keys() == shapes.keys(), sorted(self.places.keys() ^ shapes.keys())
+        if unknown := sorted(self.places.keys() ^ shapes.keys()):
+            raise ModelError(f"the fast decoder does not know the parameters {', '.join(unknown)}; set fast = false")
 
     def _layer(self, prefix: str) -> Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -133,10 +135,17 @@ class LlamaWeights:
     def _empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
+    def _matrix(self, rows: int, columns: int) -> torch.Tensor:
+        """On CPU the memory is that of the transpose: generation is 5 to 10% faster, an update a little slower."""
+        if self._device.type == "cpu":
+            return self._empty(columns, rows).t()
+        return self._empty(rows, columns)
+
     def _whole(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor | None:
         if name not in self._names:
             return None
-        storage = self._empty(*self._names[name])
+        shape = self._names[name]
+        storage = self._matrix(*shape) if name.endswith("proj.weight") else self._empty(*shape)
         self.places[name] = Place(storage, rows)
         return storage
 
@@ -144,14 +153,14 @@ class LlamaWeights:
         if f"{attention}q_proj.{kind}" not in self._names:
             return None
         rows = sum(len(index) for index in self._rows.values())
-        storage = self._empty(rows, *self._names[f"{attention}q_proj.{kind}"][1:])
+        storage = self._matrix(rows, self.shape.hidden) if kind == "weight" else self._empty(rows)
         for part, index in self._rows.items():
             self.places[f"{attention}{part}.{kind}"] = Place(storage, index)
         return storage
 
     def _gate_up(self, mlp: str) -> torch.Tensor:
         size = self.shape.intermediate
-        storage = self._empty(2 * size, self.shape.hidden)
+        storage = self._matrix(2 * size, self.shape.hidden)
         self.places[mlp + "gate_proj.weight"] = Place(storage[:size])
         self.places[mlp + "up_proj.weight"] = Place(storage[size:])
         return storage

@@ -32,6 +32,7 @@ class Run:
         self.queue = deque(range(len(requests)))
         self.open = {r.id for r in requests}
         self._to_abort: set[int] = set()
+        self.running = False
         stops = max((len(r.sampling.stop_token_ids) for r in requests), default=0)
         self.rows = np.zeros(0, _row_type(stops))
         self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
@@ -47,9 +48,17 @@ class Run:
 
     def stream(self, version: Callable[[Run], int]) -> Iterator[Completion]:
         """`version(run)` gives the version of the weights, or raises when this run cannot go on."""
-        for index in [i for i in self.queue if _ends_with_prefix(self.requests[i]) is not None]:
-            self.queue.remove(index)
-            yield self._unstarted(index, _ends_with_prefix(self.requests[index]))
+        self.running = True
+        try:
+            yield from self._stream(version)
+        finally:
+            self.running = False
+
+    def _stream(self, version: Callable[[Run], int]) -> Iterator[Completion]:
+        for index in list(self.queue):
+            if reason := _ends_with_prefix(self.requests[index]):
+                self.queue.remove(index)
+                yield self._unstarted(index, reason)
         while True:
             while self._to_abort:
                 yield from self._aborted()
@@ -123,7 +132,7 @@ class Run:
         """Some tokens for every row, without waiting for the device in between."""
         steps = self._burst()
         dead = len(self.rows) - int(self.rows["alive"].sum())
-        if dead * 32 >= len(self.rows) or (dead and self.decoder.longest + steps > self.decoder.capacity):
+        if dead * 16 >= len(self.rows) or (dead and self.decoder.longest + steps > self.decoder.capacity):
             self._compact()
         if self.sampler is None:
             self.sampler = Sampler(self.rows, self.device)

@@ -238,10 +238,25 @@ def test_a_running_engine_does_not_sleep(case):
     requests = [Request(i, PROMPT, SamplingParams(max_tokens=2 + i)) for i in range(2)]
     stream = case.engine.submit(requests)
     next(stream)
-    with pytest.raises(HybridFlowError, match="abort them first"):
+    with pytest.raises(HybridFlowError, match="abort them"):
         case.engine.sleep()
     list(stream)
+    unread = case.engine.submit(requests)
     case.engine.sleep()
+    case.engine.wake()
+    with pytest.raises(HybridFlowError, match="or by sleep"):
+        next(unread)
+
+
+@both
+def test_a_stream_that_is_closed_or_fails_leaves_the_engine_free(case):
+    requests = [Request(i, PROMPT, SamplingParams(max_tokens=2 + i)) for i in range(2)]
+    stream = case.engine.submit(requests)
+    next(stream)
+    stream.close()
+    case.engine.sleep()
+    case.engine.wake()
+    assert len(case.engine.generate(requests)) == 2
 
 
 @both
