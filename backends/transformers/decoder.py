@@ -7,6 +7,7 @@ g = h / kv, d head size, S capacity of a lane, n positions attended to.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ class FastDecoder:
 
     joins = True
     """New rows can be admitted beside live ones."""
+    cache: Any  # tensors while reserved, None when free
+    lengths: Any
+    rows: int
+    capacity: int
+    host_lengths: np.ndarray
+    _lanes: Any
+    _tables: list[tuple[torch.Tensor, ...]]
+    _flat: list[tuple[torch.Tensor, ...]]
 
     def __init__(self, config, weights: LlamaWeights, dtype: torch.dtype, device: torch.device):
         self.weights, self.shape, self.dtype, self.device = weights, weights.shape, dtype, device
@@ -30,7 +39,6 @@ class FastDecoder:
         self._frequencies, self._amplitude = _rotary(config)
         self._scale = 1 / math.sqrt(self.shape.head_dim)
         self._eps = torch.tensor(self.shape.eps, device=device)
-        self.cache: torch.Tensor | None = None
         self.free()
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -77,8 +85,11 @@ class FastDecoder:
                 after[:, :rows, :, :n] = before[:, :rows, :, :n].clone()  # the two overlap
 
     def free(self) -> None:
-        self.cache = self.lengths = None
-        self._lanes = self._tables = self._flat = None
+        self.cache = None
+        self.lengths = None
+        self._lanes = None
+        self._tables = []
+        self._flat = []
         self.rows = self.capacity = self.stride = 0
         self.host_lengths = np.zeros(0, np.int64)
 

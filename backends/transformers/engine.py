@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class TransformersEngine(RolloutEngine):
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
         self.device: torch.device = torch.device(context.device)
-        self.decoder: FastDecoder | GenericDecoder | None = None
+        self.decoder: Any = None
         self._run: Run | None = None
         self._asleep = False
 
@@ -120,6 +121,7 @@ class TransformersEngine(RolloutEngine):
         if run is not self._run:
             raise HybridFlowError("this stream of completions was ended by a later submit or by sleep")
         self.check_ready()
+        assert self.version is not None  # check_ready raises otherwise
         return self.version
 
     def _slots(self, capacity: int) -> int:

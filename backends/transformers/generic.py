@@ -7,6 +7,7 @@ leave the cache on the way, as in the fast decoder.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +57,8 @@ class GenericDecoder:
         self.capacity = capacity
 
     def free(self) -> None:
-        self.cache = self._mask = None
+        self.cache: Any = None
+        self._mask: Any = None
         self.capacity, self.longest = 0, 0
 
     @torch.inference_mode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 
@@ -141,7 +143,7 @@ class LlamaWeights:
             return self._empty(columns, rows).t()
         return self._empty(rows, columns)
 
-    def _whole(self, name: str, rows: torch.Tensor | None = None) -> torch.Tensor | None:
+    def _whole(self, name: str, rows: torch.Tensor | None = None) -> Any:  # None where the model has no such parameter
         if name not in self._names:
             return None
         shape = self._names[name]
@@ -149,7 +151,7 @@ class LlamaWeights:
         self.places[name] = Place(storage, rows)
         return storage
 
-    def _qkv(self, attention: str, kind: str) -> torch.Tensor | None:
+    def _qkv(self, attention: str, kind: str) -> Any:
         if f"{attention}q_proj.{kind}" not in self._names:
             return None
         rows = sum(len(index) for index in self._rows.values())

@@ -5,6 +5,8 @@ No generator state is kept, so a row's tokens do not depend on the other rows, o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -68,8 +70,8 @@ class Sampler:
         self._used += steps
         return self._ahead[self._used - steps : self._used]
 
-    def __call__(self, logits: torch.Tensor, uniform: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits` float32 [R, V], `uniform` [R] -> tokens int64 [R], log-probabilities float32 [R].
+    def __call__(self, logits: torch.Tensor, uniform: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logits` float32 [R, V], `uniform` [R] (None if all are greedy) -> tokens int64, logprobs float32 [R].
 
         A row with temperature 0 takes the argmax. The log-probability is that of softmax(logits / temperature), before
         top-k and top-p.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class Run:
         stops = max((len(r.sampling.stop_token_ids) for r in requests), default=0)
         self.rows = np.zeros(0, _row_type(stops))
         self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
-        self.sampler: Sampler | None = None
+        self.sampler: Any = None  # None after the rows changed
         self.homes = list(range(slots))
         width = max((r.sampling.max_tokens for r in requests), default=0) + MAX_BURST
         self.out_tokens = np.zeros((slots + 1, width), np.int64)  # the last home takes what finished rows go on to make
@@ -113,7 +114,7 @@ class Run:
 
     def _row(self, index: int) -> np.ndarray:
         request, sampling, home = self.requests[index], self.requests[index].sampling, self.homes.pop()
-        row = np.zeros((), self.rows.dtype)
+        row: Any = np.zeros((), self.rows.dtype)
         row["request"], row["home"], row["alive"] = index, home, True
         row["limit"], row["top_k"] = sampling.max_tokens, sampling.top_k
         row["temperature"], row["top_p"] = sampling.temperature, sampling.top_p
