@@ -72,7 +72,7 @@ class LossPart:
         def share(at: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             if self.micros[at].dummy:
                 return sum((o.sum() * 0.0 for o in outputs.values()), torch.zeros((), device=self.context.device))
-            rows = _padded_rows(self.columns, self.plan[at], self.context.device)
+            rows = padded_rows(self.columns, self.plan[at], self.context.device)
             value, found = reduce_terms(
                 self.loss(rows, outputs), rows["loss_mask"], self.total, self._count(self.plan[at])
             )
@@ -142,14 +142,28 @@ def _row_tokens(masks: Column) -> np.ndarray:
     return np.bincount(rows, torch.as_tensor(masks.values).double().numpy(), minlength=masks.rows)
 
 
-def _padded_rows(columns: dict[str, Column], rows: np.ndarray, device: torch.device) -> dict[str, Any]:
-    """What a loss is called with: float columns in float32, masks as float32, integers as they are."""
+def padded_rows(
+    columns: Mapping[str, Column], rows: np.ndarray, device: torch.device, width: int | None = None
+) -> dict[str, Any]:
+    """What a loss is called with: float columns in float32, masks as float32, integers as they are.
+
+    Float columns of response tokens are 0 where loss_mask is 0: a nan there (tool output has no logprobs, say) would come
+    back as a nan gradient, mask or not. width: of the padded rows, by default the longest.
+    """
+    mask = columns["loss_mask"].take(rows)
+    hidden = torch.as_tensor(mask.values) == 0
     out: dict[str, Any] = {}
     for name, column in columns.items():
         taken = column.take(rows)
         if taken.kind == "object":
             out[name] = taken.values
             continue
-        tensor = taken.padded() if taken.kind == "token" else torch.as_tensor(taken.values)
+        if taken.kind == "token":
+            values = torch.as_tensor(taken.values)
+            if values.is_floating_point() and np.array_equal(taken.lengths, mask.lengths):
+                values = values.masked_fill(hidden.view(-1, *(1,) * (values.dim() - 1)), 0)
+            tensor = Column(values, taken.lengths).padded(width=width)
+        else:
+            tensor = torch.as_tensor(taken.values)
         out[name] = (tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor).to(device)
     return out

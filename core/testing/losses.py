@@ -79,8 +79,8 @@ class LossConformance:
     def test_what_the_mask_hides_changes_nothing(self, losses):
         for name, loss, mini in self._cases(losses):
             clean = evaluate(loss, mini, [mini.units_rows()])
-            for garbage in (-3e3, 7.0, 2e4):
-                found = evaluate(loss, mini.with_garbage(garbage), [mini.units_rows()])
+            for garbage, in_columns in ((-3e3, 3e3), (7.0, -7.0), (2e4, float("nan"))):
+                found = evaluate(loss, mini.with_garbage(garbage, in_columns), [mini.units_rows()])
                 self._same(
                     found,
                     clean,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.columns import Column, as_column
+from hybridflow.core.gradients import padded_rows
 from hybridflow.core.loss import Counts, Loss, Term, reduce_terms
 from hybridflow.core.testing.random_columns import Shape, standard_output
 
@@ -70,7 +71,7 @@ class MiniBatch:
 
     @classmethod
     def make(cls, loss: Loss, shape: Shape, columns: Callable[[str, Shape], Any]) -> MiniBatch:
-        names = dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", *loss.reads))
+        names = dict.fromkeys(("loss_mask", *loss.reads))
         if loss.unit != "row":
             names[loss.unit] = None
         made = {name: as_column(columns(name, shape)) for name in names}
@@ -97,8 +98,8 @@ class MiniBatch:
             cuts = sorted({0, len(units), *(order[:3])})
             yield [_rows([units[i] for i in order[a:b]]) for a, b in pairwise(cuts)]
 
-    def with_garbage(self, value: float) -> MiniBatch:
-        """Other numbers wherever loss_mask is 0, in the columns per token and in the outputs."""
+    def with_garbage(self, value: float, column_value: float) -> MiniBatch:
+        """Other numbers wherever loss_mask is 0: in the outputs, and in the float columns per token."""
         masks = self.masks
         hidden = ~torch.cat(masks)
         columns = {}
@@ -106,12 +107,12 @@ class MiniBatch:
             values = column.values
             if column.kind == "token" and isinstance(values, torch.Tensor) and values.is_floating_point():
                 values = values.clone()
-                values[hidden] = value
+                values[hidden] = column_value
             columns[name] = Column(values, column.lengths)
         outputs = {}
         for name, rows in self.outputs.items():
             outputs[name] = (
-                rows if name == "scores" else [_replaced(r, ~m, -value) for r, m in zip(rows, masks, strict=True)]
+                rows if name == "scores" else [_replaced(r, ~m, value) for r, m in zip(rows, masks, strict=True)]
             )
         return attrs.evolve(self, columns=columns, outputs=outputs)
 
@@ -176,7 +177,7 @@ def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: 
             if term.weight:
                 one, _ = reduce_terms(attrs.evolve(term, weight=1.0), mask, counts, local)
                 sums[term.name] = sums.get(term.name, torch.zeros(())) + one
-        read |= batch.used - {"prompt_ids", "response_ids", "loss_mask"}
+        read |= batch.used - {"loss_mask"}
         needed |= outputs.used
     return Result(
         float(total.detach()),
@@ -190,16 +191,9 @@ def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: 
 
 
 def _padded(mini: MiniBatch, loss: Loss, rows: np.ndarray, width: int) -> dict[str, Any]:
-    """What the core gives a loss: the declared columns, padded with 0."""
-    out: dict[str, Any] = {}
-    for name in dict.fromkeys((*loss.reads, "prompt_ids", "response_ids", "loss_mask")):
-        column = mini.columns[name].take(rows)
-        if column.kind == "object":
-            out[name] = column.values
-            continue
-        tensor = column.padded(width=width) if column.kind == "token" else torch.as_tensor(column.values)
-        out[name] = tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor
-    return out
+    """What the core gives a loss: the declared columns."""
+    names = dict.fromkeys((*loss.reads, "loss_mask"))
+    return padded_rows({name: mini.columns[name] for name in names}, rows, torch.device("cpu"), width)
 
 
 def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
