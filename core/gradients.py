@@ -147,8 +147,8 @@ def padded_rows(
 ) -> dict[str, Any]:
     """What a loss is called with: float columns in float32, masks as float32, integers as they are.
 
-    Float columns of response tokens are 0 where loss_mask is 0: a nan there (tool output has no logprobs, say) would come
-    back as a nan gradient, mask or not. width: of the padded rows, by default the longest.
+    Float columns of response tokens are 0 where loss_mask is 0: a nan there (tool output has no logprobs, say) would
+    come back as a nan gradient, mask or not. width: of the padded rows, by default the longest.
     """
     mask = columns["loss_mask"].take(rows)
     hidden = torch.as_tensor(mask.values) == 0

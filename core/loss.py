@@ -60,8 +60,8 @@ class Term:
 class Loss(ABC):
     """The contract. Subclass it, declare what it reads and needs, and return terms.
 
-    `__call__(batch, outputs)`: batch[name] is [B, T, ...] for token columns (padded with 0 on the right, and float ones 0
-    wherever loss_mask is), [B, ...] for row columns, a list for objects; `loss_mask` is always there. outputs[name]
+    `__call__(batch, outputs)`: batch[name] is [B, T, ...] for token columns (padded with 0 on the right, and float ones
+    0 wherever loss_mask is), [B, ...] for row columns, a list for objects; `loss_mask` is always there. outputs[name]
     likewise, with gradients: logprobs, entropy, values [B, T]; scores [B]; topk_logprobs [B, T, K] at the ids of column
     `topk_ids`.
     """
