@@ -6,32 +6,51 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.metadata import version
 
 from hybridflow.core.errors import ConfigError, HybridFlowError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn errors meant for the user into a message and exit status 1."""
-    arguments = _parser().parse_args(argv)
-    if "" not in sys.path:
-        sys.path.insert(0, os.getcwd())  # so that "my_file:my_reward" is found
+    arguments = _parse(argv)
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # so that "my_file:my_reward" is found; last, so that it hides no package
     try:
         return arguments.command(arguments)
     except HybridFlowError as error:
         print(f"hybridflow: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("hybridflow: interrupted", file=sys.stderr)
         return 130
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before, between and after options, which argparse alone does not take."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    strange = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    if strange:
+        hint = f"; overrides have no dashes: {strange[0].lstrip('-')}" if "=" in strange[0] else ""
+        parser.error(f"unknown argument {strange[0]}{hint}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybridflow", description="Reinforcement learning of language models.")
+    parser = argparse.ArgumentParser(
+        prog="hybridflow", description="Reinforcement learning of language models.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"hybridflow {version('hybridflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(command=function)
         return command
 
@@ -42,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         command = add(name, function, text)
         command.add_argument("config", help="a TOML file")
         command.add_argument("overrides", nargs="*", metavar="key=value", help="for example actor.optimizer.lr=1e-5")
+    commands.choices["show"].add_argument("--docs", action="store_true", help="say what each setting means")
     run = commands.choices["run"]
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run's folder")
     run.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
@@ -64,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from hybridflow.core.show import show
 
-    show(Path(arguments.config), arguments.overrides)
+    show(arguments.config, arguments.overrides, arguments.docs)
     return 0
 
 
