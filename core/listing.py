@@ -39,12 +39,15 @@ def list_plugins(kind: str | None = None, capabilities: bool = False, console: C
     console = console or make_console()
     entries = registry().entries()
     shown = [e for e in entries if kind in (None, e.kind) and e.kind in KINDS]
-    columns = ["kind", "name", "package", "version", "state", "remedy"] + ["capabilities"] * capabilities
-    rows = [[e.kind, e.name, e.package, e.version, *_state(e)] + [spell(e.capabilities)] * capabilities for e in shown]
+    rows = [(e.kind, e.name, e.package, e.version, *_state(e)) for e in shown]
     if rows:
-        print_table(console, columns, rows)
+        print_table(console, ("kind", "name", "package", "version", "state", "remedy"), rows)
     else:
         print_line(console, f"there is no plugin of kind {kind}" if kind else "there is no plugin")
+    able = [(e.kind, e.name, spell(e.capabilities)) for e in shown if e.capabilities]
+    if capabilities and able:
+        print_line(console)
+        print_table(console, ("kind", "name", "can do"), able)
     _print_failed(console, [e for e in entries if e.kind in (kind, "module") or kind is None])
 
 

@@ -18,8 +18,8 @@ from hybridflow.core.schema import SECTIONS, USUAL_ROLES, RoleSection, RunSectio
 
 T = TypeVar("T")
 
-DEFAULT_PLUGINS = {"runtime": "ray", "rollout": "transformers"}
-"""What a table that is not given names."""
+DEFAULT_PLUGINS = {"runtime": "ray", "rollout": "transformers", "backend": "fsdp"}
+"""What a table without a `name` means."""
 
 
 @attrs.frozen

@@ -68,7 +68,7 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
         inherited.pop("model", None)
     backend, actors = own.get("backend"), inherited.get("backend")
     if isinstance(backend, Mapping) and isinstance(actors, Mapping):
-        actors_name = actors.get("name", RoleSection().backend["name"])
+        actors_name = actors.get("name", DEFAULT_PLUGINS["backend"])
         if backend.get("name", actors_name) != actors_name:
             names = registry().names("training_backend")
             inherited["backend"] = {k: v for k, v in actors.items() if k in names and isinstance(v, Mapping)}
@@ -193,7 +193,8 @@ class RoleResolver:
         layout = None if pool is None or bad & {"layout", "pool"} else self._layout(role.name, section.layout, pool)
         backend = engine = None
         if "backend" not in bad:
-            backend = self.reader.plugin("training_backend", section.backend, f"{role.name}.backend")
+            table = {"name": DEFAULT_PLUGINS["backend"], **section.backend}
+            backend = self.reader.plugin("training_backend", table, f"{role.name}.backend")
         if generates:
             table = {"name": DEFAULT_PLUGINS["rollout"], **self.reader.tables.get("rollout", {})}
             engine = self.reader.plugin("rollout_engine", table, "rollout")

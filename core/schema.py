@@ -93,8 +93,8 @@ class RoleSection:
     """Roles in one pool share its processes and take turns; roles in different pools run side by side."""
     layout: LayoutSection = attrs.field(factory=LayoutSection)
     """How the model is spread over the pool's devices."""
-    backend: dict[str, Any] = attrs.field(factory=lambda: {"name": "fsdp"})
-    """`name` of a training backend, and that backend's own settings."""
+    backend: dict[str, Any] = attrs.field(factory=dict)
+    """`name` of a training backend (default: fsdp), and that backend's own settings."""
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
     """Of a trained role."""
     micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))
