@@ -13,8 +13,14 @@ WIDEST = 60
 """Plain columns are padded to at most this; longer cells push the rest of their line to the right."""
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The command ends quietly when its reader has seen enough; rich would end it with status 1."""
+        raise BrokenPipeError
+
+
 def make_console() -> Console:
-    return Console(highlight=False, markup=False, emoji=False)
+    return _Console(highlight=False, markup=False, emoji=False)
 
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:
