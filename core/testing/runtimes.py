@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -99,13 +98,15 @@ class Probe(Worker):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def probe_groups(runtime: Runtime, prefix: str) -> Callable[..., WorkerGroup]:
-    """A function (name, ranks) -> a group of Probes on a new pool of the runtime."""
-    numbers = itertools.count()
+def probe_groups(runtime: Runtime) -> Callable[..., WorkerGroup]:
+    """A function (name, ranks) -> a group of fresh Probes. Pools of one name and size are started once per runtime."""
+    pools: dict[tuple[str, int], Pool] = runtime.__dict__.setdefault("_conformance_pools", {})
 
-    def make(name: str = "probe", ranks: int = 1) -> WorkerGroup:
-        spec = ResourcePool(f"{prefix}-{name}-{next(numbers)}", (ranks,))
-        return WorkerGroup(Probe, Pool.launch(spec, runtime, "cpu"), name=name)
+    def make(name: str = "first", ranks: int = 1) -> WorkerGroup:
+        if (name, ranks) not in pools:
+            spec = ResourcePool(f"conformance-{name}-{ranks}", (ranks,))
+            pools[name, ranks] = Pool.launch(spec, runtime, "cpu")
+        return WorkerGroup(Probe, pools[name, ranks], name=name)
 
     return make
 
@@ -124,11 +125,11 @@ class RuntimeConformance:
 
     @pytest.fixture
     def groups(self, runtime) -> Callable[..., WorkerGroup]:
-        """A function (name, ranks) -> a group of Probes on a new pool."""
-        return probe_groups(runtime, type(self).__name__)
+        """A function (name, ranks) -> a group of fresh Probes."""
+        return probe_groups(runtime)
 
     def test_results_come_back_from_every_rank(self, groups):
-        found = groups(ranks=2).note(4).result()
+        found = groups("probe", ranks=2).note(4).result()
         require(
             found == [40, 41],
             got=f"{found} from two ranks",
@@ -150,7 +151,7 @@ class RuntimeConformance:
 
     def test_rows_are_split_and_come_back_in_order(self, groups):
         batch = Batch({"x": torch.arange(7.0)})
-        doubled = groups(ranks=2).double(batch)
+        doubled = groups("probe", ranks=2).double(batch)
         found = torch.as_tensor(doubled["x"].values).tolist()
         require(
             found == [2.0 * i for i in range(7)] and doubled.metrics["sum"] == 3.0,
@@ -268,7 +269,7 @@ class RuntimeConformance:
         )
 
     def test_a_group_can_be_closed_and_its_pool_used_again(self, groups, runtime):
-        group = groups("one")
+        group = groups("first")
         group.close()
         again = WorkerGroup(Probe, group.pool, name="two")
         require(
@@ -281,7 +282,7 @@ class RuntimeConformance:
     def test_ranks_of_a_pool_have_collectives(self, groups):
         if not self.collectives:
             pytest.skip("its ranks have no torch.distributed group")
-        found = groups(ranks=2).sum_of_ranks().result()
+        found = groups("probe", ranks=2).sum_of_ranks().result()
         require(
             found == [3.0, 3.0],
             got=f"an all-reduce over two ranks of 1 and 2 gave {found}",

@@ -127,6 +127,12 @@ class TestInline(RuntimeConformance):
         runtime.shutdown()
 
 
+class TestRay(RuntimeConformance):
+    @pytest.fixture
+    def runtime(self, ray_runtime):
+        return ray_runtime
+
+
 class TestPPO(AlgorithmConformance):
     @pytest.fixture
     def algorithm(self):

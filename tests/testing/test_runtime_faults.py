@@ -136,7 +136,7 @@ def test_the_fault_is_noticed(fault, method, says):
     runtime = fault()
     runtime.start()
     try:
-        fixtures = {"groups": probe_groups(runtime, fault.__name__)}
+        fixtures = {"groups": probe_groups(runtime)}
         if "runtime" in getattr(Kit, method).__code__.co_varnames:
             fixtures["runtime"] = runtime
         caught(Kit, method, says, **fixtures)
