@@ -1,0 +1,117 @@
+"""Writes the reference in docs/configuration.md, below its mark, from the config classes.
+
+python docs/make_reference.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import attrs
+
+from hybridflow.core import schema
+from hybridflow.core.config import describe, field_docs
+from hybridflow.core.data import DataConfig
+from hybridflow.core.errors import PluginError
+from hybridflow.core.model import ModelConfig
+from hybridflow.core.plugins import registry
+from hybridflow.core.reader import DEFAULT_PLUGINS
+from hybridflow.core.show import render
+from hybridflow.core.tokenizer import TokenizerConfig
+from hybridflow.core.training import OptimizerConfig
+
+PAGE = Path(__file__).with_name("configuration.md")
+MARK = "<!-- What follows is written by docs/make_reference.py. -->\n"
+SPECIAL = re.compile(r"([*<\\])")
+
+
+def page() -> str:
+    """The whole page: what is written by hand, and the reference."""
+    return PAGE.read_text().partition(MARK)[0] + MARK + "\n" + "\n".join(reference()) + "\n"
+
+
+def reference() -> Iterator[str]:
+    yield "## Reference\n"
+    yield "Each setting with what it takes, its default, and what it means. Settings of plugins that are not ours are"
+    yield "printed by `hybridflow show CONFIG --docs`.\n"
+    yield from section("[run]", schema.RunSection, "run")
+    yield "### [runtime]\n"
+    yield f'* `runtime.name` (a plugin of kind runtime; `"{DEFAULT_PLUGINS["runtime"]}"`): What starts processes.\n'
+    yield from plugins("runtime", "runtime")
+    yield "### [pools]\n"
+    yield "* `pools.NAME` (a list of integers; `main = [1]`): Devices per node: `[8, 8]` is two nodes with eight each."
+    yield "  One process runs per device. A whole number `n` is `[n]`.\n"
+    yield from section("[data]", DataConfig, "data")
+    yield from section("[tokenizer]", TokenizerConfig, "tokenizer")
+    yield from section("[sampling]", schema.SamplingSection, "sampling")
+    yield "### [rollout]\n"
+    yield f'* `rollout.name` (a plugin of kind rollout_engine; `"{DEFAULT_PLUGINS["rollout"]}"`): What generates.\n'
+    yield from plugins("rollout_engine", "rollout")
+    yield "### [algorithm]\n"
+    yield '* `algorithm.name` (a plugin of kind algorithm, or "package.module:Class"; required): What is learnt, how.\n'
+    yield from plugins("algorithm", "algorithm")
+    yield from section("Roles: [actor], [critic], [ref], [reward], ...", schema.RoleSection, "ROLE")
+    yield from section("model", ModelConfig, "ROLE.model", level=4)
+    yield from section("layout", schema.LayoutSection, "ROLE.layout", level=4)
+    yield from section("optimizer", OptimizerConfig, "ROLE.optimizer", level=4)
+    yield from section("parts of a reward", schema.RewardPartSection, "ROLE.parts", level=4)
+    yield from plugins("training_backend", "ROLE.backend")
+    yield from section("[validation]", schema.ValidationSection, "validation")
+
+
+def section(title: str, cls: type, path: str, level: int = 3) -> Iterator[str]:
+    """A heading, what the class says about itself, and a line per field."""
+    yield f"{'#' * level} {title}\n"
+    said = re.sub(r"^\[\w+\]: ", "", " ".join((cls.__doc__ or "").split()))
+    if said:
+        yield escape(said[0].upper() + said[1:]) + "\n"
+    docs, hints = field_docs(cls), get_type_hints(cls)
+    for field in attrs.fields(cls):
+        if field.init:
+            meaning = escape(" ".join(docs.get(field.name, "").split()))
+            yield f"* `{path}.{field.alias}` ({takes(field, hints[field.name])}; {default(field)})" + (
+                f": {meaning}" if meaning else ""
+            )
+    yield ""
+
+
+def plugins(kind: str, path: str) -> Iterator[str]:
+    """The settings of our own plugins of a kind."""
+    for entry in registry().entries():
+        if entry.kind != kind or entry.package != "hybridflow":
+            continue
+        try:
+            cls = registry().config_class(kind, entry.name)
+        except PluginError:  # its requirements are not installed here
+            continue
+        if cls is not None:
+            yield from section(f'{path}.name = "{entry.name}"', cls, path, level=4)
+
+
+def takes(field: attrs.Attribute, hint: Any) -> str:
+    choices = getattr(field.validator, "options", None)
+    if choices:
+        return "one of " + ", ".join(render(choice) for choice in choices)
+    return describe(hint)
+
+
+def default(field: attrs.Attribute) -> str:
+    if field.default is attrs.NOTHING:
+        return "required"
+    value = field.default.factory() if isinstance(field.default, attrs.Factory) else field.default
+    if attrs.has(type(value)):
+        return "see below"
+    return "not set" if value is None else f"`{render(value)}`"
+
+
+def escape(text: str) -> str:
+    """Plain text as Markdown; what is in backticks stays as it is."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else SPECIAL.sub(r"\\\1", part) for part in parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
