@@ -179,14 +179,6 @@ def generation_layouts(job: Job) -> Iterator[str]:
             )
 
 
-@_reads()
-def one_scorer(job: Job) -> Iterator[str]:
-    """A session starts the functions of one role."""
-    if len(job.scorers) > 1:
-        first, *others = job.scorers
-        yield f"{', '.join(others)}: only one role may score by functions, and {first} does; give a model"
-
-
 # Data and text
 @_reads("data")
 def data_source(job: Job) -> Iterator[str]:

@@ -93,7 +93,8 @@ class StepContext:
 
     def prompts(self, count: int) -> Batch:
         """The next `count` rows of the data: prompt_ids, group (a number per drawn row), meta; with response templates
-        also response_ids and loss_mask. Call it again to draw more (DAPO)."""
+        also response_ids and loss_mask; with data.rejected two rows each, and pair and preferred. Call it again to draw
+        more (DAPO)."""
         return self.tasks.draw("train", count)
 
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:

@@ -31,6 +31,9 @@ class DataConfig:
     """Format template over a row's fields, for example "Question: {question}\\nAnswer:"."""
     response: str | None = None
     """Format template of the target text (sft); an eos token is put after it."""
+    rejected: str | None = None
+    """Format template of a worse response than the row's (preferences). Each row then gives two sequences, the better
+    one first: neighbours with one number in column `pair`, and true and false in `preferred`."""
     answer: str | None = None
     """Format template of the expected answer, which rewards find as meta["answer"]; without it a row's own field
     `answer`, if it has one, is what they find."""
@@ -60,9 +63,11 @@ class DataConfig:
     def problems(self) -> list[str]:
         """What is wrong with this configuration, each with what to do."""
         found = []
-        for name in ("prompt", "response", "answer"):
+        for name in ("prompt", "response", "rejected", "answer"):
             if (template := getattr(self, name)) is not None:
                 found += template_problems(name, template)
+        if self.rejected is not None and self.response is None and self.messages is None:
+            found.append("data.rejected is the worse of two responses; give the better one too, data.response")
         if self.messages is not None and self.prompt != "{prompt}":
             found.append("data.messages and data.prompt are both given; keep one of them")
         if self.messages is not None and self.bos:
@@ -138,6 +143,8 @@ class Example:
     """int64 [T], ending with eos; None without data.response."""
     meta: dict[str, Any]
     """The row's fields, and `answer` where data.answer is set."""
+    rejected_ids: np.ndarray | None = None
+    """Likewise, of data.rejected."""
 
 
 class ExampleSet:
@@ -209,17 +216,23 @@ class ExampleSet:
             return example
         row = self.rows[i]
         try:
-            prompt, response = self._prompt_ids(row), None
-            if row.response is not None:
-                response = np.append(self.tokenizer.encode(row.response), self.tokenizer.eos_id)
+            prompt = self._prompt_ids(row)
+            response, rejected = self._response_ids(row.response), self._response_ids(row.rejected)
         except DataError as error:
             raise DataError(f"row {i}: {error}") from error
+        if rejected is not None and response is None:
+            raise DataError(
+                f"row {i} has a rejected response and no better one; its messages must end with the assistant's"
+            )
         if len(prompt) == 0:
             raise DataError(f"row {i} has an empty prompt; fix data.prompt or the row, or set data.bos = true")
-        example = Example(prompt, response, row.meta)
+        example = Example(prompt, response, row.meta, rejected)
         if len(self._cache) < CACHED_EXAMPLES:
             self._cache[i] = example
         return example
+
+    def _response_ids(self, text: str | None) -> np.ndarray | None:
+        return None if text is None else np.append(self.tokenizer.encode(text), self.tokenizer.eos_id)
 
     def _prompt_ids(self, row: RenderedRow) -> np.ndarray:
         if row.messages is not None:

@@ -63,12 +63,8 @@ class Job:
 
     @property
     def rewards(self) -> tuple[RewardPart, ...]:
-        """The parts of the role that scores by functions."""
-        return next((s.parts for s in self.scorers.values()), ())
-
-    @property
-    def reward_role(self) -> Role | None:
-        return next((s.role for s in self.scorers.values()), None)
+        """The parts of `reward`, or of the first role that scores by functions."""
+        return next((s.parts for s in (self.scorers.get("reward"), *self.scorers.values()) if s), ())
 
 
 def resolve_jobs(

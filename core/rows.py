@@ -26,6 +26,7 @@ class RenderedRow:
     response: str | None
     meta: dict[str, Any]
     """The row's fields, and `answer` where data.answer is set."""
+    rejected: str | None = None
 
     def texts(self) -> Iterator[str]:
         """Every text that a tokenizer of this data must spell, the expected answer included."""
@@ -35,6 +36,8 @@ class RenderedRow:
             yield str(message.get("content") or "")
         if self.response is not None:
             yield self.response
+        if self.rejected is not None:
+            yield self.rejected
         if isinstance(self.meta.get("answer"), str):
             yield self.meta["answer"]
 
@@ -56,11 +59,12 @@ class Rows(Sequence):
             raise IndexError(i)
         row, config = self.fields(i), self.config
         response = None if config.response is None else render(config.response, row, "response", i)
+        rejected = None if config.rejected is None else render(config.rejected, row, "rejected", i)
         meta = dict(row)
         if config.answer is not None:
             meta["answer"] = render(config.answer, row, "answer", i)
         if config.messages is None:
-            return RenderedRow(render(config.prompt, row, "prompt", i), None, response, meta)
+            return RenderedRow(render(config.prompt, row, "prompt", i), None, response, meta, rejected)
         messages = self._messages(row, i)
         if messages[-1]["role"] == "assistant":
             if response is not None:
@@ -71,7 +75,7 @@ class Rows(Sequence):
             response, messages = str(messages[-1].get("content") or ""), messages[:-1]
         if not messages:
             raise DataError(f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt")
-        return RenderedRow(None, messages, response, meta)
+        return RenderedRow(None, messages, response, meta, rejected)
 
     def fields(self, i: int) -> dict[str, Any]:
         """The fields of row `i`: the source's, with a pattern's named groups over them."""
@@ -133,7 +137,7 @@ class _Formatter(string.Formatter):
 
 
 def render(template: str, row: Mapping[str, Any], name: str, i: int) -> str:
-    """Fill a format template with the fields of row `i`; `name`: "prompt", "response" or "answer"."""
+    """Fill a format template with the fields of row `i`; `name`: "prompt", "response", "rejected" or "answer"."""
     try:
         return _Formatter().vformat(template, (), row)
     except Exception as error:

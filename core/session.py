@@ -99,9 +99,9 @@ class Session:
             )
             building.append((name, group.build()))
             self.groups[name] = (placed.role, group)
-        if job.reward_role is not None:
-            group = self._group(RewardWorker, main, job.rewards, tokenizer, name=job.reward_role.name)
-            self.groups[job.reward_role.name] = (job.reward_role, group)
+        for name, scorer in job.scorers.items():
+            group = self._group(RewardWorker, main, scorer.parts, tokenizer, name=name)
+            self.groups[name] = (scorer.role, group)
         self.parameters = {name: built.result()[0]["parameters"] for name, built in building}
 
     def _group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:

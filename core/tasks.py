@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Column, tokens
-from hybridflow.core.data import DataConfig, ExampleSet, Sampler, load_source
+from hybridflow.core.data import DataConfig, Example, ExampleSet, Sampler, load_source
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.rewards import RewardSample, reward_from, score_samples
@@ -44,15 +44,15 @@ class TaskWorker(Worker):
     def _batch(self, name: str, rows: np.ndarray, numbers: np.ndarray) -> Batch:
         """`numbers`: the group of each row; a row drawn twice is two groups."""
         examples = [self.sets[name][int(i)] for i in rows]
+        if self.sets[name].config.rejected is not None:
+            return _pairs(examples, numbers)
         columns: dict[str, Any] = {
             "prompt_ids": tokens([e.prompt_ids for e in examples], torch.int64),
             "group": torch.from_numpy(numbers.astype(np.int64)),
             "meta": [e.meta for e in examples],
         }
         if examples and all(e.response_ids is not None for e in examples):
-            columns["response_ids"] = tokens([e.response_ids for e in examples], torch.int64)
-            lengths = columns["response_ids"].lengths
-            columns["loss_mask"] = Column(torch.ones(int(lengths.sum()), dtype=torch.uint8), lengths)
+            columns |= _responses([e.response_ids for e in examples])
         return Batch(columns)
 
     @register(Protocol.RANK_ZERO)
@@ -73,6 +73,25 @@ class TaskWorker(Worker):
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:
         """Call `function` with the columns that its parameters name (see core.context.StepContext.compute)."""
         return run_on_columns(batch, function)
+
+
+def _responses(responses: Sequence[Any]) -> dict[str, Column]:
+    """response_ids, and a loss_mask of ones."""
+    ids = tokens(responses, torch.int64)
+    return {"response_ids": ids, "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths)}
+
+
+def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
+    """Two rows of each example: its response, then the rejected one."""
+    twice = torch.from_numpy(np.repeat(numbers, 2).astype(np.int64))
+    columns: dict[str, Any] = {
+        "prompt_ids": tokens([e.prompt_ids for e in examples for _ in range(2)], torch.int64),
+        "group": twice,
+        "pair": twice,
+        "preferred": torch.arange(2 * len(examples), dtype=torch.uint8) % 2 == 0,
+        "meta": [e.meta for e in examples for _ in range(2)],
+    }
+    return Batch(columns | _responses([ids for e in examples for ids in (e.response_ids, e.rejected_ids)]))
 
 
 def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:

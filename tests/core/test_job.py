@@ -328,11 +328,12 @@ def test_a_reward_needs_something_to_score_by():
     assert "two parts are called 'a'" in problem(twice, text=base)
 
 
-def test_only_one_role_may_score_by_functions(tmp_path):
+def test_several_roles_may_score_by_functions(tmp_path):
     roles = "Role('actor', trained=True), Role('reward', 'reward'), Role('cost', 'reward')"
     (tmp_path / "safe.py").write_text(ALGORITHM.format(body="", roles=roles))
-    text = _without_algorithm()
-    assert "only one role may score by functions" in problem("algorithm=safe:Mine", "cost.function=math", text=text)
+    made = job("algorithm=safe:Mine", "cost.function=math", text=_without_algorithm())
+    assert {n: s.parts[0].function for n, s in made.scorers.items()} == {"reward": "exact_match", "cost": "math"}
+    assert made.rewards[0].function == "exact_match"
 
 
 def test_a_missing_model_folder_and_one_without_a_config_are_named(tmp_path):
