@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from hybridflow.core.columns import Column, Index, as_column, compose, index_rows
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.metrics import Metrics
 
 
@@ -43,14 +45,14 @@ class Table(ABC):
 
 
 class LocalTable(Table):
-    """Columns in this process's memory."""
+    """Columns in this process's memory. `rows` is needed where there is no column to tell it."""
 
-    def __init__(self, columns: Mapping[str, Column]):
+    def __init__(self, columns: Mapping[str, Column], rows: int = 0):
         self.columns = dict(columns)
         counts = {name: column.rows for name, column in self.columns.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the columns of a batch must have one row count, got {counts}")
-        self._rows = next(iter(counts.values()), 0)
+        self._rows = next(iter(counts.values()), rows)
 
     @property
     def rows(self) -> int:
@@ -64,7 +66,10 @@ class LocalTable(Table):
 
 
 class PromisedTable(Table):
-    """The batch that a call will return. Row count and names may be known before it does."""
+    """The batch that a call will return. Row count and names may be known before it does.
+
+    `reply` is what the wire sends in its place. Raises HybridFlowError when the batch breaks the promise.
+    """
 
     def __init__(
         self, resolve: Callable[[], Batch], rows: int | None, names: tuple[str, ...] | None, reply: Any = None
@@ -74,7 +79,17 @@ class PromisedTable(Table):
 
     def batch(self) -> Batch:
         if self._batch is None:
-            self._batch = self._resolve()
+            batch = self._resolve()
+            if self.known is not None and batch.views and batch.rows != self.known:
+                raise HybridFlowError(
+                    f"a call that keeps the rows of its input returned {batch.rows} rows for {self.known}; register "
+                    "the method with same_rows=False"
+                )
+            if self._names is not None and (missing := set(self._names) - set(batch.names)):
+                raise HybridFlowError(
+                    f"a call did not return the columns that it promised: {', '.join(sorted(missing))}"
+                )
+            self._batch = batch
         return self._batch
 
     @property
@@ -99,12 +114,21 @@ class PromisedTable(Table):
 
 
 class View:
-    """Tables one behind the other, the rows taken of them (None: all), the names seen (new -> old; None: all)."""
+    """Tables one behind the other, the rows taken of them (None: all), the names seen (new -> old; None: all).
 
-    __slots__ = ("index", "renames", "tables")
+    `only` filters the names of tables that do not know theirs yet.
+    """
 
-    def __init__(self, tables: tuple[Table, ...], index: Index | None = None, renames: dict[str, str] | None = None):
-        self.tables, self.index, self.renames = tables, index, renames
+    __slots__ = ("index", "only", "renames", "tables")
+
+    def __init__(
+        self,
+        tables: tuple[Table, ...],
+        index: Index | None = None,
+        renames: dict[str, str] | None = None,
+        only: frozenset[str] | None = None,
+    ):
+        self.tables, self.index, self.renames, self.only = tables, index, renames, only
 
     @property
     def known_rows(self) -> int | None:
@@ -122,46 +146,69 @@ class View:
     def known_names(self) -> tuple[str, ...] | None:
         if self.renames is not None:
             return tuple(self.renames)
-        return next((n for t in self.tables if (n := t.known_names) is not None), None)
+        return self._seen(next((n for t in self.tables if (n := t.known_names) is not None), None))
 
     def names(self) -> tuple[str, ...]:
         known = self.known_names()
-        return known if known is not None else self.tables[0].names()
+        return known if known is not None else self._seen(self.tables[0].names()) or ()
+
+    def _seen(self, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return names if names is None or self.only is None else tuple(n for n in names if n in self.only)
+
+    def may_have(self, name: str) -> bool:
+        """Whether it has, or may turn out to have, the column; never waits."""
+        known = self.known_names()
+        return name in known if known is not None else self.only is None or name in self.only
 
     def take(self, index: Index | None, cache: dict[int, Index | None] | None = None) -> View:
         if index is None:
             return self
         if cache is not None and id(self.index) in cache and self.index is not None:
-            return View(self.tables, cache[id(self.index)], self.renames)
+            return View(self.tables, cache[id(self.index)], self.renames, self.only)
         composed = compose(self.index, index, self.index.stop if isinstance(self.index, slice) else 0)
         if cache is not None:
             cache[id(self.index)] = composed
-        return View(self.tables, composed, self.renames)
+        return View(self.tables, composed, self.renames, self.only)
 
     def rename(self, names: Mapping[str, str]) -> View:
         """`names`: new -> present; names outside are dropped."""
         old = self.renames
         return View(self.tables, self.index, {n: (old[p] if old is not None else p) for n, p in names.items()})
 
+    def select(self, wanted: Sequence[str]) -> View | None:
+        """Only the wanted columns; None when it has none of them."""
+        known = self.known_names()
+        if known is None:
+            only = frozenset(wanted) if self.only is None else self.only & frozenset(wanted)
+            return View(self.tables, self.index, None, only) if only else None
+        kept = [n for n in wanted if n in known]
+        return self.rename({n: n for n in kept}) if kept else None
+
     def narrow(self) -> View:
-        """The same rows, of only those tables that a slice touches."""
-        if len(self.tables) < 2 or not isinstance(self.index, slice):
+        """The same rows, of only those tables that a slice touches; as it is while their row counts are not known."""
+        counts = [t.known_rows for t in self.tables]
+        if len(counts) < 2 or not isinstance(self.index, slice) or None in counts:
             return self
-        start, stop, step = self.index.indices(sum(t.rows for t in self.tables))
+        start, stop, step = self.index.indices(sum(counts))  # type: ignore[arg-type]
         if step != 1:
             return self
-        kept, offset, first = [], 0, None
-        for table in self.tables:
-            if offset < stop and offset + table.rows > start and table.rows:
+        kept, total, offset, first = [], 0, 0, None
+        for table, count in zip(self.tables, counts, strict=True):
+            assert count is not None
+            if count and offset < stop and offset + count > start:
                 first = offset if first is None else first
                 kept.append(table)
-            offset += table.rows
+                total += count
+            offset += count
         if first is None:
-            return View(self.tables[:1], slice(0, 0), self.renames)
-        whole = start == first and stop == first + sum(t.rows for t in kept)
-        return View(tuple(kept), None if whole else slice(start - first, stop - first), self.renames)
+            return View(self.tables[:1], slice(0, 0), self.renames, self.only)
+        whole = start == first and stop == first + total
+        return View(tuple(kept), None if whole else slice(start - first, stop - first), self.renames, self.only)
 
     def read(self, name: str) -> Column:
+        if isinstance(self.index, slice) and len(self.tables) > 1:
+            for table in self.tables:
+                _ = table.rows  # waits where it must, for narrow to know
         view = self.narrow()
         old = name if view.renames is None else view.renames[name]
         if len(view.tables) == 1:
@@ -239,12 +286,12 @@ class Batch:
     def _view_of(self, name: str) -> View | None:
         undecided = []
         for view in reversed(self.views):
-            known = view.known_names()
-            if known is None:
-                undecided.append(view)
-            elif name in known:
+            if not view.may_have(name):
+                continue
+            if view.known_names() is not None:
                 # A later view whose names are not known yet may hide it; only then must we wait.
                 return next((v for v in undecided if name in v.names()), view)
+            undecided.append(view)
         return next((v for v in undecided if name in v.names()), None)
 
     def __getitem__(self, name: str) -> Column:
@@ -253,42 +300,40 @@ class Batch:
             view = self._view_of(name)
             if view is None:
                 raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
-            self._read[name] = view.read(name)
+            column, expected = view.read(name), self.known_rows
+            if expected is not None and column.rows != expected:
+                raise ValueError(f"column {name!r} has {column.rows} rows in a batch of {expected}")
+            self._read[name] = column
         return self._read[name]
 
     def read(self, name: str, index: Index | None) -> Column:
-        """Some rows of a column, without keeping the column."""
-        if name in self._read:
-            return self._read[name] if index is None else self._read[name].take(index)
-        return self.take(index)[name] if index is not None else self[name]
+        """Some rows of a column, for another batch: its own copy where the column is not local."""
+        view = self._view_of(name)
+        if view is None:
+            raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
+        return view.take(index).read(name)
 
     @property
     def metrics(self) -> Metrics:
         """The metrics that came with this result (waits for it)."""
         if self._metrics is not None:
             return self._metrics
-        found = [t.batch().metrics for v in self.views for t in v.tables if isinstance(t, PromisedTable)]
-        return Metrics.merge(found)
+        tables = dict.fromkeys(t for v in self.views for t in v.tables)
+        return Metrics.merge(t.batch().metrics for t in tables if isinstance(t, PromisedTable))
 
     # Making others of it; nothing moves
     def select(self, names: Iterable[str]) -> Batch:
         """Only these columns (a missing one is an error when it is read, since a pending result may bring it)."""
         wanted = list(dict.fromkeys(names))
-        views = []
-        for view in self.views:
-            known = view.known_names()
-            if known is None:
-                views.append(view)
-            elif kept := [n for n in wanted if n in known]:
-                views.append(view.rename({n: n for n in kept}))
-        if views or not self.views:
-            return self._same_rows(views)
-        return self._same_rows([View((LocalTable({}),))])
+        views = [kept for view in self.views if (kept := view.select(wanted)) is not None]
+        if self.views and not views:  # no column left: the rows are still so many
+            rows = self.known_rows
+            views = [self.views[0].rename({}) if rows is None else View((LocalTable({}, rows),))]
+        return self._same_rows(views, {n: c for n, c in self._read.items() if n in wanted})
 
-    def _same_rows(self, views: list[View]) -> Batch:
+    def _same_rows(self, views: Iterable[View], read: dict[str, Column]) -> Batch:
         batch = Batch.of_views(views)
-        batch._cuts = self._cuts
-        batch._read = {n: c for n, c in self._read.items() if any(n in (v.known_names() or ()) for v in views)}
+        batch._cuts, batch._metrics, batch._read = self._cuts, self._metrics, read
         return batch
 
     def drop(self, names: Iterable[str]) -> Batch:
@@ -296,17 +341,30 @@ class Batch:
         return self.select([n for n in self.names if n not in gone])
 
     def rename(self, **names: str) -> Batch:
-        """`rename(logprobs="old_logprobs")` gives the column `logprobs` the name `old_logprobs`."""
-        return Batch.of_views(v.rename({names.get(n, n): n for n in v.names()}) for v in self.views)
+        """`rename(logprobs="old_logprobs")` gives the column `logprobs` the name `old_logprobs`.
+
+        Raises KeyError for a column that is not there, ValueError for a name that is taken.
+        """
+        there = self.names
+        if missing := [n for n in names if n not in there]:
+            raise KeyError(f"the batch has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")
+        after = [names.get(n, n) for n in there]
+        if taken := [n for n in names.values() if after.count(n) > 1]:
+            raise ValueError(f"the batch has a column {taken[0]!r} already; drop it first")
+        views = [v.rename({names.get(n, n): n for n in v.names()}) for v in self.views]
+        return self._same_rows(views, {names.get(n, n): c for n, c in self._read.items()})
 
     def join(self, *others: Batch) -> Batch:
         """The columns of all, side by side. Raises ValueError where known row counts differ."""
-        counts = [b.known_rows for b in (self, *others) if b.views]
+        batches = [b for b in (self, *others) if b.views]
+        counts = [b.known_rows for b in batches]
         if len({c for c in counts if c is not None}) > 1:
             raise ValueError(f"only batches with one row count can be joined, got {counts} rows")
-        joined = Batch.of_views(v for b in (self, *others) for v in b.views)
+        joined = self._same_rows([v for b in batches for v in b.views], {})
+        own = [b._metrics for b in batches if b._metrics is not None]
+        joined._metrics = Metrics.merge(own) if own else None
         if all(v.known_names() is not None for v in joined.views):
-            for b in (self, *others):
+            for b in batches:
                 joined._read = {n: c for n, c in joined._read.items() if n not in b} | b._read
         return joined
 
@@ -317,6 +375,8 @@ class Batch:
         """Rows by slice, index or boolean mask, in that order."""
         if not isinstance(index, slice):
             index = np.asarray(index)
+            if index.dtype == bool and len(index) != self.rows:
+                raise IndexError(f"a mask of {len(index)} entries for a batch of {self.rows} rows")
             index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
             if len(index) and not (-self.rows <= index.min() and index.max() < self.rows):
                 raise IndexError(f"row {int(index[np.abs(index).argmax()])} of a batch of {self.rows} rows")
@@ -331,21 +391,26 @@ class Batch:
 
     def whole(self, units: np.ndarray) -> Batch:
         """The same rows, those with equal entries of `units` [rows] next to each other; `split` keeps them together."""
+        units = np.asarray(units)
+        if len(units) != self.rows:
+            raise ValueError(f"whole() needs one unit number for each of the {self.rows} rows, got {len(units)}")
         order = np.argsort(units, kind="stable")
         batch = self if (order == np.arange(len(order))).all() else self.take(order)
-        batch = Batch.of_views(batch.views)
+        batch = self._same_rows(batch.views, batch._read)
         batch._cuts = np.concatenate([[0], np.flatnonzero(np.diff(units[order])) + 1, [len(order)]])
         return batch
 
     def split(self, parts: int) -> list[Batch]:
         """`parts` batches in order; sizes differ by at most one row (or unit), the first ones are larger; some may be
         empty."""
+        if parts < 1:
+            raise ValueError(f"a batch is split into at least one part, got {parts}")
         if parts == 1:
             return [self]
         cuts = self._cuts if self._cuts is not None else range(self.rows + 1)
         size, extra = divmod(len(cuts) - 1, parts)
         ends = [int(cuts[size * i + min(i, extra)]) for i in range(parts + 1)]
-        return [self.take(slice(a, b)) for a, b in zip(ends, ends[1:], strict=False)]
+        return [self.take(slice(a, b)) for a, b in pairwise(ends)]
 
     def repeat(self, times: int) -> Batch:
         """Each row `times` times, copies next to each other."""
@@ -363,7 +428,10 @@ class Batch:
         if len(set(known)) > 1:
             differing = sorted(frozenset.union(*known) - frozenset.intersection(*known))
             raise ValueError(f"batches put behind one another need the same columns; not in all of them: {differing}")
-        return cls.of_views([View(tuple(t for b in batches for t in _tables(b)))])
+        whole = cls.of_views([View(tuple(t for b in batches for t in _tables(b)))])
+        own = [b._metrics for b in batches if b._metrics is not None]
+        whole._metrics = Metrics.merge(own) if own else None
+        return whole
 
     def __repr__(self) -> str:
         names = [n for v in self.views for n in (v.known_names() or ("...",))]
@@ -373,7 +441,7 @@ class Batch:
 def _tables(batch: Batch) -> tuple[Table, ...]:
     """The batch as tables to stand in a row: its own where it is just that, else itself as one table."""
     only = batch.views[0]
-    if len(batch.views) == 1 and only.index is None and only.renames is None:
+    if len(batch.views) == 1 and only.index is None and only.renames is None and only.only is None:
         return only.tables
     names = None if any(v.known_names() is None for v in batch.views) else batch.names
     return (PromisedTable(lambda: batch, batch.known_rows, names),)

@@ -23,7 +23,8 @@ class Column:
     def __attrs_post_init__(self):
         if self.lengths is not None and int(self.lengths.sum()) != len(self.values):
             raise ValueError(
-                f"a token column's values must have sum(lengths) = {int(self.lengths.sum())} entries, got {len(self.values)}"
+                f"a token column's values must have sum(lengths) = {int(self.lengths.sum())} entries, "
+                f"got {len(self.values)}"
             )
 
     @property
@@ -51,29 +52,37 @@ class Column:
             return iter(self.values)
         return iter(self.values.split(self.lengths.tolist()))
 
-    def take(self, index: Index) -> Column:
-        """Rows by slice or int64 array, copied (never a view that another holder could write to)."""
+    def take(self, index: Index, copy: bool = True) -> Column:
+        """Rows by slice or int64 array, copied (never a view that another holder could write to).
+
+        copy=False lets a slice share memory, for whoever copies it himself (the wire).
+        """
+        if not isinstance(index, slice):
+            index = np.array(index, dtype=np.int64)  # torch takes no negative strides
         if isinstance(self.values, list):
             if isinstance(index, slice):
                 return Column(self.values[index])
             return Column([self.values[i] for i in index.tolist()])
         if self.lengths is None:
             if isinstance(index, slice):
-                return Column(self.values[index].clone())
-            return Column(self.values[torch.from_numpy(np.ascontiguousarray(index, dtype=np.int64))])
+                return Column(self.values[index].clone() if copy else self.values[index])
+            return Column(self.values[torch.from_numpy(index)])
         ends = np.cumsum(self.lengths)
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self.lengths))
             if step == 1:
                 first = int(ends[start - 1]) if start else 0
                 last = int(ends[stop - 1]) if stop > start else first
-                return Column(self.values[first:last].clone(), self.lengths[start : max(stop, start)].copy())
+                values = self.values[first:last]
+                return Column(values.clone() if copy else values, self.lengths[start : max(stop, start)].copy())
             index = np.arange(start, stop, step)
         lengths = self.lengths[index]
         return Column(self.values[torch.from_numpy(_positions(ends[index] - lengths, lengths))], lengths)
 
     @classmethod
     def concat(cls, columns: Sequence[Column]) -> Column:
+        """One behind the other. Empty ones say nothing about kind, dtype or shape where another one has rows."""
+        columns = [c for c in columns if c.rows] or list(columns[:1])
         if len(columns) == 1:
             return columns[0]
         kinds = {c.kind for c in columns}
@@ -138,7 +147,8 @@ def as_column(value: Any) -> Column:
     if isinstance(value, (list, tuple)):
         return Column(list(value))
     raise TypeError(
-        f"a column is a Column, a tensor or array (a value per row) or a list (an object per row), got {type(value).__name__}"
+        "a column is a Column, a tensor or array (a value per row) or a list (an object per row), "
+        f"got {type(value).__name__}"
     )
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hybridflow.core.batch import Batch, PromisedTable, View
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.host import Reply, read_reply
+from hybridflow.core.host import Reply, read_reply, write_call
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.parallel import GenerationLayout, ParallelLayout
 from hybridflow.core.protocols import Protocol
-from hybridflow.core.runtime import Message, Process, ResourcePool, Runtime
+from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.wire import Encoder
 from hybridflow.core.worker import Method, Worker, methods_of
 
@@ -40,9 +39,11 @@ class PendingReply:
 
     def read(self) -> Reply:
         if self._reply is None:
-            blob, handles = self.runtime.wait(self.reference)
+            blob, handles, failed = self.runtime.wait(self.reference)
             self.runtime.traffic.received += len(blob)
-            self._reply = read_reply(blob, handles, _Counted(self.runtime))
+            if failed:
+                self.runtime.check_alive()  # a rank that lost its peer fails too; the loss is what matters
+            self._reply = read_reply(blob, handles, failed, _Counted(self.runtime))
             if self.watch is not None:
                 self.watch(self._reply)
         if self._reply.error is not None:
@@ -110,7 +111,8 @@ class WorkerGroup:
         self.methods = methods_of(worker)
         self.runtime = pool.runtime
         self._watch = watch
-        self._outstanding: weakref.WeakSet[PendingReply] = weakref.WeakSet()
+        if taken := [n for n in self.methods if n in vars(self) or hasattr(WorkerGroup, n)]:
+            raise HybridFlowError(f"{worker.__name__} registers {taken[0]!r}, which every group has; name it otherwise")
         create = Method("__create__", Protocol.ONE_TO_ALL, False, False, None, None)
         self._send(create, (worker, args, kwargs, self.layout, generation, seed), {}).result()
 
@@ -118,7 +120,8 @@ class WorkerGroup:
         methods = self.__dict__.get("methods", {})
         if name not in methods:
             raise AttributeError(
-                f"group {self.__dict__.get('name')!r} has no method {name!r}; registered are {', '.join(methods) or 'none'}"
+                f"group {self.__dict__.get('name')!r} has no method {name!r}; registered are "
+                f"{', '.join(methods) or 'none'}"
             )
         return lambda *args, **kwargs: self.call(name, *args, **kwargs)
 
@@ -138,84 +141,103 @@ class WorkerGroup:
             kwargs = {k: _select(v, columns) for k, v in kwargs.items()}
         positional = [self._distribute(protocol, a) for a in args]
         named = {k: self._distribute(protocol, v) for k, v in kwargs.items()}
-        sources = list(protocol.sources(self))
-        sent: dict[tuple, Message] = {}
-        pending: dict[int, PendingReply] = {}
-        for rank in protocol.called(self):
-            mine, keep = [p[rank] for p in positional], rank in sources
-            key = (keep, *map(id, mine), *(id(v[rank]) for v in named.values()))
-            if key not in sent:  # ranks that get the same piece get the same message
-                sent[key] = self._message(method.name, keep, mine, {k: v[rank] for k, v in named.items()})
-            message = sent[key]
+        called, sources = list(protocol.called(self)), list(protocol.sources(self))
+        if strange := [r for r in sources if r not in called]:
+            raise HybridFlowError(
+                f"protocol {protocol.name} collects the result of rank {strange[0]}, which it never calls"
+            )
+        pieces = {r: ([p[r] for p in positional], {k: v[r] for k, v in named.items()}) for r in called}
+        messages: Iterable[Message] = self._messages(method, pieces, set(sources))
+        if not protocol.splits:
+            messages = list(messages)  # what cannot be sent is found before any rank starts
+        label, pending = Label(self.name, method.name), {}
+        for rank, message in zip(called, messages, strict=True):
             self.runtime.traffic.sent += len(message.blob)
-            reference = self.pool.processes[rank].submit(message, (self.name, method.name))
+            reference = self.pool.processes[rank].submit(message, label)
             pending[rank] = PendingReply(self.runtime, reference, self._watcher(method.name, rank))
-        return self._collect(method, [pending[r] for r in sources], pending, positional, named, sources)
+        return self._collect(method, pieces, pending, sources)
+
+    def _messages(self, method: Method, pieces: dict[int, tuple], sources: set[int]) -> Iterable[Message]:
+        """One per rank; ranks that get the same pieces share what is encoded, and so the objects in the store."""
+        made: dict[tuple, tuple] = {}
+        for rank, (args, kwargs) in pieces.items():
+            key = (*map(id, args), *map(id, kwargs.values()))
+            if key not in made:
+                encoder = Encoder(self.runtime)
+                blob = encoder.dumps((args, kwargs))
+                made[key] = (blob, encoder.handles, [r.reference for r in encoder.replies])
+            blob, handles, replies = made[key]
+            yield Message(write_call(self.name, method.name, rank in sources, blob), handles, replies)
 
     def _distribute(self, protocol, value: Any) -> Sequence[Any]:
         """Distribute a value, and the batches inside lists, tuples and dicts."""
-        if protocol.splits and isinstance(value, (list, tuple)) and _holds_batch(value):
-            parts = [self._distribute(protocol, v) for v in value]
+        if protocol.splits and isinstance(value, (list, tuple, dict)) and _batches(value):
+            parts = [self._distribute(protocol, v) for v in _entries(value)]
             made: dict[tuple, Any] = {}  # ranks with equal pieces share one object, so one message serves them
             keys = [tuple(id(p[r]) for p in parts) for r in range(self.layout.world)]
             for rank, key in enumerate(keys):
-                made.setdefault(key, type(value)(p[rank] for p in parts))
+                if key not in made:
+                    made[key] = _rebuilt(value, [p[rank] for p in parts])
             return [made[key] for key in keys]
         return protocol.distribute(self, value)
 
-    def _message(self, method: str, keep: bool, args: list, kwargs: dict) -> Message:
-        encoder = Encoder(self.runtime)
-        blob = encoder.dumps((self.name, method, keep, args, kwargs))
-        return Message(blob, encoder.handles, [r.reference for r in encoder.replies])
-
-    def _collect(self, method: Method, sources, pending, positional, named, ranks) -> Any:
-        if method.returns_batch:
-            batches = []
-            for reply, rank in zip(sources, ranks, strict=True):
-                rows = None
-                if method.same_rows:
-                    first = _first_batch([p[rank] for p in positional] + [p[rank] for p in named.values()])
-                    rows = first.known_rows if first is not None else None
-                table = PromisedTable(lambda reply=reply: _as_batch(reply.value(), method), rows, method.writes, reply)
-                batches.append(Batch.of_views([View((table,))]))
-            return method.protocol.collect(self, batches)
-
-        def results() -> Any:
+    def _collect(self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources) -> Any:
+        def first_failure() -> None:
             for reply in pending.values():  # any failing rank fails the call, collected or not
                 reply.read()
-            return method.protocol.collect(self, [reply.value() for reply in sources])
 
-        return Future(results)
+        if not method.returns_batch:
+
+            def results() -> Any:
+                first_failure()
+                return method.protocol.collect(self, [pending[rank].value() for rank in sources])
+
+            return Future(results)
+        batches = []
+        for rank in sources:
+
+            def result(reply: PendingReply = pending[rank]) -> Batch:
+                value = reply.value()
+                first_failure()
+                if not isinstance(value, Batch):
+                    raise HybridFlowError(
+                        f"method {method.name!r} is annotated -> Batch and returned {type(value).__name__}"
+                    )
+                return value
+
+            inputs = _batches(list(pieces[rank][0]) + list(pieces[rank][1].values())) if method.same_rows else []
+            rows = inputs[0].known_rows if inputs else None
+            table = PromisedTable(result, rows, method.writes, pending[rank])
+            batches.append(Batch.of_views([View((table,))]))
+        return method.protocol.collect(self, batches)
 
     def _watcher(self, method: str, rank: int) -> Callable[[Reply], None] | None:
         watch = self._watch
         return None if watch is None else lambda reply: watch(self.name, method, rank, reply)
 
 
-def _as_batch(value: Any, method: Method) -> Batch:
-    if not isinstance(value, Batch):
-        raise HybridFlowError(f"method {method.name!r} is annotated -> Batch and returned {type(value).__name__}")
-    return value
+def _entries(value: list | tuple | dict) -> list:
+    return list(value.values()) if isinstance(value, dict) else list(value)
 
 
-def _holds_batch(values: Sequence[Any]) -> bool:
-    return any(isinstance(v, Batch) or (isinstance(v, (list, tuple)) and _holds_batch(v)) for v in values)
+def _rebuilt(value: list | tuple | dict, entries: list) -> Any:
+    if isinstance(value, dict):
+        return dict(zip(value, entries, strict=True))
+    return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
 
-def _first_batch(values: Sequence[Any]) -> Batch | None:
-    for value in values:
-        if isinstance(value, Batch):
-            return value
-        if isinstance(value, (list, tuple)) and (found := _first_batch(value)) is not None:
-            return found
-    return None
+def _batches(value: Any) -> list[Batch]:
+    """The batches in it, and in its lists, tuples and dicts."""
+    if isinstance(value, Batch):
+        return [value]
+    return [b for v in _entries(value) for b in _batches(v)] if isinstance(value, (list, tuple, dict)) else []
 
 
 def _select(value: Any, columns: Sequence[str]) -> Any:
     if isinstance(value, Batch):
         return value.select(columns)
-    if isinstance(value, (list, tuple)) and _holds_batch(value):
-        return type(value)(_select(v, columns) for v in value)
+    if isinstance(value, (list, tuple, dict)) and _batches(value):
+        return _rebuilt(value, [_select(v, columns) for v in _entries(value)])
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import socket
@@ -30,9 +31,20 @@ class Reply:
         self.value, self.error, self.started, self.ended = value, error, started, ended
 
 
-def read_reply(blob: bytes, handles: Sequence[Any], store: Store) -> Reply:
-    failed, started, ended, value = Decoder(blob, list(handles), store).load()
+def read_reply(blob: bytes, handles: Sequence[Any], failed: bool, store: Store) -> Reply:
+    started, ended, value = Decoder(blob, handles, store).load()
     return Reply(None, value, started, ended) if failed else Reply(value, None, started, ended)
+
+
+def write_call(role: str, method: str, keep: bool, arguments: bytes) -> bytes:
+    """A message's blob. keep: whether the rank's result counts; arguments: (args, kwargs) as an Encoder wrote them."""
+    return pickle.dumps((role, method, keep), protocol=5) + arguments
+
+
+def read_call(blob: bytes) -> tuple[tuple[str, str, bool], bytes]:
+    """((role, method, keep), arguments)."""
+    stream = io.BytesIO(blob)
+    return pickle.load(stream), stream.read()
 
 
 class Host:
@@ -42,6 +54,7 @@ class Host:
         self.pool, self.rank, self.world, self.store = pool, rank, world, store
         self.device = torch.device("cpu")
         self.workers: dict[str, Worker] = {}
+        self._joined = False
 
     def address(self) -> str:
         """A free address on this node for the pool's rendezvous."""
@@ -64,17 +77,18 @@ class Host:
         dist.init_process_group(
             backend, rank=self.rank, world_size=self.world, timeout=timedelta(seconds=timeout_s), **kwargs
         )
+        self._joined = True
 
     def leave(self) -> None:
         self.workers.clear()
-        if dist.is_initialized():
+        if self._joined and dist.is_initialized():  # a group that somebody else made is not ours to end
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
-    def call(self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple[bytes, Sequence[Any]]]) -> tuple:
-        """Run one message; give (blob, handles) of the reply."""
+    def call(self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple]) -> tuple[bytes, list[Any], bool]:
+        """Run one message; give (blob, handles, failed) of the reply."""
         started = time.time()
-        role, name, keep = "?", "?", True
+        role, name = "?", "?"
         try:
 
             def resolve(at: int) -> Batch:
@@ -83,21 +97,24 @@ class Host:
                     raise reply.error
                 return reply.value
 
-            role, name, keep, args, kwargs = Decoder(blob, list(handles), self.store, resolve).load()
+            (role, name, keep), arguments = read_call(blob)
+            args, kwargs = Decoder(arguments, handles, self.store, resolve).load()
             result = self._method(role, name)(*args, **kwargs)
-            return self._encode((False, started, time.time(), result if keep else None))
+            return *self._encode((started, time.time(), result if keep else None)), False
         except WorkerError as error:  # the input of this call failed: the first failure is what matters
-            return self._encode((True, started, time.time(), error))
+            return *self._encode((started, time.time(), error)), True
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.world == 1:
                 raise
-            return self._encode((True, started, time.time(), self._failure(error, role, name)))
+            return *self._encode((started, time.time(), self._failure(error, role, name))), True
 
     def _method(self, role: str, name: str) -> Callable:
         if name == "__create__":
             return lambda cls, *args: self.create(role, cls, *args)
         if name == "__delete__":
             return lambda: self.workers.pop(role, None) and None
+        if role not in self.workers:
+            raise HybridFlowError(f"there is no worker of role {role!r} here; its group was closed, or failed to build")
         return getattr(self.workers[role], name)
 
     def create(self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int) -> None:
@@ -106,13 +123,7 @@ class Host:
 
     def _encode(self, reply: tuple) -> tuple[bytes, list[Any]]:
         encoder = Encoder(self.store)
-        try:
-            blob = encoder.dumps(reply)
-        except Exception as error:
-            encoder = Encoder(self.store)
-            failure = self._failure(error, "?", "sending the result")
-            blob = encoder.dumps((True, reply[1], reply[2], failure))
-        return blob, encoder.handles
+        return encoder.dumps(reply), encoder.handles
 
     def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
         text = str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
@@ -121,11 +132,3 @@ class Host:
 
 def _local_device(rank: int) -> int:
     return rank % max(torch.cuda.device_count(), 1)
-
-
-def picklable(value: Any) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True

@@ -24,6 +24,14 @@ class ResourcePool:
         return sum(self.devices_per_node)
 
 
+@attrs.frozen(eq=False)
+class Label:
+    """One call, as runtimes tell of it; all ranks of the call have the same object."""
+
+    role: str
+    phase: str
+
+
 @attrs.frozen
 class Message:
     """A call for one process: (see core/wire.py) a blob, handles into the store, and replies that must arrive first."""
@@ -58,8 +66,8 @@ class Process(ABC):
     rank: int
 
     @abstractmethod
-    def submit(self, message: Message, label: tuple[str, str]) -> Any:
-        """Send a call of `label` (role, phase); return at once with a reference to the reply (hashable; may go into another message's `replies`)."""
+    def submit(self, message: Message, label: Label) -> Any:
+        """Send a call; return at once with a reference to the reply (hashable; other messages may name it)."""
 
 
 class Runtime(ABC):
@@ -78,8 +86,19 @@ class Runtime(ABC):
         """One process per device of the pool, each with a Host that has joined the pool's torch.distributed group."""
 
     @abstractmethod
-    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any]]:
-        """The reply's (blob, handles). Raises WorkerDied if its process, or one that it may wait for, is gone."""
+    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
+        """The reply's (blob, handles, failed), as Host.call made it.
+
+        Raises WorkerDied if its process, or one that it may wait for, is gone. Where it may never come because a rank
+        of some call failed while its peers wait for that rank, the failed reply is given in its place.
+        """
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """Raise WorkerDied if a process is gone; may take some seconds.
+
+        Asked after a failure, since a rank that lost its peer fails too.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

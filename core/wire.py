@@ -7,9 +7,13 @@ travel in the blob; tensors larger than `INLINE_BYTES` per message never do.
 
 from __future__ import annotations
 
+import importlib.machinery
 import io
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from types import FunctionType
 from typing import Any, Protocol
 
 import cloudpickle
@@ -32,6 +36,10 @@ _TORCH = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 _BITS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """dtypes that numpy does not have travel as the integers of their bits."""
+_NUMPY = {name: torch.empty(0, dtype=_BITS.get(name, dtype)).numpy().dtype for name, dtype in _TORCH.items()}
+
+Block = list | Any
+"""Columns that lie together: a list of (shape, bytes) (inside the message), or a handle of the store."""
 
 
 class Store(Protocol):
@@ -45,19 +53,28 @@ def _to_numpy(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TORCH:
         raise TypeError(f"columns of dtype {tensor.dtype} cannot be sent; known are {', '.join(_TORCH)}")
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return name, (tensor.view(_BITS[name]) if name in _BITS else tensor).numpy()
 
 
-def _to_torch(dtype: str, array: np.ndarray) -> torch.Tensor:
-    """A tensor of its own memory: a view of the store could be written to and change what others read."""
-    tensor = torch.from_numpy(np.array(array, copy=True, order="C"))
+def _to_torch(dtype: str, array: np.ndarray, index: Index | None) -> torch.Tensor:
+    """Those rows as a tensor of its own memory: a view of the store could be written to and change what others read."""
+    if isinstance(index, np.ndarray):
+        own = array[index]  # numpy copies here
+    else:
+        own = np.array(array if index is None else array[index], copy=True, order="C")
+    tensor = torch.from_numpy(own)
     return tensor.view(_TORCH[dtype]) if dtype in _BITS else tensor
 
 
-def _small_ints(array: np.ndarray) -> np.ndarray:
-    """The same non-negative integers in the smallest dtype, for the wire."""
-    return array.astype(np.min_scalar_type(int(array.max()))) if len(array) else array.astype(np.uint8)
+def _pack_ints(array: np.ndarray) -> tuple[str, bytes]:
+    """Non-negative integers in the smallest dtype that holds them."""
+    small = array.astype(np.min_scalar_type(int(array.max()))) if len(array) else array.astype(np.uint8)
+    return small.dtype.str, small.tobytes()
+
+
+def _unpack_ints(dtype: str, data: bytes) -> np.ndarray:
+    return np.frombuffer(data, dtype).astype(np.int64)
 
 
 def _runs(array: np.ndarray) -> tuple[np.ndarray, int]:
@@ -75,9 +92,8 @@ def _encode_index(index: Index | None) -> Any:
         return None
     if isinstance(index, slice):
         return (index.start, index.stop)
-    values, times = _runs(np.asarray(index))
-    small = _small_ints(values)
-    return (small.dtype.str, small.tobytes(), times)
+    values, times = _runs(index)
+    return (*_pack_ints(values), times)
 
 
 def _decode_index(wire: Any) -> Index | None:
@@ -85,14 +101,16 @@ def _decode_index(wire: Any) -> Index | None:
         return None
     if len(wire) == 2:
         return slice(wire[0], wire[1], 1)
-    values = np.frombuffer(wire[1], dtype=wire[0]).astype(np.int64)
+    values = _unpack_ints(wire[0], wire[1])
     return np.repeat(values, wire[2]) if wire[2] > 1 else values
 
 
 class StoredTable(Table):
-    """Columns by handle: `metas[name] = (kind, dtype, lengths key, block, place in the block)`."""
+    """Columns by handle: `metas[name] = (kind, dtype, place of its lengths, block, place in the block)`."""
 
-    def __init__(self, rows: int, metas: dict[str, tuple], lengths: list[np.ndarray], blocks: list[Any], store: Store):
+    def __init__(
+        self, rows: int, metas: dict[str, tuple], lengths: list[tuple[str, bytes]], blocks: list[Block], store: Store
+    ):
         self._rows, self.metas, self.lengths, self.blocks, self.store = rows, metas, lengths, blocks, store
 
     @property
@@ -105,73 +123,96 @@ class StoredTable(Table):
     def read(self, name: str, index: Index | None) -> Column:
         kind, dtype, lengths_at, block, place = self.metas[name]
         held = self.blocks[block]
-        array = (held if isinstance(held, list) else self.store.get(held))[place]
+        if isinstance(held, list):
+            shape, data = held[place]
+            array = np.frombuffer(data, _NUMPY.get(dtype, np.dtype(np.uint8))).reshape(shape)
+        else:
+            array = self.store.get(held)[place]
         if kind == "object":
-            column = Column(pickle.loads(array.tobytes()))
+            column = Column(pickle.loads(array))
             return column if index is None else column.take(index)
         if kind == "row":
-            return Column(_to_torch(dtype, array if index is None else array[index]))
-        lengths = self.lengths[lengths_at].astype(np.int64)
+            return Column(_to_torch(dtype, array, index))
+        lengths = _unpack_ints(*self.lengths[lengths_at])
         if index is None:
-            return Column(_to_torch(dtype, array), lengths)
-        ends = np.cumsum(lengths)
+            return Column(_to_torch(dtype, array, None), lengths)
+        ends, taken = np.cumsum(lengths), lengths[index]
         if isinstance(index, slice):
             first = int(ends[index.start - 1]) if index.start else 0
-            last = int(ends[index.stop - 1]) if index.stop > index.start else first
-            return Column(_to_torch(dtype, array[first:last]), lengths[index])
-        taken = lengths[index]
-        return Column(_to_torch(dtype, array[_positions(ends[index] - taken, taken)]), taken)
+            return Column(_to_torch(dtype, array, slice(first, first + int(taken.sum()))), taken)
+        return Column(_to_torch(dtype, array, _positions(ends[index] - taken, taken)), taken)
 
 
-def _pack(columns: dict[str, Column], store: Store) -> tuple:
-    """Columns -> (rows, metas, lengths, blocks): blocks are lists of arrays (inline) or handles."""
-    metas, lengths, length_keys, arrays = {}, [], {}, []
+def _pack(columns: Mapping[str, Column], store: Store) -> tuple[dict, list[tuple[str, bytes]], list[Block]]:
+    """Columns -> (metas, lengths, blocks)."""
+    metas: dict[str, tuple] = {}
+    lengths: dict[tuple[str, bytes], int] = {}  # columns of equal lengths share them
+    arrays = []
     for name, column in columns.items():
         at = -1
         if column.lengths is not None:
-            key = column.lengths.tobytes()
-            if key not in length_keys:
-                length_keys[key] = len(lengths)
-                lengths.append(_small_ints(column.lengths))
-            at = length_keys[key]
+            at = lengths.setdefault(_pack_ints(column.lengths), len(lengths))
         if isinstance(column.values, list):
             dtype, array = "", np.frombuffer(cloudpickle.dumps(column.values), dtype=np.uint8)
         else:
             dtype, array = _to_numpy(column.values)
-        metas[name] = (column.kind, dtype, at, array)
+        metas[name] = (column.kind, dtype, at)
         arrays.append(array)
-    rows = next(iter(columns.values())).rows if columns else 0
     if sum(a.nbytes for a in arrays) <= INLINE_BYTES:
-        placed = {n: (k, d, at, 0, i) for i, (n, (k, d, at, _)) in enumerate(metas.items())}
-        return rows, placed, lengths, [arrays]
-    return rows, *_put(metas, lengths, store)
-
-
-def _put(metas: dict[str, tuple], lengths: list[np.ndarray], store: Store) -> tuple:
-    placed, shared, own = {}, [], []
-    for name, (kind, dtype, at, array) in metas.items():
-        if array.nbytes >= OWN_OBJECT_BYTES:
-            own.append(array)
-            placed[name] = (kind, dtype, at, len(own), 0)
+        placed = {name: (*meta, 0, i) for i, (name, meta) in enumerate(metas.items())}
+        return placed, list(lengths), [[(a.shape, a.tobytes()) for a in arrays]]
+    shared = [a for a in arrays if a.nbytes < OWN_OBJECT_BYTES]
+    blocks: list[Block] = [store.put(shared) if shared else []]
+    placed, in_shared = {}, 0
+    for (name, meta), array in zip(metas.items(), arrays, strict=True):
+        if array.nbytes < OWN_OBJECT_BYTES:
+            placed[name] = (*meta, 0, in_shared)
+            in_shared += 1
         else:
-            placed[name] = (kind, dtype, at, 0, len(shared))
-            shared.append(array)
-    return placed, lengths, [store.put(shared) if shared else [], *(store.put([a]) for a in own)]
+            placed[name] = (*meta, len(blocks), 0)
+            blocks.append(store.put([array]))
+    return placed, list(lengths), blocks
+
+
+@lru_cache(None)
+def _workers_can_import(module: str) -> bool:
+    """Whether importing the module by its name gives the same file; test modules and scripts are not always so."""
+    loaded = sys.modules.get(module)
+    if loaded is None or getattr(loaded, "__file__", None) is None:
+        return True  # built in, or gone: cloudpickle decides
+    path = None
+    if "." in module:
+        parent = sys.modules.get(module.rpartition(".")[0])
+        path = getattr(parent, "__path__", None)
+        if path is None or not _workers_can_import(module.rpartition(".")[0]):
+            return False
+    for finder in sys.meta_path:  # not importlib.util.find_spec: it answers from sys.modules
+        find = getattr(finder, "find_spec", None)
+        spec: importlib.machinery.ModuleSpec | None = find(module, path) if find is not None else None
+        if spec is not None:
+            return spec.origin == getattr(loaded.__spec__, "origin", None) or spec.origin == loaded.__file__
+    return False
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle sends what a worker cannot import (a class of a script or a notebook) by value."""
+    """cloudpickle sends what a worker cannot import (a class of a script, a notebook or a test) by value."""
 
     def __init__(self, stream: io.BytesIO, encoder: Encoder):
         super().__init__(stream, protocol=5)
         self.encoder = encoder
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is Batch:
-            return self.encoder.batch(obj)
-        if type(obj) is Metrics:
-            return ("m", obj.means, obj.maxima)
+        kind = type(obj)
+        if kind is Batch:  # as bytes: the pickler asks this method about every object it sees
+            return pickle.dumps(self.encoder.batch(obj), protocol=5)
+        if kind is Metrics:
+            return (obj.means, obj.maxima)
         return None
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ and not _workers_can_import(obj.__module__):
+            cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
+        return super().reducer_override(obj)
 
 
 class Encoder:
@@ -181,7 +222,6 @@ class Encoder:
         self.store = store
         self.handles: list[Any] = []
         self.replies: list[Any] = []
-        self._packed: dict[tuple, tuple] = {}
 
     def dumps(self, value: Any) -> bytes:
         stream = io.BytesIO()
@@ -189,70 +229,87 @@ class Encoder:
         return stream.getvalue()
 
     def batch(self, batch: Batch) -> tuple:
-        views = [self._view(view.narrow()) for view in batch.views]
         metrics = batch._metrics
-        return ("b", views, (metrics.means, metrics.maxima) if metrics else None)
+        views = [self._view(view.narrow()) for view in batch.views]
+        return (views, (metrics.means, metrics.maxima) if metrics else None)
 
     def _view(self, view: View) -> tuple:
-        if len(view.tables) == 1 and isinstance(table := view.tables[0], LocalTable):
-            names = view.renames or {n: n for n in table.columns}
-            columns = {new: table.read(old, view.index) for new, old in names.items()}
-            return ([self._columns(table, view, columns)], None, None)
-        tables = [self._table(t, view.renames) for t in view.tables]
-        renames = view.renames if view.renames and any(k != v for k, v in view.renames.items()) else None
-        if renames is None and view.renames is not None and any(t[0] != "s" for t in tables):
-            renames = view.renames
-        return (tables, _encode_index(view.index), renames)
+        tables, index, renames, only = view.tables, view.index, view.renames, view.only
+        if all(isinstance(t, LocalTable) for t in tables) and (len(tables) == 1 or index is not None):
+            names = view.names()
+            if len(tables) == 1:
+                table = tables[0]
+                assert isinstance(table, LocalTable)
+                found = {n: table.columns[renames[n] if renames is not None else n] for n in names}
+                columns = found if index is None else {n: c.take(index, copy=False) for n, c in found.items()}
+            else:
+                columns = {n: view.read(n) for n in names}
+            return ([self._columns(columns, view.rows)], None, None, None)
+        wanted = frozenset(renames.values()) if renames is not None else only
+        sent = [self._table(t, wanted) for t in tables]
+        if renames is not None and all(t[0] == "s" for t in sent) and all(k == v for k, v in renames.items()):
+            renames = None  # these tables have nothing else any more
+        return (sent, _encode_index(index), renames, tuple(sorted(only)) if only is not None else None)
 
-    def _columns(self, table: LocalTable, view: View, columns: dict[str, Column]) -> tuple:
-        rows, metas, lengths, blocks = _pack(columns, self.store)
-        if not columns:
-            rows = view.rows
-        return ("s", rows, metas, lengths, [b if isinstance(b, list) else self._handle(b) for b in blocks])
+    def _columns(self, columns: Mapping[str, Column], rows: int) -> tuple:
+        metas, lengths, blocks = _pack(columns, self.store)
+        return ("s", rows, metas, lengths, [self._block(b) for b in blocks])
 
-    def _table(self, table: Table, renames: dict[str, str] | None) -> tuple:
+    def _table(self, table: Table, wanted: frozenset[str] | None) -> tuple:
         if isinstance(table, StoredTable):
-            wanted = set(renames.values()) if renames is not None else set(table.metas)
-            metas = {n: m for n, m in table.metas.items() if n in wanted}
-            used = {m[3] for m in metas.values()}
-            blocks = [
-                (b if isinstance(b, list) else self._handle(b)) if i in used else [] for i, b in enumerate(table.blocks)
-            ]
+            metas = {n: m for n, m in table.metas.items() if wanted is None or n in wanted}
+            used = {(block, place) for _, _, _, block, place in metas.values()}
+            blocks = [self._used(b, at, used) for at, b in enumerate(table.blocks)]
             return ("s", table.rows, metas, table.lengths, blocks)
         if isinstance(table, LocalTable):
-            return self._columns(table, View((table,)), table.columns)
+            return self._columns({n: c for n, c in table.columns.items() if wanted is None or n in wanted}, table.rows)
         assert isinstance(table, PromisedTable)
         if table.reply is not None:
             if table.reply not in self.replies:
                 self.replies.append(table.reply)
             return ("p", self.replies.index(table.reply), table.known_rows, table.known_names)
-        return ("n", self.batch(table.batch()))
+        batch = table.batch()
+        return ("n", self.batch(batch if wanted is None else batch.select(sorted(wanted))))
 
-    def _handle(self, handle: Any) -> int:
-        if handle not in self.handles:
-            self.handles.append(handle)
-        return self.handles.index(handle)
+    def _used(self, block: Block, at: int, used: set[tuple[int, int]]) -> Block:
+        if isinstance(block, list):
+            return [column if (at, place) in used else None for place, column in enumerate(block)]
+        return self._block(block) if any(b == at for b, _ in used) else []
+
+    def _block(self, block: Block) -> Block:
+        """A list as it is, or the place of a handle among this message's handles."""
+        if isinstance(block, list):
+            return block
+        if block not in self.handles:
+            self.handles.append(block)
+        return self.handles.index(block)
 
 
 class Decoder(pickle.Unpickler):
     """The inverse of `Encoder`, where the message arrived. `resolve(i)` gives the batch of reply i."""
 
-    def __init__(self, blob: bytes, handles: list[Any], store: Store, resolve: Callable[[int], Batch] | None = None):
+    def __init__(
+        self, blob: bytes, handles: Sequence[Any], store: Store, resolve: Callable[[int], Batch] | None = None
+    ):
         super().__init__(io.BytesIO(blob))
         self.handles, self.store, self.resolve = handles, store, resolve
 
-    def persistent_load(self, pid: tuple) -> Any:
-        if pid[0] == "m":
-            return Metrics(pid[1], pid[2])
-        return self._batch(pid)
+    def persistent_load(self, pid: Any) -> Any:
+        return self._batch(pickle.loads(pid)) if isinstance(pid, bytes) else Metrics(*pid)
 
     def _batch(self, wire: tuple) -> Batch:
+        views, metrics = wire
         batch = Batch.of_views(
-            View(tuple(self._table(t) for t in tables), _decode_index(index), renames)
-            for tables, index, renames in wire[1]
+            View(
+                tuple(self._table(t) for t in tables),
+                _decode_index(index),
+                renames,
+                frozenset(only) if only is not None else None,
+            )
+            for tables, index, renames, only in views
         )
-        if wire[2] is not None:
-            batch._metrics = Metrics(*wire[2])
+        if metrics is not None:
+            batch._metrics = Metrics(*metrics)
         return batch
 
     def _table(self, wire: tuple) -> Table:
@@ -264,4 +321,6 @@ class Decoder(pickle.Unpickler):
             _, at, rows, names = wire
             assert self.resolve is not None
             return PromisedTable(lambda resolve=self.resolve, at=at: resolve(at), rows, names)
-        return PromisedTable(lambda wire=wire: self._batch(wire[1]), None, None)
+        batch = self._batch(wire[1])
+        names = None if any(v.known_names() is None for v in batch.views) else batch.names
+        return PromisedTable(lambda: batch, batch.known_rows, names)

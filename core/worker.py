@@ -38,7 +38,8 @@ class RankContext:
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of an axis of the layout ("dp", "tp", "cp-dp", ...), or "tp"/"micro_dp" of generation as
-        "generation.tp"; None when it has one rank. A collective call: every rank asks for the same groups in one order."""
+        "generation.tp"; None when it has one rank. A collective call: every rank asks for the same groups in one order.
+        """
         if axis not in self._groups:
             kind = axis.removeprefix("generation.")
             if kind != axis:
@@ -54,8 +55,8 @@ class RankContext:
             return None
         if not dist.is_initialized():
             raise RuntimeError(
-                f"role {self.role!r} needs process groups of {len(ranks[0])} ranks, and the runtime gives none: the inline "
-                "runtime has them for one rank only; use runtime=ray"
+                f"role {self.role!r} needs process groups of {len(ranks[0])} ranks, and the runtime gives none: the "
+                "inline runtime has them for one rank only; use runtime=ray"
             )
         mine = None
         for members in ranks:
@@ -117,8 +118,8 @@ def register(
     """Make a worker's method callable on its group.
 
     protocol: a TransferProtocol, or the name of one (plugins too).
-    same_rows: a returned Batch has the rows of the first batch argument, so that later calls can be sent before this one
-        returns. Say False if the method adds or drops rows.
+    same_rows: a returned Batch has the rows of the first batch argument, so that later calls can be sent before this
+        one returns. Say False if the method adds or drops rows.
     reads: the columns that it needs, or a function of the call's arguments that gives them; only these are sent and
         waited for. None: all.
     writes: the columns of the returned Batch, if they are always the same.
@@ -144,7 +145,7 @@ def _methods(worker: type[Worker]) -> Iterator[Method]:
             continue
         try:
             returns = typing.get_type_hints(function).get("return")
-        except NameError:  # annotations that only a type checker sees
+        except Exception:  # annotations that only a type checker sees
             returns = function.__annotations__.get("return")
         protocol, same_rows, reads, writes = marked
         is_batch = returns is Batch or returns == "Batch"

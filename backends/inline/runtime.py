@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.host import Host
-from hybridflow.core.runtime import Message, Process, ResourcePool, Runtime
+from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
 
 
 @attrs.frozen
@@ -50,14 +50,14 @@ class InlineProcess(Process):
         self.host = Host(pool.name, rank, pool.world, InlineStore())
         self.thread = ThreadPoolExecutor(1, f"{pool.name}-{rank}") if pool.world > 1 else None
 
-    def submit(self, message: Message, label: tuple[str, str]) -> Future:
+    def submit(self, message: Message, label: Label) -> Future:
         if self.thread is not None:
             return self.thread.submit(self._run, message)
         done: Future = Future()
         done.set_result(self._run(message))
         return done
 
-    def _run(self, message: Message) -> tuple[bytes, Sequence[Any]]:
+    def _run(self, message: Message) -> tuple[bytes, Sequence[Any], bool]:
         return self.host.call(message.blob, message.handles, [r.result() for r in message.replies])
 
 
@@ -81,8 +81,11 @@ class InlineRuntime(Runtime):
         self.processes += processes
         return list(processes)
 
-    def wait(self, reply: Future) -> tuple[bytes, Sequence[Any]]:
+    def wait(self, reply: Future) -> tuple[bytes, Sequence[Any], bool]:
         return reply.result()
+
+    def check_alive(self) -> None:
+        """The only process is this one."""
 
     def put(self, block: list) -> Any:
         return self.store.put(block)
@@ -93,6 +96,6 @@ class InlineRuntime(Runtime):
     def shutdown(self) -> None:
         for process in self.processes:
             if process.thread is not None:
-                process.thread.shutdown()
+                process.thread.shutdown(cancel_futures=True)
             process.host.leave()
         self.processes = []

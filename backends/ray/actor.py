@@ -34,5 +34,8 @@ class HostActor:
     def join(self, address: str, device: str, timeout_s: float) -> None:
         self.host.join(address, device, timeout_s)
 
+    def ping(self) -> None:
+        """Answered by a process that is alive and idle."""
+
     def call(self, blob: bytes, handles: list, *replies: tuple) -> tuple:
         return self.host.call(blob, handles, replies)

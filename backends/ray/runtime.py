@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -17,21 +18,30 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.backends.ray.actor import HostActor
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.core.errors import HybridFlowError, WorkerDied
-from hybridflow.core.runtime import Message, Process, ResourcePool, Runtime
+from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
 
 LOCAL_RESOURCE = "hybridflow_rank"
 """A local Ray counts ranks, not cores: two cores may well run four ranks of a test."""
 POLL_S = 1.0
-TRACKED = 32
+GRACE_S = 3.0
+"""Ray learns of a death about a second after it."""
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One rank's part of a call that is under way, or that failed and was not asked for yet."""
+
+    process: RayProcess
+    label: Label
 
 
 class RayProcess(Process):
     def __init__(self, pool: ResourcePool, rank: int, actor: Any, runtime: RayRuntime):
         self.pool, self.rank, self.actor, self.runtime = pool, rank, actor, runtime
 
-    def submit(self, message: Message, label: tuple[str, str]) -> Any:
+    def submit(self, message: Message, label: Label) -> Any:
         reference = self.actor.call.remote(message.blob, message.handles, *message.replies)
-        self.runtime.track(reference, (self, *label))
+        self.runtime.track(reference, Call(self, label))
         return reference
 
 
@@ -40,7 +50,9 @@ class RayRuntime(Runtime):
 
     def __init__(self, config: RayConfig | None = None):
         super().__init__(config or RayConfig())
-        self.outstanding: dict[Any, tuple[RayProcess, str, str]] = {}
+        self.calls: dict[Any, Call] = {}
+        self.failed: dict[Any, Any] = {}
+        """Of `calls`: the replies (None: the process is gone) that are failures which nobody has asked for yet."""
         self.processes: list[RayProcess] = []
         self._groups: list[Any] = []
         self._owns_ray = False
@@ -82,7 +94,7 @@ class RayRuntime(Runtime):
                 strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
                 actor = HostActor.options(  # type: ignore[attr-defined]
                     scheduling_strategy=strategy, **self._resources(1, device), name=None
-                ).remote(pool.name, rank, pool.world, settings, list(sys.path))
+                ).remote(pool.name, rank, pool.world, settings, [os.path.abspath(p) for p in sys.path])
                 processes.append(RayProcess(pool, rank, actor, self))
                 rank += 1
         self.processes += processes
@@ -125,62 +137,90 @@ class RayRuntime(Runtime):
         except (RayActorError, RayTaskError) as error:
             raise HybridFlowError(f"a process of pool {pool.name!r} failed to start: {error}") from error
 
-    def track(self, reference: Any, call: tuple[RayProcess, str, str]) -> None:
-        """Remember a call until it is answered; answered ones go, since a reply keeps what it names in the store."""
-        self.outstanding[reference] = call
-        if len(self.outstanding) % TRACKED == 0:
-            references = list(self.outstanding)
-            for ready in ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)[0]:
-                del self.outstanding[ready]
+    def track(self, reference: Any, call: Call) -> None:
+        self.calls[reference] = call
+        self._sort_out_answered()
 
-    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any]]:
-        while True:
-            ready, _ = ray.wait([reply], timeout=POLL_S)
+    def _sort_out_answered(self) -> None:
+        """Forget calls that went well, since a reply keeps what it names in the store; keep failures."""
+        open_calls = [r for r in self.calls if r not in self.failed]
+        if not open_calls:
+            return
+        for ready in ray.wait(open_calls, num_returns=len(open_calls), timeout=0, fetch_local=False)[0]:
             try:
-                if ready:
-                    value = ray.get(reply)
-                    self.outstanding.pop(reply, None)
-                    return value
-                self._check_others()
+                reply = ray.get(ready)
+            except RayError:
+                reply = None
+            if reply is None or reply[2]:
+                self.failed[ready] = reply
+            else:
+                del self.calls[ready]
+
+    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
+        while True:
+            try:
+                value = ray.get(reply, timeout=POLL_S)
+            except GetTimeoutError:
+                if (failure := self._why_it_may_hang()) is not None:
+                    return failure
             except RayActorError as error:
-                raise self._died(error, reply) from error
+                raise self._died(error) from error
+            except RayError as error:
+                self.check_alive()
+                raise HybridFlowError(f"Ray lost the result of a call: {error}") from error
+            else:
+                self.calls.pop(reply, None)
+                self.failed.pop(reply, None)
+                self._sort_out_answered()
+                return value
 
-    def _check_others(self) -> None:
-        """A rank whose peer died may wait for it for minutes: look at every call that is under way."""
-        if self.outstanding:
-            references = list(self.outstanding)
-            ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
-            for reference in ready:
-                ray.get(reference)
+    def _why_it_may_hang(self) -> Any:
+        """A rank whose peer died or failed may wait for it for minutes: look at every call that is under way."""
+        self._sort_out_answered()
+        running = {call.label for reference, call in self.calls.items() if reference not in self.failed}
+        for reference, reply in self.failed.items():
+            if reply is None:
+                try:
+                    ray.get(reference)
+                except RayActorError as error:
+                    raise self._died(error) from error
+            elif self.calls[reference].label in running:
+                return reply
+        return None
 
-    def _died(self, error: RayActorError, reply: Any) -> WorkerDied:
-        process, role, phase = self.outstanding.get(reply, (None, "?", "?"))
+    def check_alive(self) -> None:
+        pings = [process.actor.ping.remote() for process in self.processes]
+        for ready in ray.wait(pings, num_returns=len(pings), timeout=GRACE_S)[0] if pings else ():
+            try:
+                ray.get(ready)
+            except RayActorError as error:
+                raise self._died(error) from error
+
+    def _died(self, error: RayActorError) -> WorkerDied:
         lost = getattr(error, "actor_id", None)
-        for candidate in self.processes:
-            if lost is not None and candidate.actor._actor_id.hex() == lost:
-                process = candidate
-        for (
-            other,
-            its_role,
-            its_phase,
-        ) in self.outstanding.values():  # the first call that the lost process had not ended
-            if other is process:
-                role, phase = its_role, its_phase
+        process = next((p for p in self.processes if p.actor._actor_id.hex() == lost), None)
+        label = Label("?", "?")
+        for reference, call in self.calls.items():  # in the order sent: the first that it had not ended
+            if call.process is process and self.failed.get(reference) is None:
+                label = call.label
                 break
-        where = f"pool {process.pool.name!r}" if process is not None else "a pool"
+        where = f"rank {process.rank} of pool {process.pool.name!r}" if process is not None else "a rank"
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason known"
-        rank = process.rank if process is not None else None
         return WorkerDied(
-            f"the process of rank {rank} in {where} is gone ({reason}); if it was killed for its memory, make the "
-            "micro-batches smaller or offload; run.restarts > 0 goes on from the last checkpoint by itself",
-            role=role, phase=phase, rank=rank,
+            f"the process of {where} is gone ({reason}); if it was killed for its memory, make the micro-batches "
+            "smaller or offload; run.restarts > 0 goes on from the last checkpoint by itself",
+            role=label.role, phase=label.phase, rank=process.rank if process is not None else None,
         )  # fmt: skip
 
     def put(self, block: list) -> Any:
         return ray.put(block)
 
     def get(self, handle: Any) -> list:
-        return ray.get(handle)
+        try:
+            return ray.get(handle)
+        except RayError as error:
+            self.check_alive()
+            raise HybridFlowError(f"Ray lost a column: {error}") from error
 
     def shutdown(self) -> None:
         if not ray.is_initialized():
@@ -190,7 +230,8 @@ class RayRuntime(Runtime):
         for group in self._groups:
             remove_placement_group(group)
         self.processes, self._groups = [], []
-        self.outstanding.clear()
+        self.calls.clear()
+        self.failed.clear()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False

@@ -1,0 +1,75 @@
+"""What tests share: one Ray for the whole session, and runtimes and pools on it.
+
+    ray_cluster    (session) Ray is up. Every RayRuntime made while it is joins this Ray and does not end it.
+    ray_runtime    (module)  a RayRuntime; its processes end with the module.
+    runtime_name   (module)  "inline", then "ray": a test that asks for it, or for `runtime`, runs under both.
+    runtime        (module)  the started runtime of that name.
+    launch         (module)  launch(world, name="main") -> Pool of `runtime`; made once per module and name.
+
+Tests that start `hybridflow` as a command get a Ray of their own, as users do.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    pytest.importorskip("ray")
+    from hybridflow.backends.ray.config import RayConfig
+    from hybridflow.backends.ray.runtime import RayRuntime
+
+    owner = RayRuntime(RayConfig(object_store_gb=0.5))
+    owner.start()
+    yield owner
+    owner.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray_runtime(ray_cluster):
+    from hybridflow.backends.ray.runtime import RayRuntime
+
+    runtime = RayRuntime()
+    runtime.start()
+    yield runtime
+    runtime.shutdown()
+
+
+@pytest.fixture(scope="module", params=["inline", "ray"])
+def runtime_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def runtime(runtime_name, request):
+    if runtime_name == "ray":
+        yield request.getfixturevalue("ray_runtime")
+        return
+    from hybridflow.backends.inline.runtime import InlineRuntime
+
+    runtime = InlineRuntime()
+    runtime.start()
+    yield runtime
+    runtime.shutdown()
+
+
+@pytest.fixture(scope="module")
+def launch(runtime):
+    from hybridflow.core.group import Pool
+    from hybridflow.core.runtime import ResourcePool
+
+    pools: dict[str, Pool] = {}
+
+    def launch(world: int, name: str = "main") -> Pool:
+        if name not in pools:
+            pools[name] = Pool.launch(ResourcePool(name, (world,)), runtime)
+        return pools[name]
+
+    return launch
