@@ -79,9 +79,10 @@ def render(value: Any) -> str:
 
 def walk(thing: Any, path: str, doc: str = "") -> Iterator[tuple[str, Any, str]]:
     """(dotted key, value, docstring) of the leaves of a config instance or a table; `doc`: of the field it is in."""
-    if attrs.has(type(thing)):
-        docs = field_docs(type(thing))
-        inner = [(f.alias, getattr(thing, f.name), docs.get(f.name, "")) for f in attrs.fields(type(thing)) if f.init]
+    cls: Any = type(thing)
+    if attrs.has(cls):
+        docs = field_docs(cls)
+        inner = [(f.alias, getattr(thing, f.name), docs.get(f.name, "")) for f in attrs.fields(cls) if f.init]
     elif isinstance(thing, Mapping) and thing:
         inner = [(str(key), value, doc) for key, value in thing.items()]
     elif isinstance(thing, list | tuple) and any(isinstance(v, Mapping) or attrs.has(type(v)) for v in thing):
@@ -137,7 +138,8 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
     """The sections of a job in the order of a file, then the roles, then what is not used."""
     sources = Sources(job, provenance)
     of = sources.values
-    sampling = SamplingSection(**{f.alias: getattr(job.sampling, _PARAMS.get(f.name, f.name)) for f in _SAMPLING})
+    s = job.sampling
+    sampling = SamplingSection(s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop_token_ids)
     found = [
         Block("run", tuple(_run(job, of(job.run, "run")))),
         Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
@@ -158,10 +160,6 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
     roles = ", ".join(sorted(shown))
     unused = f"unused: algorithm {job.algorithm_name} has the roles {roles}"
     return found + [Block(name, note=unused) for name in job.unused]
-
-
-_SAMPLING = attrs.fields(SamplingSection)
-_PARAMS = {"stop_tokens": "stop_token_ids"}
 
 
 def _run(job: Job, values: Iterable[Value]) -> Iterator[Value]:

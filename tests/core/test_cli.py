@@ -89,6 +89,12 @@ def test_resume_and_overwrite_contradict_each_other(capsys, path):
     assert "contradict each other" in capsys.readouterr().err
 
 
+def test_an_override_that_every_stage_replaces_is_refused(capsys, path):
+    for name in ("run", "show"):
+        assert main([name, CONFIG, "algorithm=ppo"]) == 1
+        assert "algorithm.name: given on the command line, and every stage has its own" in capsys.readouterr().err
+
+
 def test_an_override_of_another_form_is_refused(capsys, path):
     assert main(["show", CONFIG, "run.steps"]) == 1
     assert "there is no '='" in capsys.readouterr().err
