@@ -59,7 +59,8 @@ class PPO(Algorithm):
 
     def __init__(self, config: PPOConfig):
         super().__init__(config)
-        self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon) if config.kl_target else None
+        adapts = config.kl_target and config.kl_coef
+        self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon) if adapts else None
 
     def roles(self) -> tuple[Role, ...]:
         ref = (Role("ref"),) if self.config.kl_coef else ()
