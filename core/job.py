@@ -15,11 +15,11 @@ from hybridflow.core.config import Provenance, merge, structure
 from hybridflow.core.data import DataConfig
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.reader import DEFAULT_PLUGINS, Reader
-from hybridflow.core.roles import STAGE, PlacedModel, Rewards, RoleResolver, tokenizer_folder
+from hybridflow.core.roles import PlacedModel, Rewards, RoleResolver
 from hybridflow.core.rollout import SamplingParams
 from hybridflow.core.runtime import ResourcePool
 from hybridflow.core.schema import RunSection, SamplingSection, ValidationSection
-from hybridflow.core.stages import shadowed_overrides, stage_tables
+from hybridflow.core.stages import STAGE, shadowed_overrides, stage_tables, tokenizer_folder
 from hybridflow.core.tasks import RewardPart
 from hybridflow.core.tokenizer import TokenizerConfig
 

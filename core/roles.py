@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -20,12 +19,12 @@ from hybridflow.core.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
 from hybridflow.core.rewards import reward_from
 from hybridflow.core.runtime import ResourcePool
 from hybridflow.core.schema import LayoutSection, RoleSection, SamplingSection
+from hybridflow.core.stages import STAGE
 from hybridflow.core.tasks import RewardPart
 
 if TYPE_CHECKING:
     from hybridflow.core.job import Job
 
-STAGE = "stage:"
 MODEL_KEYS = ("pool", "layout", "backend", "optimizer", "micro_batch_tokens", "offload")
 REWARD_KEYS = ("function", "parts", "options")
 
@@ -305,18 +304,3 @@ def _given(table: Mapping[str, Any], key: str) -> bool:
             return False
         here = here[part]
     return True
-
-
-def tokenizer_folder(tables: Mapping[str, Any], earlier: Mapping[str, Job | None]) -> tuple[str | None, bool]:
-    """(folder of the models' own tokenizer, whether an earlier stage wrote it): the actor's first."""
-    for name in ("actor", "reward", *tables):
-        table = tables.get(name)
-        model = table.get("model") if isinstance(table, Mapping) else None
-        path = model.get("path") if isinstance(model, Mapping) else None
-        if not isinstance(path, str):
-            continue
-        if not path.startswith(STAGE):
-            return path, False
-        job = earlier.get(path.removeprefix(STAGE).partition("/")[0])
-        return (str(Path(job.folder) / "tokenizer"), True) if job else (None, True)
-    return None, False

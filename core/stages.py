@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridflow.core.config import COMMAND_LINE, Provenance, expand, merge, read_config
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.schema import SECTIONS, SHORTHAND
 
+if TYPE_CHECKING:
+    from hybridflow.core.job import Job
+
+STAGE = "stage:"
+"""Begins a model.path that means what an earlier stage trained."""
 ROLE = ((("model.path", "model.config"), ()), (("function", "parts", "model"), ("options",)))
 TOKENIZER = ((("path", "characters", "train"), ()),)
 """Alternatives, and what belongs to them: a stage that gives one of them drops the others of the file, and these."""
@@ -76,3 +81,18 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
             them = " or ".join(f"stages.{name}.{key}" for name in stages)
             problems.append(f"{key}: given on the command line, and every stage has its own, which counts; give {them}")
     return problems
+
+
+def tokenizer_folder(tables: Mapping[str, Any], earlier: Mapping[str, Job | None]) -> tuple[str | None, bool]:
+    """(folder of the models' own tokenizer, whether an earlier stage wrote it): the actor's first."""
+    for name in ("actor", "reward", *tables):
+        table = tables.get(name)
+        model = table.get("model") if isinstance(table, Mapping) else None
+        path = model.get("path") if isinstance(model, Mapping) else None
+        if not isinstance(path, str):
+            continue
+        if not path.startswith(STAGE):
+            return path, False
+        job = earlier.get(path.removeprefix(STAGE).partition("/")[0])
+        return (str(Path(job.folder) / "tokenizer"), True) if job else (None, True)
+    return None, False
