@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hybridflow.core.weights import Box
 
 BUCKET_BYTES = 64 << 20
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 
 
 @attrs.frozen(eq=False)
@@ -55,7 +56,7 @@ def _exchange(bucket: Sequence[Piece], ranks: Sequence[int], group, device: torc
         sent[at : at + size].copy_(piece.local.reshape(-1))
         at += size
     received = torch.empty(len(ranks) * length, dtype=sent.dtype, device=device)
-    dist.all_gather_into_tensor(received, sent, group=group)
+    all_gather(received, sent, group=group)
     return list(received.view(len(ranks), length).unbind())
 
 

@@ -84,20 +84,18 @@ class RoleModel(nn.Module):
         hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
         if last:
             ends = torch.arange(len(ids)) * ids.shape[1] + micro.prompt_lengths + micro.response_lengths - 1
-            return {"scores": self.head(pick(hidden, ends.to(ids.device)))[:, 0].float()}
+            return {"scores": self.head(pick(hidden, ends.to(ids.device))).float().sum(-1)}  # FSDP wants no view
         rows, at = micro.places
-        position = micro.prompt_lengths[rows] + at
-        width = ids.shape[1]
-        states, targets, places = torch.stack(
-            [rows * width + position - 1, rows * micro.ids.shape[1] + position, rows * micro.width + at]
-        ).to(ids.device, non_blocking=True)
-        out = self.head(pick(hidden, states))
+        before = rows * ids.shape[1] + micro.prompt_lengths[rows] + at - 1
+        target = before + 1 + rows * (micro.ids.shape[1] - ids.shape[1])
+        rows, at, before, target = torch.stack([rows, at, before, target]).to(ids.device, non_blocking=True)
+        out = self.head(pick(hidden, before))
         shape = (len(ids), micro.width)
         if "values" in needs:
-            return {"values": spread(out[:, 0].float(), places, shape)}
-        wanted = micro.ids.flatten().index_select(0, targets)
-        topk = None if micro.topk_ids is None else micro.topk_ids.flatten(0, 1).index_select(0, places)
-        return {name: spread(v, places, shape) for name, v in token_outputs(out, wanted, needs, temperature, topk)}
+            return {"values": spread(out[:, 0].float(), rows, at, shape)}
+        wanted = micro.ids.flatten().index_select(0, target)
+        topk = None if micro.topk_ids is None else micro.topk_ids[rows, at]
+        return {name: spread(v, rows, at, shape) for name, v in token_outputs(out, wanted, needs, temperature, topk)}
 
 
 def token_outputs(
@@ -147,7 +145,6 @@ class _Pick(torch.autograd.Function):
         return out, None
 
 
-def spread(flat: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """[N, ...] to flat places [N] of [B, T, ...], 0 elsewhere; differentiable."""
-    out = flat.new_zeros((shape[0] * shape[1], *flat.shape[1:]))
-    return out.index_copy(0, places, flat).view(*shape, *flat.shape[1:])
+def spread(flat: torch.Tensor, rows: torch.Tensor, at: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """[N, ...] to the places (rows, at) of [B, T, ...], 0 elsewhere; differentiable."""
+    return flat.new_zeros((*shape, *flat.shape[1:])).index_put((rows, at), flat)
