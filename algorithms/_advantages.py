@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hybridflow.algorithms._tensors import as_bool, masked_mean, refuse, result_dtype, same_shape, wide
 from torch import Tensor
+
+from hybridflow.algorithms._tensors import as_bool, masked_mean, refuse, result_dtype, same_shape, wide
 
 
 @torch.no_grad()

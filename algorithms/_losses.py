@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybridflow.algorithms._tensors import as_bool, masked_mean, ratio, refuse, result_dtype, same_shape, wide
 from torch import Tensor
+
+from hybridflow.algorithms._tensors import as_bool, masked_mean, ratio, refuse, result_dtype, same_shape, wide
 
 
 def policy_ratio_loss(

@@ -15,8 +15,8 @@ class AdaptiveKL:
 
     beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
 
-    `init`: the first beta (> 0); `target`: the wanted KL per sequence, in nats; `horizon`: sequences over which beta
-    adapts. Raises ValueError if one of them is not a positive finite number.
+    `init`: the first beta (> 0); `target`: the wanted KL, in nats, in the unit of the KL that `update`
+    gets; `horizon`: sequences over which beta adapts. Raises ValueError if one of them is not a positive finite number.
     """
 
     def __init__(self, init: float, target: float, horizon: float):

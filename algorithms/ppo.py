@@ -75,6 +75,10 @@ class PPO(Algorithm):
             found.append("kl_target needs kl_coef > 0, the coefficient to begin with")
         return found
 
+    @property
+    def rows_per_step(self) -> int:
+        return self.config.prompts_per_step
+
     def updates_per_step(self) -> int:
         size = self.config.mini_batch_size or self.config.prompts_per_step
         return -(-self.config.prompts_per_step // size) * self.config.epochs

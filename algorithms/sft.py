@@ -37,6 +37,10 @@ class SFT(Algorithm):
     def roles(self) -> tuple[Role, ...]:
         return (Role("actor", trained=True),)
 
+    @property
+    def rows_per_step(self) -> int:
+        return self.config.batch_size
+
     def updates_per_step(self) -> int:
         return 1
 

@@ -70,6 +70,11 @@ class Algorithm(ABC):
         """What is wrong with the config beyond single values; said before anything starts."""
         return []
 
+    @property
+    def rows_per_step(self) -> int | None:
+        """Sequences that a step trains on, if the config determines it (for `hybridflow show` and checks)."""
+        return None
+
     def updates_per_step(self) -> int | None:
         """Optimizer steps of the actor per iteration, if the config determines it (for `hybridflow show`)."""
         return None
@@ -78,5 +83,5 @@ class Algorithm(ABC):
         """What must survive a restart (coefficients, multipliers, leftovers), JSON-like."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """The inverse of state_dict."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.figures import mini_batch_rows, rows_per_step
+from hybridflow.core.figures import mini_batch_rows
 from hybridflow.core.plugins import registry
 from hybridflow.core.tokenizer import TokenizerConfig
 
@@ -137,7 +137,7 @@ def able_devices(job: Job) -> Iterator[str]:
 # Sizes
 @_reads("algorithm")
 def enough_rows(job: Job) -> Iterator[str]:
-    rows, mini = rows_per_step(job.algorithm), mini_batch_rows(job.algorithm)
+    rows, mini = job.algorithm.rows_per_step, mini_batch_rows(job.algorithm)
     for name, model in job.models.items():
         dp = model.layout.dp
         if rows is not None and rows < dp:

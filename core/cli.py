@@ -74,11 +74,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     from hybridflow.core.launch import run
-    from hybridflow.core.stages import check_overrides
 
     if arguments.resume and arguments.overwrite:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
-    check_overrides(arguments.config, arguments.overrides)
     outcome = run(arguments.config, arguments.overrides, arguments.resume, arguments.overwrite)
     return 0 if outcome.state == "finished" else 3
 

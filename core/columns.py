@@ -127,12 +127,13 @@ def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def tokens(rows: Sequence[Any], dtype: torch.dtype | None = None) -> Column:
-    """A token column from one sequence (list, array or tensor) per row."""
+    """A token column from one sequence (list, array or tensor) per row; int64 if all are empty and no dtype is given."""
     parts = [torch.as_tensor(np.asarray(r) if not isinstance(r, torch.Tensor) else r) for r in rows]
     lengths = np.array([len(p) for p in parts], dtype=np.int64)
-    if not parts:
+    filled = [p for p in parts if len(p)]  # an empty list has no dtype of its own to impose
+    if not filled:
         return Column(torch.empty(0, dtype=dtype or torch.int64), lengths)
-    values = torch.cat(parts)
+    values = torch.cat(filled)
     return Column(values if dtype is None else values.to(dtype), lengths)
 
 

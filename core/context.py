@@ -65,7 +65,7 @@ class RoleHandle:
 
     def sync(self) -> Future:
         """Bring the trained weights to the rollout engine now (generate does it when it must)."""
-        return self.group.sync()
+        return self._ctx.watch(self.role.name, self.group.sync())
 
 
 class StepContext:
@@ -144,6 +144,8 @@ class StepContext:
         found = [self._logged]
         for role, result in self._results:
             metrics = result.result() if isinstance(result, Future) else result.metrics
+            if not isinstance(metrics, Metrics):  # of sync: waited for, nothing to report
+                continue
             found.append(metrics.prefixed(f"{role}/") if role else metrics)
         self._results, self._logged = [], Metrics()
         return Metrics.merge(found)

@@ -13,7 +13,7 @@ from hybridflow.core.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.reporting import Reporter
 from hybridflow.core.run_folder import StopSignal, claim
-from hybridflow.core.session import Session, prepare
+from hybridflow.core.session import Prepared, Session
 from hybridflow.core.validation import validate
 
 
@@ -40,9 +40,10 @@ class Outcome:
     """step -> the metrics of the validation after it."""
 
 
-def run_job(job: Job, resume: bool = False, overwrite: bool = False, export: bool = False) -> Outcome:
+def run_job(
+    job: Job, prepared: Prepared, resume: bool = False, overwrite: bool = False, export: bool = False
+) -> Outcome:
     """Run one job to its end, restarting from its last checkpoint up to run.restarts times when a worker dies."""
-    prepared = prepare(job)
     with claim(job, resume, overwrite), Reporter(job, prepared) as report:
         for attempt in range(job.run.restarts + 1):
             try:

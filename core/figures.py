@@ -12,28 +12,16 @@ if TYPE_CHECKING:
     from hybridflow.core.roles import PlacedModel
 
 
-def rows_per_step(algorithm: Algorithm) -> int | None:
-    """Sequences that a step trains on: the algorithm's `rows_per_step`, else from its config's usual names."""
-    rows = getattr(algorithm, "rows_per_step", None)
-    rows = rows() if callable(rows) else rows
-    if rows is None:
-        config = algorithm.config
-        rows = getattr(config, "batch_size", None)
-        if rows is None and (prompts := getattr(config, "prompts_per_step", None)) is not None:
-            rows = prompts * getattr(config, "group_size", 1)
-    return rows
-
-
 def mini_batch_rows(algorithm: Algorithm) -> int | None:
     """Sequences per optimizer step, or None where the config has no mini_batch_size and no known rows."""
-    rows, size = rows_per_step(algorithm), getattr(algorithm.config, "mini_batch_size", 0)
+    rows, size = algorithm.rows_per_step, getattr(algorithm.config, "mini_batch_size", 0)
     return size if rows is None and size else rows if not size else min(size, rows or size)
 
 
 def figures(job: Job) -> Iterator[tuple[str, str]]:
     """(what, value) pairs for `hybridflow show`."""
     yield "devices", _devices(job)
-    rows, mini = rows_per_step(job.algorithm), mini_batch_rows(job.algorithm)
+    rows, mini = job.algorithm.rows_per_step, mini_batch_rows(job.algorithm)
     updates = job.algorithm.updates_per_step()
     yield "sequences per step", _count(rows)
     if mini is not None:

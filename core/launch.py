@@ -11,20 +11,22 @@ from hybridflow.core.controller import Outcome, run_job
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import STAGE, Job, resolve_jobs
 from hybridflow.core.schema import SHORTHAND
+from hybridflow.core.session import prepare_all
 
 DONE = "done.json"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> list[Job]:
     """The jobs (stages, in order) of a TOML file with `key=value` overrides. Raises ConfigError with all problems."""
-    tables, _ = read_config(path, overrides, SHORTHAND)
-    return resolve_jobs(tables, Path(path).stem, SHORTHAND)
+    tables, provenance = read_config(path, overrides, SHORTHAND)
+    return resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance)
 
 
 def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False) -> Outcome:
     """Run a config; prints as its last line how the held-out set was answered after each stage."""
     jobs = load_config(path, overrides)
     _refuse_what_is_there(jobs, resume, overwrite)
+    prepared = prepare_all(jobs)
     outcomes: dict[str, Outcome] = {}
     outcome = Outcome("finished", 0, {})
     for at, job in enumerate(jobs):
@@ -33,7 +35,7 @@ def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, o
         else:
             current = load_config(path, overrides)[at]  # exports of earlier stages are there now
             needed = any(f"{STAGE}{job.stage}" in str(later.tables) for later in jobs[at + 1 :])
-            outcome = run_job(current, resume, overwrite, export=current.run.export or needed)
+            outcome = run_job(current, prepared[at], resume, overwrite, export=current.run.export or needed)
             if outcome.state != "finished":
                 return outcome
             (job.folder / DONE).write_text(json.dumps({"step": outcome.step, "validations": outcome.validations}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,24 @@ class Prepared:
     dropped: dict[str, int]
 
 
-def prepare(job: Job) -> Prepared:
-    """Build the tokenizer and check data and models against each other. Raises DataError, ModelError, ConfigError."""
+def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
+    """Every stage checked before the first one starts."""
+    tokenizers: dict[str, Tokenizer] = {}
+    prepared = []
+    for job in jobs:
+        prepared.append(prepare(job, tokenizers.get(job.tokenizer_path or "")))
+        tokenizers[str(job.folder / "tokenizer")] = prepared[-1].tokenizer  # what a later stage will find there
+    return prepared
+
+
+def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
+    """Build the tokenizer (if none is given) and check data and models against each other.
+
+    Raises DataError, ModelError, ConfigError.
+    """
     source = load_source(job.data)
-    tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts())
+    if tokenizer is None:
+        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts())
     for name, model in job.models.items():
         try:
             tokenizer.check(model.spec.model.vocab_size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.core.config import COMMAND_LINE, Provenance, expand, merge, read_config
+from hybridflow.core.config import COMMAND_LINE, Provenance, expand, merge
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.schema import SECTIONS, SHORTHAND
+from hybridflow.core.schema import SECTIONS
 
 if TYPE_CHECKING:
     from hybridflow.core.job import Job
@@ -60,12 +60,6 @@ def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
     if rest:
         return {**table, first: _without(table[first], rest)}
     return {k: v for k, v in table.items() if k != first}
-
-
-def check_overrides(path: str | Path, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for overrides that would do nothing in the file."""
-    if problems := shadowed_overrides(*read_config(path, overrides, SHORTHAND)):
-        raise ConfigError(problems)
 
 
 def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> list[str]:

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from hybridflow.algorithms.functional import AdaptiveKL, LagrangeMultiplier
 
 

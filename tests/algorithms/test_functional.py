@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from hybridflow.algorithms import functional as fn
 
 LN2 = math.log(2.0)

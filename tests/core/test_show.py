@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hybridflow.core.config import read_config
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.figures import figures, mini_batch_rows, remarks, rows_per_step
+from hybridflow.core.figures import figures, mini_batch_rows, remarks
 from hybridflow.core.job import Job, resolve_jobs
 from hybridflow.core.schema import SHORTHAND
 from hybridflow.core.show import Value, blocks, render, show
@@ -255,8 +255,8 @@ def test_derived_figures_are_those_of_the_config():
 
 def test_rows_per_step_of_our_algorithms():
     [(grpo, _)] = resolved("one.toml", "algorithm={name='grpo', grpo={prompts_per_step=6}}", "algorithm.kl_coef=0.0")
-    assert rows_per_step(grpo.algorithm) == 24 and mini_batch_rows(grpo.algorithm) == 24
-    assert rows_per_step(resolved("two.toml")[0][0].algorithm) == 4
+    assert grpo.algorithm.rows_per_step == 24 and mini_batch_rows(grpo.algorithm) == 24
+    assert resolved("two.toml")[0][0].algorithm.rows_per_step == 4
 
 
 def test_an_uneven_share_is_shown_as_a_range():
