@@ -94,6 +94,12 @@ class Probe(Worker):
         return float(value)
 
     @register(Protocol.ONE_TO_ALL)
+    def fail_while_others_wait(self) -> float:
+        if self.rank == 1:
+            raise KeyError("no such unit")
+        return self.sum_of_ranks()
+
+    @register(Protocol.ONE_TO_ALL)
     def end_the_process(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -150,15 +156,16 @@ class RuntimeConformance:
         )
 
     def test_rows_are_split_and_come_back_in_order(self, groups):
-        batch = Batch({"x": torch.arange(7.0)})
-        doubled = groups("probe", ranks=2).double(batch)
-        found = torch.as_tensor(doubled["x"].values).tolist()
-        require(
-            found == [2.0 * i for i in range(7)] and doubled.metrics["sum"] == 3.0,
-            got=f"{found}, metrics {doubled.metrics!r}",
-            expected="each row doubled, in order; metrics of both ranks merged",
-            likely="replies are mixed up between ranks",
-        )
+        group = groups("probe", ranks=2)
+        for rows in (8, 7, 1):
+            doubled = group.double(Batch({"x": torch.arange(float(rows))}))
+            found = torch.as_tensor(doubled["x"].values).tolist()
+            require(
+                found == [2.0 * i for i in range(rows)] and doubled.metrics["sum"] == (rows - 1) / 2,
+                got=f"{found}, metrics {doubled.metrics!r}",
+                expected=f"each of {rows} rows doubled, in order; metrics of both ranks merged",
+                likely="replies are mixed up between ranks",
+            )
 
     def test_a_result_goes_to_another_pool_by_reference(self, groups, runtime):
         first, second = groups("first"), groups("second")
@@ -320,4 +327,23 @@ class RuntimeConformance:
             got=f"role {error.role!r}, phase {error.phase!r}",
             expected="role 'doomed', phase 'end_the_process'",
             likely="the label that submit got is not kept with the reference",
+        )
+
+    # The last one: its rank 0 goes on waiting until the runtime is shut down.
+    def test_a_failure_is_told_while_other_ranks_wait_for_the_failed_one(self, groups):
+        if not self.collectives:
+            pytest.skip("its ranks have no torch.distributed group")
+        group = groups("waiting", ranks=2)
+        started = time.monotonic()
+        error = require_raises(
+            lambda: group.fail_while_others_wait().result(),
+            WorkerError,
+            what="a call in which rank 1 raised and rank 0 waits for it",
+            likely="replies are waited for one after the other: look at all of them while one does not come",
+        )
+        require(
+            error.rank == 1 and "no such unit" in str(error) and time.monotonic() - started < 120,
+            got=f"rank {error.rank}, {str(error)!r:.200}, after {time.monotonic() - started:.0f} s",
+            expected="what rank 1 raised, soon",
+            likely="the first error is that of a collective which ran into its time limit",
         )
