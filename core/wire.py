@@ -28,6 +28,8 @@ INLINE_BYTES = 4096
 """Columns that together are at most this large travel inside the message (an object in the store costs about 1 ms)."""
 OWN_OBJECT_BYTES = 1 << 20
 """Columns from this size on get an object each; smaller ones of one message share one."""
+MAX_NESTED = 4
+"""Batches of batches (rows of several joined results behind one another) deeper than this are sent as new columns."""
 
 _TORCH = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -215,6 +217,38 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def _made_of(view: View) -> list[View]:
+    """The views behind promises that were kept, so that what calls pass on unchanged does not grow with each call."""
+    if len(view.tables) > 1:
+        tables = tuple(t for table in view.tables for t in _in_a_row(table))
+        return [View(tables, view.index, view.renames, view.only)]
+    table = view.tables[0]
+    if not isinstance(table, PromisedTable) or table.reply is not None:
+        return [view]
+    inner = table.batch()
+    if view.renames is None:
+        views = inner.views if view.only is None else inner.select(sorted(view.only)).views
+    else:
+        homes: dict[View, dict[str, str]] = {}
+        for new, old in view.renames.items():
+            home = inner._view_of(old)
+            if home is None:
+                raise KeyError(f"a result has no column {old!r}; it has {', '.join(inner.names) or 'none'}")
+            homes.setdefault(home, {})[new] = old
+        views = [home.rename(names) for home, names in homes.items()]
+    views = views or [View((LocalTable({}, inner.rows),))]
+    return [made for v in views for made in _made_of(v.take(view.index))]
+
+
+def _in_a_row(table: Table) -> tuple[Table, ...]:
+    """The tables of a kept promise that is nothing but tables in a row; else the table itself."""
+    if isinstance(table, PromisedTable) and table.reply is None and len(views := table.batch().views) == 1:
+        only = views[0]
+        if only.index is None and only.renames is None and only.only is None:
+            return tuple(t for inner in only.tables for t in _in_a_row(inner))
+    return (table,)
+
+
 class Encoder:
     """Turns values that may hold batches, anywhere inside, into (blob, handles, replies)."""
 
@@ -222,6 +256,7 @@ class Encoder:
         self.store = store
         self.handles: list[Any] = []
         self.replies: list[Any] = []
+        self._depth = 0
 
     def dumps(self, value: Any) -> bytes:
         stream = io.BytesIO()
@@ -230,7 +265,7 @@ class Encoder:
 
     def batch(self, batch: Batch) -> tuple:
         metrics = batch._metrics
-        views = [self._view(view.narrow()) for view in batch.views]
+        views = [self._view(view.narrow()) for seen in batch.views for view in _made_of(seen)]
         return (views, (metrics.means, metrics.maxima) if metrics else None)
 
     def _view(self, view: View) -> tuple:
@@ -268,8 +303,13 @@ class Encoder:
             if table.reply not in self.replies:
                 self.replies.append(table.reply)
             return ("p", self.replies.index(table.reply), table.known_rows, table.known_names)
-        batch = table.batch()
-        return ("n", self.batch(batch if wanted is None else batch.select(sorted(wanted))))
+        batch = table.batch() if wanted is None else table.batch().select(sorted(wanted))
+        if self._depth == MAX_NESTED:
+            return self._columns({n: batch[n] for n in batch.names}, batch.rows)
+        self._depth += 1
+        nested = self.batch(batch)
+        self._depth -= 1
+        return ("n", nested)
 
     def _used(self, block: Block, at: int, used: set[tuple[int, int]]) -> Block:
         if isinstance(block, list):

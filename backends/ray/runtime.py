@@ -113,9 +113,11 @@ class RayRuntime(Runtime):
         for count in pool.devices_per_node:
             bundle = {LOCAL_RESOURCE: count} if self._local else {"CPU": count}
             bundles.append(bundle | ({"GPU": count} if device == "cuda" else {}))
-        group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD")
-        self._groups.append(group)
-        if not group.wait(self.config.start_timeout_s if not self._local else 30):
+        enough = not self._local or pool.world <= ray.cluster_resources().get(LOCAL_RESOURCE, 0)
+        if enough:
+            group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD")
+            self._groups.append(group)
+        if not enough or not group.wait(self.config.start_timeout_s):
             have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU", LOCAL_RESOURCE)}
             nodes = len([n for n in ray.nodes() if n["Alive"]])
             raise HybridFlowError(

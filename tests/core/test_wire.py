@@ -212,3 +212,20 @@ def test_classes_and_functions_of_a_module_that_others_cannot_import_travel_by_v
 def test_what_others_can_import_travels_by_name():
     blob = Encoder(CountingStore()).dumps((Batch, np.mean, attrs.evolve))
     assert len(blob) < 200
+
+
+def test_what_is_passed_on_again_and_again_does_not_grow():
+    store = CountingStore()
+    one = Batch({"x": torch.arange(6), "y": torch.arange(6) * 2})
+    few = Batch.concat([sent(one, store).take([0, 1]), sent(one, store).join(sent(one, store)).take([2, 3])])
+    sizes = []
+    for hop in range(40):
+        one, few = promised(sent(one, store)), promised(sent(few, store), names=hop % 2 == 0)
+        if hop % 3 == 0:
+            one = one.rename(x="y", y="x").take([5, 0, 1, 2, 3, 4])
+            few = Batch.concat(few.take([3, 2, 1, 0]).split(2))
+        sizes.append((len(Encoder(store).dumps(one)), len(Encoder(store).dumps(few))))
+    assert sizes[-1][0] <= sizes[0][0] + 50
+    assert max(few for _, few in sizes[20:]) <= max(few for _, few in sizes[:20])
+    assert plain(one["x"]) == [4, 5, 0, 1, 2, 3] and plain(one["y"]) == [8, 10, 0, 2, 4, 6]
+    assert plain(few["x"]) == [0, 1, 2, 3]
