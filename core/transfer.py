@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.rollout import RolloutEngine
 from hybridflow.core.training import TrainingBackend
 from hybridflow.core.weights import Box
+
+ALL = "tp-cp-pp-dp"
 
 
 def transfer_weights(backend: TrainingBackend, engine: RolloutEngine, version: int) -> None:
     """Whole parameters, one at a time, to an engine that holds all of them (tensor parallelism of one).
 
-    Every rank takes part, to the end: one whose engine fails goes on with the others' collectives and raises then. Its
-    engine refuses to generate until the next transfer has ended.
+    Every rank takes part to the end, one whose engine fails too, and all of them raise if one has failed: so every
+    engine refuses to generate until the next transfer has ended, which again all ranks begin.
     """
     wanted = engine.layout()
     engine.begin_update(version)
@@ -22,6 +25,9 @@ def transfer_weights(backend: TrainingBackend, engine: RolloutEngine, version: i
                 engine.receive(name, Box.full(tensor.shape), tensor.detach())
             except Exception as error:
                 failure = error
+    failed = backend.context.max([float(failure is not None)], ALL)[0]
     if failure is not None:
         raise failure
+    if failed:
+        raise HybridFlowError(f"the transfer of weights of version {version} failed on another rank; sync again")
     engine.end_update()
