@@ -312,6 +312,26 @@ class RuntimeConformance:
             likely="submit waits for the call, or pools share a process",
         )
 
+    # The last two: a runtime may refuse everything once a pool is stuck or a process gone, since a run ends then.
+    def test_a_failure_is_told_while_other_ranks_wait_for_the_failed_one(self, groups):
+        if not self.collectives:
+            pytest.skip("its ranks have no torch.distributed group")
+        group = groups("waiting", ranks=2)
+        groups("doomed")  # of the next test: it starts while all is well
+        started = time.monotonic()
+        error = require_raises(
+            lambda: group.fail_while_others_wait().result(),
+            WorkerError,
+            what="a call in which rank 1 raised and rank 0 waits for it",
+            likely="replies are waited for one after the other: look at all of them while one does not come",
+        )
+        require(
+            error.rank == 1 and "no such unit" in str(error) and time.monotonic() - started < 120,
+            got=f"rank {error.rank}, {str(error)!r:.200}, after {time.monotonic() - started:.0f} s",
+            expected="what rank 1 raised, soon",
+            likely="the first error is that of a collective which ran into its time limit",
+        )
+
     def test_a_process_that_dies_is_an_error_with_its_place(self, groups):
         if not self.processes:
             pytest.skip("its ranks live in the controller's process")
@@ -327,23 +347,4 @@ class RuntimeConformance:
             got=f"role {error.role!r}, phase {error.phase!r}",
             expected="role 'doomed', phase 'end_the_process'",
             likely="the label that submit got is not kept with the reference",
-        )
-
-    # The last one: its rank 0 goes on waiting until the runtime is shut down.
-    def test_a_failure_is_told_while_other_ranks_wait_for_the_failed_one(self, groups):
-        if not self.collectives:
-            pytest.skip("its ranks have no torch.distributed group")
-        group = groups("waiting", ranks=2)
-        started = time.monotonic()
-        error = require_raises(
-            lambda: group.fail_while_others_wait().result(),
-            WorkerError,
-            what="a call in which rank 1 raised and rank 0 waits for it",
-            likely="replies are waited for one after the other: look at all of them while one does not come",
-        )
-        require(
-            error.rank == 1 and "no such unit" in str(error) and time.monotonic() - started < 120,
-            got=f"rank {error.rank}, {str(error)!r:.200}, after {time.monotonic() - started:.0f} s",
-            expected="what rank 1 raised, soon",
-            likely="the first error is that of a collective which ran into its time limit",
         )
