@@ -59,8 +59,9 @@ class PPO(Algorithm):
 
     def __init__(self, config: PPOConfig):
         super().__init__(config)
-        adapts = config.kl_target and config.kl_coef
-        self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon) if adapts else None
+        self.adaptive = None
+        if config.kl_coef and config.kl_target:
+            self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
     def roles(self) -> tuple[Role, ...]:
         ref = (Role("ref"),) if self.config.kl_coef else ()

@@ -160,6 +160,7 @@ def padded_rows(
             continue
         if taken.kind == "token":
             values = torch.as_tensor(taken.values)
+            assert taken.lengths is not None and mask.lengths is not None
             if values.is_floating_point() and np.array_equal(taken.lengths, mask.lengths):
                 values = values.masked_fill(hidden.view(-1, *(1,) * (values.dim() - 1)), 0)
             tensor = Column(values, taken.lengths).padded(width=width)

@@ -152,7 +152,8 @@ class AlgorithmConformance(LossConformance):
         self._survives_json(algorithm)
 
     def _survives_json(self, algorithm: Algorithm) -> None:
-        state, written = algorithm.state_dict(), None
+        state: dict[str, Any] = algorithm.state_dict()
+        written: dict[str, Any] = {}
         try:
             written = json.loads(json.dumps(state))
         except TypeError as error:

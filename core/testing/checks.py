@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+E = TypeVar("E", bound=BaseException)
 
 
 def require(holds: Any, *, got: Any, expected: Any, likely: str) -> None:
@@ -39,7 +42,7 @@ def require_close(
     )
 
 
-def require_raises(call: Any, kind: type[BaseException], *, what: str, likely: str) -> BaseException:
+def require_raises(call: Callable[[], Any], kind: type[E], *, what: str, likely: str) -> E:
     """The error of `kind` that `call()` raises."""
     __tracebackhide__ = True
     try:

@@ -155,7 +155,8 @@ def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: 
     leaves = {n: [r.clone().requires_grad_() for r in rows] for n, rows in mini.outputs.items()}
     flat = [leaf for rows in leaves.values() for leaf in rows]
     counts = count(mini.masks, mini.shape.units)
-    total, figures, sums = torch.zeros(()), [], {}
+    total, figures = torch.zeros(()), []
+    sums: dict[str, torch.Tensor] = {}
     read: set[str] = set()
     needed: set[str] = set()
     changed: set[str] = set()

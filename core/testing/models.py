@@ -32,7 +32,7 @@ class Reference:
     """A Hugging Face model in float32, saved in a folder; `spec` names that folder."""
 
     spec: ModelSpec
-    model: torch.nn.Module
+    model: Any
     parameters: dict[str, torch.Tensor]
     """By canonical name: those of the folder's safetensors."""
     _folder: Any
@@ -81,7 +81,7 @@ def reference(architecture: str = "qwen2", kind: str = "policy", seed: int = 0) 
     fields = tiny_config(architecture)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     config._attn_implementation = "eager"
-    auto = AutoModelForCausalLM
+    auto: Any = AutoModelForCausalLM
     if kind != "policy":
         auto, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
     model = auto.from_config(config, dtype=torch.float32).eval()

@@ -18,7 +18,7 @@ from hybridflow.core.protocols import TransferProtocol
 from hybridflow.core.testing.checks import missing_fixture, require
 
 
-@attrs.frozen
+@attrs.define
 class Shape:
     """A group as protocols see it."""
 

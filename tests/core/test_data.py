@@ -67,6 +67,17 @@ def test_templates_make_the_prompt_the_response_and_the_answer():
     assert len(data) == 3
 
 
+def test_a_rejected_response_is_the_worse_one_of_a_pair():
+    found = examples([{"q": "1+1=", "good": "2", "bad": "3"}], prompt="{q}", response="{good}", rejected="{bad}")[0]
+    assert DIGITS.decode(found.response_ids) == "2" and DIGITS.decode(found.rejected_ids) == "3"
+    assert found.rejected_ids[-1] == DIGITS.eos_id
+    assert "give the better one too" in DataConfig(rejected="{bad}").problems()[0]
+    assert "data.rejected" in DataConfig(response="{good}", rejected="{}").problems()[0]
+    talk = [{"chat": [{"role": "user", "content": "1+1="}], "bad": "3"}]
+    with pytest.raises(DataError, match="a rejected response and no better one"):
+        examples(talk, ChatTokenizer(), messages="chat", rejected="{bad}")[0]
+
+
 def test_without_templates_for_them_there_is_no_response_and_the_rows_own_answer_is_kept():
     example = examples(sums(1), prompt="{text}")[0]
     assert example.response_ids is None

@@ -12,7 +12,7 @@ from hybridflow.backends.inline.runtime import InlineProcess, InlineRuntime
 from hybridflow.core.host import Host
 from hybridflow.core.runtime import Traffic
 from hybridflow.core.testing import RuntimeConformance
-from hybridflow.core.testing.runtimes import probe_groups
+from hybridflow.core.testing.probe import probe_groups
 
 
 class Kit(RuntimeConformance):
