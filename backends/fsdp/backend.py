@@ -18,7 +18,7 @@ from hybridflow.backends.fsdp.export import write_hf_folder
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
 from hybridflow.backends.fsdp.modeling import RoleModel, build_hf_model
 from hybridflow.backends.fsdp.optimizer import ShardedAdamW
-from hybridflow.backends.fsdp.sharding import apply_fsdp, apply_tensor_parallel, boxes_of, device_mesh, local
+from hybridflow.backends.fsdp.sharding import apply_fsdp, apply_tensor_parallel, boxes_of, copies, device_mesh, local
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
@@ -60,10 +60,12 @@ class FSDPBackend(TrainingBackend):
             for layer in getattr(hf.base_model, "layers", []):
                 layer.compile()
         self.parameters = dict(self._canonical())
+        self._boxes = {name: boxes_of(p, layout, config.replicas) for name, p in self.parameters.items()}
         self._make_gather_group()
         self.optimizer = None
         if self.optimizer_config is not None:
-            self.optimizer = ShardedAdamW(self.parameters, self.optimizer_config)
+            held = {n: copies(p, layout, config.replicas) for n, p in self.parameters.items()}
+            self.optimizer = ShardedAdamW(self.parameters, held, self.optimizer_config)
 
     def _canonical(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters under the names of the exported safetensors; tied ones once."""
@@ -135,16 +137,13 @@ class FSDPBackend(TrainingBackend):
         params = {}
         for name, p in self.parameters.items():
             params[name] = Param(tuple(p.shape), p.dtype)
-            for rank, box in self._boxes(p).items():
+            for rank, box in self._boxes[name].items():
                 held[rank][name] = (box,) if box.numel else ()
         return WeightLayout(params, held, self._ties)
 
-    def _boxes(self, parameter: torch.Tensor) -> dict[int, Box]:
-        return boxes_of(parameter, self.context.layout, self.config.replicas)
-
     def named_shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         for name, parameter in self.parameters.items():
-            box = self._boxes(parameter)[self.context.rank]
+            box = self._boxes[name][self.context.rank]
             if box.numel:
                 yield name, box, local(parameter.detach())
 
@@ -154,7 +153,7 @@ class FSDPBackend(TrainingBackend):
             for name, p in self.parameters.items():
                 yield name, local(p.detach()).to(device)
             return
-        pieces = [Piece(n, tuple(p.shape), local(p.detach()), self._boxes(p)) for n, p in self.parameters.items()]
+        pieces = [Piece(n, tuple(p.shape), local(p.detach()), self._boxes[n]) for n, p in self.parameters.items()]
         yield from whole_parameters(pieces, self._replica, self._replica_group, device)
 
     # Files

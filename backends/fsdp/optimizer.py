@@ -9,18 +9,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybridflow.backends.fsdp.sharding import copies, local
+from hybridflow.backends.fsdp.sharding import local
 from hybridflow.core.training import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
-    """torch.optim.AdamW over views of the parameters' storage. `relink` after that storage has moved."""
+    """torch.optim.AdamW over views of the parameters' storage. `relink` after that storage has moved.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig):
-        self.config = config
-        self.parameters = dict(parameters)
+    copies: parameter -> how many ranks hold each of its elements.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], copies: Mapping[str, int], config: OptimizerConfig):
+        self.parameters, self.copies = dict(parameters), copies
         self.shards = {n: nn.Parameter(local(p.detach())) for n, p in parameters.items() if local(p).numel()}
         self._adamw = torch.optim.AdamW(
             self.shards.values() or [torch.zeros(0)],  # a rank may hold nothing
@@ -39,9 +41,9 @@ class ShardedAdamW:
     def grad_norm(self, world: int, device: torch.device) -> float:
         """Global L2 norm; each element counts once, however many ranks hold it. One all-reduce."""
         shares: dict[int, list[torch.Tensor]] = {}
-        for parameter in self.parameters.values():
-            if parameter.grad is not None and local(parameter.grad).numel():
-                shares.setdefault(copies(parameter.grad, world), []).append(local(parameter.grad))
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None and (piece := local(parameter.grad)).numel():
+                shares.setdefault(self.copies[name], []).append(piece)
         total = torch.zeros((), dtype=torch.float32, device=device)
         for held_by, grads in shares.items():
             total += torch.stack(torch._foreach_norm(grads)).square().sum().to(device) / held_by

@@ -115,17 +115,16 @@ def _sharded_axes(parameter: torch.Tensor) -> dict[str, int]:
     return {name: int(p.dim) for name, p in named if hasattr(p, "dim")}
 
 
-@torch.no_grad()
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's piece, as a plain tensor that shares its storage."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def copies(tensor: torch.Tensor, world: int) -> int:
-    """On how many of the group's ranks each element stands."""
     if not isinstance(tensor, DTensor):
-        return world
-    shards = 1
-    for size, placement in zip(tensor.device_mesh.mesh.shape, tensor.placements, strict=True):
-        shards *= size if hasattr(placement, "dim") else 1
-    return world // shards
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def copies(parameter: torch.Tensor, layout: ParallelLayout, replicas: int) -> int:
+    """On how many of the group's ranks each element stands."""
+    axes = _sharded_axes(parameter)
+    shards = (layout.tp if "tp" in axes else 1) * (layout.dp // replicas if "shard" in axes else 1)
+    return layout.world // shards

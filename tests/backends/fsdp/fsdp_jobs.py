@@ -69,7 +69,7 @@ def gradients(worker: ModelWorker) -> dict[str, torch.Tensor]:
     backend = worker.backend
     if worker.context.layout.world == 1:
         return {n: local(p.grad).clone() for n, p in backend.parameters.items()}
-    pieces = [Piece(n, tuple(p.shape), local(p.grad), backend._boxes(p)) for n, p in backend.parameters.items()]
+    pieces = [Piece(n, tuple(p.shape), local(p.grad), backend._boxes[n]) for n, p in backend.parameters.items()]
     whole = whole_parameters(pieces, backend._replica, backend._replica_group, worker.context.device)
     return {name: grad.clone() for name, grad in whole}
 
