@@ -73,8 +73,9 @@ class LossPart:
             if self.micros[at].dummy:
                 return sum((o.sum() * 0.0 for o in outputs.values()), torch.zeros((), device=self.context.device))
             rows = padded_rows(self.columns, self.plan[at], self.context.device)
+            declared = {name: rows[name] for name in (*self.loss.reads, "loss_mask")}
             value, found = reduce_terms(
-                self.loss(rows, outputs), rows["loss_mask"], self.total, self._count(self.plan[at])
+                self.loss(declared, outputs), rows["loss_mask"], self.total, self._count(self.plan[at])
             )
             tally.extend(found)
             if "logprobs" in outputs and all(name in rows for name in MISMATCH):
