@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils import logging as hf_logging
 
@@ -16,6 +17,8 @@ from hybridflow.core.errors import ModelError
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.training import MicroBatch
 
+LOGITS_AT_ONCE = 1 << 28
+"""Logits (tokens times vocabulary) that a forward holds in float32 at once: 1 GiB, and as much again in the backward."""
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout")
 
 
@@ -89,13 +92,29 @@ class RoleModel(nn.Module):
         before = rows * ids.shape[1] + micro.prompt_lengths[rows] + at - 1
         target = before + 1 + rows * (micro.ids.shape[1] - ids.shape[1])
         rows, at, before, target = torch.stack([rows, at, before, target]).to(ids.device, non_blocking=True)
-        out = self.head(pick(hidden, before))
-        shape = (len(ids), micro.width)
+        states, shape = pick(hidden, before), (len(ids), micro.width)
         if "values" in needs:
-            return {"values": spread(out[:, 0].float(), rows, at, shape)}
+            return {"values": spread(self.head(states)[:, 0].float(), rows, at, shape)}
         wanted = micro.ids.flatten().index_select(0, target)
         topk = None if micro.topk_ids is None else micro.topk_ids[rows, at]
-        return {name: spread(v, rows, at, shape) for name, v in token_outputs(out, wanted, needs, temperature, topk)}
+        outputs = self._token_outputs(states, wanted, needs, temperature, topk)
+        return {name: spread(value, rows, at, shape) for name, value in outputs.items()}
+
+    def _token_outputs(self, states, targets, needs, temperature, topk_ids) -> dict[str, torch.Tensor]:
+        """Logits in pieces when they are many, made again in the backward instead of kept."""
+
+        def piece(states, targets, topk_ids):
+            return dict(token_outputs(self.head(states), targets, needs, temperature, topk_ids))
+
+        size = max(LOGITS_AT_ONCE // self.hf.config.vocab_size, 1)
+        if len(states) <= size:
+            return piece(states, targets, topk_ids)
+        cuts = [slice(start, start + size) for start in range(0, len(states), size)]
+        found = [
+            checkpoint(piece, states[c], targets[c], topk_ids if topk_ids is None else topk_ids[c], use_reentrant=False)
+            for c in cuts
+        ]
+        return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
 
 def token_outputs(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from fsdp_reference import make_batch, spec_of
 
+from hybridflow.backends.fsdp import modeling
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
 from hybridflow.backends.fsdp.sharding import local
@@ -39,11 +40,13 @@ class Setup:
     engine: str | None = None
     offload: bool = False
     model: ModelSpec | None = None
+    logits_at_once: int = modeling.LOGITS_AT_ONCE
 
 
 def make_worker(rank: int, setup: Setup) -> ModelWorker:
     from hybridflow.backends.transformers.config import TransformersEngineConfig
 
+    modeling.LOGITS_AT_ONCE = setup.logits_at_once
     context = RankContext("actor", rank, setup.layout, torch.device("cpu"))
     role = ModelRole(
         setup.model or spec_of(setup.path, setup.kind), "fsdp", setup.config, setup.micro_batch_tokens, setup.optimizer,

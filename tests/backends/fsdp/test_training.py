@@ -173,17 +173,26 @@ def test_a_loss_whose_weights_are_all_zero_changes_nothing(ranks, folder, layout
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("layout", "config"),
     [
-        FSDPConfig(activation_checkpointing=True, wrap_min_parameters=0),
-        FSDPConfig(cpu_offload=True),
-        FSDPConfig(cpu_offload=True, wrap_min_parameters=0, reshard_after_forward=False),
+        (ONE, FSDPConfig(activation_checkpointing=True)),
+        (DP2, FSDPConfig(activation_checkpointing=True, wrap_min_parameters=0)),
+        (DP2_TP2, FSDPConfig(activation_checkpointing=True, wrap_min_parameters=0)),
+        (ONE, FSDPConfig(cpu_offload=True)),
+        (DP2, FSDPConfig(cpu_offload=True, wrap_min_parameters=0, reshard_after_forward=False)),
+        (DP2_TP2, FSDPConfig(cpu_offload=True)),
     ],
-    ids=["checkpointing", "offload", "offload-zero2"],
+    ids=str,
 )
-def test_options_that_save_memory_do_not_change_the_numbers(ranks, folder, config):
-    for layout in (ONE, DP2):
-        check(ranks, folder, "qwen2-tied", Setup("", layout=layout, config=config), Blend(), steps=2)
+def test_options_that_save_memory_do_not_change_the_numbers(ranks, folder, layout, config):
+    check(ranks, folder, "qwen2-tied", Setup("", layout=layout, config=config), Blend(), steps=2)
+
+
+@pytest.mark.parametrize("layout", [ONE, DP2_TP2], ids=str)
+def test_logits_that_are_made_in_pieces_give_the_same_numbers(ranks, folder, layout):
+    setup = Setup("", layout=layout, micro_batch_tokens=10_000, temperature=0.7, logits_at_once=68 * 5)
+    check(ranks, folder, "qwen2-tied", setup, Blend(), steps=2)
+    check(ranks, folder, "llama", setup, TopkLoss(), steps=1)
 
 
 def test_bf16_is_near_to_float32(ranks, folder):
