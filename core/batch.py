@@ -134,8 +134,12 @@ class View:
     def known_rows(self) -> int | None:
         if isinstance(self.index, np.ndarray):
             return len(self.index)
-        counts = [t.known_rows for t in self.tables]
-        return None if None in counts else index_rows(self.index, sum(counts))  # type: ignore[arg-type]
+        total = 0
+        for table in self.tables:
+            if (rows := table.known_rows) is None:
+                return None
+            total += rows
+        return index_rows(self.index, total)
 
     @property
     def rows(self) -> int:
@@ -146,7 +150,10 @@ class View:
     def known_names(self) -> tuple[str, ...] | None:
         if self.renames is not None:
             return tuple(self.renames)
-        return self._seen(next((n for t in self.tables if (n := t.known_names) is not None), None))
+        for table in self.tables:
+            if (names := table.known_names) is not None:
+                return self._seen(names)
+        return None
 
     def names(self) -> tuple[str, ...]:
         known = self.known_names()
@@ -268,7 +275,10 @@ class Batch:
     def known_rows(self) -> int | None:
         if not self.views:
             return 0
-        return next((n for v in self.views if (n := v.known_rows) is not None), None)
+        for view in self.views:
+            if (rows := view.known_rows) is not None:
+                return rows
+        return None
 
     def __len__(self) -> int:
         return self.rows

@@ -182,23 +182,22 @@ class WorkerGroup:
         return protocol.distribute(self, value)
 
     def _collect(self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources) -> Any:
-        def first_failure() -> None:
-            for reply in pending.values():  # any failing rank fails the call, collected or not
-                reply.read()
-
         if not method.returns_batch:
 
             def results() -> Any:
-                first_failure()
+                for reply in pending.values():  # any failing rank fails the call, collected or not
+                    reply.read()
                 return method.protocol.collect(self, [pending[rank].value() for rank in sources])
 
             return Future(results)
+        peers = _peers(pieces, sources)
         batches = []
         for rank in sources:
 
-            def result(reply: PendingReply = pending[rank]) -> Batch:
+            def result(reply: PendingReply = pending[rank], peers=tuple(pending[r] for r in peers[rank])) -> Batch:
                 value = reply.value()
-                first_failure()
+                for peer in peers:
+                    peer.read()
                 if not isinstance(value, Batch):
                     raise HybridFlowError(
                         f"method {method.name!r} is annotated -> Batch and returned {type(value).__name__}"
@@ -214,6 +213,17 @@ class WorkerGroup:
     def _watcher(self, method: str, rank: int) -> Callable[[Reply], None] | None:
         watch = self._watch
         return None if watch is None else lambda reply: watch(self.name, method, rank, reply)
+
+
+def _peers(pieces: dict[int, tuple], sources: Sequence[int]) -> dict[int, list[int]]:
+    """source -> the ranks whose results do not count and that work on the same pieces: their failures are its own."""
+    keys = {rank: (*map(id, args), *map(id, kwargs.values())) for rank, (args, kwargs) in pieces.items()}
+    by_key = {keys[rank]: rank for rank in reversed(sources)}
+    peers: dict[int, list[int]] = {rank: [] for rank in sources}
+    for rank, key in keys.items():
+        if rank not in peers:
+            peers[by_key.get(key, sources[0])].append(rank)
+    return peers
 
 
 def _entries(value: list | tuple | dict) -> list:

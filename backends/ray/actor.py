@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -17,6 +18,11 @@ class RayStore:
 
     def get(self, handle: Any) -> list:
         return ray.get(handle)
+
+
+def unpacked(reply: bytes | tuple) -> tuple[bytes, Sequence[Any], bool]:
+    """(blob, handles, failed): most replies are a blob alone, since Ray sends bytes without pickling them."""
+    return (reply, (), False) if isinstance(reply, bytes) else reply
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -37,5 +43,6 @@ class HostActor:
     def ping(self) -> None:
         """Answered by a process that is alive and idle."""
 
-    def call(self, blob: bytes, handles: list, *replies: tuple) -> tuple:
-        return self.host.call(blob, handles, replies)
+    def call(self, blob: bytes, handles: Sequence = (), *replies: bytes | tuple) -> bytes | tuple:
+        blob, handles, failed = self.host.call(blob, handles, [unpacked(r) for r in replies])
+        return (blob, handles, failed) if handles or failed else blob
