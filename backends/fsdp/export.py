@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 
 def write_hf_folder(
-    hf: torch.nn.Module, config: PretrainedConfig, tensors: dict[str, torch.Tensor], folder: Path
+    hf: PreTrainedModel, config: PretrainedConfig, tensors: dict[str, torch.Tensor], folder: Path
 ) -> None:
     """config.json, generation_config.json and model*.safetensors; loads with AutoModel.from_pretrained."""
     folder.mkdir(parents=True, exist_ok=True)

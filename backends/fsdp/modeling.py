@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ def running_config(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[nn.Module, PretrainedConfig]:
+def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, PretrainedConfig]:
     """The model with its weights, from the folder or drawn from `init_seed`, equal on every rank; and its config."""
     config = hf_config(spec)
     running = running_config(config)
@@ -72,6 +73,8 @@ class RoleModel(nn.Module):
 
     Rows start at position 0 and padding is on their right, so causal attention needs no mask.
     """
+
+    hf: Any  # a PreTrainedModel; nn.Module's own types would make every attribute a Tensor | Module
 
     def __init__(self, hf: nn.Module, kind: str):
         super().__init__()

@@ -74,20 +74,17 @@ class ShardedAdamW:
         """The moments, sharded as their parameters are; made of zeros before the first step. Writing to them counts."""
         found = {}
         for name, parameter in self.parameters.items():
-            moments = self._moments(name)
+            empty = local(parameter.detach())  # what a rank without any element of it has
+            moments = self._moments(self.shards[name]) if name in self.shards else dict.fromkeys(MOMENTS, empty)
             for moment in MOMENTS:
-                piece = local(parameter.detach()) if moments is None else moments[moment]  # the former has no elements
-                found[f"optimizer.{moment}.{name}"] = _placed_like(parameter, piece)
+                found[f"optimizer.{moment}.{name}"] = _placed_like(parameter, moments[moment])
         return found
 
     def set_step(self, step: int) -> None:
-        for name in self.shards:
-            self._moments(name)["step"].fill_(float(step))
+        for shard in self.shards.values():
+            self._moments(shard)["step"].fill_(float(step))
 
-    def _moments(self, name: str) -> dict[str, torch.Tensor] | None:
-        shard = self.shards.get(name)
-        if shard is None:
-            return None
+    def _moments(self, shard: nn.Parameter) -> dict[str, torch.Tensor]:
         moments = self._adamw.state[shard]
         if not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)

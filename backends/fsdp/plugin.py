@@ -1,6 +1,15 @@
 """Registers the FSDP2 training backend."""
 
+from typing import Any
+
 from hybridflow.core.plugins import Descriptor, hookimpl
+
+CAPABILITIES: dict[str, Any] = {
+    "axes": "dp, tp",
+    "models": "policy, value, score",
+    "offload": True,
+    "precision": "fp32, bf16",
+}
 
 
 @hookimpl
@@ -11,12 +20,7 @@ def hybridflow_plugins():
             name="fsdp",
             factory="hybridflow.backends.fsdp.backend:FSDPBackend",
             config="hybridflow.backends.fsdp.config:FSDPConfig",
-            capabilities={
-                "axes": "dp, tp",
-                "models": "policy, value, score",
-                "offload": True,
-                "precision": "fp32, bf16",
-            },
+            capabilities=CAPABILITIES,
             requires=("transformers", "safetensors"),
             extra="fsdp",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import tempfile
@@ -41,12 +40,12 @@ class Ranks:
         try:
             return self._pools[world](function, *args)
         except RuntimeError:
-            self._pools.pop(world).end(kill=True)
+            self._pools.pop(world).end()
             raise
 
     def end(self) -> None:
         for pool in self._pools.values():
-            pool.end(kill=False)
+            pool.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -81,16 +80,11 @@ class Pool:
             raise RuntimeError("\n".join(failed))
         return [answers[rank][1] for rank in range(len(self._pipes))]
 
-    def end(self, kill: bool) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            with contextlib.suppress(OSError):
-                pipe.send_bytes(pickle.dumps(None))
-            if kill:
-                process.kill()
+    def end(self) -> None:
         for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+            process.kill()
+        for process in self._processes:
+            process.join()
         self._store.cleanup()
 
 
@@ -98,11 +92,10 @@ def _serve(rank: int, world: int, pipe: Any, store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    while (message := pickle.loads(pipe.recv_bytes())) is not None:
-        function, args = message
+    while True:
+        function, args = pickle.loads(pipe.recv_bytes())
         try:
             answer = (True, function(rank, world, *args))
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
-    dist.destroy_process_group()
