@@ -26,7 +26,7 @@ test: $(VENV)/.done
 check: $(VENV)/.done
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	rm -rf .installed && $(PIP) install -q --no-deps --no-build-isolation --target .installed .
+	rm -rf .installed build && $(PIP) install -q --no-deps --no-build-isolation --target .installed .
 	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.backends -p hybridflow.algorithms
 	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
 

@@ -30,7 +30,15 @@ def main() -> int:
         return 0
     config = HERE.parent / "examples/gpu_grpo.toml"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "hybridflow.core.cli", "run", str(config), f"run.folder={folder}", *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-m",
+            "hybridflow.core.cli",
+            "run",
+            str(config),
+            f"run.folder={folder}",
+            *sys.argv[1:],
+        ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         rows = [json.loads(r) for r in (Path(folder) / "gpu_grpo/metrics.jsonl").read_text().splitlines()][WARM:]
     return report(rows, tomllib.loads(config.read_text()), torch.cuda.get_device_name())

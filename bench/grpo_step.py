@@ -45,8 +45,9 @@ def draws() -> dict[str, list[int]]:
 
 def make_model(folder: Path) -> None:
     """The one set of weights that both train, with a character tokenizer."""
-    from hybridflow.core.tokenizer import TokenizerConfig, build_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hybridflow.core.tokenizer import TokenizerConfig, build_tokenizer
 
     fields = {k: v for k, v in MODEL.items() if k != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL["model_type"], **fields))
@@ -56,7 +57,10 @@ def make_model(folder: Path) -> None:
 
 def config(folder: Path, steps: int, ranks: int) -> str:
     return f"""
-algorithm = {{ name = "grpo_step:Forced", prompts_per_step = {ROWS // GROUP}, group_size = {GROUP}, lengths = "{folder}/lengths.json" }}
+algorithm.name = "grpo_step:Forced"
+algorithm.lengths = "{folder}/lengths.json"
+algorithm.prompts_per_step = {ROWS // GROUP}
+algorithm.group_size = {GROUP}
 runtime = "{"ray" if ranks > 1 else "inline"}"
 pools.main = [{ranks}]
 run = {{ steps = {steps}, folder = "{folder}/runs", trackers = ["jsonl"] }}
@@ -78,6 +82,7 @@ def __getattr__(name: str):
     if name != "Forced":
         raise AttributeError(name)
     import attrs
+
     from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 
     @attrs.frozen
@@ -131,7 +136,13 @@ def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[float]:
 def trl(folder: Path, steps: int, mode: str) -> list[float]:
     python = HERE.parent / ".bench/trl/bin/python"
     environment = {**os.environ, **MODES[mode], "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [str(python), str(HERE / "peers/trl_grpo.py"), str(folder / "model"), str(folder / "lengths.json"), str(steps)]
+    command = [
+        str(python),
+        str(HERE / "peers/trl_grpo.py"),
+        str(folder / "model"),
+        str(folder / "lengths.json"),
+        str(steps),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

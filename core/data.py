@@ -238,7 +238,7 @@ class ExampleSet:
         if row.messages is not None:
             return self.tokenizer.apply_chat_template(row.messages)
         ids = self.tokenizer.encode(row.prompt or "")
-        return np.insert(ids, 0, self.tokenizer.bos_id) if self.config.bos else ids
+        return np.concatenate([[self.tokenizer.bos_id], ids]) if self.config.bos else ids
 
 
 class Sampler:

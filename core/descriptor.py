@@ -31,6 +31,10 @@ BY_PATH = frozenset({"reward", "algorithm", "data_source", "protocol", "environm
 """The kinds for which "package.module:Object" may stand in place of a registered name."""
 
 
+def _copied(given: Mapping[str, Any]) -> Mapping[str, bool | str]:
+    return dict(given)
+
+
 def _names(given: Any) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
@@ -48,7 +52,7 @@ class Descriptor:
     config: str | None = None
     """"package.module:Class": its attrs config class. None: the object's `Config` when it has one. Give it when the
     factory's module is heavy or its requirements may be missing, so that `hybridflow show` works without them."""
-    capabilities: Mapping[str, bool | str] = attrs.field(factory=dict, converter=dict, hash=False)
+    capabilities: Mapping[str, bool | str] = attrs.field(factory=dict, converter=_copied, hash=False)
     """What it can do, for `hybridflow plugins`, for checks before a run and for the conformance kit."""
     requires: tuple[str, ...] = attrs.field(default=(), converter=_names)
     """Modules that must be importable ("vllm", "megatron.core"); looked for, not imported."""

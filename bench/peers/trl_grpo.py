@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList
 from trl import GRPOConfig, GRPOTrainer
 
 folder, lengths_file, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-lengths = torch.tensor(json.load(open(lengths_file)))
+lengths = torch.tensor(json.loads(Path(lengths_file).read_text()))
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 tokenizer = AutoTokenizer.from_pretrained(folder)
 tokenizer.padding_side = "left"
@@ -49,7 +50,7 @@ class Timed(GRPOTrainer):
 
 
 def reward(prompts, completions, answer, **_):
-    return [sum(x == y for x, y in zip(c, a)) / len(a) for c, a in zip(completions, answer)]
+    return [sum(x == y for x, y in zip(c, a, strict=False)) / len(a) for c, a in zip(completions, answer, strict=False)]
 
 
 arguments = GRPOConfig(
@@ -70,6 +71,6 @@ def forced(*args, **kwargs):
 trainer.model.generate = forced
 with contextlib.redirect_stdout(sys.stderr):
     trainer.train()
-seconds = [b - a for a, b in zip(trainer.stamps, trainer.stamps[1:])]
+seconds = [b - a for a, b in zip(trainer.stamps, trainer.stamps[1:], strict=False)]
 tokens = trainer.state.log_history[-2].get("completions/mean_length")
 print(json.dumps({"seconds": seconds, "mean_length": tokens}))
