@@ -22,16 +22,16 @@ def plan_micro_batches(
 ) -> list[np.ndarray]:
     """Row indices per micro-batch, such that rows * longest <= `budget` (a single unit may exceed it).
 
-    Units (equal values in `units`) stay whole. Sorted by length; the cuts minimise padded tokens plus `overhead` per
+    Units (equal values in `units`) stay whole. Sorted by length, then by rows; the cuts minimise padded tokens plus `overhead` per
     micro-batch. Deterministic.
     """
     if len(lengths) == 0:
         return []
     members = _unit_rows(len(lengths), units)
     longest = np.asarray(lengths) if units is None else np.array([lengths[m].max() for m in members])
-    order = np.argsort(longest, kind="stable")
-    sizes = np.ones(len(order), np.int64) if units is None else np.array([len(members[i]) for i in order])
-    stops = _cuts(longest[order], np.concatenate([[0], np.cumsum(sizes)]), budget, overhead)
+    sizes = np.ones(len(longest), np.int64) if units is None else np.array([len(m) for m in members])
+    order = np.lexsort((sizes, longest))
+    stops = _cuts(longest[order], np.concatenate([[0], np.cumsum(sizes[order])]), budget, overhead)
     if units is None:
         return np.split(order, stops[:-1])
     return [np.concatenate([members[i] for i in part]) for part in np.split(order, stops[:-1])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.core.loss import REDUCTIONS, Counts, Tally, Term, reduce_terms
@@ -120,6 +120,7 @@ def test_a_constant_length_is_demanded_where_it_is_used():
         Term("x", VALUE, how="mean")
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 4))
 def test_shares_and_figures_add_up_however_rows_are_split(seed, parts):
     rng = torch.Generator().manual_seed(seed)

@@ -76,7 +76,7 @@ def test_sizes_that_nothing_divides_are_cut_as_torch_cuts_them(ranks, folder):
     assert held == [(Box((a, 0), (b, 64)),) for a, b in ((0, 17), (17, 34), (34, 51), (51, 67))]
 
 
-@pytest.mark.parametrize("vocab", [66, 6, 2])
+@pytest.mark.parametrize("vocab", [66, 2])
 def test_tensor_parallel_pieces_that_dp_does_not_divide_are_whole_again(ranks, tmp_path, vocab):
     """A parameter that is cut twice in one dim, unevenly: 66 rows are 33 per tp rank, cut into 17 and 16."""
     config = {"model_type": "qwen2", "vocab_size": vocab, "hidden_size": 8, "intermediate_size": 6}
@@ -246,7 +246,6 @@ def test_random_weights_come_from_the_seed_alone(ranks):
         (ONE, FSDPConfig()),
         (DP2, FSDPConfig(wrap_min_parameters=0)),
         (DP2_TP2, FSDPConfig(reshard_after_forward=False)),
-        (DP4, FSDPConfig(replicas=2)),
     ],
     ids=str,
 )
@@ -254,8 +253,8 @@ def test_training_goes_on_after_its_storage_has_moved(ranks, folder, layout, con
     """offload and onload change the device by this path; here the new place is a copy, since a CPU has no other."""
     setup = Setup(folder("qwen2-odd" if layout.tp == 1 else "qwen2-tied"), layout=layout, config=config)
     pairs = [(make_batch(7), Blend())]
-    got = ranks(moved, layout.world, setup, pairs, 3)
-    want = ranks(train, layout.world, setup, pairs, 3)
+    got = ranks(moved, layout.world, setup, pairs, 2)
+    want = ranks(train, layout.world, setup, pairs, 2)
     for a, b in zip(got, want, strict=True):
         assert_equal(a, b["parameters"])
 
@@ -293,7 +292,7 @@ def test_an_output_that_a_model_does_not_have_is_refused_by_name(ranks, folder):
 
 
 # The rollout engine
-@pytest.mark.parametrize("layout", [ONE, DP2, TP2, DP2_TP2], ids=str)
+@pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
 def test_engine_and_trainer_agree_after_every_update(ranks, folder, layout):
     setup = Setup(folder("qwen2-tied"), layout=layout, engine="transformers", temperature=0.9)
     for worst in ranks(synced_training, layout.world, setup, make_batch(8), Blend(), 3):
