@@ -14,8 +14,6 @@ from hybridflow.core.algorithm import Algorithm, Role
 from hybridflow.core.loss import Loss, Term
 from hybridflow.core.validators import at_least, fraction, non_negative, positive
 
-_optional = attrs.validators.optional
-
 
 @attrs.frozen
 class PPOConfig(PolicyConfig):
@@ -31,11 +29,11 @@ class PPOConfig(PolicyConfig):
     """beta: weight of the per-token KL penalty in the reward; 0 needs no reference."""
     kl_kind: str = attrs.field(default="k1", validator=attrs.validators.in_(("k1", "abs", "k2", "k3")))
     """The estimator of that KL."""
-    kl_target: float | None = attrs.field(default=None, validator=_optional(positive))
+    kl_target: float | None = attrs.field(default=None, validator=positive)
     """Adaptive coefficient: beta follows this KL per token (arXiv:1909.08593, section 2.2); none: fixed."""
     kl_horizon: float = attrs.field(default=10_000.0, validator=positive)
     """Sequences over which the adaptive beta moves."""
-    value_clip: float | None = attrs.field(default=0.2, validator=_optional(positive))
+    value_clip: float | None = attrs.field(default=0.2, validator=positive)
     """New values stay within this distance of the old ones; none: no clipping."""
 
 

@@ -254,7 +254,9 @@ class Batch:
 
     def __init__(self, columns: Mapping[str, Any] | None = None, metrics: Metrics | None = None):
         self.views: list[View] = [View((LocalTable({k: as_column(v) for k, v in columns.items()}),))] if columns else []
-        self._metrics, self._read, self._cuts = metrics, {}, None
+        self._metrics = metrics
+        self._read: dict[str, Column] = {}
+        self._cuts: np.ndarray | None = None
 
     @classmethod
     def of_views(cls, views: Iterable[View]) -> Batch:
@@ -294,7 +296,7 @@ class Batch:
         return iter(self.names)
 
     def _view_of(self, name: str) -> View | None:
-        undecided = []
+        undecided: list[View] = []
         for view in reversed(self.views):
             if not view.may_have(name):
                 continue

@@ -92,7 +92,8 @@ class Host:
         try:
 
             def resolve(at: int) -> Batch:
-                reply = read_reply(*replies[at], self.store)
+                blob, handles, failed = replies[at]
+                reply = read_reply(blob, handles, failed, self.store)
                 if reply.error is not None:
                     raise reply.error
                 return reply.value

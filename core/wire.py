@@ -12,7 +12,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any, Protocol
 
@@ -131,7 +131,7 @@ class StoredTable(Table):
         else:
             array = self.store.get(held)[place]
         if kind == "object":
-            column = Column(pickle.loads(array))
+            column = Column(pickle.loads(array.data))
             return column if index is None else column.take(index)
         if kind == "row":
             return Column(_to_torch(dtype, array, index))
@@ -360,7 +360,7 @@ class Decoder(pickle.Unpickler):
         if wire[0] == "p":
             _, at, rows, names = wire
             assert self.resolve is not None
-            return PromisedTable(lambda resolve=self.resolve, at=at: resolve(at), rows, names)
+            return PromisedTable(partial(self.resolve, at), rows, names)
         batch = self._batch(wire[1])
         names = None if any(v.known_names() is None for v in batch.views) else batch.names
         return PromisedTable(lambda: batch, batch.known_rows, names)

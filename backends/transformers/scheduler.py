@@ -200,8 +200,10 @@ class Run:
         self.open.discard(request.id)
         self.homes.append(home)
         row["alive"], row["home"], row["length"], row["limit"], row["stops"] = False, self.slots, 0, 0, -1
-        outputs = (out[home, :length].copy() for out in (self.out_tokens, self.out_logprobs, self.out_versions))
-        return Completion(request.id, *outputs, reason)
+        ids, logprobs, versions = (
+            o[home, :length].copy() for o in (self.out_tokens, self.out_logprobs, self.out_versions)
+        )
+        return Completion(request.id, ids, logprobs, versions, reason)
 
     def _unstarted(self, index: int, reason: str) -> Completion:
         request = self.requests[index]

@@ -12,7 +12,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 WORKERS = 2
-ray.init(num_cpus=2 * WORKERS, include_dashboard=False, object_store_memory=4 << 30, log_to_driver=False)
+ray.init(num_cpus=2 * WORKERS, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False)
 
 
 @ray.remote
