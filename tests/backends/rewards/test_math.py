@@ -22,7 +22,7 @@ GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
 @pytest.fixture(scope="module")
 def reward():
-    return MathReward()
+    return MathReward(timeout_s=60.0)  # the machine may be busy
 
 
 def samples(*pairs):
@@ -86,7 +86,7 @@ def test_numbers_are_read_without_signs_of_money_and_thousands():
 
 
 def test_a_response_that_never_ends_to_compute_counts_as_wrong_and_the_next_row_is_scored():
-    reward = MathReward(timeout_s=1.0)
+    reward = MathReward(timeout_s=10.0)
     score(reward, "x", "\\boxed{y}")  # the process is up
     start = time.monotonic()
     bad = ("5", "\\boxed{9^{9^{9^9}}}")
@@ -95,7 +95,7 @@ def test_a_response_that_never_ends_to_compute_counts_as_wrong_and_the_next_row_
 
 
 def test_a_process_that_is_killed_is_replaced():
-    reward = MathReward()
+    reward = MathReward(timeout_s=60.0)
     assert score(reward, "x+1", "\\boxed{1+x}") == 1
     reward._verifier._process.kill()
     assert score(reward, "x+1", "\\boxed{1+x}") == 0
@@ -117,10 +117,10 @@ def test_it_works_off_the_main_thread_and_from_several(reward):
 
 
 def test_a_reward_travels_to_another_process_and_its_own_process_ends_with_it():
-    reward = MathReward(timeout_s=3.0)
+    reward = MathReward(timeout_s=60.0)
     assert score(reward, "x", "\\boxed{x}") == 1
     process = reward._verifier._process
-    assert pickle.loads(pickle.dumps(reward)).timeout_s == 3.0
+    assert pickle.loads(pickle.dumps(reward)).timeout_s == 60.0
     del reward
     assert process.poll() is not None
 
