@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import tempfile
@@ -15,6 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+PRELOADED = [
+    "fsdp_jobs", "hybridflow.backends.fsdp.backend", "torch.distributed.tensor", "torch.distributed.checkpoint",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama", "torch._dynamo",
+]  # fmt: skip
 LIMIT_S = 120.0
 """How long a function may take."""
 
@@ -53,11 +58,12 @@ class Ranks:
 class Pool:
     def __init__(self, world: int):
         self._store = tempfile.TemporaryDirectory()
-        spawn = mp.get_context("spawn")
-        pipes = [spawn.Pipe() for _ in range(world)]
+        forks = mp.get_context("forkserver")
+        forks.set_forkserver_preload(PRELOADED)  # imported once, by the process that all ranks are forked from
+        pipes = [forks.Pipe() for _ in range(world)]
         self._pipes = [mine for mine, _ in pipes]
         self._processes = [
-            spawn.Process(target=_serve, args=(rank, world, pipe, f"file://{self._store.name}/store"), daemon=True)
+            forks.Process(target=_serve, args=(rank, world, pipe, f"file://{self._store.name}/store"), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -91,11 +97,13 @@ class Pool:
 def _serve(rank: int, world: int, pipe: Any, store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    while True:
+    for number in itertools.count():
         function, args = pickle.loads(pipe.recv_bytes())
         try:
+            # A group of its own for each function: every gloo group keeps threads that poll, used or not.
+            dist.init_process_group("gloo", init_method=f"{store}-{number}", rank=rank, world_size=world)
             answer = (True, function(rank, world, *args))
+            dist.destroy_process_group()
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
