@@ -18,7 +18,15 @@ from hybridflow.backends.fsdp.export import write_hf_folder
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
 from hybridflow.backends.fsdp.modeling import RoleModel, build_hf_model
 from hybridflow.backends.fsdp.optimizer import ShardedAdamW
-from hybridflow.backends.fsdp.sharding import apply_fsdp, apply_tensor_parallel, boxes_of, copies, device_mesh, local
+from hybridflow.backends.fsdp.sharding import (
+    apply_fsdp,
+    apply_tensor_parallel,
+    boxes_of,
+    copies,
+    device_mesh,
+    local,
+    replica_group,
+)
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
@@ -61,7 +69,7 @@ class FSDPBackend(TrainingBackend):
                 layer.compile()
         self.parameters = dict(self._canonical())
         self._boxes = {name: boxes_of(p, layout, config.replicas) for name, p in self.parameters.items()}
-        self._make_gather_group()
+        self._replica, self._replica_group = replica_group(layout, config.replicas, context.rank)
         self.optimizer = None
         if self.optimizer_config is not None:
             held = {n: copies(p, layout, config.replicas) for n, p in self.parameters.items()}
@@ -71,20 +79,6 @@ class FSDPBackend(TrainingBackend):
         """Parameters under the names of the exported safetensors; tied ones once."""
         for name, parameter in self.module.named_parameters():
             yield name.removeprefix("hf."), parameter
-
-    def _make_gather_group(self) -> None:
-        """The ranks that hold all weights together: those of one HSDP replica."""
-        layout, replicas = self.context.layout, self.config.replicas
-        shard = layout.dp // replicas
-        members: list[list[int]] = [[] for _ in range(replicas)]
-        for rank in range(layout.world):
-            members[layout.coords(rank).dp // shard].append(rank)
-        self._replica = members[self.context.coords.dp // shard]
-        self._replica_group: dist.ProcessGroup | None = None
-        for ranks in members if replicas > 1 else ():
-            group = dist.new_group(ranks)
-            if ranks == self._replica:
-                self._replica_group = group
 
     # Compute
     def forward(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,12 +24,36 @@ ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> DeviceMesh:
-    """Axes replicate, shard, tp, over the layout's own rank order (tp fastest, or dp with order "dp-...")."""
+    """Axes replicate, shard, tp, over the layout's own rank order (tp fastest, or dp with order "dp-...").
+
+    Roles of one process with one shape share a mesh: each of its process groups costs threads, or memory of the GPU.
+    """
     shard = layout.dp // replicas
-    ranks = [
-        [[layout.rank(dp=r * shard + s, tp=t) for t in range(layout.tp)] for s in range(shard)] for r in range(replicas)
-    ]
-    return DeviceMesh(device.type, torch.tensor(ranks), mesh_dim_names=("replicate", "shard", "tp"))
+    ranks = tuple(
+        tuple(tuple(layout.rank(dp=r * shard + s, tp=t) for t in range(layout.tp)) for s in range(shard))
+        for r in range(replicas)
+    )
+    return _shared_mesh(ranks, device.type, dist.group.WORLD)
+
+
+@functools.cache
+def _shared_mesh(ranks: tuple, device: str, world: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh(device, torch.tensor(ranks), mesh_dim_names=("replicate", "shard", "tp"))
+
+
+def replica_group(layout: ParallelLayout, replicas: int, rank: int) -> tuple[list[int], dist.ProcessGroup | None]:
+    """The ranks, in order, that hold all weights together with this one (an HSDP replica's), and their group."""
+    shard = layout.dp // replicas
+    members: list[list[int]] = [[] for _ in range(replicas)]
+    for other in range(layout.world):
+        members[layout.coords(other).dp // shard].append(other)
+    mine = layout.coords(rank).dp // shard
+    return members[mine], _shared_groups(tuple(map(tuple, members)), dist.group.WORLD)[mine] if replicas > 1 else None
+
+
+@functools.cache
+def _shared_groups(members: tuple[tuple[int, ...], ...], world: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    return [dist.new_group(list(ranks)) for ranks in members]
 
 
 def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:

@@ -26,6 +26,10 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, eps=1e-3)
 """Without so large an eps AdamW blows rounding errors of gradients near 0 up to lr."""
 
 
+GROUPS: dict[tuple, dict] = {}
+"""Process groups that the workers of a process share: each one has threads, and there are many workers in turn."""
+
+
 @attrs.frozen
 class Setup:
     """A role and how it is spread."""
@@ -47,7 +51,8 @@ def make_worker(rank: int, setup: Setup) -> ModelWorker:
     from hybridflow.backends.transformers.config import TransformersEngineConfig
 
     modeling.LOGITS_AT_ONCE = setup.logits_at_once
-    context = RankContext("actor", rank, setup.layout, torch.device("cpu"))
+    groups = GROUPS.setdefault((setup.layout, rank), {})
+    context = RankContext("actor", rank, setup.layout, torch.device("cpu"), groups=groups)
     role = ModelRole(
         setup.model or spec_of(setup.path, setup.kind), "fsdp", setup.config, setup.micro_batch_tokens, setup.optimizer,
         setup.engine, TransformersEngineConfig() if setup.engine else None, setup.temperature, setup.offload,
