@@ -121,7 +121,8 @@ class ModelWorker(Worker):
             step = backend.optim_step()
         self._check_finite(metrics.means["loss"][0], step["grad_norm"])
         step.means["update_seconds"] = (time.perf_counter() - started, 1.0)
-        return Metrics.merge([metrics, Metrics() if self.context.coords.dp else step])  # equal on all ranks: said once
+        step = Metrics() if self.context.coords.dp else step  # equal on all ranks: said once
+        return Metrics.merge([metrics, step, self._peak("update")])
 
     @register(Protocol.THREE_D, reads=lambda pair: loss_reads([pair]))
     def loss(self, pair: tuple[Batch, Loss]) -> Metrics:
@@ -178,7 +179,8 @@ class ModelWorker(Worker):
                 "clipped": (reasons.count("length"), len(done)),
                 "generate_seconds": (seconds - synced, 1.0),
                 "sync_seconds": (synced, 1.0),
-            }
+            },
+            self._peak("generate").maxima,
         )
         return Batch(
             {
@@ -230,14 +232,13 @@ class ModelWorker(Worker):
                 digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    @register(Protocol.ONE_TO_ALL)
-    def memory(self) -> dict[str, int]:
-        """Bytes on the device: now, and the peak since the last call (0 on a CPU)."""
+    def _peak(self, phase: str) -> Metrics:
+        """<phase>_peak_gb: the most device memory (10^9 bytes) since the last call, the largest over ranks; CPUs: none."""
         if self.context.device.type != "cuda":
-            return {"allocated": 0, "peak": 0}
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return {"allocated": torch.cuda.memory_allocated(), "peak": peak}
+            return Metrics()
+        peak = torch.cuda.max_memory_allocated(self.context.device) / 1e9
+        torch.cuda.reset_peak_memory_stats(self.context.device)
+        return Metrics(maxima={f"{phase}_peak_gb": peak})
 
 
 def row_seed(seed: int, sample: int) -> int:
