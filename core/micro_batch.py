@@ -22,8 +22,8 @@ def plan_micro_batches(
 ) -> list[np.ndarray]:
     """Row indices per micro-batch, such that rows * longest <= `budget` (a single unit may exceed it).
 
-    Units (equal values in `units`) stay whole. Sorted by length, then by rows; the cuts minimise padded tokens plus `overhead` per
-    micro-batch. Deterministic.
+    Units (equal values in `units`) stay whole. Sorted by length, then by rows; the cuts minimise padded tokens plus
+    `overhead` per micro-batch. Deterministic.
     """
     if len(lengths) == 0:
         return []

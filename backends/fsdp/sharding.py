@@ -24,21 +24,30 @@ ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> DeviceMesh:
-    """Axes replicate, shard, tp, over the layout's own rank order (tp fastest, or dp with order "dp-...").
+    """Axes replicate (if there are several), shard and tp (if it is cut), over the layout's own rank order.
 
     Roles of one process with one shape share a mesh: each of its process groups costs threads, or memory of the GPU.
     """
     shard = layout.dp // replicas
-    ranks = tuple(
-        tuple(tuple(layout.rank(dp=r * shard + s, tp=t) for t in range(layout.tp)) for s in range(shard))
-        for r in range(replicas)
+    ranks = torch.tensor(
+        [
+            [[layout.rank(dp=r * shard + s, tp=t) for t in range(layout.tp)] for s in range(shard)]
+            for r in range(replicas)
+        ]
     )
-    return _shared_mesh(ranks, device.type, dist.group.WORLD)
+    names = ["replicate", "shard", "tp"]
+    for dim, name, size in ((2, "tp", layout.tp), (0, "replicate", replicas)):
+        if size == 1:
+            ranks = ranks.squeeze(dim)
+            names.remove(name)
+    return _shared_mesh(
+        tuple(ranks.flatten().tolist()), tuple(ranks.shape), tuple(names), device.type, dist.group.WORLD
+    )
 
 
 @functools.cache
-def _shared_mesh(ranks: tuple, device: str, world: dist.ProcessGroup) -> DeviceMesh:
-    return DeviceMesh(device, torch.tensor(ranks), mesh_dim_names=("replicate", "shard", "tp"))
+def _shared_mesh(ranks: tuple, shape: tuple, names: tuple, device: str, world: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh(device, torch.tensor(ranks).view(shape), mesh_dim_names=names)
 
 
 def replica_group(layout: ParallelLayout, replicas: int, rank: int) -> tuple[list[int], dist.ProcessGroup | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import tempfile
@@ -97,13 +96,11 @@ class Pool:
 def _serve(rank: int, world: int, pipe: Any, store: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    for number in itertools.count():
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    while True:
         function, args = pickle.loads(pipe.recv_bytes())
         try:
-            # A group of its own for each function: every gloo group keeps threads that poll, used or not.
-            dist.init_process_group("gloo", init_method=f"{store}-{number}", rank=rank, world_size=world)
             answer = (True, function(rank, world, *args))
-            dist.destroy_process_group()
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
