@@ -7,7 +7,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
 from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.validators import at_least, non_negative
+from hybridflow.core.config.validators import at_least, non_negative
 
 _one_of = attrs.validators.in_
 

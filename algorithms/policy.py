@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
+from hybridflow.core.config.validators import at_least, non_negative, positive
 from hybridflow.core.loss import Loss, Term
-from hybridflow.core.validators import at_least, non_negative, positive
 
 _one_of = attrs.validators.in_
 

@@ -11,8 +11,8 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
 from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
 from hybridflow.core.loss import Loss, Term
-from hybridflow.core.validators import at_least, fraction, non_negative, positive
 
 
 @attrs.frozen

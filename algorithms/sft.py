@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.core.config.validators import at_least
 from hybridflow.core.loss import Loss, Term
-from hybridflow.core.validators import at_least
 
 
 @attrs.frozen

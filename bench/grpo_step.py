@@ -47,7 +47,7 @@ def make_model(folder: Path) -> None:
     """The one set of weights that both train, with a character tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridflow.core.tokenizer import TokenizerConfig, build_tokenizer
+    from hybridflow.core.data.tokenizer import TokenizerConfig, build_tokenizer
 
     fields = {k: v for k, v in MODEL.items() if k != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL["model_type"], **fields))

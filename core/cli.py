@@ -82,21 +82,21 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from hybridflow.core.show import show
+    from hybridflow.core.commands.show import show
 
     show(arguments.config, arguments.overrides, arguments.docs)
     return 0
 
 
 def _plugins(arguments: argparse.Namespace) -> int:
-    from hybridflow.core.listing import list_plugins
+    from hybridflow.core.commands.listing import list_plugins
 
     list_plugins(arguments.kind, arguments.capabilities)
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from hybridflow.core.listing import doctor
+    from hybridflow.core.commands.listing import doctor
 
     return doctor()
 

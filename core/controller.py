@@ -6,15 +6,15 @@ import time
 
 import attrs
 
-from hybridflow.core.checkpoint import Checkpoints
 from hybridflow.core.context import StepContext
 from hybridflow.core.errors import WorkerDied
 from hybridflow.core.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.reporting import Reporter
-from hybridflow.core.run_folder import StopSignal, claim
-from hybridflow.core.session import Prepared, Session
-from hybridflow.core.validation import validate
+from hybridflow.core.running.checkpoint import Checkpoints
+from hybridflow.core.running.folder import StopSignal, claim
+from hybridflow.core.running.reporting import Reporter
+from hybridflow.core.running.session import Prepared, Session
+from hybridflow.core.running.validation import validate
 
 
 @attrs.define

@@ -7,13 +7,13 @@ from typing import Any
 
 from hybridflow.core.batch import Batch, PromisedTable, View
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.host import Reply, read_reply, write_call
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.parallel import GenerationLayout, ParallelLayout
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
-from hybridflow.core.wire import Encoder
 from hybridflow.core.worker import Method, Worker, methods_of
+from hybridflow.core.workers.host import Reply, read_reply, write_call
+from hybridflow.core.workers.wire import Encoder
 
 
 class Future:

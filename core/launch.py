@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridflow.core.config_load import read_config
+from hybridflow.core.config.load import read_config
 from hybridflow.core.controller import Outcome, run_job
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import STAGE, Job, resolve_jobs
-from hybridflow.core.schema import SHORTHAND
-from hybridflow.core.session import prepare_all
+from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.running.session import prepare_all
 
 DONE = "done.json"
 

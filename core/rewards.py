@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import numpy as np
 
+from hybridflow.core.data.text import shorten
 from hybridflow.core.errors import ConfigError, HybridFlowError, RewardError
-from hybridflow.core.text import shorten
 
 
 @attrs.frozen(eq=False)

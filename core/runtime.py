@@ -34,7 +34,7 @@ class Label:
 
 @attrs.frozen
 class Message:
-    """A call for one process: (see core/wire.py) a blob, handles into the store, and replies that must arrive first."""
+    """A call for one process: (see core/workers/wire.py) a blob, handles into the store, and replies that must arrive first."""
 
     blob: bytes
     handles: Sequence[Any] = ()

@@ -12,15 +12,15 @@ from typing import Any, get_type_hints
 
 import attrs
 
-from hybridflow.core import schema
+from hybridflow.core.commands.show import render
 from hybridflow.core.config import describe, field_docs
 from hybridflow.core.data import DataConfig
+from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import PluginError
+from hybridflow.core.job import schema
+from hybridflow.core.job.reader import DEFAULT_PLUGINS
 from hybridflow.core.model import ModelConfig
 from hybridflow.core.plugins import registry
-from hybridflow.core.reader import DEFAULT_PLUGINS
-from hybridflow.core.show import render
-from hybridflow.core.tokenizer import TokenizerConfig
 from hybridflow.core.training import OptimizerConfig
 
 PAGE = Path(__file__).with_name("configuration.md")

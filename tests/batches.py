@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.batch import Batch, PromisedTable, View
-from hybridflow.core.wire import Decoder, Encoder
+from hybridflow.core.workers.wire import Decoder, Encoder
 
 
 class CountingStore:

@@ -9,8 +9,8 @@ from typing import Any
 
 from hybridflow.backends.data.files import data_file
 from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.data.text import shorten
 from hybridflow.core.errors import DataError
-from hybridflow.core.text import shorten
 
 
 class JsonlSource(DataSource):

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.host import Host
 from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
+from hybridflow.core.workers.host import Host
 
 
 @attrs.frozen

@@ -12,8 +12,8 @@ import pytest
 
 from hybridflow.core.algorithm import Algorithm, Role
 from hybridflow.core.context import StepContext
+from hybridflow.core.job.schema import SECTIONS
 from hybridflow.core.loss import Loss
-from hybridflow.core.schema import SECTIONS
 from hybridflow.core.testing.checks import missing_fixture, require
 from hybridflow.core.testing.losses import LossConformance
 from hybridflow.core.testing.runs import TinyRun

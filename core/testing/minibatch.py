@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from hybridflow.core.columns import Column, as_column
-from hybridflow.core.gradients import padded_rows
 from hybridflow.core.loss import Counts, Loss, Term, reduce_terms
 from hybridflow.core.testing.random_columns import Shape, standard_output
+from hybridflow.core.workers.gradients import padded_rows
 
 
 class Undeclared(Exception):

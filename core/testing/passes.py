@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.columns import tokens
-from hybridflow.core.micro_batch import dummy_micro_batch, make_micro_batch
 from hybridflow.core.parallel import ParallelLayout, generation_layout
 from hybridflow.core.testing.models import Reference, Sequences
 from hybridflow.core.training import MicroBatch, OptimizerConfig, TrainingBackend
 from hybridflow.core.worker import RankContext
+from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch
 
 Plan = Sequence[Sequence[int]]
 

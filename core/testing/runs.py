@@ -13,10 +13,10 @@ import torch
 from hybridflow.core.algorithm import Algorithm
 from hybridflow.core.config import merge
 from hybridflow.core.job import resolve_jobs
-from hybridflow.core.model_worker import ModelWorker
+from hybridflow.core.job.schema import SHORTHAND
 from hybridflow.core.rewards import RewardSample
-from hybridflow.core.schema import SHORTHAND
-from hybridflow.core.session import Session, prepare
+from hybridflow.core.running.session import Session, prepare
+from hybridflow.core.workers.model_worker import ModelWorker
 
 MODEL = {
     "model_type": "qwen2",

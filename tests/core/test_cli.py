@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridflow.core import listing
 from hybridflow.core.cli import main
+from hybridflow.core.commands import listing
 from hybridflow.core.errors import PluginError
 from hybridflow.core.plugins import Descriptor, Registry
 

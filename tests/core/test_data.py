@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.core.data import DataConfig, DataSource, ExampleSet, Sampler, load_source
+from hybridflow.core.data.rows import Rows
+from hybridflow.core.data.tokenizer import TokenizerConfig, build_tokenizer
 from hybridflow.core.errors import ConfigError, DataError, PluginError
-from hybridflow.core.rows import Rows
-from hybridflow.core.tokenizer import TokenizerConfig, build_tokenizer
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 DIGITS = build_tokenizer(TokenizerConfig(characters="0123456789+=-*/. "), None, list)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hybridflow.core.config import Provenance, merge, nest, parse_override, read_config
+from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import Job, resolve_jobs
-from hybridflow.core.schema import SHORTHAND
-from hybridflow.core.tokenizer import TokenizerConfig
+from hybridflow.core.job.schema import SHORTHAND
 
 MODEL = """{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4,
 num_key_value_heads = 2, intermediate_size = 128, max_position_embeddings = 32 }""".replace("\n", " ")
@@ -398,7 +398,7 @@ def test_devices_that_this_machine_does_not_have_are_refused(monkeypatch):
 
 
 def test_an_engine_that_does_not_work_on_the_device_is_refused(monkeypatch):
-    from hybridflow.core import checks
+    from hybridflow.core.job import checks
 
     monkeypatch.setattr(
         checks,

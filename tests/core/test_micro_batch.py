@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hybridflow.core.columns import Column, tokens
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.micro_batch import (
+from hybridflow.core.workers.micro_batch import (
     OVERHEAD_TOKENS,
     dummy_micro_batch,
     make_micro_batch,

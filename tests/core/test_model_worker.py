@@ -13,15 +13,15 @@ from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import tokens
 from hybridflow.core.errors import WorkerError
-from hybridflow.core.gradients import loss_reads
 from hybridflow.core.group import Pool, WorkerGroup
 from hybridflow.core.loss import Loss, Term
 from hybridflow.core.model import ModelSpec
-from hybridflow.core.model_worker import ModelRole, ModelWorker, row_seed
 from hybridflow.core.parallel import ParallelLayout, generation_layout
 from hybridflow.core.rollout import SamplingParams
 from hybridflow.core.runtime import ResourcePool
 from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.workers.gradients import loss_reads
+from hybridflow.core.workers.model_worker import ModelRole, ModelWorker, row_seed
 
 MODEL = {
     "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,

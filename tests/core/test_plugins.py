@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.core import hookspecs
 from hybridflow.core.errors import PluginError
 from hybridflow.core.names import is_installed
-from hybridflow.core.plugins import API_VERSION, KINDS, Descriptor, Registry, check_api, hookimpl, registry
+from hybridflow.core.plugins import API_VERSION, KINDS, Descriptor, Registry, check_api, hookimpl, hookspecs, registry
 
 ROOT = Path(__file__).parents[2]
 HOOKS = [name for name in vars(hookspecs) if name.startswith("hybridflow_")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core import schema
 from hybridflow.core.config import field_docs, structure
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.job import schema
 
 SECTIONS = [
     schema.RunSection,

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.core.data.tokenizer import HFTokenizer, TokenizerConfig, build_tokenizer, load_tokenizer
 from hybridflow.core.errors import ConfigError, DataError, ModelError
-from hybridflow.core.tokenizer import HFTokenizer, TokenizerConfig, build_tokenizer, load_tokenizer
 
 DIGITS = "0123456789+="
 TEXTS = [
@@ -198,7 +198,7 @@ def test_a_tokenizer_that_exceeds_the_models_vocabulary_is_refused():
 
 def test_core_tokenizers_import_neither_transformers_nor_datasets():
     code = (
-        "import sys, hybridflow.core.tokenizer, hybridflow.core.small_tokenizer, hybridflow.core.data\n"
+        "import sys, hybridflow.core.data.tokenizer, hybridflow.core.data.small_tokenizer, hybridflow.core.data\n"
         "bad = {'transformers', 'datasets', 'pyarrow', 'tokenizers', 'torch'} & set(sys.modules)\n"
         "sys.exit(str(bad) if bad else 0)"
     )

@@ -11,7 +11,7 @@ import pytest
 
 from hybridflow.core.config import expand, merge
 from hybridflow.core.job import resolve_jobs
-from hybridflow.core.schema import SHORTHAND
+from hybridflow.core.job.schema import SHORTHAND
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "configuration.md").read_text()

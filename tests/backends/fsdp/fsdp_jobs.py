@@ -17,10 +17,10 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.loss import Loss
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.model import ModelSpec
-from hybridflow.core.model_worker import ModelRole, ModelWorker
 from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.training import OptimizerConfig
 from hybridflow.core.worker import RankContext
+from hybridflow.core.workers.model_worker import ModelRole, ModelWorker
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, eps=1e-3)
 """Without so large an eps AdamW blows rounding errors of gradients near 0 up to lr."""

@@ -13,10 +13,10 @@ import torch
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Column, tokens
 from hybridflow.core.data import DataConfig, Example, ExampleSet, Sampler, load_source
+from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.rewards import RewardSample, reward_from, score_samples
-from hybridflow.core.tokenizer import Tokenizer
 from hybridflow.core.worker import RankContext, Worker, register
 
 

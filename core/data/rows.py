@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from hybridflow.core.data.text import shorten
 from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.core.names import did_you_mean
-from hybridflow.core.text import shorten
 
 if TYPE_CHECKING:
     from hybridflow.core.data import DataConfig, DataSource

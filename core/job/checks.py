@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.figures import mini_batch_rows
+from hybridflow.core.job.figures import mini_batch_rows
 from hybridflow.core.plugins import registry
-from hybridflow.core.tokenizer import TokenizerConfig
 
 if TYPE_CHECKING:
     from hybridflow.core.job import Job

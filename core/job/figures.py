@@ -9,7 +9,7 @@ from hybridflow.core.algorithm import Algorithm
 
 if TYPE_CHECKING:
     from hybridflow.core.job import Job
-    from hybridflow.core.roles import PlacedModel
+    from hybridflow.core.job.roles import PlacedModel
 
 
 def mini_batch_rows(algorithm: Algorithm) -> int | None:

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.errors import HybridFlowError, WorkerError
-from hybridflow.core.wire import Decoder, Encoder, Store
 from hybridflow.core.worker import RankContext, Worker
+from hybridflow.core.workers.wire import Decoder, Encoder, Store
 
 
 class Reply:

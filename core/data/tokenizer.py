@@ -10,8 +10,8 @@ from typing import Any
 import attrs
 import numpy as np
 
+from hybridflow.core.data.text import shorten
 from hybridflow.core.errors import ConfigError, DataError, ModelError
-from hybridflow.core.text import shorten
 
 
 @attrs.frozen
@@ -128,7 +128,7 @@ def build_tokenizer(config: TokenizerConfig, model_path: str | None, texts: Call
     Raises ConfigError (contradicting settings), ModelError (no tokenizer in the folder) and DataError (nothing to
     train on).
     """
-    from hybridflow.core.small_tokenizer import char_tokenizer, train_tokenizer
+    from hybridflow.core.data.small_tokenizer import char_tokenizer, train_tokenizer
 
     if problems := config.problems():
         raise ConfigError(problems)
@@ -147,7 +147,7 @@ def build_tokenizer(config: TokenizerConfig, model_path: str | None, texts: Call
 
 def load_tokenizer(path: str, name: str = "path") -> Tokenizer:
     """The tokenizer of a folder; `name` says in messages which setting gave it. Raises ModelError."""
-    from hybridflow.core.small_tokenizer import load_small_tokenizer
+    from hybridflow.core.data.small_tokenizer import load_small_tokenizer
 
     folder = Path(path)
     if not folder.is_dir():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
-    from hybridflow.core.descriptor import Descriptor
+    from hybridflow.core.plugins.descriptor import Descriptor
 
 PROJECT = "hybridflow"
 """The name of the pluggy project, and of the entry-point group."""

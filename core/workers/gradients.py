@@ -12,9 +12,9 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Column
 from hybridflow.core.loss import Counts, Loss, Tally, reduce_terms
 from hybridflow.core.metrics import Metrics
-from hybridflow.core.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches
 from hybridflow.core.training import MicroBatch, TrainingBackend
 from hybridflow.core.worker import RankContext
+from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches
 
 BASE = ("prompt_ids", "response_ids", "loss_mask")
 MISMATCH = ("rollout_logprobs", "weight_version")

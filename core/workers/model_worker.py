@@ -16,17 +16,17 @@ import torch
 from hybridflow.core.batch import Batch
 from hybridflow.core.columns import Column, tokens
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.loss import Loss
 from hybridflow.core.metrics import Metrics
-from hybridflow.core.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
-from hybridflow.core.transfer import transfer_weights
 from hybridflow.core.worker import RankContext, Worker, register
+from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
+from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
+from hybridflow.core.workers.transfer import transfer_weights
 
 
 @attrs.frozen

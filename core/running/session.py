@@ -12,17 +12,17 @@ from hybridflow.core.algorithm import Role
 from hybridflow.core.batch import Batch
 from hybridflow.core.context import StepContext
 from hybridflow.core.data import DataConfig, ExampleSet, load_source
+from hybridflow.core.data.rows import Rows
+from hybridflow.core.data.tokenizer import Tokenizer, build_tokenizer
 from hybridflow.core.errors import ModelError
 from hybridflow.core.group import Pool, WorkerGroup
 from hybridflow.core.job import Job
-from hybridflow.core.model_worker import ModelWorker
 from hybridflow.core.parallel import generation_layout
 from hybridflow.core.plugins import registry
-from hybridflow.core.rows import Rows
+from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.runtime import Runtime
-from hybridflow.core.tasks import RewardWorker, TaskWorker
-from hybridflow.core.timeline import Timeline
-from hybridflow.core.tokenizer import Tokenizer, build_tokenizer
+from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
 
 
 @attrs.frozen(eq=False)

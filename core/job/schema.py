@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import attrs
 
+from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
 from hybridflow.core.model import ModelConfig
 from hybridflow.core.training import OptimizerConfig
-from hybridflow.core.validators import at_least, fraction, non_negative, positive
 
 SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
     f"stages.*.{s}" for s in ("algorithm", "runtime", "rollout", "*.backend")

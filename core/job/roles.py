@@ -10,17 +10,17 @@ import attrs
 from hybridflow.core.algorithm import Role
 from hybridflow.core.config import merge
 from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
+from hybridflow.core.job.schema import LayoutSection, RoleSection, SamplingSection
+from hybridflow.core.job.stages import STAGE
 from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
-from hybridflow.core.model_worker import ModelRole
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.plugins import registry
-from hybridflow.core.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
 from hybridflow.core.rewards import reward_from
 from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.schema import LayoutSection, RoleSection, SamplingSection
-from hybridflow.core.stages import STAGE
-from hybridflow.core.tasks import RewardPart
+from hybridflow.core.workers.model_worker import ModelRole
+from hybridflow.core.workers.tasks import RewardPart
 
 if TYPE_CHECKING:
     from hybridflow.core.job import Job

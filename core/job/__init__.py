@@ -10,18 +10,18 @@ import attrs
 import torch
 
 from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.checks import cross_checks
 from hybridflow.core.config import Provenance, merge, structure
 from hybridflow.core.data import DataConfig
+from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.reader import DEFAULT_PLUGINS, Reader
-from hybridflow.core.roles import PlacedModel, Rewards, RoleResolver
+from hybridflow.core.job.checks import cross_checks
+from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader
+from hybridflow.core.job.roles import PlacedModel, Rewards, RoleResolver
+from hybridflow.core.job.schema import RunSection, SamplingSection, ValidationSection
+from hybridflow.core.job.stages import STAGE, shadowed_overrides, stage_tables, tokenizer_folder
 from hybridflow.core.rollout import SamplingParams
 from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.schema import RunSection, SamplingSection, ValidationSection
-from hybridflow.core.stages import STAGE, shadowed_overrides, stage_tables, tokenizer_folder
-from hybridflow.core.tasks import RewardPart
-from hybridflow.core.tokenizer import TokenizerConfig
+from hybridflow.core.workers.tasks import RewardPart
 
 __all__ = ["STAGE", "Job", "PlacedModel", "Rewards", "resolve_jobs", "stage_tables"]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridflow.core.descriptor import KINDS, check_kind
+from hybridflow.core.commands.printing import make_console, print_line, print_table
 from hybridflow.core.errors import PluginError
 from hybridflow.core.names import reason
 from hybridflow.core.plugins import Entry, registry
-from hybridflow.core.printing import make_console, print_line, print_table
+from hybridflow.core.plugins.descriptor import KINDS, check_kind
 
 PYTHON = (3, 11)
 SMALL_SHM_GB = 1.0

@@ -10,7 +10,8 @@
 in `run_config`; each component's class is beside the component.
 """
 
-from hybridflow.core.config_load import (
+from hybridflow.core.config.field_docs import field_docs
+from hybridflow.core.config.load import (
     COMMAND_LINE,
     DEFAULT,
     Provenance,
@@ -22,10 +23,9 @@ from hybridflow.core.config_load import (
     parse_override,
     read_config,
 )
-from hybridflow.core.field_docs import field_docs
+from hybridflow.core.config.structure import converter, describe, structure
+from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
 from hybridflow.core.names import nearest
-from hybridflow.core.structure import converter, describe, structure
-from hybridflow.core.validators import at_least, fraction, non_negative, positive
 
 __all__ = [
     "COMMAND_LINE",

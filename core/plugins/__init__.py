@@ -13,8 +13,10 @@ from typing import Any
 import attrs
 import pluggy
 
-from hybridflow.core import hookspecs
-from hybridflow.core.descriptor import (
+from hybridflow.core.errors import PluginError
+from hybridflow.core.names import did_you_mean, import_named, is_path, reason
+from hybridflow.core.plugins import hookspecs
+from hybridflow.core.plugins.descriptor import (
     API_VERSION,
     BY_PATH,
     KINDS,
@@ -23,10 +25,8 @@ from hybridflow.core.descriptor import (
     check_descriptor,
     check_kind,
 )
-from hybridflow.core.discovery import Found, entry_points
-from hybridflow.core.errors import PluginError
-from hybridflow.core.hookspecs import hookimpl
-from hybridflow.core.names import did_you_mean, import_named, is_path, reason
+from hybridflow.core.plugins.discovery import Found, entry_points
+from hybridflow.core.plugins.hookspecs import hookimpl
 
 __all__ = ["API_VERSION", "KINDS", "Descriptor", "Entry", "Registry", "check_api", "hookimpl", "registry"]
 

@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from hybridflow.core.data.rows import RenderedRow, Rows, template_problems
+from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.core.names import did_you_mean
-from hybridflow.core.rows import RenderedRow, Rows, template_problems
-from hybridflow.core.tokenizer import Tokenizer
 
 CACHED_EXAMPLES = 200_000
 """Examples kept in memory after they were tokenised once; further ones are tokenised on every access."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.core.config import COMMAND_LINE, Provenance, expand, merge
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.schema import SECTIONS
+from hybridflow.core.job.schema import SECTIONS
 
 if TYPE_CHECKING:
     from hybridflow.core.job import Job

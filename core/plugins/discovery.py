@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import attrs
 
-from hybridflow.core.hookspecs import PROJECT
+from hybridflow.core.plugins.hookspecs import PROJECT
 
 
 @attrs.frozen

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import attrs
 import cattrs
 
+from hybridflow.core.config.field_docs import field_docs
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.field_docs import field_docs
 from hybridflow.core.names import nearest, reason
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import attrs
 from hybridflow.core.algorithm import Algorithm
 from hybridflow.core.config import merge, structure
 from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job.schema import SECTIONS, USUAL_ROLES, RoleSection, RunSection
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
 from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.schema import SECTIONS, USUAL_ROLES, RoleSection, RunSection
 
 T = TypeVar("T")
 

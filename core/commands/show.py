@@ -10,13 +10,13 @@ from typing import Any
 import attrs
 from rich.console import Console
 
+from hybridflow.core.commands.printing import make_console, print_line, print_table
 from hybridflow.core.config import DEFAULT, Provenance, field_docs, read_config
-from hybridflow.core.figures import figures, remarks
 from hybridflow.core.job import Job, resolve_jobs
+from hybridflow.core.job.figures import figures, remarks
+from hybridflow.core.job.roles import REWARD_KEYS, PlacedModel, Rewards, role_table
+from hybridflow.core.job.schema import SHORTHAND, RoleSection, SamplingSection
 from hybridflow.core.plugins import registry
-from hybridflow.core.printing import make_console, print_line, print_table
-from hybridflow.core.roles import REWARD_KEYS, PlacedModel, Rewards, role_table
-from hybridflow.core.schema import SHORTHAND, RoleSection, SamplingSection
 
 DERIVED = "derived"
 

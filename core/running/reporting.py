@@ -13,12 +13,12 @@ from hybridflow.core.errors import PluginError
 from hybridflow.core.job import Job
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.plugins import registry
-from hybridflow.core.timeline import seconds_per_phase
+from hybridflow.core.running.timeline import seconds_per_phase
 from hybridflow.core.tracking import Tracker
 
 if TYPE_CHECKING:
     from hybridflow.core.controller import Run
-    from hybridflow.core.session import Prepared
+    from hybridflow.core.running.session import Prepared
 
 LINE_EVERY_S = 2.0
 """Without a terminal, a line at most this often."""
