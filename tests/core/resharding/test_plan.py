@@ -1,0 +1,207 @@
+"""The planner against an account of every element."""
+
+import torch
+from brute import best_balance, check_plan, layout, mask, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from hybridflow.core.resharding import ReshardError, plan_reshard
+from hybridflow.core.resharding.gather import lower_bound
+from hybridflow.core.resharding.rounds import plan_rounds, rank_rounds
+from hybridflow.core.weights import Box, Param, WeightLayout
+
+SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]), min_size=1, max_size=3)
+
+
+@st.composite
+def cuts(draw, shape):
+    """The parameter in disjoint boxes."""
+    boxes = [Box.full(shape)]
+    for _ in range(draw(st.integers(0, 4)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(box.start[dim], box.stop[dim]))
+        low = Box(box.start, (*box.stop[:dim], at, *box.stop[dim + 1 :]))
+        high = Box((*box.start[:dim], at, *box.start[dim + 1 :]), box.stop)
+        boxes += [b for b in (low, high) if b.numel]
+    return boxes
+
+
+@st.composite
+def layouts(draw):
+    """(source, target): random boxes on random ranks; the source holds everything somewhere."""
+    shapes = {f"p{i}": s for i, s in enumerate(draw(SHAPES))}
+    ranks = range(draw(st.integers(1, 5)))
+    first = draw(st.sampled_from([0, 0, len(ranks) - 1, len(ranks)]))  # pools of their own, too
+    targets = range(first, first + draw(st.integers(1, 5)))
+    have = {r: {} for r in ranks}
+    want = {r: {} for r in targets}
+    for name, shape in shapes.items():
+        pieces = draw(cuts(shape))
+        owners = [draw(st.sets(st.sampled_from(list(ranks)), min_size=1)) for _ in pieces]
+        for r in ranks:
+            mine = [box for box, who in zip(pieces, owners, strict=True) if r in who]
+            if draw(st.booleans()) and len(mine) != len(pieces) and draw(st.integers(0, 4)) == 0:
+                mine = list(whole(shape))  # overlaps the pieces of others
+            have[r][name] = tuple(mine)
+        for r in targets:
+            parts = draw(cuts(shape))
+            want[r][name] = tuple(b for b in parts if draw(st.booleans()))
+    dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in range(2)]
+    return layout(shapes, have, dtypes[0]), layout(shapes, want, dtypes[1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts())
+def test_every_lacking_element_arrives_once_and_nothing_else_moves(pair):
+    source, target = pair
+    plan = plan_reshard(source, target)
+    check_plan(plan)
+    for rank in target.held:
+        assert plan.bytes_received[rank] == lower_bound(source, target, rank)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_the_most_loaded_sender_is_within_a_tenth_of_the_best_balance(pair):
+    plan = plan_reshard(*pair)
+    most = max(plan.bytes_sent.values())
+    elements = 4 * len(plan.target.params) * 4  # a box is cut between elements, never inside one
+    assert most <= 1.1 * best_balance(plan) + elements
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts(), st.sampled_from([1024, 1100]))
+def test_plans_are_deterministic_whatever_the_order_of_ranks_and_names(pair, bucket):
+    source, target = pair
+
+    def shuffled(side):
+        held = {r: dict(reversed(list(h.items()))) for r, h in reversed(list(side.held.items()))}
+        return WeightLayout(side.params, held, side.ties)
+
+    first, second = plan_reshard(source, target, bucket), plan_reshard(shuffled(source), shuffled(target), bucket)
+    assert sorted(map(str, first.transfers)) == sorted(map(str, second.transfers))
+    assert list(first.transfers) == list(plan_reshard(source, target, bucket).transfers)
+
+
+@settings(max_examples=100, deadline=None)
+@given(layouts(), st.sampled_from([16, 24, 64]), st.data())
+def test_buckets_are_never_larger_than_asked_and_carry_everything_once(pair, bucket, data):
+    source, target = pair
+    import attrs
+
+    plan = attrs.evolve(plan_reshard(source, target), bucket_bytes=bucket)
+    try:
+        rounds = plan_rounds(plan)
+    except ReshardError as error:
+        assert "too small" in str(error)
+        return
+    per_rank = {rank: rank_rounds(plan, rounds, rank) for rank in plan.ranks}
+    arrived = {(t.receiver, t.name): np.zeros(target.params[t.name].shape, np.int32) for t in plan.transfers}
+    for rank, made in per_rank.items():
+        assert len(made) == len(rounds)
+        for at, one in enumerate(made):
+            for side in (one.sends, one.receives):
+                nbytes = sum(b.numel * plan.wire[n].itemsize for m in side.values() for n, b in m)
+                assert nbytes <= bucket
+            for receiver, message in one.sends.items():
+                assert per_rank[receiver][at].receives[rank] == message
+            for message in one.receives.values():
+                for name, box in message:
+                    arrived[rank, name][box.slices()] += 1
+    for (rank, name), got in arrived.items():
+        want = np.zeros_like(got)
+        for t in plan.transfers:
+            if (t.receiver, t.name) == (rank, name):
+                want[t.box.slices()] += 1
+        assert (got == want).all()
+
+
+@given(st.sampled_from([(6,), (4, 5), (3, 4, 2), (2, 3, 2, 2)]), st.data())
+def test_a_flat_range_is_few_boxes_in_row_major_order(shape, data):
+    origin = tuple(data.draw(st.integers(0, 3)) for _ in shape)
+    box = Box(origin, tuple(o + n for o, n in zip(origin, shape, strict=True)))
+    a = data.draw(st.integers(0, box.numel))
+    b = data.draw(st.integers(a, box.numel))
+    numbers = np.full(box.stop, -1)
+    numbers[box.slices()] = np.arange(box.numel).reshape(shape)
+    pieces = list(box.flat_range(a, b))
+    assert np.concatenate([numbers[p.slices()].ravel() for p in pieces] or [[]]).tolist() == list(range(a, b))
+    assert len(pieces) <= 2 * len(shape) - 1
+
+
+def test_all_problems_of_two_layouts_are_listed():
+    source = layout({"a": (2, 2), "b": (3,), "c": (1,), "head": (2,)}, {0: {n: whole(s) for n, s in
+                    {"a": (2, 2), "b": (3,), "c": (1,), "head": (2,)}.items()}})  # fmt: skip
+    target = layout({"a": (2, 3), "b": (3,), "d": (4,)}, {0: {}}, ties={"head": "a"})
+    with pytest.raises(ReshardError) as caught:
+        plan_reshard(source, target)
+    text = str(caught.value)
+    assert "4 problems" in text and "nothing was moved" in text
+    assert "a is [2, 2] in the source, [2, 3] in the target" in text
+    assert "d [4] is not in the source" in text and "c [1] of the source is not in the target" in text
+    assert "head has weights of its own in the source; the target ties it to a" in text
+
+
+def test_what_nobody_holds_is_named_with_its_rank():
+    source = layout({"a": (4, 2)}, {0: {"a": (Box((0, 0), (1, 2)),)}, 1: {"a": (Box((2, 0), (4, 2)),)}})
+    with pytest.raises(ReshardError, match=r"a \[1:2, 0:2\] is wanted by rank 1"):
+        plan_reshard(source, layout({"a": (4, 2)}, {1: {"a": whole((4, 2))}}))
+
+
+@pytest.mark.parametrize("boxes", [(Box((0,), (3,)), Box((2,), (4,))), (Box((2,), (5,)),), (Box((0, 0), (1, 1)),)])
+def test_holdings_that_overlap_or_reach_outside_are_refused(boxes):
+    wrong, right = layout({"a": (4,)}, {0: {"a": boxes}}), layout({"a": (4,)}, {0: {"a": whole((4,))}})
+    for pair in ((wrong, right), (right, wrong)):
+        with pytest.raises(ReshardError, match="layout is wrong"):
+            plan_reshard(*pair)
+
+
+def test_a_tied_source_serves_an_untied_target():
+    source = layout({"embed": (4, 2)}, {0: {"embed": whole((4, 2))}}, ties={"head": "embed"})
+    shapes = {"embed": (4, 2), "head": (4, 2)}
+    plan = plan_reshard(source, layout(shapes, {1: {n: whole(s) for n, s in shapes.items()}}))
+    check_plan(plan)
+    assert plan.bytes_received == {0: 0, 1: 64}
+
+
+def test_the_narrower_dtype_travels_and_what_differs_is_not_aliased():
+    shapes = {"a": (4, 2)}
+    source = layout(shapes, {0: {"a": (Box((0, 0), (2, 2)),)}, 1: {"a": (Box((2, 0), (4, 2)),)}}, torch.float32)
+    full = {r: {"a": whole((4, 2))} for r in (0, 1)}
+    plan = plan_reshard(source, layout(shapes, full, torch.bfloat16))
+    assert plan.wire == {"a": torch.bfloat16}
+    assert plan.bytes_received == {0: 8, 1: 8} and plan.bytes_local == {0: 8, 1: 8}
+    assert plan.bytes_aliased == {0: 0, 1: 0} and plan.peak_bytes == {0: 32, 1: 32}
+    same = plan_reshard(source, layout(shapes, full, torch.float32))
+    assert same.bytes_aliased == {0: 16, 1: 16} and same.peak_bytes == {0: 32, 1: 32}
+    opaque = plan_reshard(source, layout(shapes, full, torch.float32, opaque=frozenset({"a"})))
+    assert opaque.bytes_aliased == {0: 0, 1: 0} and opaque.peak_bytes == {0: 48, 1: 48}
+
+
+def test_replicas_share_the_sending():
+    shapes = {f"p{i}": (64, 8) for i in range(3)}
+    source = layout(shapes, {r: {n: whole(s) for n, s in shapes.items()} for r in range(4)})
+    plan = plan_reshard(source, layout(shapes, {9: {n: whole(s) for n, s in shapes.items()}}))
+    check_plan(plan)
+    assert set(plan.bytes_sent[r] for r in range(4)) == {3 * 64 * 8 * 4 // 4}
+
+
+def test_a_bucket_below_the_least_is_refused():
+    one = layout({"a": (4,)}, {0: {"a": whole((4,))}})
+    with pytest.raises(ReshardError, match="at least 1,024"):
+        plan_reshard(one, one, 100)
+
+
+def test_explain_tells_the_figures():
+    one = {"a": (1000, 10)}
+    source = layout(one, {r: {"a": (Box((500 * r, 0), (500 * r + 500, 10)),)} for r in (0, 1)})
+    text = plan_reshard(source, layout(one, {r: {"a": whole((1000, 10))} for r in (0, 1)})).explain()
+    assert "20.00 kB" in text and "40.00 kB over 2 transfers of 1 parameters" in text and "most" in text
+
+
+def test_masks_count():  # the account itself
+    assert mask((3,), [Box((0,), (2,)), Box((1,), (3,))]).tolist() == [1, 2, 1]
+    assert Param((2, 3), torch.bfloat16).nbytes == 12
