@@ -67,7 +67,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
         if job.validation is not None and job.validation.at_start and run.step == 0:
             validate(run)
 
-        while run.step < job.run.steps:
+        while run.step < job.run.steps and not report.reached:
             run.ctx.step = run.step + 1
             started = time.perf_counter()
             algorithm.step(run.ctx)
@@ -84,7 +84,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
             if job.validation is not None and due(run.step, job.validation.every) and run.step < job.run.steps:
                 validate(run)
 
-        if job.validation is not None:
+        if job.validation is not None and run.step not in report.validations:
             validate(run)
         if export:
             session.export(job.folder)

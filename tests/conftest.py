@@ -6,6 +6,8 @@
     runtime        (module)  the started runtime of that name.
     launch         (module)  launch(world, name="main") -> Pool of `runtime`; made once per module and name.
 
+    ranks         (session) `ranks(function, world, *args)`: function(rank, world, *args) on each rank of a gloo group.
+
 Tests that start `hybridflow` as a command get a Ray of their own, as users do.
 """
 
@@ -30,6 +32,15 @@ def ray_cluster():
     owner.start()
     yield owner
     owner.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    from ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.end()
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,8 @@ def validation(job: Job) -> Iterator[str]:
             )
     elif data.response is None and data.messages is None:
         yield "validation: generate is false and there are no responses (data.response) for a loss; give one of them"
+    if section.stop_at is not None and not (section.every and section.generate):
+        yield "validation: stop_at is compared with the score of validations; set validation.every, and leave generate true"
 
 
 @_reads("tokenizer", "roles", "algorithm")

@@ -105,7 +105,8 @@ def _validation(job: Job) -> str:
     times = ["before the first step"] if section.at_start else []
     between = (job.run.steps - 1) // section.every if section.every else 0
     times += [f"every {_steps(section.every)} ({between} times)"] if between else []
-    return f"{section.name}: " + ", ".join([*times, "at the end"])
+    goal = [f"until the score reaches {section.stop_at}"] if section.stop_at is not None else []
+    return f"{section.name}: " + ", ".join([*times, *goal, "at the end"])
 
 
 def _steps(every: int) -> str:

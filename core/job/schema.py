@@ -137,6 +137,8 @@ class ValidationSection:
     """Steps between validations; 0: at the end alone."""
     at_start: bool = False
     """Also before the first step."""
+    stop_at: float | None = None
+    """The run, or stage, ends at the first validation whose score reaches this; needs `every`. None: after run.steps."""
     generate: bool = True
     """False: only the loss on the set's responses."""
     samples: int = attrs.field(default=8, validator=non_negative)

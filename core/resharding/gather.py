@@ -49,7 +49,9 @@ def gather_plan(
 
 def _whole(source: WeightLayout, ranks: Sequence[int]) -> WeightLayout:
     shapes = {p.shape: dict.fromkeys(ranks, (Box.full(p.shape),)) for p in source.params.values()}
-    return WeightLayout.by_name(source.params, {n: shapes[p.shape] for n, p in source.params.items()}, ranks, source.ties)
+    return WeightLayout.by_name(
+        source.params, {n: shapes[p.shape] for n, p in source.params.items()}, ranks, source.ties
+    )
 
 
 def lower_bound(source: WeightLayout, target: WeightLayout, rank: int) -> int:

@@ -31,7 +31,9 @@ class Place:
     ep: int = 0
 
 
-def tensor_shard(name: str, shape: Sequence[int], shape_of: ModelShape, tp: int, at: int, vocab_multiple: int = 1) -> Box:
+def tensor_shard(
+    name: str, shape: Sequence[int], shape_of: ModelShape, tp: int, at: int, vocab_multiple: int = 1
+) -> Box:
     """Rank `at`'s part of a parameter under Megatron's tensor parallelism (arXiv:1909.08053), which vLLM and SGLang share.
 
     Projections into heads and intermediate units are cut by rows, those out of them by columns, embedding and head over
@@ -202,9 +204,7 @@ def fsdp_layout(
     return WeightLayout.by_name(params, {n: shards(n, p) for n, p in params.items()}, range(layout.world), ties)
 
 
-def zero3_layout(
-    params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None
-) -> WeightLayout:
+def zero3_layout(params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None) -> WeightLayout:
     """DeepSpeed's ZeRO-3: each parameter's elements in `world` equal flat ranges, the last of them padded."""
     memo: dict[tuple[int, ...], Shards] = {}
     for param in params.values():

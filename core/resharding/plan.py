@@ -304,7 +304,9 @@ def _match(source: WeightLayout, target: WeightLayout) -> dict[str, str]:
         if of is None:
             problems.append(f"{name} {list(param.shape)} is not in the source")
         elif source.params[of].shape != param.shape:
-            problems.append(f"{name} is {list(source.params[of].shape)} in the source, {list(param.shape)} in the target")
+            problems.append(
+                f"{name} is {list(source.params[of].shape)} in the source, {list(param.shape)} in the target"
+            )
         else:
             origin[name] = of
     for name, param in source.params.items():
@@ -318,7 +320,9 @@ def _match(source: WeightLayout, target: WeightLayout) -> dict[str, str]:
 
 
 def _listed(what: str, problems: list[str]) -> str:
-    return f"{what}; {len(problems)} problem{'s' * (len(problems) > 1)}, and nothing was moved:\n  " + "\n  ".join(problems)
+    return f"{what}; {len(problems)} problem{'s' * (len(problems) > 1)}, and nothing was moved:\n  " + "\n  ".join(
+        problems
+    )
 
 
 def _classes(params: Mapping, shards: Mapping[str, Shards]) -> list[tuple[list[str], Shards]]:

@@ -119,9 +119,9 @@ class ModelShape:
         for expert in range(self.experts):
             found |= _mlp(f"{self.expert_names}.experts.{expert}.", parts, h, self.expert_intermediate)
         if self.shared_intermediate:
-            found |= _mlp(
-                "mlp.shared_expert.", ("gate_proj", "down_proj", "up_proj"), h, self.shared_intermediate
-            ) | {"mlp.shared_expert_gate.weight": (1, h)}
+            found |= _mlp("mlp.shared_expert.", ("gate_proj", "down_proj", "up_proj"), h, self.shared_intermediate) | {
+                "mlp.shared_expert_gate.weight": (1, h)
+            }
         return found
 
 

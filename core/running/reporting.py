@@ -112,6 +112,13 @@ class Reporter:
         self._line(run.step, values)
         return values
 
+    @property
+    def reached(self) -> bool:
+        """Whether a validation has found the score at which the run is to end."""
+        goal = None if self.job.validation is None else self.job.validation.stop_at
+        scores = [found.get("validation/score") for found in self.validations.values()]
+        return goal is not None and any(score is not None and score >= goal for score in scores)
+
     def validation(self, run: Run, values: dict[str, float]) -> None:
         self.validations[run.step] = values
         run.session.runtime.traffic.take()

@@ -21,16 +21,6 @@ def no_group_is_left():
 
 
 @pytest.fixture(scope="session")
-def ranks():
-    """`ranks(function, world, *args)`: what function(rank, world, *args) returned on each rank."""
-    from fsdp_ranks import Ranks
-
-    ranks = Ranks()
-    yield ranks
-    ranks.end()
-
-
-@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """`folder(name, kind)`: the Hugging Face folder of a tiny model with weights that make mistakes visible."""
     from fsdp_reference import write_model

@@ -1,18 +1,20 @@
 """The planner against an account of every element."""
 
+import numpy as np
+import pytest
 import torch
 from brute import best_balance, check_plan, layout, mask, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
-import numpy as np
-import pytest
 
 from hybridflow.core.resharding import ReshardError, plan_reshard
 from hybridflow.core.resharding.gather import lower_bound
 from hybridflow.core.resharding.rounds import plan_rounds, rank_rounds
 from hybridflow.core.weights import Box, Param, WeightLayout
 
-SHAPES = st.lists(st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]), min_size=1, max_size=3)
+SHAPES = st.lists(
+    st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]), min_size=1, max_size=3
+)
 
 
 @st.composite

@@ -1,0 +1,29 @@
+"""Messages as objects of the runtime's store (Ray's object store): for engines in other pools, and on other nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hybridflow.core.resharding.transport import Link, Mailbox
+
+
+class ObjectStore(Mailbox):
+    """A plugin of kind "transport", name "store". The store frees an object when its ticket is forgotten."""
+
+    @classmethod
+    def problem(cls, link: Link) -> str | None:
+        return None if link.store is not None else "the runtime gives the workers no object store"
+
+    def put(self, message: torch.Tensor) -> Any:
+        return self.link.store.put([message.cpu().numpy()])
+
+    def get(self, ticket: Any, nbytes: int) -> torch.Tensor:
+        (array,) = self.link.store.get(ticket)
+        return torch.from_numpy(array.copy()).to(
+            self.link.device
+        )  # the store's memory is shared: nobody may write to it
+
+    def drop(self, ticket: Any) -> None:
+        pass

@@ -1,0 +1,98 @@
+"""What the ranks of a gloo group run in the tests of the exchange."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.core.plugins import registry
+from hybridflow.core.resharding import gather_plan, plan_reshard
+from hybridflow.core.resharding.exchange import Exchange, Shards
+from hybridflow.core.resharding.transport import Link
+from hybridflow.core.weights import WeightLayout
+
+
+def value(name: str, shape, dtype) -> torch.Tensor:
+    """The parameter, the same on every rank: no two elements of it alike, where the dtype has room."""
+    numel = int(torch.Size(shape).numel())
+    base = sum(name.encode()) % 97
+    return (torch.arange(numel, dtype=torch.float64) * 0.37 + base).to(dtype).view(shape)
+
+
+def storage(layout: WeightLayout, rank: int, fill: bool) -> list:
+    """(name, box, tensor) of what a rank holds."""
+    made = []
+    for name, boxes in layout.held.get(rank, {}).items():
+        param = layout.params[name]
+        whole = value(name, param.shape, param.dtype) if fill else None
+        for box in boxes:
+            tensor = torch.full(box.shape, float("nan"), dtype=param.dtype)
+            if whole is not None:
+                tensor.copy_(whole[box.slices()])
+            made.append((name, box, tensor))
+    return made
+
+
+def loopback() -> int:
+    """Bytes over the loopback device so far."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split(":")[1].split()[0])
+    raise RuntimeError("there is no loopback device")
+
+
+class Store:
+    """An object store on disk."""
+
+    def __init__(self, folder: str):
+        self.folder = Path(folder)
+
+    def put(self, block):
+        path = self.folder / os.urandom(8).hex()
+        block[0].tofile(path)
+        return str(path)
+
+    def get(self, handle):
+        import numpy as np
+
+        array = np.fromfile(handle, np.uint8)
+        array.flags.writeable = False
+        return [array]
+
+
+def move(rank: int, world: int, source: WeightLayout, target: WeightLayout, transport: str, bucket: int, folder: str):
+    """Source to target; (moved, the plan's figures of this rank, wrong or missing parameters, loopback bytes)."""
+    plan = plan_reshard(source, target, bucket)
+    return run(plan, rank, world, transport, folder)
+
+
+def gather(rank: int, world: int, source: WeightLayout, target: WeightLayout, groups, bucket: int, folder: str):
+    return run(gather_plan(source, target, groups, bucket), rank, world, "collective", folder)
+
+
+def run(plan, rank: int, world: int, transport: str, folder: str):
+    link = Link(
+        rank, list(range(world)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(world), "here"),
+        store=Store(folder), folder=folder,
+    )  # fmt: skip
+    have, want = storage(plan.source, rank, True), storage(plan.target, rank, False)
+    read, into = Shards(have), Shards(want)
+    exchange = Exchange(plan, rank, torch.device("cpu"))
+    mover = registry().get("transport", transport)(link)
+    dist.barrier()
+    before = loopback()
+    moved = exchange.run(mover, read.read, lambda name, box, values: into.read(name, box).copy_(values))
+    dist.barrier()
+    traffic = loopback() - before
+    for name, box in plan.local(rank):
+        into.read(name, box).copy_(read.read(plan.origin[name], box))
+    wrong = []
+    for name, box, tensor in want:
+        origin = plan.origin[name]
+        expected = value(origin, plan.source.params[origin].shape, plan.source.params[origin].dtype)
+        if not torch.equal(tensor, expected[box.slices()].to(plan.wire[name]).to(tensor.dtype)):
+            wrong.append(name)
+    return moved, (plan.bytes_received[rank], plan.bytes_sent[rank]), wrong, traffic, sum(plan.bytes_received.values())

@@ -1,0 +1,96 @@
+"""Plans carried out by the ranks of a gloo group, bit for bit, and what they cost."""
+
+import pytest
+import reshard_jobs as jobs
+import torch
+
+from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.resharding.exchange import checksum
+from hybridflow.core.resharding.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
+from hybridflow.core.resharding.shapes import ModelShape
+from hybridflow.core.weights import Box
+
+QWEN = ModelShape(32, 4, 8, 8, 4, 48, 211, tied=True, qkv_bias=True)
+LLAMA = ModelShape(32, 4, 8, 4, 4, 48, 209)
+LARGE = ModelShape(256, 4, 8, 8, 32, 512, 4001)
+
+
+def layouts(shape: ModelShape, kind: str, train: ParallelLayout, pp: int, tp: int, dtypes, grouping="zero-redundancy"):
+    params = shape.params(dtypes[0])
+    source = {
+        "3d": lambda: megatron_layout(shape, train, params, vocab_multiple=8),
+        "fsdp": lambda: fsdp_layout(params, train, ties=shape.ties),
+        "hsdp": lambda: fsdp_layout(params, train, 2, ties=shape.ties),
+        "zero3": lambda: zero3_layout(params, train.world, shape.ties),
+    }[kind]()
+    return source, engine_layout(shape, generation_layout(train, pp, tp, grouping), shape.params(dtypes[1]))
+
+
+F, B = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [QWEN, LLAMA], ids=["qwen2-tied", "llama-untied"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory", "store", "disk"])
+@pytest.mark.parametrize("dtypes", [(F, F), (F, B), (B, B)], ids=["fp32", "fp32-bf16", "bf16"])
+def test_every_transport_brings_the_training_weights_bit_for_bit(ranks, shape, transport, dtypes, tmp_path):
+    source, target = layouts(shape, "fsdp", ParallelLayout(dp=4), 1, 2, dtypes)
+    for moved, planned, wrong, _, _ in ranks(jobs.move, 4, source, target, transport, 8192, str(tmp_path)):
+        assert wrong == []
+        assert (moved.bytes_received, moved.bytes_sent) == planned
+        assert moved.peak_buffer_bytes <= 2 * 2 * 8192
+
+
+@pytest.mark.parametrize("shape", [QWEN, LLAMA], ids=["qwen2-tied", "llama-untied"])
+@pytest.mark.parametrize("dtype", [F, B], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["3d", "hsdp", "zero3"])
+def test_there_and_back_is_bit_for_bit(ranks, shape, kind, dtype, tmp_path):
+    """Training -> rollout -> training: vocabularies of 211 and 209 divide by nothing."""
+    train = ParallelLayout(pp=2, tp=2, dp=1) if kind == "3d" else ParallelLayout(dp=4)
+    source, target = layouts(shape, kind, train, 1, 2, (dtype, dtype))
+    for a, b in ((source, target), (target, source)):
+        for moved, planned, wrong, _, _ in ranks(jobs.move, 4, a, b, "collective", 4096, str(tmp_path)):
+            assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
+
+
+EIGHT = {
+    "1-8-1 to 1-4": ("3d", ParallelLayout(1, 8, 1), 1, 4),
+    "1-8-1 to 1-2": ("3d", ParallelLayout(1, 8, 1), 1, 2),
+    "2-4-1 to 1-2": ("3d", ParallelLayout(2, 4, 1), 1, 2),
+    "1-4-2 to 1-2": ("3d", ParallelLayout(1, 4, 2), 1, 2),
+    "2-2-2 to 1-1, Megatron's order": ("3d", ParallelLayout(2, 2, 2, order="tp-cp-dp-pp"), 1, 1),
+    "4-2-1 to 2-2": ("3d", ParallelLayout(4, 2, 1), 2, 2),
+    "fsdp 8 to tp 2": ("fsdp", ParallelLayout(dp=8), 1, 2),
+    "zero-3 8 to tp 4": ("zero3", ParallelLayout(dp=8), 1, 4),
+}
+
+
+@pytest.mark.parametrize("case", EIGHT.values(), ids=EIGHT.keys())
+def test_eight_processes_receive_what_the_plan_says_and_the_loopback_counts_it(ranks, case, tmp_path):
+    kind, train, pp, tp = case
+    source, target = layouts(LARGE, kind, train, pp, tp, (F, F))
+    answers = ranks(jobs.move, 8, source, target, "collective", 1 << 20, str(tmp_path))
+    for moved, planned, wrong, _, _ in answers:
+        assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
+    total, traffic = answers[0][4], max(a[3] for a in answers)
+    assert total > 10e6
+    assert abs(traffic - total) < 0.05 * total
+
+
+def test_the_reference_engine_gathers_and_is_counted_too(ranks, tmp_path):
+    train = ParallelLayout(1, 4, 1)
+    source, target = layouts(QWEN, "3d", train, 1, 2, (F, F), "consecutive")
+    for moved, planned, wrong, _, _ in ranks(jobs.gather, 4, source, target, [[0, 1, 2, 3]], 8192, str(tmp_path)):
+        assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
+
+
+def test_checksums_add_up_over_shards_and_see_a_swap():
+    whole = torch.randn(7, 5)
+    full = Box.full((7, 5))
+    total = checksum(whole, full, (7, 5))
+    parts = [b for b in full.flat_range(0, 13)] + [b for b in full.flat_range(13, 35)]
+    assert sum(checksum(whole[b.slices()], b, (7, 5)) for b in parts) % 2**64 == total
+    swapped = whole.clone()
+    swapped[0, 0], swapped[3, 2] = whole[3, 2], whole[0, 0]
+    assert checksum(swapped, full, (7, 5)) != total
+    assert checksum(whole.to(B), full, (7, 5)) != total
+    assert checksum(torch.zeros(2), Box.full((2,)), (2,)) != checksum(torch.zeros(3), Box.full((3,)), (3,))
