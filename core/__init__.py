@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hybridflow.core.metrics import Metrics
     from hybridflow.core.parallel import ParallelLayout, generation_layout
     from hybridflow.core.protocols import Protocol, TransferProtocol
+    from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
+    from hybridflow.core.resharding.transport import Transport
     from hybridflow.core.rewards import Reward, RewardSample
     from hybridflow.core.rollout import Completion, Request, RolloutEngine, SamplingParams
     from hybridflow.core.runtime import ResourcePool, Runtime
@@ -35,6 +37,8 @@ _HOME = {
     "metrics": ("Metrics",),
     "parallel": ("ParallelLayout", "generation_layout"),
     "protocols": ("Protocol", "TransferProtocol"),
+    "resharding.plan": ("ReshardPlan", "plan_reshard"),
+    "resharding.transport": ("Transport",),
     "rewards": ("Reward", "RewardSample"),
     "rollout": ("Completion", "Request", "RolloutEngine", "SamplingParams"),
     "runtime": ("ResourcePool", "Runtime"),
@@ -49,7 +53,8 @@ _WHERE = {name: module for module, names in _HOME.items() for name in names} | {
 
 __all__ = [  # noqa: RUF022  (in the order of the modules)
     "Algorithm", "Role", "Batch", "Column", "tokens", "DataSource", "HybridFlowError", "Pool", "WorkerGroup", "Counts",
-    "Loss", "Term", "Metrics", "ParallelLayout", "generation_layout", "Protocol", "TransferProtocol", "Reward",
+    "Loss", "Term", "Metrics", "ParallelLayout", "generation_layout", "Protocol", "TransferProtocol", "ReshardPlan",
+    "plan_reshard", "Transport", "Reward",
     "RewardSample", "Completion", "Request", "RolloutEngine", "SamplingParams", "ResourcePool", "Runtime", "MicroBatch",
     "OptimizerConfig", "TrainingBackend", "Box", "Param", "WeightLayout", "Worker", "register", "load_config", "run",
 ]  # fmt: skip

@@ -95,7 +95,20 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def layout(self) -> WeightLayout:
-        """What this engine holds, per canonical (Hugging Face) parameter name."""
+        """Which boxes of each canonical (Hugging Face) parameter every rank's engine holds: all of context.layout's ranks,
+        in replicas as context.generation says."""
+
+    def view(self, name: str, box: Box) -> torch.Tensor | None:
+        """A writeable view of this rank's storage for a box that it holds; None where there is none (opaque)."""
+        return None
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The stored values of a box that this rank holds, to be compared with what was sent."""
+        from hybridflow.core.errors import HybridFlowError
+
+        if (view := self.view(name, box)) is None:
+            raise HybridFlowError(f"{type(self).__name__} gives no view of {name}; set sync.verify = false")
+        return view
 
     def begin_update(self, version: int) -> None:
         self.updating, self._next_version = True, version

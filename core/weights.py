@@ -29,7 +29,7 @@ class Box:
         """The whole of `shape` but for [start, stop) along `dim`."""
         whole = cls.full(shape)
         return cls(
-            whole.start[:dim] + (start,) + whole.start[dim + 1 :], whole.stop[:dim] + (stop,) + whole.stop[dim + 1 :]
+            (*whole.start[:dim], start, *whole.start[dim + 1 :]), (*whole.stop[:dim], stop, *whole.stop[dim + 1 :])
         )
 
     @property
@@ -63,9 +63,9 @@ class Box:
         start, stop = list(self.start), list(self.stop)
         for dim, (a, b) in enumerate(zip(common.start, common.stop, strict=True)):
             if start[dim] < a:
-                yield Box(tuple(start), tuple(stop[:dim] + [a] + stop[dim + 1 :]))
+                yield Box(tuple(start), tuple([*stop[:dim], a, *stop[dim + 1 :]]))
             if b < stop[dim]:
-                yield Box(tuple(start[:dim] + [b] + start[dim + 1 :]), tuple(stop))
+                yield Box(tuple([*start[:dim], b, *start[dim + 1 :]]), tuple(stop))
             start[dim], stop[dim] = a, b
 
     def flat_range(self, start: int, stop: int) -> Iterator[Box]:

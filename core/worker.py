@@ -26,6 +26,8 @@ class RankContext:
     device: torch.device
     seed: int = 0
     generation: GenerationLayout | None = None
+    store: Any = attrs.field(default=None, repr=False)
+    """The runtime's object store (core.workers.wire.Store)."""
     _groups: dict[str, Any] = attrs.field(factory=dict, repr=False)
 
     @property

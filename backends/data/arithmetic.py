@@ -16,7 +16,8 @@ class ArithmeticSource(DataSource):
     """Rows {"a": 17, "b": 5, "prompt": "17+05=", "answer": "022"}: zero-padded, so that every row has equal lengths.
 
     Options: `split` ("train": all but the held-out sums, "held-out", "all"); `held_out` (sums, default 500);
-    `split_seed` (which ones); `rows` (only the first so many of the split, default 0: all). The same `held_out` and `split_seed` give train and held-out sets without a common row.
+    `split_seed` (which ones); `rows` (only the first so many of the split, default 0: all). The same `held_out` and
+    `split_seed` give train and held-out sets without a common row.
     """
 
     def __init__(self, config: DataConfig):

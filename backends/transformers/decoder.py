@@ -1,7 +1,8 @@
 """The fast decoder: Llama-like models over a KV cache with one left-aligned lane per sequence.
 
 Shapes: R rows (live sequences), G prompts of a prefill, P its padded length, H hidden, h query heads, kv key heads,
-g = h / kv, d head size, S capacity of a lane, n positions attended to.
+g = h / kv, d head size, S capacity of a lane, n positions attended to. Under tensor parallelism heads are this rank's;
+H and the vocabulary V are whole, and ranks meet after the embedding, both halves of each block, and for the logits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class FastDecoder:
 
     def __init__(self, config, weights: LlamaWeights, dtype: torch.dtype, device: torch.device):
         self.weights, self.shape, self.dtype, self.device = weights, weights.shape, dtype, device
+        self.split = weights.split
         # Plain products beat the fused kernel on CPU: 0.26 against 0.36 ms for 128 rows of 38 (4 heads of 32).
         self.plain = device.type == "cpu" and dtype == torch.float32
         self._frequencies, self._amplitude = _rotary(config)
@@ -136,7 +138,7 @@ class FastDecoder:
         s = self.shape
         G, P = ids.shape
         cis = self._cis[:P].repeat_interleave(s.kv_heads, 0).repeat(G, 1)[:, None]
-        x = F.embedding(ids.view(-1), self.weights.embed)
+        x = self._embed(ids.view(-1))
         for i, layer in enumerate(self.weights.layers):
             rotated, values = self._project(x, layer, cis)
             rotated = rotated.view(G, P, s.kv_heads, s.group + 1, s.head_dim)
@@ -161,7 +163,7 @@ class FastDecoder:
         write = self._starts[:lanes] + positions
         cis = self._cis.index_select(0, positions)[:, None]
         mask = self._mask(positions, n)
-        x = F.embedding(tokens, self.weights.embed)
+        x = self._embed(tokens)
         attend = self._attend_plain if self.plain else self._attend_fused
         for layer, (keys, values), flat in zip(self.weights.layers, self._tables, self._flat, strict=True):
             rotated, new_values = self._project(x, layer, cis)
@@ -172,6 +174,16 @@ class FastDecoder:
         self.lengths[:R] += 1
         self.host_lengths += 1
         return self._logits(x)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[N] -> [N, H]. Of a divided vocabulary, each rank looks up its own tokens; the others' rows are 0."""
+        table = self.weights.embed
+        if self.split.tp == 1:
+            return F.embedding(tokens, table)
+        rows = tokens - self.split.at * len(table)
+        elsewhere = (rows < 0) | (rows >= len(table))
+        x = F.embedding(rows.masked_fill_(elsewhere, 0), table)
+        return self.split.sum(x.masked_fill_(elsewhere[:, None], 0))
 
     def _mask(self, positions: torch.Tensor, n: int) -> torch.Tensor:
         """Added to the scores: 0 up to each lane's own position, -inf after it. [R * kv, 1, n]."""
@@ -205,11 +217,18 @@ class FastDecoder:
 
     def _finish_block(self, x: torch.Tensor, mixed: torch.Tensor, layer: Layer) -> None:
         """Output projection and MLP, added to x [N, H] in place."""
-        x.addmm_(mixed, layer.out)
+        self._add_product(x, mixed, layer.out)
         if layer.out_bias is not None:
             x += layer.out_bias
         gate, up = torch.mm(self._norm(x, layer.norm2), layer.gate_up).chunk(2, 1)
-        x.addmm_(F.silu(gate).mul_(up), layer.down)
+        self._add_product(x, F.silu(gate).mul_(up), layer.down)
+
+    def _add_product(self, x: torch.Tensor, y: torch.Tensor, matrix: torch.Tensor) -> None:
+        """x += y @ matrix, summed over the ranks."""
+        if self.split.tp == 1:
+            x.addmm_(y, matrix)
+        else:
+            x += self.split.sum(torch.mm(y, matrix))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if not self.plain:
@@ -220,7 +239,10 @@ class FastDecoder:
         return torch.mul(x, scale).mul_(weight)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(self._norm(x, self.weights.norm), self.weights.head).float()
+        logits = torch.mm(self._norm(x, self.weights.norm), self.weights.head)
+        if self.split.tp > 1:
+            logits = self.split.columns(logits)[:, : self.shape.vocab]
+        return logits.float()
 
 
 def _round_up(value: int, unit: int) -> int:

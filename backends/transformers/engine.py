@@ -12,6 +12,7 @@ from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.decoder import FastDecoder
 from hybridflow.backends.transformers.generic import GenericDecoder
 from hybridflow.backends.transformers.llama import LlamaWeights, unfit
+from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.scheduler import MAX_BURST, Run
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.errors import HybridFlowError, ModelError
@@ -20,7 +21,11 @@ from hybridflow.core.weights import Box, WeightLayout
 
 
 class TransformersEngine(RolloutEngine):
-    """Llama-like models run on our decoder, other causal models on Hugging Face's code; both sample alike."""
+    """Llama-like models run on our decoder, other causal models on Hugging Face's code; both sample alike.
+
+    Under tensor parallelism (our decoder alone) the ranks of a replica make the same calls with the same requests: each
+    reads its stream to the end, and aborts at the same place of it. All of them yield the same completions.
+    """
 
     Config = TransformersEngineConfig
 
@@ -32,7 +37,10 @@ class TransformersEngine(RolloutEngine):
         self._asleep = False
 
     def start(self) -> None:
-        """Raises ModelError when the model is no policy, or `fast` is demanded and does not fit."""
+        """Raises ModelError for a model that is no policy, or does not fit `fast = true` or the generation layout.
+
+        With tensor parallelism a collective call: it makes the process groups.
+        """
         if self.model.kind != "policy":
             raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
         hf_config = load_config(self.model)
@@ -40,25 +48,45 @@ class TransformersEngine(RolloutEngine):
         if self.config.fast and reason is not None:
             raise ModelError(f"the fast decoder cannot run this model: {reason}; set fast = false, or leave it out")
         dtype = getattr(torch, self.config.dtype)
-        if reason is None and self.config.fast is not False:
+        if self.config.fast is False:
+            reason = "fast = false"
+        self.split = Split.of(self.context, hf_config, reason)
+        if reason is None:
             shapes, ties = saved_parameters(hf_config)
-            weights = LlamaWeights(hf_config, shapes, dtype, self.device)
+            weights = LlamaWeights(hf_config, shapes, dtype, self.device, self.split)
             self.decoder = FastDecoder(hf_config, weights, dtype, self.device)
-            self.store = WeightStore(weights.places, ties)
+            self.store = WeightStore(weights.places, ties, self.split)
         else:
             self.decoder = GenericDecoder(hf_config, dtype, self.device)
-            self.store = WeightStore(self.decoder.places, self.decoder.ties)
+            self.store = WeightStore(self.decoder.places, self.decoder.ties, self.split)
         text = hf_config.get_text_config()
         self._max_positions, self._vocab = getattr(text, "max_position_embeddings", None), text.vocab_size
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def layout(self) -> WeightLayout:
+        """Over all ranks of the actor."""
         return self.store.layout()
 
-    def begin_update(self, version: int) -> None:
+    def view(self, name: str, box: Box) -> torch.Tensor | None:
+        """The storage of a box that this rank holds, to write to; None for parameters that are `layout().opaque`.
+
+        Not contiguous in general. Whoever writes to it says so by `receive(name, box, view)`, which then copies nothing.
+        """
+        self._check_awake("looking at its weights")
+        return self.store.view(name, box)
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """The values of a box that this rank holds, in canonical order: a view where there is one, else a copy."""
+        self._check_awake("reading its weights")
+        return self.store.read(name, box)
+
+    def _check_awake(self, before: str) -> None:
         if self._asleep:
-            raise HybridFlowError("the rollout engine sleeps; wake it before a weight update")
+            raise HybridFlowError(f"the rollout engine sleeps; wake it before {before}")
+
+    def begin_update(self, version: int) -> None:
+        self._check_awake("a weight update")
         super().begin_update(version)
         self.store.begin()
 
@@ -98,8 +126,7 @@ class TransformersEngine(RolloutEngine):
 
         A new `submit` ends an earlier one that was not read to its end.
         """
-        if self._asleep:
-            raise HybridFlowError("the rollout engine sleeps; wake it before generating")
+        self._check_awake("generating")
         self.check_ready()
         requests = list(requests)
         check_requests(requests, self._max_positions, self._vocab)
@@ -109,7 +136,7 @@ class TransformersEngine(RolloutEngine):
         capacity = longest + (MAX_BURST if self.device.type != "cpu" or self.config.sync_every else 0)
         slots = min(self._slots(capacity), len(requests))
         self.decoder.reserve(slots, capacity)
-        self._run = Run(self.decoder, requests, slots, self.config, self.device)
+        self._run = Run(self.decoder, requests, slots, self.config, self.device, self.split)
         return self._run.stream(self._version_for)
 
     def abort(self, ids: Iterable[int] | None = None) -> None:
@@ -128,7 +155,7 @@ class TransformersEngine(RolloutEngine):
         """How many sequences of `capacity` tokens are decoded at once."""
         limit = self.config.kv_memory_gb * 1e9
         if limit == 0:
-            limit = 4e9 if self.device.type == "cpu" else 0.7 * self._free_on_device()
+            limit = 4e9 if self.device.type == "cpu" else self.split.least(0.7 * self._free_on_device(), self.device)
         fitting = max(1, int(limit // self.decoder.row_bytes(capacity)))
         return min(self.config.max_sequences or 256, fitting)
 

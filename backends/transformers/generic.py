@@ -38,7 +38,7 @@ class GenericDecoder:
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self.ties = {n: source for n, source in self.model.all_tied_weights_keys.items() if n != source}
         self.places = {
-            name: Place(parameter.data)
+            name: Place.whole(parameter.data)
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
             if name not in self.ties
         }

@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 import torch
 
+from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.backends.transformers.weights import Place
 from hybridflow.core.errors import ModelError
 
@@ -44,6 +45,11 @@ class LlamaShape:
             eps=config.rms_norm_eps,
         )
 
+    def part(self, tp: int) -> LlamaShape:
+        """What one of `tp` ranks computes. `vocab` stays whole; ranks that share a key-value head have one each."""
+        sizes = dict(heads=self.heads // tp, kv_heads=max(1, self.kv_heads // tp), intermediate=self.intermediate // tp)
+        return attrs.evolve(self, **sizes)
+
 
 def unfit(config) -> str | None:
     """Why the fast decoder cannot run a Hugging Face config; None if it can."""
@@ -67,7 +73,7 @@ def unfit(config) -> str | None:
 
 @attrs.define(eq=False)
 class Layer:
-    """One block; matrices [in, out], for x @ W. H hidden, I intermediate."""
+    """This rank's part of one block; matrices [in, out], for x @ W. H hidden, I intermediate."""
 
     norm1: torch.Tensor
     qkv: torch.Tensor
@@ -95,11 +101,19 @@ def _interleaved(d: int) -> torch.Tensor:
 
 
 class LlamaWeights:
-    """Empty storage for a model, `places` by canonical name, and the tensors that the decoder reads."""
+    """Empty storage for this rank's part of a model, `places` by canonical name, and the tensors that the decoder reads."""
 
-    def __init__(self, config, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        config,
+        shapes: dict[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        split: Split = WHOLE,
+    ):
         """`shapes`: every canonical parameter's shape (tied names left out), as Hugging Face saves it."""
-        self.shape = shape = LlamaShape.of(config)
+        self.split = split
+        self.shape = shape = LlamaShape.of(config).part(split.tp)
         self._names, self._dtype, self._device = shapes, dtype, device
         self.places: dict[str, Place] = {}
         kv, g, d = shape.kv_heads, shape.group, shape.head_dim
@@ -112,26 +126,26 @@ class LlamaWeights:
             "k_proj": (heads[:, g : g + 1] + order).flatten().to(device),
             "v_proj": (heads[:, g + 1 :] + torch.arange(d)).flatten().to(device),
         }
-        self.embed = self._whole("model.embed_tokens.weight")
+        self.embed = self._vocabulary("model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
-        self.norm = self._whole("model.norm.weight")
-        self.head = (self.embed if config.tie_word_embeddings else self._whole("lm_head.weight")).t()
+        self.norm = self._own("model.norm.weight")
+        self.head = (self.embed if config.tie_word_embeddings else self._vocabulary("lm_head.weight")).t()
         if unknown := sorted(self.places.keys() ^ shapes.keys()):
             raise ModelError(f"the fast decoder does not know the parameters {', '.join(unknown)}; set fast = false")
 
     def _layer(self, prefix: str) -> Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return Layer(
-            norm1=self._whole(prefix + "input_layernorm.weight"),
+            norm1=self._own(prefix + "input_layernorm.weight"),
             qkv=self._qkv(attention, "weight").t(),
             qkv_bias=self._qkv(attention, "bias"),
-            out=self._whole(attention + "o_proj.weight").t(),
-            out_bias=self._whole(attention + "o_proj.bias"),
-            q_norm=self._whole(attention + "q_norm.weight", self._order),
-            k_norm=self._whole(attention + "k_norm.weight", self._order),
-            norm2=self._whole(prefix + "post_attention_layernorm.weight"),
+            out=self._own(attention + "o_proj.weight").t(),
+            out_bias=self._own(attention + "o_proj.bias"),
+            q_norm=self._own(attention + "q_norm.weight", self._order),
+            k_norm=self._own(attention + "k_norm.weight", self._order),
+            norm2=self._own(prefix + "post_attention_layernorm.weight"),
             gate_up=self._gate_up(mlp).t(),
-            down=self._whole(mlp + "down_proj.weight").t(),
+            down=self._own(mlp + "down_proj.weight").t(),
         )
 
     def _empty(self, *shape: int) -> torch.Tensor:
@@ -143,12 +157,24 @@ class LlamaWeights:
             return self._empty(columns, rows).t()
         return self._empty(rows, columns)
 
-    def _whole(self, name: str, rows: torch.Tensor | None = None) -> Any:  # None where the model has no such parameter
+    def _place(self, name: str, storage: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        shape = self._names[name]
+        self.places[name] = Place(storage, rows, shape, self.split.box(name, shape))
+
+    def _own(self, name: str, rows: torch.Tensor | None = None) -> Any:  # None where the model has no such parameter
+        """A parameter with a storage of its own."""
         if name not in self._names:
             return None
+        size = self.split.box(name, self._names[name]).shape
+        storage = self._matrix(*size) if name.endswith("proj.weight") else self._empty(*size)
+        self._place(name, storage, rows)
+        return storage
+
+    def _vocabulary(self, name: str) -> Any:
+        """Equally many rows on every rank; those behind the end of the vocabulary are never written nor read from."""
         shape = self._names[name]
-        storage = self._matrix(*shape) if name.endswith("proj.weight") else self._empty(*shape)
-        self.places[name] = Place(storage, rows)
+        storage = self._empty(-(-shape[0] // self.split.tp), *shape[1:])
+        self._place(name, storage[: self.split.box(name, shape).shape[0]])
         return storage
 
     def _qkv(self, attention: str, kind: str) -> Any:
@@ -157,12 +183,12 @@ class LlamaWeights:
         rows = sum(len(index) for index in self._rows.values())
         storage = self._matrix(rows, self.shape.hidden) if kind == "weight" else self._empty(rows)
         for part, index in self._rows.items():
-            self.places[f"{attention}{part}.{kind}"] = Place(storage, index)
+            self._place(f"{attention}{part}.{kind}", storage, index)
         return storage
 
     def _gate_up(self, mlp: str) -> torch.Tensor:
         size = self.shape.intermediate
         storage = self._matrix(2 * size, self.shape.hidden)
-        self.places[mlp + "gate_proj.weight"] = Place(storage[:size])
-        self.places[mlp + "up_proj.weight"] = Place(storage[size:])
+        self._place(mlp + "gate_proj.weight", storage[:size])
+        self._place(mlp + "up_proj.weight", storage[size:])
         return storage

@@ -11,7 +11,7 @@ def hybridflow_plugins():
             name="transformers",
             factory="hybridflow.backends.transformers.engine:TransformersEngine",
             config="hybridflow.backends.transformers.config:TransformersEngineConfig",
-            capabilities={"tp": False, "devices": "cpu, cuda", "abort": True, "sleep": True, "continuous": True},
+            capabilities={"tp": True, "devices": "cpu, cuda", "abort": True, "sleep": True, "continuous": True},
             requires=("transformers",),
             extra="transformers",
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.backends.transformers.sampler import Sampler
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.rollout import Completion, Request
@@ -26,10 +27,16 @@ def _row_type(stops: int) -> np.dtype:
 
 
 class Run:
-    """The requests of one `submit`. `stream` yields each one's completion exactly once."""
+    """The requests of one `submit`. `stream` yields each one's completion exactly once.
 
-    def __init__(self, decoder, requests: Sequence[Request], slots: int, config, device: torch.device):
+    The ranks of a `split` model go through the same steps: nothing here may depend on time or on a rank's memory.
+    """
+
+    def __init__(
+        self, decoder, requests: Sequence[Request], slots: int, config, device: torch.device, split: Split = WHOLE
+    ):
         self.decoder, self.requests, self.slots, self.config, self.device = decoder, requests, slots, config, device
+        self.split = split
         self.queue = deque(range(len(requests)))
         self.open = {r.id for r in requests}
         self._to_abort: set[int] = set()
@@ -92,7 +99,8 @@ class Run:
     @torch.inference_mode()
     def _sample(self, sampler: Sampler, lengths: np.ndarray, logits: torch.Tensor):
         drawn = sampler.uniforms(lengths, 1)
-        return sampler(logits, None if drawn is None else drawn[0])
+        tokens, logprobs = sampler(logits, None if drawn is None else drawn[0])
+        return self.split.agreed(tokens), self.split.agreed(logprobs)
 
     def _next_groups(self, free: int) -> tuple[list[np.ndarray], list[list[int]]]:
         """Take waiting requests, neighbours with equal contexts together, up to the token limit of a prefill."""
@@ -147,9 +155,10 @@ class Run:
         tokens, logprobs, last = [], [], self.tokens
         for step in range(steps):
             last, logprob = self.sampler(self.decoder.step(last), None if uniform is None else uniform[step])
+            last = self.split.agreed(last)
             tokens.append(last)
             logprobs.append(logprob)
-        return torch.stack(tokens), torch.stack(logprobs)
+        return torch.stack(tokens), self.split.agreed(torch.stack(logprobs))
 
     def _burst(self) -> int:
         """Tokens until the next look: a row that stops inside a burst makes tokens for nothing until its end."""

@@ -1,4 +1,4 @@
-"""Where each canonical parameter lies in the engine's storage, and what of it has arrived."""
+"""Where this rank's part of each canonical parameter lies in the engine's storage, and what of it has arrived."""
 
 from __future__ import annotations
 
@@ -7,29 +7,45 @@ from collections.abc import Mapping
 import attrs
 import torch
 
+from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.weights import Box, Param, WeightLayout
 
 
 @attrs.frozen(eq=False)
 class Place:
-    """A canonical parameter inside a storage tensor, which may hold others too (fused projections)."""
+    """A box of a canonical parameter inside a storage tensor, which may hold others too (fused projections)."""
 
     storage: torch.Tensor
-    rows: torch.Tensor | None = None
-    """int64 [shape[0]]: the row of `storage` that holds each canonical row; None: `storage` is the parameter."""
+    rows: torch.Tensor | None
+    """int64: the row of `storage` that holds each row of the box; None: `storage` is the box."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    held: Box
+    """What is here of it."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        first = self.storage.shape[0] if self.rows is None else self.rows.shape[0]
-        return (first, *self.storage.shape[1:])
+    @classmethod
+    def whole(cls, storage: torch.Tensor) -> Place:
+        """A parameter with a storage of its own."""
+        return cls(storage, None, tuple(storage.shape), Box.full(storage.shape))
+
+    def view(self, box: Box) -> torch.Tensor | None:
+        """The storage of a box, or None where rows are reordered."""
+        return self.storage[box.within(self.held)] if self.rows is None else None
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The values of a box in canonical order; a copy where there is no view."""
+        if self.rows is None:
+            return self.storage[box.within(self.held)]
+        first, *others = box.within(self.held)
+        return self.storage[(slice(None), *others)].index_select(0, self.rows[first])
 
     def write(self, box: Box, tensor: torch.Tensor) -> None:
         """Copy `tensor` (the values of `box`) in, with a cast to the storage's dtype and device."""
+        first, *others = box.within(self.held)
         if self.rows is None:
-            self.storage[box.slices()].copy_(tensor)
+            self.storage[(first, *others)].copy_(tensor)
             return
-        first, *others = box.slices()
         target = self.storage[(slice(None), *others)]
         target.index_copy_(0, self.rows[first], tensor.to(device=target.device, dtype=target.dtype))
 
@@ -37,8 +53,8 @@ class Place:
 class WeightStore:
     """All places of a model, and the account of an update: which boxes of which parameter were received."""
 
-    def __init__(self, places: Mapping[str, Place], ties: Mapping[str, str]):
-        self.places, self.ties = dict(places), dict(ties)
+    def __init__(self, places: Mapping[str, Place], ties: Mapping[str, str], split: Split = WHOLE):
+        self.places, self.ties, self.split = dict(places), dict(ties), split
         self.complete = False
         self._received: dict[str, dict[Box, int]] = {}
         storages = [place.storage.untyped_storage() for place in self.places.values()]
@@ -46,25 +62,18 @@ class WeightStore:
         self._storages = [(storage, storage.nbytes()) for storage in unique.values()]
 
     def layout(self) -> WeightLayout:
+        """What every rank of the actor has."""
         params = {name: Param(place.shape, place.storage.dtype) for name, place in self.places.items()}
-        held = {name: (Box.full(place.shape),) for name, place in self.places.items()}
-        return WeightLayout(params=params, held={0: held}, ties=self.ties)
+        reordered = [name for name, place in self.places.items() if place.rows is not None]
+        return self.split.layout(params, self.ties, reordered)
 
     def begin(self) -> None:
         self._received = {}
 
     @torch.no_grad()
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Raises HybridFlowError for an unknown name, a box outside the parameter, or a tensor of another shape."""
-        place = self.places.get(name)
-        if place is None:
-            raise HybridFlowError(self._unknown(name))
-        shape = place.shape
-        fits = len(box.start) == len(shape) and all(
-            0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=True)
-        )
-        if not fits:
-            raise HybridFlowError(f"{name}: the box {box.start} to {box.stop} does not lie in the shape {shape}")
+        """Raises HybridFlowError for an unknown name, a box outside what is here, or a tensor of another shape."""
+        place = self._place(name, box)
         if tuple(tensor.shape) != box.shape:
             raise HybridFlowError(
                 f"{name}: got a tensor of shape {tuple(tensor.shape)} for the box {box.start} to {box.stop}, "
@@ -73,6 +82,28 @@ class WeightStore:
         place.write(box, tensor)
         self._received.setdefault(name, {})[box] = box.numel
 
+    def view(self, name: str, box: Box) -> torch.Tensor | None:
+        return self._place(name, box).view(box)
+
+    @torch.no_grad()
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self._place(name, box).read(box)
+
+    def _place(self, name: str, box: Box) -> Place:
+        """Where a parameter lies; raises HybridFlowError if `box` of it does not lie here."""
+        place = self.places.get(name)
+        if place is None:
+            raise HybridFlowError(self._unknown(name))
+        said = f"{name}: the box {box.start} to {box.stop} does not lie in"
+        if not _inside(box, Box.full(place.shape)):
+            raise HybridFlowError(f"{said} the shape {place.shape}")
+        if not _inside(box, place.held):
+            raise HybridFlowError(
+                f"{said} what tensor-parallel rank {self.split.at} of {self.split.tp} holds: {place.held.start} to "
+                f"{place.held.stop}"
+            )
+        return place
+
     def end(self) -> None:
         """After the first update every element must have arrived; later ones may bring a part."""
         if self.complete:
@@ -80,7 +111,7 @@ class WeightStore:
         missing = [
             f"{name} ({got} of {want} elements)" if got else name
             for name, place in self.places.items()
-            if (got := sum(self._received.get(name, {}).values())) < (want := Box.full(place.shape).numel)
+            if (got := sum(self._received.get(name, {}).values())) < (want := place.held.numel)
         ]
         if missing:
             raise HybridFlowError(
@@ -106,3 +137,9 @@ class WeightStore:
 
         near = get_close_matches(name, self.places, 1)
         return f"the rollout model has no parameter {name!r}" + (f"; the nearest is {near[0]!r}" if near else "")
+
+
+def _inside(box: Box, outer: Box) -> bool:
+    return len(box.start) == len(outer.start) and all(
+        first <= a <= b <= last for a, b, first, last in zip(box.start, box.stop, outer.start, outer.stop, strict=True)
+    )

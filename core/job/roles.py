@@ -11,11 +11,11 @@ from hybridflow.core.algorithm import Role
 from hybridflow.core.config import merge
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
-from hybridflow.core.job.schema import LayoutSection, RoleSection, SamplingSection
+from hybridflow.core.job.schema import GenerationSection, LayoutSection, RoleSection, SamplingSection
 from hybridflow.core.job.stages import STAGE
 from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
 from hybridflow.core.names import did_you_mean
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.parallel import GenerationLayout, ParallelLayout, generation_layout
 from hybridflow.core.plugins import registry
 from hybridflow.core.rewards import reward_from
 from hybridflow.core.runtime import ResourcePool
@@ -25,7 +25,7 @@ from hybridflow.core.workers.tasks import RewardPart
 if TYPE_CHECKING:
     from hybridflow.core.job import Job
 
-MODEL_KEYS = ("pool", "layout", "backend", "optimizer", "micro_batch_tokens", "offload")
+MODEL_KEYS = ("pool", "layout", "generation", "sync", "backend", "optimizer", "micro_batch_tokens", "offload")
 REWARD_KEYS = ("function", "parts", "options")
 
 
@@ -39,6 +39,8 @@ class PlacedModel:
     pool: str
     section: RoleSection = attrs.field(factory=RoleSection)
     """Its table as it counts: its own, over the actor's where it inherits."""
+    generation: GenerationLayout | None = None
+    """Of a model that generates: its ranks in replicas of the rollout engine."""
 
 
 @attrs.frozen
@@ -206,7 +208,12 @@ class RoleResolver:
         except (HybridFlowError, ValueError) as error:
             found = [str(error)]
         found = [*found, *self._size_problems(spec, layout)]
-        self.reader.problems += [f"{role.name}.{p}" if p.startswith("layout.") else f"{role.name}: {p}" for p in found]
+        generation = None
+        if engine is not None:
+            generation = self._generation(section.generation, engine.name, layout, found)
+        self.reader.problems += [
+            f"{role.name}.{p}" if p.startswith(("layout.", "generation")) else f"{role.name}: {p}" for p in found
+        ]
         model = ModelRole(
             model=spec,
             backend=backend.name,
@@ -217,8 +224,23 @@ class RoleResolver:
             engine_config=engine.config if engine else None,
             temperature=self.sampling.temperature or 1.0,
             offload=section.offload,
+            sync=section.sync,
+            keep_engine=section.generation.keep,
         )
-        return None if found else PlacedModel(role, model, layout, section.pool, section)
+        return None if found else PlacedModel(role, model, layout, section.pool, section, generation)
+
+    def _generation(
+        self, section: GenerationSection, engine: str, layout: ParallelLayout, problems: list[str]
+    ) -> GenerationLayout | None:
+        can = registry().descriptor("rollout_engine", engine).capabilities
+        for axis, size in (("tp", section.tp), ("pp", section.pp)):
+            if size > 1 and not can.get(axis):
+                problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")
+        try:
+            return generation_layout(layout, section.pp, section.tp, section.grouping)
+        except ValueError as error:
+            problems.append(f"generation: {error}; choose a tp and pp that divide them")
+            return None
 
     def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[str]:
         """What the model's own sizes say against the layout, or against training at all."""

@@ -8,6 +8,7 @@ import attrs
 
 from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
 from hybridflow.core.model import ModelConfig
+from hybridflow.core.resharding.config import SyncConfig
 from hybridflow.core.training import OptimizerConfig
 
 SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
@@ -70,6 +71,21 @@ class LayoutSection:
 
 
 @attrs.frozen
+class GenerationSection:
+    """How the actor's ranks are cut into generation replicas (arXiv:2409.19256, section 5)."""
+
+    tp: int = attrs.field(default=1, validator=at_least(1))
+    """Tensor parallel ranks of one rollout engine. They need not divide, or be divided by, the training layout's."""
+    pp: int = attrs.field(default=1, validator=at_least(1))
+    """Pipeline stages of one rollout engine."""
+    grouping: Literal["zero-redundancy", "consecutive"] = "zero-redundancy"
+    """Which ranks form a replica: "zero-redundancy": such that each rank's training shard lies inside its generation
+    shard; "consecutive": neighbours."""
+    keep: bool = True
+    """Keep the engine's memory (cache, and on a GPU its weights) between generations; false: drop it, and sync anew."""
+
+
+@attrs.frozen
 class RewardPartSection:
     """One of several reward functions."""
 
@@ -95,6 +111,10 @@ class RoleSection:
     """How the model is spread over the pool's devices."""
     backend: dict[str, Any] = attrs.field(factory=dict)
     """`name` of a training backend (default: fsdp), and that backend's own settings."""
+    generation: GenerationSection = attrs.field(factory=GenerationSection)
+    """Of the actor: the rollout engine's layout over the same ranks."""
+    sync: SyncConfig = attrs.field(factory=SyncConfig)
+    """Of the actor: how its weights come to the rollout engine."""
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
     """Of a trained role."""
     micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))

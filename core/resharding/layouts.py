@@ -176,7 +176,7 @@ def chunked(shape: Sequence[int], dim: int, parts: int, at: int, within: Box | N
     box = within or Box.full(shape)
     size = -(-(box.stop[dim] - box.start[dim]) // parts)
     start, stop = (min(box.start[dim] + size * i, box.stop[dim]) for i in (at, at + 1))
-    return Box(box.start[:dim] + (start,) + box.start[dim + 1 :], box.stop[:dim] + (stop,) + box.stop[dim + 1 :])
+    return Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :]))
 
 
 def fsdp_layout(

@@ -17,8 +17,8 @@ from hybridflow.core.data.tokenizer import Tokenizer, build_tokenizer
 from hybridflow.core.errors import ModelError
 from hybridflow.core.group import Pool, WorkerGroup
 from hybridflow.core.job import Job
-from hybridflow.core.parallel import generation_layout
 from hybridflow.core.plugins import registry
+from hybridflow.core.resharding.engine import sync_line
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.runtime import Runtime
 from hybridflow.core.workers.model_worker import ModelWorker
@@ -102,21 +102,25 @@ class Session:
         building = []
         for name, placed in job.models.items():
             self.say(f"building {name}")
-            generation = generation_layout(placed.layout) if placed.spec.engine is not None else None
             group = self._group(
                 ModelWorker,
                 self.pools[placed.pool],
                 placed.spec,
                 name=name,
                 layout=placed.layout,
-                generation=generation,
+                generation=placed.generation,
             )
             building.append((name, group.build()))
             self.groups[name] = (placed.role, group)
         for name, scorer in job.scorers.items():
             group = self._group(RewardWorker, main, scorer.parts, tokenizer, name=name)
             self.groups[name] = (scorer.role, group)
-        self.parameters = {name: built.result()[0]["parameters"] for name, built in building}
+        self.parameters = {}
+        for name, built in building:
+            told = built.result()
+            self.parameters[name] = told[0]["parameters"]
+            if "sync" in told[0]:
+                self.say(f"{name}: {sync_line([t['sync'] for t in told])}")
 
     def _group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
         return WorkerGroup(worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options)

@@ -119,7 +119,7 @@ class Host:
         return getattr(self.workers[role], name)
 
     def create(self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int) -> None:
-        context = RankContext(role, self.rank, layout, self.device, seed, generation)
+        context = RankContext(role, self.rank, layout, self.device, seed, generation, self.store)
         self.workers[role] = cls(context, *args, **kwargs)
 
     def _encode(self, reply: tuple) -> tuple[bytes, list[Any]]:

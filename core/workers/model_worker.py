@@ -21,12 +21,13 @@ from hybridflow.core.metrics import Metrics
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
+from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.resharding.engine import HybridEngine
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
 from hybridflow.core.worker import RankContext, Worker, register
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
-from hybridflow.core.workers.transfer import transfer_weights
 
 
 @attrs.frozen
@@ -45,6 +46,9 @@ class ModelRole:
     """Of the policy whose logprobs are meant, in training as in sampling."""
     offload: bool = False
     """Weights and optimizer leave the device while other roles of the pool work."""
+    sync: SyncConfig = attrs.field(factory=SyncConfig)
+    keep_engine: bool = True
+    """The engine's memory stays between generations."""
 
 
 class ModelWorker(Worker):
@@ -56,19 +60,23 @@ class ModelWorker(Worker):
         backend_class: type[TrainingBackend] = registry().get("training_backend", role.backend)
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
+        self.hybrid: HybridEngine | None = None
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> dict[str, Any]:
-        """Build the model, and the engine's structure; tells parameters and memory."""
+        """Build the model, and the engine's structure; tells parameters, and what a sync of weights will cost."""
         self.backend.build()
+        told: dict[str, Any] = {}
         if self.role.engine is not None:
             engine_class = registry().get("rollout_engine", self.role.engine)
             self.engine = engine_class(self.role.model, self.role.engine_config, self.context)
             self.engine.start()
+            self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync)
+            told["sync"] = self.hybrid.prepare()
         if self.role.offload:
             self.backend.offload()
         params = self.backend.layout().params.values()
-        return {"parameters": sum(int(np.prod(p.shape)) for p in params)}
+        return told | {"parameters": sum(p.numel for p in params)}
 
     @contextmanager
     def _resident(self) -> Iterator[TrainingBackend]:
@@ -170,6 +178,8 @@ class ModelWorker(Worker):
             )
             requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample)))
         done = self.engine.generate(requests) if requests else []
+        if not self.role.keep_engine:
+            self.engine.sleep()
         ids = tokens([c.response_ids for c in done], torch.int64)
         seconds = time.perf_counter() - started
         reasons = [c.finish_reason for c in done]
@@ -180,7 +190,7 @@ class ModelWorker(Worker):
                 "generate_seconds": (seconds - synced, 1.0),
                 "sync_seconds": (synced, 1.0),
             },
-            self._peak("generate").maxima,
+            self._peak("generate").maxima | self._sync_figures(synced),
         )
         return Batch(
             {
@@ -199,12 +209,14 @@ class ModelWorker(Worker):
         return self._sync()
 
     def _sync(self) -> float:
-        if self.engine is None or (self.engine.version == self.backend.version and not self.engine.updating):
+        if self.engine is None or self.hybrid is None:
             return 0.0
-        started = time.perf_counter()
-        with self._resident() as backend:
-            transfer_weights(backend, self.engine, backend.version)
-        return time.perf_counter() - started
+        if not self.role.keep_engine:
+            self.engine.wake()
+        if self.engine.version == self.backend.version and not self.engine.updating:
+            return 0.0
+        with self._resident():
+            return self.hybrid.sync()
 
     # Files
     @register(Protocol.ONE_TO_ALL)
@@ -231,6 +243,17 @@ class ModelWorker(Worker):
                 digest.update(name.encode())
                 digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
+
+    def _sync_figures(self, seconds: float) -> dict[str, float]:
+        """What the sync before this generation moved: MB (10^6 bytes) received, in buffers, and left in place."""
+        if not seconds or self.hybrid is None:
+            return {}
+        moved = self.hybrid.last
+        return {
+            "sync_received_mb": moved.bytes_received / 1e6,
+            "sync_buffer_mb": moved.peak_buffer_bytes / 1e6,
+            "sync_aliased_mb": self.hybrid.aliased_bytes / 1e6,
+        }
 
     def _peak(self, phase: str) -> Metrics:
         """<phase>_peak_gb: the most device memory (10^9 bytes) since the last call, the largest over ranks; CPUs: none."""

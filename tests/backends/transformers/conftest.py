@@ -1,5 +1,7 @@
 """Tiny models of random weights with peaked logits, and an engine that holds the same weights."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,8 @@ from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.rollout import Request, SamplingParams
 from hybridflow.core.weights import Box
+
+sys.path.insert(0, str(Path(__file__).parent))  # the ranks import tensor_parallel_jobs by its name
 
 LLAMA_LIKE = dict(
     vocab_size=48,

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding import gather_plan, plan_reshard
 from hybridflow.core.resharding.exchange import Exchange, Shards
+from hybridflow.core.resharding.gather import gather_plan
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.resharding.transport import Link
 from hybridflow.core.weights import WeightLayout
 

@@ -8,8 +8,7 @@ from brute import check_plan, layout, mask
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.resharding import gather_plan, plan_reshard
-from hybridflow.core.resharding.gather import lower_bound
+from hybridflow.core.resharding.gather import gather_plan, lower_bound
 from hybridflow.core.resharding.layouts import (
     engine_layout,
     flat_layout,
@@ -19,6 +18,7 @@ from hybridflow.core.resharding.layouts import (
     tensor_shard,
     zero3_layout,
 )
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.resharding.shapes import BUILT_IN, ModelShape
 from hybridflow.core.weights import Box, Param, WeightLayout
 

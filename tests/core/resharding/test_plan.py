@@ -7,8 +7,8 @@ from brute import best_balance, check_plan, layout, mask, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.resharding import ReshardError, plan_reshard
 from hybridflow.core.resharding.gather import lower_bound
+from hybridflow.core.resharding.plan import ReshardError, plan_reshard
 from hybridflow.core.resharding.rounds import plan_rounds, rank_rounds
 from hybridflow.core.weights import Box, Param, WeightLayout
 

@@ -1,0 +1,191 @@
+"""The 3D-HybridEngine: a training backend and a rollout engine on the same ranks, and the weights between them.
+
+HybridFlow (arXiv:2409.19256), section 5, for any two layouts: what a rank has it aliases or copies, what it lacks comes in
+buckets, each byte once. Both sides are known by canonical names and boxes alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.resharding.exchange import Exchange, Moved, Shards, checksum, same_storage
+from hybridflow.core.resharding.explain import amount
+from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
+from hybridflow.core.resharding.transport import Link, Transport, choose
+from hybridflow.core.rollout import RolloutEngine
+from hybridflow.core.training import TrainingBackend
+from hybridflow.core.weights import Box
+from hybridflow.core.worker import RankContext
+
+ALL = "tp-cp-pp-dp"
+
+
+class HybridEngine:
+    """One rank's part. All ranks of the role make the same calls."""
+
+    def __init__(self, backend: TrainingBackend, engine: RolloutEngine, context: RankContext, config: SyncConfig):
+        self.backend, self.engine, self.context, self.config = backend, engine, context, config
+        self.last = Moved()
+        """What the last sync moved, on this rank."""
+        self.aliased_bytes = 0
+        """Bytes that the last sync left where they were: one storage serves both sides."""
+
+    @cached_property
+    def plan(self) -> ReshardPlan:
+        """Raises ReshardError with all that does not fit; made once, since layouts do not change."""
+        return plan_reshard(self.backend.layout(), self.engine.layout(), int(self.config.bucket_mb * 1e6))
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        return Exchange(self.plan, self.context.rank, self.context.device)
+
+    @cached_property
+    def _local(self) -> list[tuple[str, Box]]:
+        return list(self.plan.local(self.context.rank))
+
+    @cached_property
+    def link(self) -> Link:
+        group, ranks = self.context.group(ALL), list(range(self.context.world_size))
+        names: list[Any] = [_node()]
+        if group is not None:
+            names = [None] * len(ranks)
+            dist.all_gather_object(names, _node(), group=group)
+        return Link(
+            self.context.rank, ranks, self.context.device, group, nodes=dict(zip(ranks, names, strict=True)),
+            store=self.context.store, folder=self.config.folder,
+        )  # fmt: skip
+
+    @cached_property
+    def transport(self) -> Transport:
+        return choose(self.config.transport, self.link)(self.link)
+
+    def prepare(self) -> dict[str, Any]:
+        """Plan and connect, before the first step; what is to be told of it."""
+        self.transport  # noqa: B018  (a transport that cannot serve says so now)
+        plan, rank = self.plan, self.context.rank
+        source = Shards(self.backend.named_shards())
+        shared = sum(values.nbytes for _, _, values in self._aliased(source))
+        return {
+            "received": plan.bytes_received[rank],
+            "sent": plan.bytes_sent[rank],
+            "peak": plan.source.nbytes(rank) + plan.target.nbytes(rank) - shared,
+            "rounds": len(self._exchange.rounds),
+            "transport": self.config.transport if self.config.transport != "auto" else type(self.transport).__name__,
+        }
+
+    def sync(self) -> float:
+        """Bring the training weights to the engine; seconds. Raises on every rank if it failed on any.
+
+        Until it has ended the engine refuses to generate, and the next sync, which moves everything again, mends it.
+        """
+        started = time.perf_counter()
+        plan = self.plan  # before the engine is told: layouts that do not fit cost nothing
+        self.engine.begin_update(self.backend.version)
+        failure: Exception | None = None
+        source = Shards(self.backend.named_shards())
+        try:
+            self._copy_local(source)
+        except Exception as error:
+            failure = error
+        try:
+            self.last = self._exchange.run(self.transport, source.read, self._receive if failure is None else _ignore)
+        except Exception as error:
+            failure = failure or error
+        failed = self.context.max([float(failure is not None)], ALL)[0]
+        if failure is not None:
+            raise failure
+        version = self.backend.version
+        if failed:
+            raise HybridFlowError(f"the transfer of weights of version {version} failed on another rank; sync again")
+        if self.config.verify and (different := differing(plan, self.context, source, self.engine)):
+            raise HybridFlowError(
+                f"weights of version {version}: {len(different)} parameters differ between training and rollout on some "
+                f"rank, the first is {different[0]}; the engine does not generate until a sync succeeds"
+            )
+        self.engine.end_update()
+        return time.perf_counter() - started
+
+    @torch.no_grad()
+    def _copy_local(self, source: Shards) -> None:
+        aliased = {(name, box): values.nbytes for name, box, values in self._aliased(source)}
+        self.aliased_bytes = sum(aliased.values())
+        for name, box in self._local:
+            if (name, box) not in aliased:
+                self.engine.receive(name, box, source.read(self.plan.origin[name], box))
+
+    def _aliased(self, source: Shards) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """What both sides have in one storage: it stays where it is."""
+        for name, box in self._local:
+            values, view = source.read(self.plan.origin[name], box), self.engine.view(name, box)
+            if view is not None and same_storage(view, values):
+                yield name, box, values
+
+    def _receive(self, name: str, box: Box, values: torch.Tensor) -> None:
+        self.engine.receive(name, box, values)
+
+
+def _ignore(name: str, box: Box, values: torch.Tensor) -> None:
+    """A rank that has failed still takes part in the rounds."""
+
+
+def _node() -> str:
+    return f"{socket.gethostname()}:{os.stat('/dev/shm').st_dev if os.path.isdir('/dev/shm') else ''}"
+
+
+@torch.no_grad()
+def differing(plan: ReshardPlan, context: RankContext, source: Shards, engine: RolloutEngine) -> list[str]:
+    """Names of the parameters whose checksums differ between what ranks have sent and what engines now hold.
+
+    Sums are of wire values, one for each parameter and receiver: senders add up their pieces, the receiver its own. A
+    collective call; every rank gets the same list.
+    """
+    rank = context.rank
+
+    def sums(pieces: Iterable[tuple[tuple[str, int], str, Box, torch.Tensor]]) -> dict[tuple[str, int], int]:
+        found: dict[tuple[str, int], int] = {}
+        for key, name, box, values in pieces:
+            shape = plan.target.params[name].shape
+            found[key] = (found.get(key, 0) + checksum(values.to(plan.wire[name]), box, shape)) & (2**64 - 1)
+        return found
+
+    def sent() -> Iterator:
+        for t in plan.of_rank(rank)[0]:
+            yield (t.name, t.receiver), t.name, t.box, source.read(plan.origin[t.name], t.box)
+        for name, box in plan.local(rank):
+            yield (name, rank), name, box, source.read(plan.origin[name], box)
+
+    def held() -> Iterator:
+        for name, boxes in plan.target.held.get(rank, {}).items():
+            for box in boxes:
+                if box.numel:
+                    yield (name, rank), name, box, engine.read(name, box)
+
+    mine = (sums(sent()), sums(held()))
+    every: list[Any] = [mine]
+    group = context.group(ALL)
+    if group is not None:
+        every = [None] * context.world_size
+        dist.all_gather_object(every, mine, group=group)
+    expected: dict[tuple[str, int], int] = {}
+    for side, _ in every:
+        for key, value in side.items():
+            expected[key] = (expected.get(key, 0) + value) & (2**64 - 1)
+    wrong = {key[0] for _, side in every for key, value in side.items() if expected.get(key) != value}
+    return [name for name in plan.origin if name in wrong]
+
+
+def sync_line(ranks: Sequence[dict[str, Any]]) -> str:
+    """What `prepare` told on each rank, as a line before the first step."""
+    received, peak = (max(told[key] for told in ranks) for key in ("received", "peak"))
+    how = f"{ranks[0]['rounds']} rounds over {ranks[0]['transport']}" if received else "nothing leaves a rank"
+    return f"a weight sync receives at most {amount(received)} per rank ({how}); weights take {amount(peak)}"
