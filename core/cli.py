@@ -65,6 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.choices["run"]
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run's folder")
     run.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    reshard = add("reshard", _reshard, "Say what it costs to bring weights from a training layout to a rollout layout.")
+    reshard.add_argument(
+        "--from", dest="source", required=True, metavar="LAYOUT",
+        help='"pp=2,tp=4,dp=2", also cp, ep, vpp, order=tp-cp-dp-pp, kind=megatron|fsdp|zero3',
+    )  # fmt: skip
+    reshard.add_argument("--to", dest="target", required=True, metavar="LAYOUT", help='"tp=2", also pp')
+    reshard.add_argument("--model", required=True, help="a model folder, a config.json, or a name such as llama-70b")
+    reshard.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    reshard.add_argument("--grouping", default="zero-redundancy", choices=("zero-redundancy", "consecutive"))
+    reshard.add_argument("--ranks", action="store_true", help="also the figures of every rank")
     plugins = add("plugins", _plugins, "List plugins: kind, name, package, version, capabilities, state.")
     plugins.add_argument("kind", nargs="?", help="only this kind")
     plugins.add_argument("--capabilities", action="store_true", help="show what each can do")
@@ -85,6 +95,14 @@ def _show(arguments: argparse.Namespace) -> int:
     from hybridflow.core.commands.show import show
 
     show(arguments.config, arguments.overrides, arguments.docs)
+    return 0
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    from hybridflow.core.commands.reshard import reshard
+
+    a = arguments
+    reshard(a.source, a.target, a.model, a.dtype, a.grouping, a.ranks)
     return 0
 
 

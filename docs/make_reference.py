@@ -21,6 +21,7 @@ from hybridflow.core.job import schema
 from hybridflow.core.job.reader import DEFAULT_PLUGINS
 from hybridflow.core.model import ModelConfig
 from hybridflow.core.plugins import registry
+from hybridflow.core.resharding.config import SyncConfig
 from hybridflow.core.training import OptimizerConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -56,6 +57,8 @@ def reference() -> Iterator[str]:
     yield from section("Roles: [actor], [critic], [ref], [reward], ...", schema.RoleSection, "ROLE")
     yield from section("model", ModelConfig, "ROLE.model", level=4)
     yield from section("layout", schema.LayoutSection, "ROLE.layout", level=4)
+    yield from section("generation", schema.GenerationSection, "ROLE.generation", level=4)
+    yield from section("sync", SyncConfig, "ROLE.sync", level=4)
     yield from section("optimizer", OptimizerConfig, "ROLE.optimizer", level=4)
     yield from section("parts of a reward", schema.RewardPartSection, "ROLE.parts", level=4)
     yield from plugins("training_backend", "ROLE.backend")

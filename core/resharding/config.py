@@ -14,7 +14,7 @@ class SyncConfig:
     transport: str = "auto"
     """A plugin of kind "transport"; auto: the fastest that reaches all ranks."""
     bucket_mb: float = attrs.field(default=64.0, validator=at_least(0.01))
-    """The most that a rank sends, and receives, in one round, in 10^6 bytes; two rounds are under way at a time."""
+    """The most memory that a sync takes for messages on a rank, in 10^6 bytes, over all that is under way."""
     verify: bool = False
     """Compare checksums of every parameter on both sides after each sync; the first that differs is named."""
     folder: str | None = None

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
-from hybridflow.core.resharding.rounds import Message, RankRound, plan_rounds, rank_rounds
+from hybridflow.core.resharding.rounds import IN_FLIGHT, Message, RankRound, plan_rounds, rank_rounds
 from hybridflow.core.resharding.transport import Pending, Transport
 from hybridflow.core.weights import Box
 
@@ -28,7 +28,7 @@ class Moved:
     """Sizes of the buffers, so of exactly what travels."""
     messages: int = 0
     peak_buffer_bytes: int = 0
-    """The most bytes in buffers at a time: up to two rounds are under way."""
+    """The most bytes in messages at a time, over all rounds under way: at most the plan's bucket_bytes."""
     seconds: float = 0.0
 
 
@@ -43,7 +43,7 @@ class Exchange:
         return sum(box.numel * self.plan.wire[name].itemsize for name, box in message)
 
     def run(self, transport: Transport, read: Read, write: Write) -> Moved:
-        """All rounds. An exception of `write` is raised after the last round: the other ranks' rounds still meet."""
+        """All rounds. A failure here is raised after the last round: the other ranks' rounds still meet."""
         moved, started = Moved(), time.perf_counter()
         failure: Exception | None = None
         ahead: list[tuple[Pending, RankRound, int]] = []
@@ -62,18 +62,21 @@ class Exchange:
             held -= size
 
         for one in self.rounds:
-            outgoing = self.pack_all(one, read)
+            try:
+                outgoing = self.pack_all(one, read)
+            except Exception as error:  # zeros go in their place; all ranks hear of it before anybody uses them
+                failure = failure or error
+                outgoing = {r: torch.zeros(self.message_bytes(m), dtype=torch.uint8, device=self.device)
+                            for r, m in one.sends.items()}  # fmt: skip
             incoming = {sender: self.message_bytes(message) for sender, message in one.receives.items()}
             size = sum({id(t): t.numel() for t in outgoing.values()}.values()) + sum(incoming.values())
-            if len(ahead) > 1:
-                finish()
             ahead.append((transport.start(outgoing, incoming), one, size))
             held += size
             moved.peak_buffer_bytes = max(moved.peak_buffer_bytes, held)
             moved.bytes_received += sum(incoming.values())
             moved.bytes_sent += sum(t.numel() for t in outgoing.values())
             moved.messages += len(outgoing)
-            if len(ahead) > 1:
+            if len(ahead) == IN_FLIGHT:
                 finish()
         while ahead:
             finish()

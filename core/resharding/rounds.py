@@ -1,4 +1,7 @@
-"""A plan in buckets: rounds in which no rank receives, or sends, more than bucket_bytes."""
+"""A plan in buckets: rounds so small that all buffers of a rank together stay within bucket_bytes.
+
+Two rounds are under way at a time, each with what is sent and what is received: a round has a quarter of it each way.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ class Slice:
         return tuple(box.flat_range(*ends))
 
 
+IN_FLIGHT = 2
+"""Rounds under way at a time: one travels while the one before is unpacked, and the next is packed."""
 Round = tuple[Slice, ...]
 Message = tuple[tuple[str, Box], ...]
 """What travels from one rank to another in a round, in this order."""
@@ -41,10 +46,11 @@ class RankRound:
 
 
 def plan_rounds(plan: ReshardPlan) -> list[Round]:
-    """Parameters in order, as many in a round as no rank's bucket overflows; one that is too large in several rounds.
+    """Parameters in order, as many in a round as no rank's share overflows; one that is too large in several rounds.
 
     The same on every rank. Raises ReshardError for a bucket that is too small to cut a parameter for.
     """
+    limit = plan.bucket_bytes // (2 * IN_FLIGHT)
     loads = _loads(plan)
     rounds: list[Round] = []
     now: list[Slice] = []
@@ -55,20 +61,20 @@ def plan_rounds(plan: ReshardPlan) -> list[Round]:
             continue
         load, pieces = loads[name]
         most = int(load.max())
-        if most > plan.bucket_bytes:
+        if most > limit:
             spill = pieces * plan.wire[name].itemsize  # each piece may round up by an element
-            if spill >= plan.bucket_bytes:
+            if spill >= limit:
                 raise ReshardError(
                     f"bucket_bytes {plan.bucket_bytes} is too small: {name} comes in {pieces} pieces; give at least "
-                    f"{2 * spill}"
+                    f"{2 * IN_FLIGHT * (spill + 64)}"
                 )
-            parts = -(-most // (plan.bucket_bytes - spill))
+            parts = -(-most // (limit - spill))
             if now:
                 rounds.append(tuple(now))
                 now, filled = [], zero
             rounds += [(Slice(name, part, parts),) for part in range(parts)]
             continue
-        if now and int((filled + load).max()) > plan.bucket_bytes:
+        if now and int((filled + load).max()) > limit:
             rounds.append(tuple(now))
             now, filled = [], zero
         now.append(Slice(name))

@@ -17,7 +17,8 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.loss import Loss
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.resharding.config import SyncConfig
 from hybridflow.core.training import OptimizerConfig
 from hybridflow.core.worker import RankContext
 from hybridflow.core.workers.model_worker import ModelRole, ModelWorker
@@ -45,17 +46,23 @@ class Setup:
     offload: bool = False
     model: ModelSpec | None = None
     logits_at_once: int = modeling.LOGITS_AT_ONCE
+    generation_tp: int = 1
+    sync: SyncConfig = attrs.field(factory=SyncConfig)
+    engine_config: dict[str, Any] = attrs.field(factory=dict)
+    keep_engine: bool = True
 
 
 def make_worker(rank: int, setup: Setup) -> ModelWorker:
     from hybridflow.backends.transformers.config import TransformersEngineConfig
 
     modeling.LOGITS_AT_ONCE = setup.logits_at_once
-    groups = GROUPS.setdefault((setup.layout, rank), {})
-    context = RankContext("actor", rank, setup.layout, torch.device("cpu"), groups=groups)
+    groups = GROUPS.setdefault((setup.layout, setup.generation_tp, rank), {})
+    generation = generation_layout(setup.layout, 1, setup.generation_tp)
+    context = RankContext("actor", rank, setup.layout, torch.device("cpu"), generation=generation, groups=groups)
     role = ModelRole(
         setup.model or spec_of(setup.path, setup.kind), "fsdp", setup.config, setup.micro_batch_tokens, setup.optimizer,
-        setup.engine, TransformersEngineConfig() if setup.engine else None, setup.temperature, setup.offload,
+        setup.engine, TransformersEngineConfig(**setup.engine_config) if setup.engine else None, setup.temperature,
+        setup.offload, setup.sync, setup.keep_engine,
     )  # fmt: skip
     worker = ModelWorker(context, role)
     worker.build()

@@ -89,7 +89,7 @@ def test_plans_are_deterministic_whatever_the_order_of_ranks_and_names(pair, buc
 
 
 @settings(max_examples=100, deadline=None)
-@given(layouts(), st.sampled_from([16, 24, 64]), st.data())
+@given(layouts(), st.sampled_from([64, 96, 256]), st.data())
 def test_buckets_are_never_larger_than_asked_and_carry_everything_once(pair, bucket, data):
     source, target = pair
     import attrs
@@ -107,7 +107,7 @@ def test_buckets_are_never_larger_than_asked_and_carry_everything_once(pair, buc
         for at, one in enumerate(made):
             for side in (one.sends, one.receives):
                 nbytes = sum(b.numel * plan.wire[n].itemsize for m in side.values() for n, b in m)
-                assert nbytes <= bucket
+                assert nbytes <= bucket // 4  # two rounds are under way, each in both directions
             for receiver, message in one.sends.items():
                 assert per_rank[receiver][at].receives[rank] == message
             for message in one.receives.values():

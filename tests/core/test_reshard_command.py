@@ -1,0 +1,66 @@
+"""`hybridflow reshard`."""
+
+import json
+import re
+
+import pytest
+
+from hybridflow.core.cli import main
+
+
+def rows(text):
+    found = {}
+    for line in text.splitlines():
+        cells = re.split(r"\s{2,}", line.strip())
+        if len(cells) == 4 and cells[1][0].isdigit():
+            found[cells[0].split(",")[0]] = cells[1:]
+    return found
+
+
+def test_it_prints_the_papers_table_the_groups_and_who_talks(capsys):
+    assert main(["reshard", "--from", "tp=4,dp=2", "--to", "tp=2", "--model", "llama-7b"]) == 0
+    text = capsys.readouterr().out
+    assert "llama-7b: 6.74 billion parameters, 13.48 GB in bfloat16" in text
+    assert (
+        "generation tp groups  [0,2] [1,3] [4,6] [5,7]" in text
+        and "micro-dp groups       [0,1] [2,3] [4,5] [6,7]" in text
+    )
+    assert "rank 0 receives from 1" in text
+    table = rows(text)
+    assert table["gather over everything"][1] == "13.48 GB" and table["planned"][1] == "6.74 GB"
+    assert float(table["planned"][0].split()[0]) == pytest.approx(13.48 / 4, rel=0.01)
+
+
+def test_it_reads_a_models_config_and_shows_every_rank(capsys, tmp_path):
+    fields = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 101, "tie_word_embeddings": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    arguments = ["--from", "dp=4,kind=fsdp", "--to", "tp=2", "--model", str(tmp_path), "--dtype", "float32", "--ranks"]
+    assert main(["reshard", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "from fsdp dp4 (4 ranks" in text and "transfers of 26 parameters" in text
+    assert len(re.findall(r"^[0-3]  ", text, re.M)) == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("tp=4,db=2", "tp=2", "'db=2' is not one of pp=..., tp=..."),
+        ("tp=four", "tp=2", "--from: tp is 'four'"),
+        ("tp=4", "tp=0", "--to: tp is '0'"),
+        ("tp=4", "tp=3", "do not divide the 4 ranks"),
+        ("tp=4,kind=fsdp", "tp=2", "kind fsdp shards over dp alone; leave out tp"),
+        ("dp=4,kind=ddp", "tp=2", "there are megatron, fsdp, zero3"),
+        ("dp=4,order=tp-dp", "tp=2", "order must name each"),
+        ("pp=5", "tp=1", "32 layers do not divide into 5 stages"),
+        ("tp=3", "tp=1", "attention heads 32"),
+    ],
+)
+def test_what_cannot_be_is_said(source, target, said, capsys):
+    assert main(["reshard", "--from", source, "--to", target, "--model", "llama-7b"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_model_names_the_known_ones(capsys):
+    assert main(["reshard", "--from", "tp=2", "--to", "tp=1", "--model", "gpt-5"]) == 1
+    assert "llama-70b" in capsys.readouterr().err
