@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import attrs
-import torch
 
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
@@ -25,9 +24,6 @@ class GRPOConfig(PolicyConfig):
     """Divide a group's centred scores by their standard deviation, or not."""
     how: str = attrs.field(default="seq-mean-token-mean", validator=_one_of(("seq-mean-token-mean", "token-mean")))
     """Mean over each response, then over responses (the paper's), or over all tokens."""
-    skip_equal_groups: bool = False
-    """Leave out of the update groups whose scores are all equal: their advantages are 0, and so are their gradients but for
-    KL and entropy; means are then over the other groups (as in DAPO, arXiv:2503.14476, without drawing more)."""
     kl_coef: float = attrs.field(default=0.0, validator=non_negative)
     """beta: weight of the KL to the reference in the loss; 0 needs no reference."""
     kl_kind: str = attrs.field(default="k3", validator=_one_of(("k2", "k3")))
@@ -61,11 +57,6 @@ class GRPO(Algorithm):
         c = self.config
         batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
         batch = batch.join(ctx.reward.score(batch))
-        if c.skip_equal_groups:
-            batch = self.unequal(batch)
-            ctx.log(rows_used=batch.rows / self.rows_per_step)
-            if not batch.rows:
-                return
         if c.kl_coef:
             batch = batch.join(ctx.ref.logprobs(batch))
         if not self.on_policy:
@@ -74,12 +65,6 @@ class GRPO(Algorithm):
         loss = self.losses()["actor"]
         for mini in ctx.minibatches(batch, c.mini_batch_size or batch.rows, c.epochs):
             ctx.actor.update((mini, loss))
-
-    def unequal(self, batch):
-        """The rows of groups that have something to tell."""
-        scores = torch.as_tensor(batch["scores"].values).view(-1, self.config.group_size)
-        kept = (scores != scores[:, :1]).any(1).repeat_interleave(self.config.group_size)
-        return batch.take(kept.numpy())
 
     def advantages(self, scores, group, loss_mask):
         normalized = F.group_normalized(scores, group, self.config.scale)
