@@ -13,6 +13,7 @@ from hybridflow.core.testing.rollout import RolloutEngineConformance
 from hybridflow.core.testing.runs import TinyRun
 from hybridflow.core.testing.runtimes import RuntimeConformance
 from hybridflow.core.testing.training import TrainingBackendConformance
+from hybridflow.core.testing.transports import TransportConformance
 
 __all__ = [
     "AlgorithmConformance",
@@ -26,6 +27,7 @@ __all__ = [
     "Shape",
     "TinyRun",
     "TrainingBackendConformance",
+    "TransportConformance",
     "give_weights",
     "one_rank",
     "reference",

@@ -1,0 +1,11 @@
+"""Our transports against the kit."""
+
+import pytest
+
+from hybridflow.core.testing import TransportConformance
+
+
+class TestTransports(TransportConformance):
+    @pytest.fixture(params=["collective", "shared_memory", "store", "disk"])
+    def transport(self, request):
+        return request.param

@@ -1,0 +1,35 @@
+"""Transports that are wrong in one way each."""
+
+import torch
+
+from hybridflow.backends.transports.disk import Disk
+
+
+class Truncates(Disk):
+    """The last byte of a message does not arrive."""
+
+    def get(self, ticket, nbytes):
+        found = super().get(ticket, nbytes)
+        found[-1] ^= 1
+        return found
+
+
+class ForgetsFiles(Disk):
+    def drop(self, ticket):
+        pass
+
+
+class ReusesItsBuffer(Disk):
+    """All messages of a round end up in one buffer."""
+
+    buffer = torch.empty(1 << 20, dtype=torch.uint8)
+
+    def get(self, ticket, nbytes):
+        self.buffer[:nbytes] = super().get(ticket, nbytes)
+        return self.buffer[:nbytes]
+
+
+class Unwilling(Disk):
+    @classmethod
+    def problem(cls, link):
+        return "not today"
