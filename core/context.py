@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import numpy as np
@@ -16,12 +16,17 @@ from hybridflow.core.loss import Loss
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.rollout import SamplingParams
 
+if TYPE_CHECKING:
+    from hybridflow.core.resharding.pools import SeparateRollout
+
 
 class RoleHandle:
     """A role, as a step sees it: its verbs. Each returns at once; results are references."""
 
-    def __init__(self, role: Role, group: WorkerGroup, owner: StepContext):
+    def __init__(self, role: Role, group: WorkerGroup, owner: StepContext, rollout: SeparateRollout | None = None):
         self.role, self.group, self._ctx = role, group, owner
+        self.rollout: Any = rollout or group
+        """What generates: the group itself, or engines in a pool of their own."""
 
     def generate(
         self, prompts: Batch, *, greedy: bool = False, sampling: SamplingParams | None = None,
@@ -37,7 +42,7 @@ class RoleHandle:
         first = self._ctx.counters["samples"]
         self._ctx.counters["samples"] += prompts.rows
         numbered = prompts.with_columns(sample_id=torch.arange(first, first + prompts.rows, dtype=torch.int32))
-        made = self.group.generate(numbered, params, self._ctx.seed, max_tokens)
+        made = self.rollout.generate(numbered, params, self._ctx.seed, max_tokens)
         return numbered.join(self._ctx.watch(self.role.name, made))
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
@@ -65,17 +70,20 @@ class RoleHandle:
 
     def sync(self) -> Future:
         """Bring the trained weights to the rollout engine now (generate does it when it must)."""
-        return self._ctx.watch(self.role.name, self.group.sync())
+        return self._ctx.watch(self.role.name, self.rollout.sync())
 
 
 class StepContext:
     """`ctx` of Algorithm.step. Roles are attributes: ctx.actor, ctx.critic, ctx.ref, ctx.reward, ..."""
 
     def __init__(
-        self, groups: Mapping[str, tuple[Role, WorkerGroup]], tasks: WorkerGroup, sampling: SamplingParams, seed: int
-    ):
+        self, groups: Mapping[str, tuple[Role, WorkerGroup]], tasks: WorkerGroup, sampling: SamplingParams, seed: int,
+        rollouts: Mapping[str, SeparateRollout] | None = None,
+    ):  # fmt: skip
         self.tasks, self.sampling, self.seed = tasks, sampling, seed
-        self.roles = {name: RoleHandle(role, group, self) for name, (role, group) in groups.items()}
+        self.roles = {
+            name: RoleHandle(role, group, self, (rollouts or {}).get(name)) for name, (role, group) in groups.items()
+        }
         self.counters = {"samples": 0, "shuffles": 0}
         """In every checkpoint: what makes later draws differ from earlier ones."""
         self.step = 0

@@ -119,7 +119,7 @@ def _others(runtime: str) -> str:
 @_reads("pools", "roles", "algorithm")
 def unused_pools(job: Job) -> Iterator[str]:
     for name in job.pools:
-        if not any(m.pool == name for m in job.models.values()) and name != job.main_pool:
+        if not any(name in (m.pool, m.rollout_pool) for m in job.models.values()) and name != job.main_pool:
             yield f"pools.{name}: no role uses it; remove it, or place a role in it with pool = {name!r}"
 
 

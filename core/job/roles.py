@@ -40,7 +40,9 @@ class PlacedModel:
     section: RoleSection = attrs.field(factory=RoleSection)
     """Its table as it counts: its own, over the actor's where it inherits."""
     generation: GenerationLayout | None = None
-    """Of a model that generates: its ranks in replicas of the rollout engine."""
+    """Of a model that generates: the ranks of `rollout_pool`, or its own, in replicas of the rollout engine."""
+    rollout_pool: str | None = None
+    """Where its engines run, if not on its own ranks."""
 
 
 @attrs.frozen
@@ -211,6 +213,7 @@ class RoleResolver:
         generation = None
         if engine is not None:
             generation = self._generation(section.generation, engine.name, layout, found)
+        apart = None if section.generation.pool == section.pool else section.generation.pool
         self.reader.problems += [
             f"{role.name}.{p}" if p.startswith(("layout.", "generation")) else f"{role.name}: {p}" for p in found
         ]
@@ -227,12 +230,19 @@ class RoleResolver:
             sync=section.sync,
             keep_engine=section.generation.keep,
         )
-        return None if found else PlacedModel(role, model, layout, section.pool, section, generation)
+        return None if found else PlacedModel(role, model, layout, section.pool, section, generation, apart)
 
     def _generation(
         self, section: GenerationSection, engine: str, layout: ParallelLayout, problems: list[str]
     ) -> GenerationLayout | None:
         can = registry().descriptor("rollout_engine", engine).capabilities
+        if section.pool is not None:
+            pool = self.pools.get(section.pool)
+            if pool is None:
+                there = f"{did_you_mean(section.pool, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
+                problems.append(f"generation.pool: there is no pool {section.pool!r}{there}")
+                return None
+            layout = ParallelLayout(dp=pool.world)
         for axis, size in (("tp", section.tp), ("pp", section.pp)):
             if size > 1 and not can.get(axis):
                 problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")

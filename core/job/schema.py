@@ -81,8 +81,10 @@ class GenerationSection:
     grouping: Literal["zero-redundancy", "consecutive"] = "zero-redundancy"
     """Which ranks form a replica: "zero-redundancy": such that each rank's training shard lies inside its generation
     shard; "consecutive": neighbours."""
+    pool: str | None = None
+    """A pool in which the engines run beside training; default: the actor's own processes, in turns with training."""
     keep: bool = True
-    """Keep the engine's memory (cache, and on a GPU its weights) between generations; false: drop it, and sync anew."""
+    """On the actor's own processes: keep the engine's memory (cache, and on a GPU its weights) between generations; false: drop it, and sync anew."""
 
 
 @attrs.frozen

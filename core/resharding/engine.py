@@ -56,10 +56,10 @@ class HybridEngine:
     @cached_property
     def link(self) -> Link:
         group, ranks = self.context.group(ALL), list(range(self.context.world_size))
-        names: list[Any] = [_node()]
+        names: list[Any] = [node_name()]
         if group is not None:
             names = [None] * len(ranks)
-            dist.all_gather_object(names, _node(), group=group)
+            dist.all_gather_object(names, node_name(), group=group)
         return Link(
             self.context.rank, ranks, self.context.device, group, nodes=dict(zip(ranks, names, strict=True)),
             store=self.context.store, folder=self.config.folder,
@@ -138,50 +138,62 @@ def _ignore(name: str, box: Box, values: torch.Tensor) -> None:
     """A rank that has failed still takes part in the rounds."""
 
 
-def _node() -> str:
+def node_name() -> str:
+    """Equal for processes that share a /dev/shm."""
     return f"{socket.gethostname()}:{os.stat('/dev/shm').st_dev if os.path.isdir('/dev/shm') else ''}"
 
 
+Sums = dict[tuple[str, int], int]
+"""(parameter, receiver) -> the checksum of its wire values."""
+
+
 @torch.no_grad()
+def sums_sent(plan: ReshardPlan, rank: int, source: Shards) -> Sums:
+    """Of what a rank sends, and of what it keeps for itself."""
+    found: Sums = {}
+    pieces = [(t.name, t.receiver, t.box) for t in plan.of_rank(rank)[0]]
+    pieces += [(name, rank, box) for name, box in plan.local(rank)]
+    for name, receiver, box in pieces:
+        _add(found, plan, name, receiver, box, source.read(plan.origin[name], box))
+    return found
+
+
+@torch.no_grad()
+def sums_held(plan: ReshardPlan, rank: int, engine: RolloutEngine) -> Sums:
+    """Of what a rank's engine holds."""
+    found: Sums = {}
+    for name, boxes in plan.target.held.get(rank, {}).items():
+        for box in boxes:
+            if box.numel:
+                _add(found, plan, name, rank, box, engine.read(name, box))
+    return found
+
+
+def _add(found: Sums, plan: ReshardPlan, name: str, receiver: int, box: Box, values: torch.Tensor) -> None:
+    value = checksum(values.to(plan.wire[name]), box, plan.target.params[name].shape)
+    found[name, receiver] = (found.get((name, receiver), 0) + value) & (2**64 - 1)
+
+
+def compare(every: Iterable[tuple[Sums, Sums]]) -> list[str]:
+    """Names of parameters whose sums over all senders are not what their receivers hold; of every rank (sent, held)."""
+    expected: Sums = {}
+    found: Sums = {}
+    for sent, held in every:
+        for key, value in sent.items():
+            expected[key] = (expected.get(key, 0) + value) & (2**64 - 1)
+        found |= held
+    return list(dict.fromkeys(key[0] for key, value in found.items() if expected.get(key) != value))
+
+
 def differing(plan: ReshardPlan, context: RankContext, source: Shards, engine: RolloutEngine) -> list[str]:
-    """Names of the parameters whose checksums differ between what ranks have sent and what engines now hold.
-
-    Sums are of wire values, one for each parameter and receiver: senders add up their pieces, the receiver its own. A
-    collective call; every rank gets the same list.
-    """
-    rank = context.rank
-
-    def sums(pieces: Iterable[tuple[tuple[str, int], str, Box, torch.Tensor]]) -> dict[tuple[str, int], int]:
-        found: dict[tuple[str, int], int] = {}
-        for key, name, box, values in pieces:
-            shape = plan.target.params[name].shape
-            found[key] = (found.get(key, 0) + checksum(values.to(plan.wire[name]), box, shape)) & (2**64 - 1)
-        return found
-
-    def sent() -> Iterator:
-        for t in plan.of_rank(rank)[0]:
-            yield (t.name, t.receiver), t.name, t.box, source.read(plan.origin[t.name], t.box)
-        for name, box in plan.local(rank):
-            yield (name, rank), name, box, source.read(plan.origin[name], box)
-
-    def held() -> Iterator:
-        for name, boxes in plan.target.held.get(rank, {}).items():
-            for box in boxes:
-                if box.numel:
-                    yield (name, rank), name, box, engine.read(name, box)
-
-    mine = (sums(sent()), sums(held()))
+    """`compare` over the ranks of one group. A collective call; every rank gets the same list."""
+    mine = (sums_sent(plan, context.rank, source), sums_held(plan, context.rank, engine))
     every: list[Any] = [mine]
     group = context.group(ALL)
     if group is not None:
         every = [None] * context.world_size
         dist.all_gather_object(every, mine, group=group)
-    expected: dict[tuple[str, int], int] = {}
-    for side, _ in every:
-        for key, value in side.items():
-            expected[key] = (expected.get(key, 0) + value) & (2**64 - 1)
-    wrong = {key[0] for _, side in every for key, value in side.items() if expected.get(key) != value}
-    return [name for name in plan.origin if name in wrong]
+    return compare(every)
 
 
 def sync_line(ranks: Sequence[dict[str, Any]]) -> str:

@@ -19,9 +19,11 @@ from hybridflow.core.group import Pool, WorkerGroup
 from hybridflow.core.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.engine import sync_line
+from hybridflow.core.resharding.pools import SeparateRollout
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.runtime import Runtime
 from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.core.workers.rollout_worker import RolloutWorker
 from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
 
 
@@ -93,7 +95,7 @@ class Session:
         job, tokenizer = self.job, self.prepared.tokenizer
         self.say(f"starting {job.runtime}")
         self.runtime.start()
-        self.pools = {}
+        self.pools, self.rollouts = {}, {}
         for name, spec in job.pools.items():
             self.say(f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}")
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
@@ -102,15 +104,18 @@ class Session:
         building = []
         for name, placed in job.models.items():
             self.say(f"building {name}")
-            group = self._group(
-                ModelWorker,
-                self.pools[placed.pool],
-                placed.spec,
-                name=name,
-                layout=placed.layout,
-                generation=placed.generation,
-            )
+            apart = placed.rollout_pool is not None
+            spec = attrs.evolve(placed.spec, engine=None) if apart else placed.spec
+            generation = None if apart else placed.generation
+            options: dict[str, Any] = {"layout": placed.layout, "generation": generation}
+            group = self._group(ModelWorker, self.pools[placed.pool], spec, name=name, **options)
             building.append((name, group.build()))
+            if placed.rollout_pool is not None and placed.generation is not None:
+                options = {"layout": placed.generation.train, "generation": placed.generation}
+                pool = self.pools[placed.rollout_pool]
+                engines = self._group(RolloutWorker, pool, placed.spec, name=f"{name}.rollout", **options)
+                building.append((engines.name, engines.build()))
+                self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
             self.groups[name] = (placed.role, group)
         for name, scorer in job.scorers.items():
             group = self._group(RewardWorker, main, scorer.parts, tokenizer, name=name)
@@ -118,9 +123,13 @@ class Session:
         self.parameters = {}
         for name, built in building:
             told = built.result()
+            if told[0] is None:  # engines of their own
+                continue
             self.parameters[name] = told[0]["parameters"]
             if "sync" in told[0]:
                 self.say(f"{name}: {sync_line([t['sync'] for t in told])}")
+        for name, rollout in self.rollouts.items():
+            self.say(f"{name}: {sync_line([rollout.connect()])}")
 
     def _group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
         return WorkerGroup(worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options)
@@ -129,7 +138,7 @@ class Session:
         sampling = attrs.evolve(
             self.job.sampling, stop_token_ids=(*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
         )
-        return StepContext(self.groups, self.tasks, sampling, self.job.run.seed)
+        return StepContext(self.groups, self.tasks, sampling, self.job.run.seed, self.rollouts)
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:

@@ -22,9 +22,12 @@ from hybridflow.core.model import ModelSpec
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.resharding.engine import HybridEngine
+from hybridflow.core.resharding.engine import HybridEngine, node_name, sums_sent
+from hybridflow.core.resharding.exchange import Shards
+from hybridflow.core.resharding.pools import PoolSide, connect_side
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
+from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, Worker, register
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
@@ -61,6 +64,7 @@ class ModelWorker(Worker):
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
+        self.side: PoolSide | None = None
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> dict[str, Any]:
@@ -166,42 +170,13 @@ class ModelWorker(Worker):
         max_tokens: a limit per `sample_id` modulo its length (benchmarks, curricula); default sampling.max_tokens.
         """
         assert self.engine is not None, "this role has no rollout engine"
-        started = time.perf_counter()
         synced = self._sync()
-        prompts, samples = batch["prompt_ids"], torch.as_tensor(batch["sample_id"].values).tolist()
-        requests = []
-        for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-            limit = (
-                sampling
-                if max_tokens is None
-                else attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
-            )
-            requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample)))
-        done = self.engine.generate(requests) if requests else []
+        made = generate_rows(self.engine, batch, sampling, seed, max_tokens)
         if not self.role.keep_engine:
             self.engine.sleep()
-        ids = tokens([c.response_ids for c in done], torch.int64)
-        seconds = time.perf_counter() - started
-        reasons = [c.finish_reason for c in done]
-        metrics = Metrics(
-            {
-                "response_length": (len(ids.values), len(done)),
-                "clipped": (reasons.count("length"), len(done)),
-                "generate_seconds": (seconds - synced, 1.0),
-                "sync_seconds": (synced, 1.0),
-            },
-            self._peak("generate").maxima | self._sync_figures(synced),
-        )
-        return Batch(
-            {
-                "response_ids": ids,
-                "rollout_logprobs": tokens([c.logprobs for c in done], torch.float32),
-                "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
-                "weight_version": tokens([c.weight_version for c in done], torch.int32),
-                "finish_reason": reasons,
-            },
-            metrics,
-        )
+        made.metrics.means["sync_seconds"] = (synced, 1.0)
+        made.metrics.maxima.update(self._peak("generate").maxima | self._sync_figures(synced))
+        return made
 
     @register(Protocol.ONE_TO_ALL)
     def sync(self) -> float:
@@ -217,6 +192,43 @@ class ModelWorker(Worker):
             return 0.0
         with self._resident():
             return self.hybrid.sync()
+
+    # To engines in a pool of their own (core/resharding/pools.py)
+    @register(Protocol.RANK_ZERO)
+    def weight_layout(self) -> WeightLayout:
+        return self.backend.layout()
+
+    @register(Protocol.RANK_ZERO)
+    def version(self) -> int:
+        return self.backend.version
+
+    @register(Protocol.ONE_TO_ALL)
+    def node(self) -> str:
+        return node_name()
+
+    @register(Protocol.ONE_TO_ALL)
+    def connect(
+        self, source: WeightLayout, target: WeightLayout, first: int, nodes: list[str], config: SyncConfig
+    ) -> dict[str, Any]:
+        self.side = connect_side(self.context, source, target, first, nodes, config)
+        return self.side.told
+
+    @register(Protocol.ONE_TO_ALL)
+    def post(self, at: int) -> dict[int, Any]:
+        assert self.side is not None
+        with self._resident() as backend:
+            return self.side.post(at, Shards(backend.named_shards()).read)
+
+    @register(Protocol.ONE_TO_ALL)
+    def forget_messages(self) -> None:
+        assert self.side is not None
+        self.side.mailbox.forget()
+
+    @register(Protocol.ONE_TO_ALL)
+    def sums_sent(self) -> dict:
+        assert self.side is not None
+        with self._resident() as backend:
+            return sums_sent(self.side.plan, self.side.rank, Shards(backend.named_shards()))
 
     # Files
     @register(Protocol.ONE_TO_ALL)
@@ -262,6 +274,40 @@ class ModelWorker(Worker):
         peak = torch.cuda.max_memory_allocated(self.context.device) / 1e9
         torch.cuda.reset_peak_memory_stats(self.context.device)
         return Metrics(maxima={f"{phase}_peak_gb": peak})
+
+
+def generate_rows(
+    engine: RolloutEngine, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None
+) -> Batch:
+    """Responses for the rows' prompts, with their logprobs, versions and finish reasons."""
+    started = time.perf_counter()
+    prompts, samples = batch["prompt_ids"], torch.as_tensor(batch["sample_id"].values).tolist()
+    requests = []
+    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
+        limit = sampling
+        if max_tokens is not None:
+            limit = attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
+        requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample)))
+    done = engine.generate(requests) if requests else []
+    ids = tokens([c.response_ids for c in done], torch.int64)
+    reasons = [c.finish_reason for c in done]
+    metrics = Metrics(
+        {
+            "response_length": (len(ids.values), len(done)),
+            "clipped": (reasons.count("length"), len(done)),
+            "generate_seconds": (time.perf_counter() - started, 1.0),
+        }
+    )
+    return Batch(
+        {
+            "response_ids": ids,
+            "rollout_logprobs": tokens([c.logprobs for c in done], torch.float32),
+            "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
+            "weight_version": tokens([c.weight_version for c in done], torch.int32),
+            "finish_reason": reasons,
+        },
+        metrics,
+    )
 
 
 def row_seed(seed: int, sample: int) -> int:

@@ -63,10 +63,26 @@ def assert_equal(a, b):
             torch.testing.assert_close(mine[name], theirs[name], rtol=2e-4, atol=2e-4)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[str, ...]] = {
     "ray with one rank": ("runtime=ray",),
     "ray with dp 2": ("runtime=ray", "pools.main=[2]"),
     "ray with tp 2": ("runtime=ray", "pools.main=[2]", "actor.layout.tp=2"),
+    "ray with dp 2, engines of tp 2 on the same ranks": (
+        "runtime=ray",
+        "pools.main=[2]",
+        "actor.generation.tp=2",
+        "actor.sync.verify=true",
+    ),
+    "ray, engines of tp 2 in a pool of their own, weights through the object store in small buckets": (
+        "runtime=ray",
+        "pools.main=[1]",
+        "pools.engines=[2]",
+        'actor.generation.pool="engines"',
+        "actor.generation.tp=2",
+        "actor.sync.verify=true",
+        'actor.sync.transport="store"',
+        "actor.sync.bucket_mb=0.1",
+    ),
     "inline with small micro-batches": ("actor.micro_batch_tokens=24",),
 }
 

@@ -1,0 +1,76 @@
+"""The worker of a rollout engine in a pool of its own: it generates, and takes the actor's weights by tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hybridflow.core.batch import Batch
+from hybridflow.core.plugins import registry
+from hybridflow.core.protocols import Protocol
+from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.resharding.engine import node_name, sums_held
+from hybridflow.core.resharding.pools import PoolSide, connect_side
+from hybridflow.core.rollout import RolloutEngine, SamplingParams
+from hybridflow.core.weights import WeightLayout
+from hybridflow.core.worker import RankContext, Worker, register
+from hybridflow.core.workers.model_worker import ModelRole, generate_rows
+
+
+class RolloutWorker(Worker):
+    """Called by core.resharding.pools.SeparateRollout."""
+
+    def __init__(self, context: RankContext, role: ModelRole):
+        super().__init__(context)
+        self.role = role
+        assert role.engine is not None
+        engine_class: type[RolloutEngine] = registry().get("rollout_engine", role.engine)
+        self.engine = engine_class(role.model, role.engine_config, context)
+        self.side: PoolSide | None = None
+
+    @register(Protocol.ONE_TO_ALL)
+    def build(self) -> None:
+        self.engine.start()
+
+    @register(Protocol.RANK_ZERO)
+    def weight_layout(self) -> WeightLayout:
+        return self.engine.layout()
+
+    @register(Protocol.ONE_TO_ALL)
+    def node(self) -> str:
+        return node_name()
+
+    @register(Protocol.ONE_TO_ALL)
+    def connect(
+        self, source: WeightLayout, target: WeightLayout, first: int, nodes: list[str], config: SyncConfig
+    ) -> dict[str, Any]:
+        self.side = connect_side(self.context, source, target, first, nodes, config)
+        return self.side.told
+
+    @register(Protocol.ONE_TO_ALL)
+    def begin_update(self, version: int) -> None:
+        self.engine.begin_update(version)
+
+    @register(Protocol.ONE_TO_ALL)
+    def fetch(self, at: int, tickets: Mapping[tuple[int, int], Any]) -> int:
+        assert self.side is not None
+        return self.side.fetch(at, tickets, self.engine.receive)
+
+    @register(Protocol.ONE_TO_ALL)
+    def sums_held(self) -> dict:
+        assert self.side is not None
+        return sums_held(self.side.plan, self.side.rank, self.engine)
+
+    @register(Protocol.ONE_TO_ALL)
+    def end_update(self) -> None:
+        self.engine.end_update()
+
+    @register(
+        Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"),
+        writes=("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason"),
+    )  # fmt: skip
+    def generate(
+        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+    ) -> Batch:
+        """Responses for the rows' prompts, with the weights of the last sync."""
+        return generate_rows(self.engine, batch, sampling, seed, max_tokens)
