@@ -84,7 +84,8 @@ class GenerationSection:
     pool: str | None = None
     """A pool in which the engines run beside training; default: the actor's own processes, in turns with training."""
     keep: bool = True
-    """On the actor's own processes: keep the engine's memory (cache, and on a GPU its weights) between generations; false: drop it, and sync anew."""
+    """On the actor's own processes: keep the engine's memory (cache, and on a GPU its weights) between generations;
+    false: drop it, and sync anew."""
 
 
 @attrs.frozen
