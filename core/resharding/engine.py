@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -24,7 +25,7 @@ from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
 from hybridflow.core.resharding.transport import Link, Transport, choose
 from hybridflow.core.rollout import RolloutEngine
 from hybridflow.core.training import TrainingBackend
-from hybridflow.core.weights import Box
+from hybridflow.core.weights import Box, WeightLayout
 from hybridflow.core.worker import RankContext
 
 ALL = "tp-cp-pp-dp"
@@ -43,7 +44,8 @@ class HybridEngine:
     @cached_property
     def plan(self) -> ReshardPlan:
         """Raises ReshardError with all that does not fit; made once, since layouts do not change."""
-        return plan_reshard(self.backend.layout(), self.engine.layout(), int(self.config.bucket_mb * 1e6))
+        target = on_every_rank(self.engine.layout(), self.context)
+        return plan_reshard(self.backend.layout(), target, int(self.config.bucket_mb * 1e6))
 
     @cached_property
     def _exchange(self) -> Exchange:
@@ -141,6 +143,15 @@ def _ignore(name: str, box: Box, values: torch.Tensor) -> None:
 def node_name() -> str:
     """Equal for processes that share a /dev/shm."""
     return f"{socket.gethostname()}:{os.stat('/dev/shm').st_dev if os.path.isdir('/dev/shm') else ''}"
+
+
+def on_every_rank(layout: WeightLayout, context: RankContext) -> WeightLayout:
+    """An engine of one rank may tell of rank 0 alone: every rank holds what that one does."""
+    if set(layout.held) != {0} or (
+        context.generation is not None and context.generation.tp * context.generation.pp > 1
+    ):
+        return layout
+    return attrs.evolve(layout, held=dict.fromkeys(range(context.world_size), layout.held[0]))
 
 
 Sums = dict[tuple[str, int], int]

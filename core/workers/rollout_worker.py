@@ -9,7 +9,7 @@ from hybridflow.core.batch import Batch
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.resharding.engine import node_name, sums_held
+from hybridflow.core.resharding.engine import node_name, on_every_rank, sums_held
 from hybridflow.core.resharding.pools import PoolSide, connect_side
 from hybridflow.core.rollout import RolloutEngine, SamplingParams
 from hybridflow.core.weights import WeightLayout
@@ -34,7 +34,7 @@ class RolloutWorker(Worker):
 
     @register(Protocol.RANK_ZERO)
     def weight_layout(self) -> WeightLayout:
-        return self.engine.layout()
+        return on_every_rank(self.engine.layout(), self.context)
 
     @register(Protocol.ONE_TO_ALL)
     def node(self) -> str:
