@@ -11,12 +11,12 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
-from common import emit, timed  # noqa: E402
+from common import emit, timed
 
-from hybridflow.core.parallel import ParallelLayout, generation_layout  # noqa: E402
-from hybridflow.core.resharding.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout  # noqa: E402
-from hybridflow.core.resharding.plan import plan_reshard  # noqa: E402
-from hybridflow.core.resharding.shapes import BUILT_IN  # noqa: E402
+from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.resharding.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
+from hybridflow.core.resharding.plan import plan_reshard
+from hybridflow.core.resharding.shapes import BUILT_IN
 
 BARS = {64: 2.0, 1024: 30.0, 16384: 60.0}
 """Ranks -> seconds."""

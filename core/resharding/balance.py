@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -48,10 +48,10 @@ def level(load: np.ndarray, amount: float) -> np.ndarray:
     return np.maximum(surface - load, 0.0)
 
 
-def _whole(share: np.ndarray, amount: int) -> Sequence[int]:
+def _whole(share: np.ndarray, amount: int) -> list[int]:
     """Whole bytes with the right sum."""
-    cuts = np.rint(np.cumsum(share) * (amount / max(float(share.sum()), 1e-9))).astype(np.int64) if amount else share
-    cuts = np.asarray(cuts, np.int64)
-    if amount:
-        cuts[-1] = amount
-    return np.diff(cuts, prepend=0).tolist() if amount else [0] * len(share)
+    if not amount:
+        return [0] * len(share)
+    cuts = np.rint(np.cumsum(share) * (amount / float(share.sum()))).astype(np.int64)
+    cuts[-1] = amount
+    return np.diff(cuts, prepend=0).tolist()

@@ -15,7 +15,7 @@ from hybridflow.core.weights import Box
 
 Read = Callable[[str, Box], torch.Tensor]
 """(source name, box) -> the values, a view where possible; they may have any dtype and strides."""
-Write = Callable[[str, Box, torch.Tensor], None]
+Write = Callable[[str, Box, torch.Tensor], object]
 """(target name, box, values in wire dtype): copy them into the target."""
 
 

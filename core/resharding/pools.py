@@ -128,7 +128,7 @@ class SeparateRollout:
     def _verify(self, version: int) -> None:
         from hybridflow.core.resharding.engine import compare
 
-        every = [(sent, {}) for sent in self.actor.sums_sent().result()]
+        every: list[tuple[dict, dict]] = [(sent, {}) for sent in self.actor.sums_sent().result()]
         every += [({}, held) for held in self.engines.sums_held().result()]
         if different := compare(every):
             raise HybridFlowError(

@@ -105,10 +105,10 @@ class Session:
         for name, placed in job.models.items():
             self.say(f"building {name}")
             apart = placed.rollout_pool is not None
-            spec = attrs.evolve(placed.spec, engine=None) if apart else placed.spec
+            model = attrs.evolve(placed.spec, engine=None) if apart else placed.spec
             generation = None if apart else placed.generation
             options: dict[str, Any] = {"layout": placed.layout, "generation": generation}
-            group = self._group(ModelWorker, self.pools[placed.pool], spec, name=name, **options)
+            group = self._group(ModelWorker, self.pools[placed.pool], model, name=name, **options)
             building.append((name, group.build()))
             if placed.rollout_pool is not None and placed.generation is not None:
                 options = {"layout": placed.generation.train, "generation": placed.generation}
