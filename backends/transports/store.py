@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hybridflow.core.resharding.transport import Link, Mailbox
+from hybridflow.core.workers.wire import Stored
 
 
 class ObjectStore(Mailbox):
@@ -14,13 +15,15 @@ class ObjectStore(Mailbox):
 
     @classmethod
     def problem(cls, link: Link) -> str | None:
+        if link.grouped:  # a ticket that does not go by the controller would pin its object for ever
+            return "it serves engines in a pool of their own; ranks of one process group have collective"
         return None if link.store is not None else "the runtime gives the workers no object store"
 
-    def put(self, message: torch.Tensor) -> Any:
-        return self.link.store.put([message.cpu().numpy()])
+    def put(self, message: torch.Tensor) -> Stored:
+        return Stored(self.link.store.put([message.cpu().numpy()]))
 
-    def get(self, ticket: Any, nbytes: int) -> torch.Tensor:
-        (array,) = self.link.store.get(ticket)
+    def get(self, ticket: Stored, nbytes: int) -> torch.Tensor:
+        (array,) = self.link.store.get(ticket.handle)
         return torch.from_numpy(array.copy()).to(
             self.link.device
         )  # the store's memory is shared: nobody may write to it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def _rank(rank: int, name: str, folder: str, answers: Any) -> None:
         (Path(folder) / "messages").mkdir(exist_ok=True)
         link = Link(
             rank, list(range(WORLD)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(WORLD), "here"),
-            store=_FileStore(folder), folder=f"{folder}/messages",
+            folder=f"{folder}/messages",
         )  # fmt: skip
         found_class = import_object(name) if ":" in name else registry().get("transport", name)
         found["problem"], found["mailbox"] = found_class.problem(link), issubclass(found_class, Mailbox)
@@ -101,28 +100,8 @@ def _rank(rank: int, name: str, folder: str, answers: Any) -> None:
     answers.put((rank, found))
 
 
-class _FileStore:
-    """Stands for a runtime's object store."""
-
-    def __init__(self, folder: str):
-        self.folder = folder
-
-    def put(self, block: list) -> str:
-        descriptor, path = tempfile.mkstemp(dir=self.folder, prefix="object-")
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(block[0].tobytes())
-        return path
-
-    def get(self, handle: str) -> list:
-        import numpy as np
-
-        array = np.fromfile(handle, np.uint8)
-        array.flags.writeable = False  # as shared memory is
-        return [array]
-
-
 class TransportConformance:
-    """Subclass it, give the fixture `transport`: a plugin's name, or "package.module:Class"."""
+    """For transports within a process group: subclass it, give the fixture `transport` (a name, or "module:Class")."""
 
     timeout_s = 120.0
 

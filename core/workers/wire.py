@@ -51,6 +51,15 @@ class Store(Protocol):
     def get(self, handle: Any) -> list[np.ndarray]: ...
 
 
+class Stored:
+    """A handle of the store as a value in a message: it travels beside the blob, so that the runtime keeps the object."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any):
+        self.handle = handle
+
+
 def _to_numpy(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TORCH:
@@ -209,6 +218,8 @@ class _Pickler(cloudpickle.Pickler):
             return pickle.dumps(self.encoder.batch(obj), protocol=5)
         if kind is Metrics:
             return (obj.means, obj.maxima)
+        if kind is Stored:
+            return self.encoder._block(obj.handle)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -335,6 +346,8 @@ class Decoder(pickle.Unpickler):
         self.handles, self.store, self.resolve = handles, store, resolve
 
     def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, int):
+            return Stored(self.handles[pid])
         return self._batch(pickle.loads(pid)) if isinstance(pid, bytes) else Metrics(*pid)
 
     def _batch(self, wire: tuple) -> Batch:

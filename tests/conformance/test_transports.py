@@ -6,6 +6,6 @@ from hybridflow.core.testing import TransportConformance
 
 
 class TestTransports(TransportConformance):
-    @pytest.fixture(params=["collective", "shared_memory", "store", "disk"])
+    @pytest.fixture(params=["collective", "shared_memory", "disk"])
     def transport(self, request):
         return request.param

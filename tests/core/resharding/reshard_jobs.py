@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -45,25 +44,6 @@ def loopback() -> int:
     raise RuntimeError("there is no loopback device")
 
 
-class Store:
-    """An object store on disk."""
-
-    def __init__(self, folder: str):
-        self.folder = Path(folder)
-
-    def put(self, block):
-        path = self.folder / os.urandom(8).hex()
-        block[0].tofile(path)
-        return str(path)
-
-    def get(self, handle):
-        import numpy as np
-
-        array = np.fromfile(handle, np.uint8)
-        array.flags.writeable = False
-        return [array]
-
-
 def move(rank: int, world: int, source: WeightLayout, target: WeightLayout, transport: str, bucket: int, folder: str):
     """Source to target; (moved, the plan's figures of this rank, wrong or missing parameters, loopback bytes)."""
     plan = plan_reshard(source, target, bucket)
@@ -77,7 +57,7 @@ def gather(rank: int, world: int, source: WeightLayout, target: WeightLayout, gr
 def run(plan, rank: int, world: int, transport: str, folder: str):
     link = Link(
         rank, list(range(world)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(world), "here"),
-        store=Store(folder), folder=folder,
+        folder=folder,
     )  # fmt: skip
     have, want = storage(plan.source, rank, True), storage(plan.target, rank, False)
     read, into = Shards(have), Shards(want)

@@ -30,7 +30,7 @@ F, B = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize("shape", [QWEN, LLAMA], ids=["qwen2-tied", "llama-untied"])
-@pytest.mark.parametrize("transport", ["collective", "shared_memory", "store", "disk"])
+@pytest.mark.parametrize("transport", ["collective", "shared_memory", "disk"])
 @pytest.mark.parametrize("dtypes", [(F, F), (F, B), (B, B)], ids=["fp32", "fp32-bf16", "bf16"])
 def test_every_transport_brings_the_training_weights_bit_for_bit(ranks, shape, transport, dtypes, tmp_path):
     source, target = layouts(shape, "fsdp", ParallelLayout(dp=4), 1, 2, dtypes)
