@@ -14,7 +14,7 @@ from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.session import Prepared, Session
-from hybridflow.core.running.validation import validate
+from hybridflow.core.running.validation import validate_if_due
 
 
 @attrs.define
@@ -64,8 +64,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
         if resume and checkpoints.steps():
             restore(run, algorithm)
         report.begin(run.step, session.parameters)
-        if job.validation is not None and job.validation.at_start and run.step == 0:
-            validate(run)
+        validate_if_due(run)
 
         while run.step < job.run.steps and not report.reached:
             run.ctx.step = run.step + 1
@@ -76,16 +75,13 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
             values = report.step(run, metrics, time.perf_counter() - started)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
 
+            validate_if_due(run)  # before the checkpoint, which so has what it found
             if due(run.step, job.run.checkpoint_every) or stop.requested:
                 checkpoint(run, algorithm)
             if stop.requested and run.step < job.run.steps:
                 report.say(f"told to stop: the checkpoint of step {run.step} is written; go on with --resume")
                 return Outcome("stopped", run.step, report.validations)
-            if job.validation is not None and due(run.step, job.validation.every) and run.step < job.run.steps:
-                validate(run)
-
-        if job.validation is not None and run.step not in report.validations:
-            validate(run)
+        validate_if_due(run, ended=True)
         if export:
             session.export(job.folder)
         return Outcome("finished", run.step, report.validations)

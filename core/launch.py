@@ -11,6 +11,7 @@ from hybridflow.core.controller import Outcome, run_job
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import STAGE, Job, resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.running.reporting import goal_reached
 from hybridflow.core.running.session import prepare_all
 
 DONE = "done.json"
@@ -30,8 +31,8 @@ def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, o
     outcomes: dict[str, Outcome] = {}
     outcome = Outcome("finished", 0, {})
     for at, job in enumerate(jobs):
-        if resume and (job.folder / DONE).exists():
-            outcome = _read_done(job)
+        if resume and (done := _read_done(job)) is not None:
+            outcome = done
         else:
             current = load_config(path, overrides)[at]  # exports of earlier stages are there now
             needed = any(f"{STAGE}{job.stage}" in str(later.tables) for later in jobs[at + 1 :])
@@ -55,9 +56,13 @@ def _refuse_what_is_there(jobs: list[Job], resume: bool, overwrite: bool) -> Non
             )
 
 
-def _read_done(job: Job) -> Outcome:
+def _read_done(job: Job) -> Outcome | None:
+    """How the run ended, if by its config as it is now it has: more steps or a higher goal let it go on."""
+    if not (job.folder / DONE).exists():
+        return None
     done = json.loads((job.folder / DONE).read_text())
-    return Outcome("finished", done["step"], {int(k): v for k, v in done["validations"].items()})
+    outcome = Outcome("finished", done["step"], {int(k): v for k, v in done["validations"].items()})
+    return outcome if outcome.step >= job.run.steps or goal_reached(job, outcome.validations) else None
 
 
 def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:

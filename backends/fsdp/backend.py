@@ -1,6 +1,8 @@
 """FSDP2 (torch.distributed.fsdp.fully_shard) on Hugging Face models, with tensor parallelism.
 
 A single rank in float32 without offload runs the plain module: the same numbers, without FSDP's hooks.
+
+This module is imported to check a config, so what takes seconds to import is imported where it is used.
 """
 
 from __future__ import annotations
@@ -8,29 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import FSDPModule
 
-from hybridflow.backends.fsdp.export import write_hf_folder
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
-from hybridflow.backends.fsdp.modeling import RoleModel, build_hf_model
-from hybridflow.backends.fsdp.optimizer import ShardedAdamW
-from hybridflow.backends.fsdp.sharding import (
-    apply_fsdp,
-    apply_tensor_parallel,
-    boxes_of,
-    copies,
-    device_mesh,
-    local,
-    replica_group,
-)
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.weights import Box, Param, WeightLayout
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class FSDPBackend(TrainingBackend):
@@ -46,6 +38,10 @@ class FSDPBackend(TrainingBackend):
         return found
 
     def build(self) -> None:
+        from hybridflow.backends.fsdp import sharding
+        from hybridflow.backends.fsdp.modeling import RoleModel, build_hf_model
+        from hybridflow.backends.fsdp.optimizer import ShardedAdamW
+
         context, config, trained = self.context, self.config, self.optimizer_config is not None
         bf16 = config.precision == "bf16"
         hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if trained or not bf16 else torch.bfloat16)
@@ -58,27 +54,34 @@ class FSDPBackend(TrainingBackend):
         self._gathered: list[FSDPModule] = []
         layout = context.layout
         if layout.world > 1 or bf16 or config.cpu_offload:
-            mesh = device_mesh(layout, config.replicas, context.device)
+            mesh = sharding.device_mesh(layout, config.replicas, context.device)
             if layout.tp > 1:
-                apply_tensor_parallel(self.module, mesh["tp"])
-            self._gathered = apply_fsdp(self.module, mesh, config)  # moves each piece to the device as it cuts it
+                sharding.apply_tensor_parallel(self.module, mesh["tp"])
+            # Moves each piece to the device as it cuts it.
+            self._gathered = sharding.apply_fsdp(self.module, mesh, config)
         else:
             self.module.to(context.device)
         if config.compile:
             for layer in getattr(hf.base_model, "layers", []):
                 layer.compile()
         self.parameters = dict(self._canonical())
-        self._boxes = {name: boxes_of(p, layout, config.replicas) for name, p in self.parameters.items()}
-        self._replica, self._replica_group = replica_group(layout, config.replicas, context.rank)
+        self._boxes = {name: sharding.boxes_of(p, layout, config.replicas) for name, p in self.parameters.items()}
+        self._replica, self._replica_group = sharding.replica_group(layout, config.replicas, context.rank)
         self.optimizer = None
         if self.optimizer_config is not None:
-            held = {n: copies(p, layout, config.replicas) for n, p in self.parameters.items()}
+            held = {n: sharding.copies(p, layout, config.replicas) for n, p in self.parameters.items()}
             self.optimizer = ShardedAdamW(self.parameters, held, self.optimizer_config)
 
     def _canonical(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters under the names of the exported safetensors; tied ones once."""
         for name, parameter in self.module.named_parameters():
             yield name.removeprefix("hf."), parameter
+
+    def _local(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of it."""
+        from hybridflow.backends.fsdp.sharding import local
+
+        return local(parameter.detach())
 
     # Compute
     def forward(
@@ -139,15 +142,15 @@ class FSDPBackend(TrainingBackend):
         for name, parameter in self.parameters.items():
             box = self._boxes[name][self.context.rank]
             if box.numel:
-                yield name, box, local(parameter.detach())
+                yield name, box, self._local(parameter)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = self.context.device
         if self.context.layout.world == 1:
             for name, p in self.parameters.items():
-                yield name, local(p.detach()).to(device)
+                yield name, self._local(p).to(device)
             return
-        pieces = [Piece(n, tuple(p.shape), local(p.detach()), self._boxes[n]) for n, p in self.parameters.items()]
+        pieces = [Piece(n, tuple(p.shape), self._local(p), self._boxes[n]) for n, p in self.parameters.items()]
         yield from whole_parameters(pieces, self._replica, self._replica_group, device)
 
     # Files
@@ -156,11 +159,15 @@ class FSDPBackend(TrainingBackend):
         return state | (self.optimizer.state() if self.optimizer is not None else {})
 
     def save(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
         dcp.save(self._state(), checkpoint_id=folder)
         if self.context.rank == 0:
             (folder / "counters.json").write_text(json.dumps({"version": self.version}))
 
     def load(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
         try:
             version = int(json.loads((folder / "counters.json").read_text())["version"])
             dcp.load(self._state(), checkpoint_id=folder)
@@ -173,6 +180,8 @@ class FSDPBackend(TrainingBackend):
             self.optimizer.set_step(version)
 
     def export_hf(self, folder: Path) -> None:
+        from hybridflow.backends.fsdp.export import write_hf_folder
+
         tensors = {}
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         for name, whole in self.full_parameters():

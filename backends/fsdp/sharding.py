@@ -17,6 +17,7 @@ from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.fsdp.modeling import RoleModel
 from hybridflow.core.errors import ModelError
 from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.resharding.layouts import chunked
 from hybridflow.core.weights import Box
 
 COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -132,13 +133,11 @@ def boxes_of(parameter: torch.Tensor, layout: ParallelLayout, replicas: int) -> 
     held = {}
     for rank in range(layout.world):
         at = layout.coords(rank)
-        start, stop = [0] * parameter.dim(), [int(n) for n in parameter.shape]
+        box = Box.full(parameter.shape)
         for axis, index, size in (("tp", at.tp, layout.tp), ("shard", at.dp % shard, shard)):
             if axis in axes:
-                dim = axes[axis]
-                chunk = -(-(stop[dim] - start[dim]) // size)
-                start[dim], stop[dim] = (min(start[dim] + chunk * i, stop[dim]) for i in (index, index + 1))
-        held[rank] = Box(tuple(start), tuple(stop))
+                box = chunked(box, axes[axis], size, index)
+        held[rank] = box
     return held
 
 

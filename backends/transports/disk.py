@@ -16,6 +16,8 @@ from hybridflow.core.resharding.transport import Link, Mailbox
 class Disk(Mailbox):
     """A plugin of kind "transport", name "disk"."""
 
+    needs_folder = True
+
     @classmethod
     def problem(cls, link: Link) -> str | None:
         if link.folder is None:

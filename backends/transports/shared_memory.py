@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -23,7 +25,9 @@ class SharedMemory(Mailbox):
     def __init__(self, link: Link):
         super().__init__(link)
         self._lent: dict[str, torch.Tensor] = {}
-        self._mapped: list[Any] = []
+        self._files: dict[str, int] = {}
+        """Path -> its descriptor, locked for as long as this process lives."""
+        sweep()
 
     @classmethod
     def problem(cls, link: Link) -> str | None:
@@ -39,17 +43,20 @@ class SharedMemory(Mailbox):
             key = secrets.token_hex(8)
             self._lent[key] = message
             return key, reduce_tensor(message)
-        path = FOLDER / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        name = secrets.token_hex(8)
+        path, made = FOLDER / f"{PREFIX}{name}", FOLDER / f".{PREFIX}{name}"
+        descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, message.numel())  # a full /dev/shm is an error here, not a SIGBUS later
             with mmap.mmap(descriptor, message.numel()) as memory:
                 np.frombuffer(memory, np.uint8)[:] = message.numpy()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before it has the name that others sweep
+            made.rename(path)
         except OSError:
-            os.unlink(path)
-            raise
-        finally:
             os.close(descriptor)
+            made.unlink(missing_ok=True)
+            raise
+        self._files[str(path)] = descriptor
         return str(path), None
 
     def get(self, ticket: Any, nbytes: int) -> torch.Tensor:
@@ -67,3 +74,12 @@ class SharedMemory(Mailbox):
             self._lent.pop(where, None)
         else:
             Path(where).unlink(missing_ok=True)
+            os.close(self._files.pop(where))
+
+
+def sweep() -> None:
+    """Remove what processes that were killed have left: files that nobody holds a lock on."""
+    for path in FOLDER.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # of another user, gone meanwhile, or locked
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()

@@ -9,7 +9,7 @@ import attrs
 
 from hybridflow.core.algorithm import Role
 from hybridflow.core.config import merge
-from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.errors import ConfigError, HybridFlowError, PluginError
 from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
 from hybridflow.core.job.schema import GenerationSection, LayoutSection, RoleSection, SamplingSection
 from hybridflow.core.job.stages import STAGE
@@ -17,6 +17,7 @@ from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.parallel import GenerationLayout, ParallelLayout, generation_layout
 from hybridflow.core.plugins import registry
+from hybridflow.core.resharding.config import SyncConfig
 from hybridflow.core.rewards import reward_from
 from hybridflow.core.runtime import ResourcePool
 from hybridflow.core.workers.model_worker import ModelRole
@@ -212,10 +213,14 @@ class RoleResolver:
         found = [*found, *self._size_problems(spec, layout)]
         generation = None
         if engine is not None:
+            found += _heads_problems(spec, "generation.tp", section.generation.tp)
             generation = self._generation(section.generation, engine.name, layout, found)
         apart = None if section.generation.pool == section.pool else section.generation.pool
+        if engine is not None:
+            found += _transport_problems(section.sync, apart)
         self.reader.problems += [
-            f"{role.name}.{p}" if p.startswith(("layout.", "generation")) else f"{role.name}: {p}" for p in found
+            f"{role.name}.{p}" if p.startswith(("layout.", "generation", "sync.")) else f"{role.name}: {p}"
+            for p in found
         ]
         model = ModelRole(
             model=spec,
@@ -257,11 +262,8 @@ class RoleResolver:
         problems = []
         if not isinstance(spec.hf_config.get("vocab_size"), int):
             problems.append("the model's config needs vocab_size, the number of its embeddings")
-        heads, layers = spec.hf_config.get("num_attention_heads"), spec.hf_config.get("num_hidden_layers")
-        if isinstance(heads, int) and heads % layout.tp:
-            problems.append(
-                f"layout.tp: {layout.tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
-            )
+        problems += _heads_problems(spec, "layout.tp", layout.tp)
+        layers = spec.hf_config.get("num_hidden_layers")
         if isinstance(layers, int) and layers < layout.pp:
             problems.append(f"layout.pp: is {layout.pp}, and the model has {layers} layers; make it smaller")
         return problems
@@ -310,6 +312,31 @@ class RoleResolver:
         except ValueError as error:
             self.reader.problems.append(f"{role}.layout: {error}")
             return None
+
+
+def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:
+    heads = spec.hf_config.get("num_attention_heads")
+    if not isinstance(heads, int) or heads % tp == 0:
+        return []
+    return [f"{key}: {tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"]
+
+
+def _transport_problems(sync: SyncConfig, apart: str | None) -> list[str]:
+    """What the config alone says against a transport; apart: the pool of the engines, if they have one of their own."""
+    if sync.transport == "auto":
+        return []
+    try:
+        transport = registry().get("transport", sync.transport)
+    except PluginError as error:
+        return [f"sync.transport: {error}"]
+    if apart is not None and not transport.crosses_pools:
+        return [
+            f"sync.transport: {sync.transport} moves weights inside one pool, and generation.pool is {apart!r}; leave it "
+            "out, or name another (auto takes what works)"
+        ]
+    if transport.needs_folder and sync.folder is None:
+        return [f"sync.folder: the transport {sync.transport} needs a folder that all ranks see"]
+    return []
 
 
 def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:

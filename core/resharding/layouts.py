@@ -171,10 +171,9 @@ def engine_layout(
     )  # fmt: skip
 
 
-def chunked(shape: Sequence[int], dim: int, parts: int, at: int, within: Box | None = None) -> Box:
-    """Part `at` of `parts` along `dim`, cut as torch.chunk does: the last parts may be smaller, or nothing."""
-    box = within or Box.full(shape)
-    size = -(-(box.stop[dim] - box.start[dim]) // parts)
+def chunked(box: Box, dim: int, parts: int, at: int) -> Box:
+    """Part `at` of `parts` of a box along `dim`, cut as torch.chunk does: the last parts may be smaller, or nothing."""
+    size = -(-box.shape[dim] // parts)
     start, stop = (min(box.start[dim] + size * i, box.stop[dim]) for i in (at, at + 1))
     return Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :]))
 
@@ -196,7 +195,7 @@ def fsdp_layout(
             held = {}
             for rank in range(layout.world):
                 at = layout.coords(rank)
-                box = chunked(param.shape, 0, shard, at.dp % shard, cut[at.tp]) if param.shape else cut[at.tp]
+                box = chunked(cut[at.tp], 0, shard, at.dp % shard) if param.shape else cut[at.tp]
                 held[rank] = (box,) if box.numel else ()
             memo[param.shape, cut] = held
         return memo[param.shape, cut]

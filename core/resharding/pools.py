@@ -9,12 +9,14 @@ import torch
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.group import Future, WorkerGroup
+from hybridflow.core.protocols import Protocol
 from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.resharding.engine import compare, node_name
 from hybridflow.core.resharding.exchange import Exchange, Read, Write
 from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.resharding.transport import Link, Mailbox, choose
 from hybridflow.core.weights import WeightLayout
-from hybridflow.core.worker import RankContext
+from hybridflow.core.worker import Worker, register
 
 
 class PoolSide:
@@ -58,16 +60,28 @@ class PoolSide:
         return moved
 
 
-def connect_side(
-    context: RankContext,
-    source: WeightLayout,
-    target: WeightLayout,
-    first: int,
-    nodes: Sequence[str],
-    config: SyncConfig,
-) -> PoolSide:
-    """A worker's side; `first`: the plan's number of its group's rank 0."""
-    return PoolSide(source, target, first + context.rank, context.device, nodes, context.store, config)
+class PoolMember(Worker):
+    """A worker whose group sends weights to another pool, or takes them from one."""
+
+    side: PoolSide
+    """After `connect`."""
+
+    @register(Protocol.ONE_TO_ALL)
+    def node(self) -> str:
+        return node_name()
+
+    @register(Protocol.ONE_TO_ALL)
+    def connect(
+        self, source: WeightLayout, target: WeightLayout, first: int, nodes: list[str], config: SyncConfig
+    ) -> dict[str, Any]:
+        """`first`: the plan's number of this group's rank 0. Tells rounds and transport."""
+        c = self.context
+        self.side = PoolSide(source, target, first + c.rank, c.device, nodes, c.store, config)
+        return self.side.told
+
+    @register(Protocol.ONE_TO_ALL)
+    def forget_messages(self) -> None:
+        self.side.mailbox.forget()
 
 
 class SeparateRollout:
@@ -126,8 +140,6 @@ class SeparateRollout:
         return ended
 
     def _verify(self, version: int) -> None:
-        from hybridflow.core.resharding.engine import compare
-
         every: list[tuple[dict, dict]] = [(sent, {}) for sent in self.actor.sums_sent().result()]
         every += [({}, held) for held in self.engines.sums_held().result()]
         if different := compare(every):

@@ -51,6 +51,8 @@ class Transport(ABC):
 
     crosses_pools: ClassVar[bool] = False
     """Whether it is a Mailbox, which needs no common process group."""
+    needs_folder: ClassVar[bool] = False
+    """Whether it cannot do without `Link.folder`."""
 
     def __init__(self, link: Link):
         self.link = link

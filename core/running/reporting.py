@@ -28,6 +28,13 @@ SHOWN = {
 }  # fmt: skip
 
 
+def goal_reached(job: Job, validations: Mapping[int, Mapping[str, float]]) -> bool:
+    """Whether a validation has found the score at which the run is to end."""
+    goal = None if job.validation is None else job.validation.stop_at
+    scores = [found.get("validation/score") for found in validations.values()]
+    return goal is not None and any(score is not None and score >= goal for score in scores)
+
+
 class Reporter:
     """Console, trackers, and what validations found."""
 
@@ -61,7 +68,8 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def begin(self, step: int, parameters: Mapping[str, int]) -> None:
-        """The models stand; training goes on after `step`."""
+        """The models stand; training goes on after `step`: what an earlier attempt found later counts no more."""
+        self.validations = {at: found for at, found in self.validations.items() if at <= step}
         sizes = ", ".join(f"{name} {n / 1e6:.1f}M" for name, n in parameters.items())
         self.say(f"parameters: {sizes}" + (f"; resuming after step {step}" if step else ""))
         for tracker in self.trackers:  # a restart opens them again
@@ -114,10 +122,7 @@ class Reporter:
 
     @property
     def reached(self) -> bool:
-        """Whether a validation has found the score at which the run is to end."""
-        goal = None if self.job.validation is None else self.job.validation.stop_at
-        scores = [found.get("validation/score") for found in self.validations.values()]
-        return goal is not None and any(score is not None and score >= goal for score in scores)
+        return goal_reached(self.job, self.validations)
 
     def validation(self, run: Run, values: dict[str, float]) -> None:
         self.validations[run.step] = values
@@ -129,6 +134,11 @@ class Reporter:
         )
         assert self.job.validation is not None
         self.say(f"{self.title} step {run.step}: {self.job.validation.name}: {shown}")
+        if self.reached:
+            goal = self.job.validation.stop_at
+            self.say(
+                f"{self.title}: the score has reached validation.stop_at = {goal}, after step {run.step} of {run.job.run.steps}"
+            )
 
     def _log(self, run: Run, values: Mapping[str, float]) -> None:
         for tracker in self.trackers:

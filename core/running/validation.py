@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from hybridflow.core.controller import Run
 
 
+def validate_if_due(run: Run, ended: bool = False) -> None:
+    """At most once a step."""
+    section = run.job.validation
+    if section is None or run.step in run.report.validations:
+        return
+    due = section.at_start if run.step == 0 else section.every > 0 and run.step % section.every == 0
+    if due or ended:
+        validate(run)
+
+
 def validate(run: Run) -> dict[str, float]:
     """Metrics validation/<...>; the training state is left as it was."""
     section = run.job.validation

@@ -22,13 +22,13 @@ from hybridflow.core.model import ModelSpec
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.resharding.engine import HybridEngine, node_name, sums_sent
+from hybridflow.core.resharding.engine import HybridEngine, sums_sent
 from hybridflow.core.resharding.exchange import Shards
-from hybridflow.core.resharding.pools import PoolSide, connect_side
+from hybridflow.core.resharding.pools import PoolMember
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
 from hybridflow.core.weights import WeightLayout
-from hybridflow.core.worker import RankContext, Worker, register
+from hybridflow.core.worker import RankContext, register
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
 
@@ -54,7 +54,7 @@ class ModelRole:
     """The engine's memory stays between generations."""
 
 
-class ModelWorker(Worker):
+class ModelWorker(PoolMember):
     """Verbs of system.md: generate, logprobs, values, score, loss, update, sync; and save, load, export."""
 
     def __init__(self, context: RankContext, role: ModelRole):
@@ -64,7 +64,6 @@ class ModelWorker(Worker):
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
-        self.side: PoolSide | None = None
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> dict[str, Any]:
@@ -203,30 +202,12 @@ class ModelWorker(Worker):
         return self.backend.version
 
     @register(Protocol.ONE_TO_ALL)
-    def node(self) -> str:
-        return node_name()
-
-    @register(Protocol.ONE_TO_ALL)
-    def connect(
-        self, source: WeightLayout, target: WeightLayout, first: int, nodes: list[str], config: SyncConfig
-    ) -> dict[str, Any]:
-        self.side = connect_side(self.context, source, target, first, nodes, config)
-        return self.side.told
-
-    @register(Protocol.ONE_TO_ALL)
     def post(self, at: int) -> dict[int, Any]:
-        assert self.side is not None
         with self._resident() as backend:
             return self.side.post(at, Shards(backend.named_shards()).read)
 
     @register(Protocol.ONE_TO_ALL)
-    def forget_messages(self) -> None:
-        assert self.side is not None
-        self.side.mailbox.forget()
-
-    @register(Protocol.ONE_TO_ALL)
     def sums_sent(self) -> dict:
-        assert self.side is not None
         with self._resident() as backend:
             return sums_sent(self.side.plan, self.side.rank, Shards(backend.named_shards()))
 

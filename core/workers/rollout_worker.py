@@ -8,16 +8,15 @@ from typing import Any
 from hybridflow.core.batch import Batch
 from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.resharding.engine import node_name, on_every_rank, sums_held
-from hybridflow.core.resharding.pools import PoolSide, connect_side
+from hybridflow.core.resharding.engine import on_every_rank, sums_held
+from hybridflow.core.resharding.pools import PoolMember
 from hybridflow.core.rollout import RolloutEngine, SamplingParams
 from hybridflow.core.weights import WeightLayout
-from hybridflow.core.worker import RankContext, Worker, register
+from hybridflow.core.worker import RankContext, register
 from hybridflow.core.workers.model_worker import ModelRole, generate_rows
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(PoolMember):
     """Called by core.resharding.pools.SeparateRollout."""
 
     def __init__(self, context: RankContext, role: ModelRole):
@@ -26,7 +25,6 @@ class RolloutWorker(Worker):
         assert role.engine is not None
         engine_class: type[RolloutEngine] = registry().get("rollout_engine", role.engine)
         self.engine = engine_class(role.model, role.engine_config, context)
-        self.side: PoolSide | None = None
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> None:
@@ -37,28 +35,15 @@ class RolloutWorker(Worker):
         return on_every_rank(self.engine.layout(), self.context)
 
     @register(Protocol.ONE_TO_ALL)
-    def node(self) -> str:
-        return node_name()
-
-    @register(Protocol.ONE_TO_ALL)
-    def connect(
-        self, source: WeightLayout, target: WeightLayout, first: int, nodes: list[str], config: SyncConfig
-    ) -> dict[str, Any]:
-        self.side = connect_side(self.context, source, target, first, nodes, config)
-        return self.side.told
-
-    @register(Protocol.ONE_TO_ALL)
     def begin_update(self, version: int) -> None:
         self.engine.begin_update(version)
 
     @register(Protocol.ONE_TO_ALL)
     def fetch(self, at: int, tickets: Mapping[tuple[int, int], Any]) -> int:
-        assert self.side is not None
         return self.side.fetch(at, tickets, self.engine.receive)
 
     @register(Protocol.ONE_TO_ALL)
     def sums_held(self) -> dict:
-        assert self.side is not None
         return sums_held(self.side.plan, self.side.rank, self.engine)
 
     @register(Protocol.ONE_TO_ALL)

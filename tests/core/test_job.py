@@ -375,6 +375,31 @@ def test_an_unknown_pool_and_an_unused_one_are_named():
     assert "expected devices per node" in problem("pools.main=[0]")
 
 
+def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
+    assert "tp 2" in problem("actor.generation.tp=2")
+    found = problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=2")
+    assert found.startswith("actor.generation: ") and "choose a tp and pp that divide them" in found
+    found = problem("runtime=ray", "pools.main=[2]", "actor.generation.pp=2")
+    assert found == "actor.generation.pp: is 2, and the engine transformers runs on one rank; set it to 1"
+    assert "4 attention heads" in problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=3")
+    found = problem("actor.generation.pool=mian")
+    assert found.startswith("actor.generation.pool: there is no pool 'mian'; did you mean 'main'?")
+    apart = job(
+        "runtime=ray", "pools.main=[1]", "pools.engines=[2]", "actor.generation.pool=engines", "actor.generation.tp=2"
+    )
+    assert apart.models["actor"].generation.tp == 2
+
+
+def test_a_transport_must_exist_and_reach_the_engines():
+    assert problem("actor.sync.transport=colective").startswith("actor.sync.transport: ")
+    assert problem("actor.sync.transport=disk").startswith("actor.sync.folder: ")
+    assert job("actor.sync.transport=disk", "actor.sync.folder=/tmp").models["actor"].spec.sync.folder == "/tmp"
+    apart = ("runtime=ray", "pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")
+    found = problem(*apart, "actor.sync.transport=collective")
+    assert found.startswith("actor.sync.transport: collective moves weights inside one pool")
+    job(*apart, "actor.sync.transport=shared_memory")
+
+
 def test_the_inline_runtime_takes_pools_of_one_device():
     found = problem("pools.main=[2]")
     assert "runtime inline runs models on one rank" in found and "pools.main = [1]" in found and "ray" in found
@@ -468,6 +493,10 @@ def test_validation_needs_something_to_measure():
     assert "needs a reward to score by" in problem(responses, "validation.every=1", text=text)
     job(responses, "validation.generate=false", text=text)
     assert "there are no responses" in problem("validation.generate=false")
+    for wrong in ("validation.every=0", "validation.generate=false"):
+        found = problems("validation.stop_at=0.9", wrong, "data.response='{answer}'")
+        assert any("stop_at is compared with the score" in said for said in found)
+    assert job("validation.stop_at=0.9", "validation.every=1").validation.stop_at == 0.9
     found = problem("validation.data.sourc=jsonl")
     assert found.startswith("validation.data.sourc: unknown key")
 

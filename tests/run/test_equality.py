@@ -83,6 +83,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         'actor.sync.transport="store"',
         "actor.sync.bucket_mb=0.1",
     ),
+    "inline, engines in a pool of their own": (
+        "pools.main=[1]",
+        "pools.engines=[1]",
+        'actor.generation.pool="engines"',
+        "actor.sync.verify=true",
+    ),
     "inline with small micro-batches": ("actor.micro_batch_tokens=24",),
 }
 

@@ -159,10 +159,16 @@ def test_the_split_of_arithmetic_depends_on_its_seed_alone():
     assert rows(held_out=3) == rows()[:3]
 
 
+def test_arithmetic_may_be_cut_to_its_first_rows():
+    few = read(ArithmeticSource(config(None, "arithmetic", rows=7)))
+    assert few == read(ArithmeticSource(config(None, "arithmetic")))[:7]
+    assert len(read(ArithmeticSource(config(None, "arithmetic", split="held-out", rows=1_000)))) == 500
+
+
 def test_arithmetic_refuses_options_that_make_no_split():
     with pytest.raises(ConfigError) as caught:
-        ArithmeticSource(config(None, "arithmetic", split="test", held_out=10_000, split_seed=-1))
-    assert len(caught.value.problems) == 3
+        ArithmeticSource(config(None, "arithmetic", split="test", held_out=10_000, split_seed=-1, rows=10_001))
+    assert len(caught.value.problems) == 4
 
 
 @pytest.mark.parametrize(

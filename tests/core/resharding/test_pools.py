@@ -1,0 +1,159 @@
+"""Weights between an actor's pool and engines in a pool of their own, and what happens when they do not arrive whole."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.backends.inline.runtime import InlineRuntime
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.core.batch import Batch
+from hybridflow.core.columns import tokens
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.group import Pool, WorkerGroup
+from hybridflow.core.loss import Loss, Term
+from hybridflow.core.model import ModelSpec
+from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.resharding.pools import PoolSide, SeparateRollout
+from hybridflow.core.rollout import SamplingParams
+from hybridflow.core.runtime import ResourcePool
+from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.workers.model_worker import ModelRole, ModelWorker
+from hybridflow.core.workers.rollout_worker import RolloutWorker
+
+MODEL = {
+    "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+ROLE = ModelRole(ModelSpec(MODEL, None, 0), "fsdp", FSDPConfig(), 40, OptimizerConfig(lr=5e-2))
+PROMPTS = Batch({"prompt_ids": tokens([[1, 2], [3], [4, 5, 6]]), "sample_id": torch.arange(3)})
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+EXAMPLES = Batch({
+    "prompt_ids": tokens([[1, 2], [3]]), "response_ids": tokens([[7, 8, 9], [10]]),
+    "loss_mask": tokens([[1, 1, 1], [1]], torch.uint8),
+})  # fmt: skip
+
+
+class NextToken(Loss):
+    def __call__(self, batch, outputs):
+        return Term("nll", -outputs["logprobs"])
+
+
+@pytest.fixture
+def apart():
+    """A function (sync config) -> the rollout, on the inline runtime in small buckets; shared with the twin below."""
+    torch.set_num_threads(1)
+    runtime = InlineRuntime()
+    runtime.start()
+
+    def make(**sync):
+        config = SyncConfig(bucket_mb=0.01, **sync)
+        actor = WorkerGroup(ModelWorker, Pool.launch(ResourcePool("main"), runtime), ROLE, name="actor")
+        role = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
+        engines = WorkerGroup(
+            RolloutWorker, Pool.launch(ResourcePool("engines"), runtime), role, name="engines",
+            generation=generation_layout(ParallelLayout()),
+        )  # fmt: skip
+        for group in (actor, engines):
+            group.build().result()
+        rollout = SeparateRollout(actor, engines, config)
+        rollout.connect()
+        assert rollout._rounds > 2
+        return rollout
+
+    yield make
+    runtime.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What an engine on the actor's own rank says: before an update, and after it."""
+    runtime = InlineRuntime()
+    runtime.start()
+    role = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
+    actor = WorkerGroup(
+        ModelWorker, Pool.launch(ResourcePool("main"), runtime), role, generation=generation_layout(ParallelLayout())
+    )
+    actor.build().result()
+    said = []
+    for _ in range(2):
+        said.append(responses(actor.generate(PROMPTS, GREEDY, 0)))
+        actor.update([(EXAMPLES, NextToken())]).result()
+    runtime.shutdown()
+    assert said[0] != said[1]
+    return said
+
+
+def responses(batch) -> list[list[int]]:
+    return [list(map(int, row)) for row in batch["response_ids"]]
+
+
+@pytest.mark.parametrize("transport", ["auto", "store", "shared_memory", "disk"])
+def test_engines_apart_say_what_the_actors_own_would(apart, expected, transport, tmp_path):
+    rollout = apart(transport=transport, verify=True, folder=str(tmp_path))
+    assert responses(rollout.generate(PROMPTS, GREEDY, 0)) == expected[0]
+    rollout.actor.update([(EXAMPLES, NextToken())]).result()
+    made = rollout.generate(PROMPTS, GREEDY, 0)
+    assert responses(made) == expected[1]
+    assert set(made["weight_version"].values.tolist()) == {1}
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_move_only_when_there_are_newer_ones(apart, monkeypatch):
+    rollout, moved = apart(), []
+    post = PoolSide.post
+    monkeypatch.setattr(PoolSide, "post", lambda self, at, read: moved.append(at) or post(self, at, read))
+    for _ in range(2):
+        rollout.sync().result()
+    assert moved == list(range(rollout._rounds))
+    rollout.actor.update([(EXAMPLES, NextToken())]).result()
+    rollout.sync().result()
+    assert len(moved) == 2 * rollout._rounds
+
+
+@pytest.mark.parametrize("side, method", [("sender", "post"), ("receiver", "fetch")])
+def test_a_transfer_that_fails_half_way_leaves_engines_that_refuse_and_the_next_one_mends_them(
+    apart, expected, monkeypatch, side, method, tmp_path
+):
+    rollout = apart(transport="disk", folder=str(tmp_path))
+    rollout.generate(PROMPTS, GREEDY, 0)
+    rollout.actor.update([(EXAMPLES, NextToken())]).result()
+    whole = getattr(PoolSide, method)
+
+    def breaks(self, at, *rest):
+        if at == 1:
+            raise OSError(28, "No space left on device")
+        return whole(self, at, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolSide, method, breaks)
+        with pytest.raises(HybridFlowError, match="No space left") as said:
+            rollout.generate(PROMPTS, GREEDY, 0)
+        assert said.value.role == ("actor" if side == "sender" else "engines")
+        with pytest.raises(HybridFlowError, match="was begun and not ended"):
+            rollout.engines.generate(PROMPTS, GREEDY, 0)["response_ids"]
+    assert responses(rollout.generate(PROMPTS, GREEDY, 0)) == expected[1]
+    assert not list(tmp_path.iterdir())  # the messages of the failed transfer are gone too
+
+
+def test_a_wrong_element_is_named_by_verify_and_the_next_transfer_mends_it(apart, expected, monkeypatch):
+    rollout = apart(verify=True)
+    fetch = PoolSide.fetch
+
+    def flips(self, at, tickets, write):
+        def wrong(name, box, values):
+            if "down_proj" in name:
+                values = values.clone()
+                values[0, 0] += 1
+            write(name, box, values)
+
+        return fetch(self, at, tickets, wrong)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolSide, "fetch", flips)
+        with pytest.raises(HybridFlowError, match=r"1 parameters differ.*model\.layers\.0\.mlp\.down_proj\.weight"):
+            rollout.sync()
+    assert responses(rollout.generate(PROMPTS, GREEDY, 0)) == expected[0]

@@ -1,0 +1,39 @@
+"""validation.stop_at ends a run, or a stage, at the score that was asked for."""
+
+from run.tiny import hybridflow, metrics, write
+
+SETTINGS = ('validation.data.options.split="held-out"', "validation.data.limit=16", "validation.every=2")
+
+
+def scores(folder) -> dict[int, float]:
+    return {row["step"]: row["validation/score"] for row in metrics(folder) if "validation/score" in row}
+
+
+def steps(folder) -> list[int]:
+    return [row["step"] for row in metrics(folder) if "seconds/step" in row]
+
+
+def test_a_run_ends_at_its_score_is_exported_and_has_nothing_left_to_resume(tmp_path):
+    write(tmp_path)
+    settings = (*SETTINGS, "run.checkpoint_every=2", "run.export=true")
+    ended = hybridflow(tmp_path, "run", "tiny.toml", *settings, "validation.stop_at=0.0")
+    assert ended.returncode == 0, ended.stderr
+    assert "validation.stop_at" in ended.stdout and "after step 2 of 6" in ended.stdout
+    run = tmp_path / "runs/tiny"
+    assert steps(run) == [1, 2] and list(scores(run)) == [2]
+    assert (run / "export/actor/model.safetensors").is_file()
+
+    again = hybridflow(tmp_path, "run", "tiny.toml", *settings, "validation.stop_at=0.0", "--resume")
+    assert again.returncode == 0, again.stderr
+    assert steps(run) == [1, 2] and list(scores(run)) == [2]
+
+    on = hybridflow(tmp_path, "run", "tiny.toml", *settings, "validation.stop_at=9.0", "--resume")
+    assert on.returncode == 0, on.stderr
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and list(scores(run)) == [2, 4, 6]
+
+
+def test_a_goal_reached_at_the_start_takes_no_step(tmp_path):
+    write(tmp_path)
+    ended = hybridflow(tmp_path, "run", "tiny.toml", *SETTINGS, "validation.at_start=true", "validation.stop_at=0.0")
+    assert ended.returncode == 0, ended.stderr
+    assert steps(tmp_path / "runs/tiny") == [] and list(scores(tmp_path / "runs/tiny")) == [0]
