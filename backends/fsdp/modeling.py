@@ -54,6 +54,7 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
     auto = AutoModelForCausalLM if spec.kind == "policy" else AutoModelForSequenceClassification
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)  # a value head that the checkpoint lacks is meant to be new
+    hf_logging.disable_progress_bar()  # every rank would show one
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.init_seed)

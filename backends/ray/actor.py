@@ -31,7 +31,9 @@ class HostActor:
         os.environ.update(environment)
         sys.path.extend(p for p in path if p not in sys.path)
         from hybridflow.core.workers.host import Host
+        from hybridflow.core.workers.memory import keep_freed_memory
 
+        keep_freed_memory()
         self.host = Host(pool, rank, world, RayStore())
 
     def address(self) -> str:

@@ -19,6 +19,7 @@ from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
+from hybridflow.core.workers.memory import keep_freed_memory
 
 LOCAL_RESOURCE = "hybridflow_rank"
 """A local Ray counts ranks, not cores: two cores may well run four ranks of a test."""
@@ -87,6 +88,7 @@ class RayRuntime(Runtime):
                 f"could not reach {where}: {error}; check runtime.address and `ray status`"
             ) from error
         self._owns_ray = True
+        keep_freed_memory()
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
         group = self._place(pool, device)
