@@ -141,14 +141,18 @@ class GenerationLayout:
 
 
 def generation_layout(
-    train: ParallelLayout, pp: int = 1, tp: int = 1, grouping: str = "zero-redundancy"
+    train: ParallelLayout, pp: int = 1, tp: int = 1, grouping: str = "zero-redundancy", node: int | None = None
 ) -> GenerationLayout:
     """Cut a training layout into generation replicas of `pp * tp` ranks (paper, section 5.3).
 
     "zero-redundancy": a generation TP group takes every (t/t_g)-th rank and a PP group every (p/p_g)-th stage, so that
-    a rank's training shard lies inside its generation shard. "consecutive": neighbouring ranks. Where p_g does not
-    divide p or t_g does not divide t, replicas are consecutive blocks that may span dp ranks. cp ranks act as more
-    generation dp. Raises ValueError when pp * tp does not divide the world, or for an unknown grouping.
+    a rank's training shard lies inside its generation shard. "consecutive": neighbouring ranks. cp ranks act as more
+    generation dp.
+
+    Where p_g does not divide p or t_g does not divide t, replicas span dp ranks: consecutive blocks, or, for
+    "zero-redundancy" of a training layout that has dp alone (FSDP, ZeRO), every (n/t_g)-th rank of the n = `node` ranks
+    (default: all) that share a node: rank i of n holds the i-th part of each matrix, so the rows that TP rank t generates
+    with begin at rank t n/t_g. Raises ValueError when pp * tp does not divide the world, or for an unknown grouping.
     """
     if grouping not in ("zero-redundancy", "consecutive"):
         raise ValueError(f"grouping must be zero-redundancy or consecutive, got {grouping!r}")
@@ -158,6 +162,8 @@ def generation_layout(
             f"training layout {train}"
         )
     if train.pp % pp or train.tp % tp:
+        if grouping == "zero-redundancy" and train.dp == train.world:
+            return _spread(train, pp, tp, node or train.world)
         blocks = [list(range(i, i + pp * tp)) for i in range(0, train.world, pp * tp)]
         replicas = [tuple(tuple(b[p * tp : (p + 1) * tp]) for p in range(pp)) for b in blocks]
         return GenerationLayout(train, pp, tp, tuple(replicas))
@@ -171,4 +177,17 @@ def generation_layout(
             return train.rank(tp=m_t * tp + t_g, pp=m_p * pp + p_g, cp=cp, dp=dp)
 
         replicas.append(tuple(tuple(at(p, t) for t in range(tp)) for p in range(pp)))
+    return GenerationLayout(train, pp, tp, tuple(replicas))
+
+
+def _spread(train: ParallelLayout, pp: int, tp: int, node: int) -> GenerationLayout:
+    """Replicas of `pp * tp` of the `node` ranks of one node, TP ranks as far apart as they can be."""
+    if train.world % node or node % (pp * tp):
+        node = pp * tp  # replicas that fit no node evenly: neighbours
+    step = node // tp
+    replicas = [
+        tuple(tuple(first + t * step + m * pp + p for t in range(tp)) for p in range(pp))
+        for first in range(0, train.world, node)
+        for m in range(step // pp)
+    ]
     return GenerationLayout(train, pp, tp, tuple(replicas))

@@ -11,7 +11,7 @@ from hybridflow.core.algorithm import Role
 from hybridflow.core.config import merge
 from hybridflow.core.errors import ConfigError, HybridFlowError, PluginError
 from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
-from hybridflow.core.job.schema import GenerationSection, LayoutSection, RoleSection, SamplingSection
+from hybridflow.core.job.schema import LayoutSection, RoleSection, SamplingSection
 from hybridflow.core.job.stages import STAGE
 from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
 from hybridflow.core.names import did_you_mean
@@ -214,7 +214,7 @@ class RoleResolver:
         generation = None
         if engine is not None:
             found += _heads_problems(spec, "generation.tp", section.generation.tp)
-            generation = self._generation(section.generation, engine.name, layout, found)
+            generation = self._generation(section, engine.name, layout, found)
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
             found += _transport_problems(section.sync, apart)
@@ -238,21 +238,22 @@ class RoleResolver:
         return None if found else PlacedModel(role, model, layout, section.pool, section, generation, apart)
 
     def _generation(
-        self, section: GenerationSection, engine: str, layout: ParallelLayout, problems: list[str]
+        self, role: RoleSection, engine: str, layout: ParallelLayout, problems: list[str]
     ) -> GenerationLayout | None:
         can = registry().descriptor("rollout_engine", engine).capabilities
-        if section.pool is not None:
-            pool = self.pools.get(section.pool)
-            if pool is None:
-                there = f"{did_you_mean(section.pool, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
-                problems.append(f"generation.pool: there is no pool {section.pool!r}{there}")
-                return None
-            layout = ParallelLayout(dp=pool.world)
+        section, grouping = role.generation, role.generation.grouping
+        pool = self.pools.get(section.pool or role.pool)
+        if pool is None:
+            there = f"{did_you_mean(str(section.pool), self.pools)} (pools: {', '.join(self.pools) or 'none'})"
+            problems.append(f"generation.pool: there is no pool {section.pool!r}{there}")
+            return None
+        if section.pool not in (None, role.pool):
+            layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
         for axis, size in (("tp", section.tp), ("pp", section.pp)):
             if size > 1 and not can.get(axis):
                 problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")
         try:
-            return generation_layout(layout, section.pp, section.tp, section.grouping)
+            return generation_layout(layout, section.pp, section.tp, grouping, pool.devices_per_node[0])
         except ValueError as error:
             problems.append(f"generation: {error}; choose a tp and pp that divide them")
             return None

@@ -80,7 +80,7 @@ class GenerationSection:
     """Pipeline stages of one rollout engine."""
     grouping: Literal["zero-redundancy", "consecutive"] = "zero-redundancy"
     """Which ranks form a replica: "zero-redundancy": such that each rank's training shard lies inside its generation
-    shard; "consecutive": neighbours."""
+    shard, as far as the layouts allow; "consecutive": neighbours."""
     pool: str | None = None
     """A pool in which the engines run beside training; default: the actor's own processes, in turns with training."""
     keep: bool = True

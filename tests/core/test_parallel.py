@@ -48,8 +48,19 @@ def test_generation_pipelines_take_every_second_stage_of_four():
     assert layout.groups("micro_dp") == [[0, 1], [2, 3]]
 
 
-def test_fsdp_over_eight_ranks_generates_with_tp_two_on_neighbouring_ranks():
+def test_fsdp_over_eight_ranks_generates_with_tp_two_on_ranks_that_hold_different_halves():
     layout = generation_layout(ParallelLayout(dp=8), tp=2)
+    assert layout.groups("tp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [layout.output_rank(i) for i in range(4)] == [0, 1, 2, 3]
+    in_nodes = generation_layout(ParallelLayout(dp=8), tp=2, node=4)
+    assert in_nodes.groups("tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert generation_layout(ParallelLayout(dp=8), pp=2, tp=2).replicas == (((0, 4), (1, 5)), ((2, 6), (3, 7)))
+    uneven = generation_layout(ParallelLayout(dp=12), tp=4, node=6)
+    assert uneven.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_fsdp_over_eight_ranks_generates_with_tp_two_on_neighbouring_ranks_when_told_to():
+    layout = generation_layout(ParallelLayout(dp=8), tp=2, grouping="consecutive")
     assert layout.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [layout.ranks(i) for i in range(len(layout.replicas))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [layout.output_rank(i) for i in range(4)] == [0, 2, 4, 6]

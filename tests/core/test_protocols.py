@@ -194,6 +194,8 @@ def test_micro_dp_refuses_groups_without_a_generation_layout():
 def test_fsdp_over_eight_ranks_generates_on_four_replicas_of_neighbours():
     layout = ParallelLayout(dp=8)
     group = Group(layout, generation_layout(layout, tp=2))
+    check(Protocol.MICRO_DP, group, 10, 4, lambda rank: rank % 4, [0, 1, 2, 3])
+    group = Group(layout, generation_layout(layout, tp=2, grouping="consecutive"))
     check(Protocol.MICRO_DP, group, 10, 4, lambda rank: rank // 2, [0, 2, 4, 6])
 
 

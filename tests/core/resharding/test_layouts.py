@@ -2,6 +2,7 @@
 
 from itertools import product
 
+import attrs
 import pytest
 import torch
 from brute import check_plan, layout, mask
@@ -140,6 +141,25 @@ def test_fsdp_with_tensor_parallelism_and_expert_parallelism():
     name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
     assert {r for r, h in experts.held.items() if h.get(name)} == {2, 3, 6, 7}
     check_plan(plan_reshard(experts, engine_layout(moe, generation_layout(ParallelLayout(tp=2, dp=4), 1, 1))))
+
+
+def test_fsdp_to_tensor_parallel_engines_receives_less_when_replicas_are_spread():
+    """Rows only (no matrix is cut along its columns here): rank i of 8 holds the i-th eighth, and needs one half."""
+    shape = SMALL["qwen2"]
+    params = {name: p for name, p in shape.params().items() if "q_proj.weight" in name or "up_proj" in name}
+    source, received = fsdp_layout(params, ParallelLayout(dp=8)), {}
+    for grouping in ("zero-redundancy", "consecutive"):
+        target = engine_layout(shape, generation_layout(ParallelLayout(dp=8), 1, 2, grouping))
+        target = attrs.evolve(
+            target, params=params, held={r: {n: h[n] for n in params} for r, h in target.held.items()}, ties={}
+        )
+        plan = plan_reshard(source, target)
+        check_plan(plan)
+        received[grouping] = [
+            plan.bytes_received[rank] * 8 / sum(p.nbytes for p in params.values()) for rank in range(8)
+        ]
+    assert received["zero-redundancy"] == [3.0] * 8
+    assert received["consecutive"] == [3.0, 4.0, 3.0, 4.0, 4.0, 3.0, 4.0, 3.0]
 
 
 def test_every_element_is_somewhere_and_padding_is_nowhere():
