@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import attrs
 import numpy as np
@@ -101,6 +102,17 @@ class RolloutEngine(ABC):
     def view(self, name: str, box: Box) -> torch.Tensor | None:
         """A writeable view of this rank's storage for a box that it holds; None where there is none (opaque)."""
         return None
+
+    lends: ClassVar[bool] = False
+    """Whether `lend` works: a trainer in the same process may keep its weights in this engine's storage."""
+
+    def lend(self, name: str) -> None:
+        """The view of this whole parameter holds the trainer's own weights from now on.
+
+        They count as received in every update, and `sleep` must not drop them. They change when the trainer steps, so
+        whoever generates syncs first.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lends no storage")
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The stored values of a box that this rank holds, to be compared with what was sent."""

@@ -171,6 +171,13 @@ class TrainingBackend(ABC):
     def named_shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """What this rank holds: canonical name, box, and a view of the storage."""
 
+    def adopt(self, name: str, storage: torch.Tensor) -> bool:
+        """Keep a whole parameter in `storage` (a rollout engine's) from now on, with the values that it has here.
+
+        False, and nothing changed, where that cannot be: another dtype, shape or device, or shards.
+        """
+        return False
+
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole canonical parameters, one after the other, on every rank. A collective call, to be read to its end.

@@ -144,6 +144,19 @@ class FSDPBackend(TrainingBackend):
             if box.numel:
                 yield name, box, self._local(parameter)
 
+    @torch.no_grad()
+    def adopt(self, name: str, storage: torch.Tensor) -> bool:
+        parameter = self.parameters.get(name)
+        if parameter is None or self._gathered:  # FSDP's storage is its own
+            return False
+        if (parameter.dtype, parameter.shape, parameter.device) != (storage.dtype, storage.shape, storage.device):
+            return False
+        storage.copy_(parameter)
+        parameter.data = storage
+        if self.optimizer is not None:
+            self.optimizer.relink({name: parameter})
+        return True
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         device = self.context.device
         if self.context.layout.world == 1:

@@ -30,9 +30,10 @@ class ShardedAdamW:
         )  # fmt: skip
 
     def relink(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The parameters' storage has moved (to another device, say): follow it, with the moments."""
-        self.parameters = dict(parameters)
-        for name, shard in self.shards.items():
+        """The storage of these parameters has moved (to another device, say): follow it, with the moments."""
+        self.parameters |= parameters
+        for name in parameters.keys() & self.shards.keys():
+            shard = self.shards[name]
             shard.data = local(parameters[name].detach())
             moments = self._adamw.state.get(shard, {})
             for key, value in moments.items():  # a fused AdamW wants its step counts there too

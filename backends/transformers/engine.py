@@ -85,6 +85,11 @@ class TransformersEngine(RolloutEngine):
         if self._asleep:
             raise HybridFlowError(f"the rollout engine sleeps; wake it before {before}")
 
+    lends = True
+
+    def lend(self, name: str) -> None:
+        self.store.lend(name)
+
     def begin_update(self, version: int) -> None:
         self._check_awake("a weight update")
         super().begin_update(version)

@@ -60,6 +60,7 @@ class WeightStore:
         storages = [place.storage.untyped_storage() for place in self.places.values()]
         unique = {storage.data_ptr(): storage for storage in storages}
         self._storages = [(storage, storage.nbytes()) for storage in unique.values()]
+        self._lent: set[str] = set()
 
     def layout(self) -> WeightLayout:
         """What every rank of the actor has."""
@@ -81,6 +82,9 @@ class WeightStore:
             )
         place.write(box, tensor)
         self._received.setdefault(name, {})[box] = box.numel
+
+    def lend(self, name: str) -> None:
+        self._lent.add(name)
 
     def view(self, name: str, box: Box) -> torch.Tensor | None:
         return self._place(name, box).view(box)
@@ -112,6 +116,7 @@ class WeightStore:
             f"{name} ({got} of {want} elements)" if got else name
             for name, place in self.places.items()
             if (got := sum(self._received.get(name, {}).values())) < (want := place.held.numel)
+            and name not in self._lent
         ]
         if missing:
             raise HybridFlowError(
@@ -122,8 +127,10 @@ class WeightStore:
     def drop(self) -> None:
         """Give the memory back; places and views stay, `restore` gives them (undefined) memory again."""
         self.complete = False
+        lent = {self.places[name].storage.untyped_storage().data_ptr() for name in self._lent}
         for storage, _ in self._storages:
-            storage.resize_(0)
+            if storage.data_ptr() not in lent:
+                storage.resize_(0)
 
     def restore(self) -> None:
         for storage, nbytes in self._storages:

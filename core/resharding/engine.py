@@ -34,7 +34,12 @@ ALL = "tp-cp-pp-dp"
 class HybridEngine:
     """One rank's part. All ranks of the role make the same calls."""
 
-    def __init__(self, backend: TrainingBackend, engine: RolloutEngine, context: RankContext, config: SyncConfig):
+    def __init__(
+        self, backend: TrainingBackend, engine: RolloutEngine, context: RankContext, config: SyncConfig,
+        resident: bool = True,
+    ):  # fmt: skip
+        """resident: both sides keep their weights where they are, so that they may share them."""
+        self.resident = resident
         self.backend, self.engine, self.context, self.config = backend, engine, context, config
         self.last = Moved()
         """What the last sync moved, on this rank."""
@@ -75,6 +80,8 @@ class HybridEngine:
         """Plan and connect, before the first step; what is to be told of it."""
         self.transport  # noqa: B018  (a transport that cannot serve says so now)
         plan, rank = self.plan, self.context.rank
+        if self.config.alias and self.resident and self.engine.lends:
+            self._share()
         source = Shards(self.backend.named_shards())
         shared = sum(values.nbytes for _, _, values in self._aliased(source))
         return {
@@ -84,6 +91,15 @@ class HybridEngine:
             "rounds": len(self._exchange.rounds),
             "transport": self.config.transport if self.config.transport != "auto" else type(self.transport).__name__,
         }
+
+    def _share(self) -> None:
+        """Let the trainer keep whole parameters in the engine's storage, where both lay them out alike."""
+        for name, box in self._local:
+            view = self.engine.view(name, box)
+            if box != Box.full(self.plan.target.params[name].shape) or view is None or not view.is_contiguous():
+                continue
+            if self.backend.adopt(self.plan.origin[name], view):
+                self.engine.lend(name)
 
     def sync(self) -> float:
         """Bring the training weights to the engine; seconds. Raises on every rank if it failed on any.

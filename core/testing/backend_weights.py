@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from hybridflow.core.errors import CheckpointError
@@ -90,6 +91,30 @@ class BackendWeights(BackendBase):
             got="a value written into a shard that full_parameters does not see",
             expected="views: weights go to an engine from the storage, without a copy",
             likely="named_shards yields copies (.clone(), .to(dtype), .contiguous() of a slice)",
+        )
+
+    def test_an_adopted_storage_holds_the_weights_from_then_on(self, build):
+        """Skipped by a backend that adopts nothing."""
+        self._needs_training()
+        ref = next(self.references())
+        backend = build(ref.spec, OptimizerConfig(lr=1e-2))
+        device, before = backend.context.device, {n: p.clone() for n, p in whole_weights(backend).items()}
+        offered = {n: torch.zeros(p.shape, dtype=p.dtype, device=device) for n, p in before.items()}
+        adopted = {n: storage for n, storage in offered.items() if backend.adopt(n, storage)}
+        if not adopted:
+            pytest.skip("it adopts no storage")
+        wrong = [n for n, storage in adopted.items() if not torch.equal(storage.cpu(), before[n].cpu())]
+        Passes(backend, Sequences.random(LENGTHS, seed=5), seed=5).backward([TOKEN_OUTPUTS[ref.spec.kind][0]])
+        backend.optim_step()
+        after = whole_weights(backend)
+        behind = [n for n, storage in adopted.items() if not torch.equal(storage.cpu(), after[n].cpu())]
+        moved = any(not torch.equal(after[n].cpu(), before[n].cpu()) for n in adopted)
+        require(
+            not wrong and not behind and moved,
+            got=f"{len(wrong)} adopted storages without the weights' values {wrong[:3]}; after a step {len(behind)} differ "
+            f"from the weights {behind[:3]}; the step changed {'them' if moved else 'none of them'}",
+            expected="the present values in the storage, and every later change",
+            likely="adopt copies the storage instead of using it, or the optimizer goes on with the old one",
         )
 
     def test_a_saved_backend_goes_on_bit_for_bit(self, build, tmp_path):

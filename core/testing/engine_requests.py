@@ -5,11 +5,13 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+import torch
 
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
 from hybridflow.core.testing.checks import require
 from hybridflow.core.testing.engine_base import PROMPTS, EngineBase, give_weights, requests
 from hybridflow.core.testing.models import VOCAB
+from hybridflow.core.weights import Box
 
 
 class EngineRequests(EngineBase):
@@ -160,6 +162,39 @@ class EngineRequests(EngineBase):
             likely="abort does nothing, or reports another reason",
         )
         self._run(engine, PROMPTS)
+
+    def test_lent_storage_needs_no_update_and_survives_sleep(self, start):
+        """Skipped by an engine that lends nothing."""
+        ref = next(self.references())
+        expected = self._ids(self._run(self.speaking(start, ref), PROMPTS))
+        engine = start(ref.spec)
+        if not engine.lends:
+            pytest.skip("it lends no storage")
+        lent: dict[str, torch.Tensor] = {}
+        for name, values in ref.parameters.items():
+            view = engine.view(name, Box.full(values.shape))
+            if view is not None:
+                engine.lend(name)
+                view.copy_(values)
+                lent[name] = view
+        engine.begin_update(1)
+        for name, values in ref.parameters.items():
+            if name not in lent:
+                engine.receive(name, Box.full(values.shape), values)
+        engine.end_update()
+        first = self._ids(self._run(engine, PROMPTS))
+        if self.sleeps:
+            engine.sleep()
+        kept = all(
+            v.untyped_storage().nbytes() > 0 and torch.equal(v.cpu(), ref.parameters[n]) for n, v in lent.items()
+        )
+        require(
+            first == expected and kept,
+            got=f"{'the expected' if first == expected else 'other'} tokens with lent storage, which "
+            f"{'was kept' if kept else 'was lost'} over sleep",
+            expected="the tokens of an engine that received everything, and the trainer's weights untouched",
+            likely="lent parameters are waited for, or sleep drops storage that a trainer uses",
+        )
 
     def test_it_speaks_again_after_sleep(self, start):
         if not self.sleeps:

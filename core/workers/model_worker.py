@@ -30,6 +30,7 @@ from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_nee
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
+from hybridflow.core.workers.memory import Peak, measured
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
 
 
@@ -64,6 +65,7 @@ class ModelWorker(PoolMember):
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
+        self.sync_peak = Peak()
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> dict[str, Any]:
@@ -74,7 +76,8 @@ class ModelWorker(PoolMember):
             engine_class = registry().get("rollout_engine", self.role.engine)
             self.engine = engine_class(self.role.model, self.role.engine_config, self.context)
             self.engine.start()
-            self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync)
+            resident = self.role.keep_engine and not self.role.offload
+            self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync, resident)
             told["sync"] = self.hybrid.prepare()
         if self.role.offload:
             self.backend.offload()
@@ -127,13 +130,13 @@ class ModelWorker(PoolMember):
         Raises HybridFlowError when the loss or its gradient is not finite; such a gradient changes no weights.
         """
         started = time.perf_counter()
-        with self._resident() as backend:
+        with measured(self.context.device) as peak, self._resident() as backend:
             metrics = self._losses(pairs, train=True)
             step = backend.optim_step()
         self._check_finite(metrics.means["loss"][0], step["grad_norm"])
         step.means["update_seconds"] = (time.perf_counter() - started, 1.0)
         step = Metrics() if self.context.coords.dp else step  # equal on all ranks: said once
-        return Metrics.merge([metrics, step, self._peak("update")])
+        return Metrics.merge([metrics, step, _peak_metric("update", peak)])
 
     @register(Protocol.THREE_D, reads=lambda pair: loss_reads([pair]))
     def loss(self, pair: tuple[Batch, Loss]) -> Metrics:
@@ -170,11 +173,12 @@ class ModelWorker(PoolMember):
         """
         assert self.engine is not None, "this role has no rollout engine"
         synced = self._sync()
-        made = generate_rows(self.engine, batch, sampling, seed, max_tokens)
+        with measured(self.context.device) as peak:
+            made = generate_rows(self.engine, batch, sampling, seed, max_tokens)
         if not self.role.keep_engine:
             self.engine.sleep()
         made.metrics.means["sync_seconds"] = (synced, 1.0)
-        made.metrics.maxima.update(self._peak("generate").maxima | self._sync_figures(synced))
+        made.metrics.maxima.update(_peak_metric("generate", peak).maxima | self._sync_figures(synced))
         return made
 
     @register(Protocol.ONE_TO_ALL)
@@ -189,7 +193,7 @@ class ModelWorker(PoolMember):
             self.engine.wake()
         if self.engine.version == self.backend.version and not self.engine.updating:
             return 0.0
-        with self._resident():
+        with self._resident(), measured(self.context.device) as self.sync_peak:
             return self.hybrid.sync()
 
     # To engines in a pool of their own (core/resharding/pools.py)
@@ -238,7 +242,8 @@ class ModelWorker(PoolMember):
         return digest.hexdigest()
 
     def _sync_figures(self, seconds: float) -> dict[str, float]:
-        """What the sync before this generation moved: MB (10^6 bytes) received, in buffers, and left in place."""
+        """What the sync before this generation moved: MB (10^6 bytes) received, in buffers, left in place; and what it took
+        beyond what was in use, which the plan's buffers should account for."""
         if not seconds or self.hybrid is None:
             return {}
         moved = self.hybrid.last
@@ -246,15 +251,14 @@ class ModelWorker(PoolMember):
             "sync_received_mb": moved.bytes_received / 1e6,
             "sync_buffer_mb": moved.peak_buffer_bytes / 1e6,
             "sync_aliased_mb": self.hybrid.aliased_bytes / 1e6,
+            "sync_extra_mb": max(self.sync_peak.most - self.sync_peak.before, 0) / 1e6,
+            **_peak_metric("sync", self.sync_peak).maxima,
         }
 
-    def _peak(self, phase: str) -> Metrics:
-        """<phase>_peak_gb: the most device memory (10^9 bytes) since the last call, the largest over ranks; CPUs: none."""
-        if self.context.device.type != "cuda":
-            return Metrics()
-        peak = torch.cuda.max_memory_allocated(self.context.device) / 1e9
-        torch.cuda.reset_peak_memory_stats(self.context.device)
-        return Metrics(maxima={f"{phase}_peak_gb": peak})
+
+def _peak_metric(phase: str, peak: Peak) -> Metrics:
+    """<phase>_peak_gb: the most memory in use during it (10^9 bytes), the largest over ranks."""
+    return Metrics(maxima={f"{phase}_peak_gb": peak.most / 1e9} if peak.most else {})
 
 
 def generate_rows(

@@ -182,6 +182,12 @@ class ForgetsWhenOffloaded(FSDPBackend):
                 p.zero_()
 
 
+class AdoptsACopy(FSDPBackend):
+    def adopt(self, name, storage):
+        storage.copy_(self.parameters[name].detach())
+        return super().adopt(name, storage.clone())
+
+
 FAULTS = [
     (OffByOne, "test_outputs_are_those_of_hugging_face", "off by one"),
     (NoTemperature, "test_outputs_are_those_of_hugging_face", "temperature 0.6"),
@@ -205,6 +211,7 @@ FAULTS = [
     (BoxesOfTheirOwn, "test_the_layout_and_the_shards_agree", "canonical"),
     (MissingShard, "test_the_layout_and_the_shards_agree", "the same boxes"),
     (CopiedShards, "test_shards_are_views_of_the_storage", "copies"),
+    (AdoptsACopy, "test_an_adopted_storage_holds_the_weights_from_then_on", "the optimizer goes on"),
     (ForgetsItsMoments, "test_a_saved_backend_goes_on_bit_for_bit", "moments"),
     (LoadsNothingQuietly, "test_loading_what_is_not_there_says_so", "without a word"),
     (ExportsOwnNames, "test_the_export_loads_in_hugging_face", ""),

@@ -248,6 +248,13 @@ class WakesToNoise(Broken):
         return attrs.evolve(request, seed=request.seed + self.slept)
 
 
+class DropsWhatItLent(Broken):
+    def sleep(self):
+        super().sleep()
+        self.store._lent.clear()
+        self.store.drop()
+
+
 FAULTS = [
     (SamplesWhenGreedy, "test_greedy_tokens_are_those_of_hugging_face", "temperature 0"),
     (NoTemperature, "test_logprobs_are_those_of_a_forward_over_the_whole_sequence", "temperature"),
@@ -281,6 +288,7 @@ FAULTS = [
     (OwnSeedAfterAPrefix, "test_a_sampled_response_cut_and_gone_on_with_is_the_uncut_one", "position"),
     (DropsAborted, "test_aborted_requests_are_answered_too", "dropped"),
     (NeverAborts, "test_aborted_requests_are_answered_too", "abort does nothing"),
+    (DropsWhatItLent, "test_lent_storage_needs_no_update_and_survives_sleep", "lost"),
     (WakesToNoise, "test_it_speaks_again_after_sleep", "same tokens"),
 ]  # fmt: skip
 
