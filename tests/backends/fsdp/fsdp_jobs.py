@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -50,6 +51,15 @@ class Setup:
     sync: SyncConfig = attrs.field(factory=SyncConfig)
     engine_config: dict[str, Any] = attrs.field(factory=dict)
     keep_engine: bool = True
+
+
+def said_by(attempt: Callable[[], Any]) -> str:
+    """The message of its failure; "" when it does not fail."""
+    try:
+        attempt()
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 def make_worker(rank: int, setup: Setup) -> ModelWorker:
@@ -250,13 +260,7 @@ def broken_transfer(rank: int, world: int, setup: Setup, batch: Batch, loss: Los
         receive(name, box, tensor)
 
     engine.receive = fail
-    said = []
-    for attempt in (worker.sync, lambda: list(engine.generate([]) or engine.check_ready() or [])):
-        try:
-            attempt()
-            said.append("")
-        except Exception as error:
-            said.append(str(error))
+    said = [said_by(worker.sync), said_by(lambda: engine.generate([]))]
     engine.receive = receive
     worker.sync()
     made = ask.join(worker.generate(ask, sampling, seed=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fsdp_jobs import Setup, make_worker, mine
+from fsdp_jobs import Setup, make_worker, mine, said_by
 
 from hybridflow.core.batch import Batch
 from hybridflow.core.loss import Loss
@@ -64,13 +64,7 @@ def corrupted(rank: int, world: int, setup: Setup, batch: Batch) -> tuple[str, s
         receive(name, box, tensor)
 
     engine.receive = flip
-    said = []
-    for attempt in (worker.sync, lambda: engine.generate([])):
-        try:
-            attempt()
-            said.append("")
-        except Exception as error:
-            said.append(str(error))
+    said = [said_by(worker.sync), said_by(lambda: engine.generate([]))]
     engine.receive = receive
     worker.sync()
     return said[0], said[1], unequal(worker)
@@ -94,9 +88,4 @@ def misfit(rank: int, world: int, setup: Setup) -> tuple[str, bool]:
     worker.engine.layout = lambda: other
     worker.engine.version, worker.engine.updating = 0, False
     hybrid = HybridEngine(worker.backend, worker.engine, worker.context, attrs.evolve(setup.sync))
-    try:
-        hybrid.sync()
-        said = ""
-    except Exception as error:
-        said = str(error)
-    return said, worker.engine.updating
+    return said_by(hybrid.sync), worker.engine.updating
