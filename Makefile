@@ -1,5 +1,6 @@
 # make demo   set up .venv and run the main job       make test   set up .venv and run the tests
 # make check  lint, types, import contracts            make docs   build the documentation
+# make test-engines  the engines that pin their own torch, in an environment of their own
 # make bench  every benchmark, beside its peers        make clean  remove what these made
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
@@ -21,6 +22,15 @@ demo: $(VENV)/.done
 
 test: $(VENV)/.done
 	$(PY) -m pytest
+
+# vLLM on a CPU pins its torch and needs two stubs: an environment of its own, constrained to what was seen to work.
+.venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)
+	$(PYTHON) -m venv .venv-engines
+	.venv-engines/bin/python -m pip install -q --disable-pip-version-check -r ci/engines/requirements.txt
+	touch $@
+
+test-engines: .venv-engines/.done
+	.venv-engines/bin/python -m pytest tests/engines
 
 # Types and import contracts are checked on an installed copy: tools do not follow the editable install's mapping.
 check: $(VENV)/.done
@@ -51,6 +61,6 @@ bench: $(VENV)/.done .bench/trl/.done .bench/verl/.done
 	touch $@
 
 clean:
-	rm -rf $(VENV) .bench .installed docs/_build build *.egg-info
+	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo test test-engines check docs bench clean

@@ -5,13 +5,12 @@
     planned      every rank receives what it lacks (zero-redundancy groups), its own shard inside the new one
 
 The same transport and bucket for all three. Bytes are sizes of buffers, peak memory is the growth of the process's resident
-set over the weights that stood before; freed memory goes back to the system before each turn. One JSON line per figure;
+set over the weights that stood before; freed memory goes back to the system at once. One JSON line per figure;
 exits 1 when a bar is missed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -22,6 +21,9 @@ import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MALLOC_MMAP_THRESHOLD_"] = str(
+    1 << 17
+)  # of the ranks: freed tensors go back, so that the resident set is what is in use
 sys.path.insert(0, str(Path(__file__).parent))
 from common import emit
 
@@ -148,7 +150,6 @@ def work(rank: int, store: str, answers) -> None:
                 side = sides[name]
                 side.allocate()
                 gc.collect()
-                ctypes.CDLL(None).malloc_trim(0)  # what was freed and kept would hide a part of the peak
                 stood = resident("VmRSS") - sum(t.nbytes for t in _tensors(side))
                 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
                 dist.barrier()

@@ -66,3 +66,23 @@ def resolve_model(config: ModelConfig, kind: str, role: str) -> ModelSpec:
     except json.JSONDecodeError as error:
         raise ModelError(f"{role}.model.path: {folder / 'config.json'} is not JSON: {error}") from error
     return ModelSpec(fields, str(folder), config.init_seed, kind)
+
+
+def hf_config_of(model: ModelSpec) -> Any:
+    """The Hugging Face config of a ModelSpec."""
+    from transformers import AutoConfig
+
+    if model.path is not None:
+        return AutoConfig.from_pretrained(model.path)
+    return AutoConfig.for_model(**model.hf_config)
+
+
+def saved_parameters(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Names and shapes of the parameters that `save_pretrained` writes, and the ties: tied name -> saved name."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config)
+    ties = {name: source for name, source in model.all_tied_weights_keys.items() if name != source}
+    return {n: tuple(v.shape) for n, v in model.state_dict().items() if n not in ties}, ties

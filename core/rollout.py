@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import torch
 
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.weights import Box, WeightLayout
 
 
@@ -49,7 +50,32 @@ class Request:
     prefix_ids: np.ndarray | None = None
     """int64 [K]: response tokens made earlier (partial rollouts, multi-turn); generation goes on after them."""
     prefix_logprobs: np.ndarray | None = None
+    """float32 [K]; without, 0."""
     prefix_versions: np.ndarray | None = None
+    """int64 [K]; without, -1."""
+
+    def context(self) -> np.ndarray:
+        """int64 [P + K]: what the next token follows."""
+        if self.prefix_ids is None or len(self.prefix_ids) == 0:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, self.prefix_ids])
+
+    def prefix(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Copies: ids int64 [K], logprobs float32 [K], versions int64 [K]; K = 0 without a prefix."""
+        ids = np.array(() if self.prefix_ids is None else self.prefix_ids, np.int64)
+        logprobs, versions = np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int64)
+        if self.prefix_logprobs is not None:
+            logprobs[:] = self.prefix_logprobs
+        if self.prefix_versions is not None:
+            versions[:] = self.prefix_versions
+        return ids, logprobs, versions
+
+    def ended_before(self) -> str | None:
+        """The finish reason of a request whose prefix is already a whole response."""
+        prefix, sampling = self.prefix_ids, self.sampling
+        if prefix is not None and len(prefix) and not sampling.ignore_stop and prefix[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if (0 if prefix is None else len(prefix)) >= sampling.max_tokens else None
 
 
 @attrs.frozen(eq=False)
@@ -116,8 +142,6 @@ class RolloutEngine(ABC):
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The stored values of a box that this rank holds, to be compared with what was sent."""
-        from hybridflow.core.errors import HybridFlowError
-
         if (view := self.view(name, box)) is None:
             raise HybridFlowError(f"{type(self).__name__} gives no view of {name}; set sync.verify = false")
         return view
@@ -144,8 +168,6 @@ class RolloutEngine(ABC):
 
     def check_ready(self) -> None:
         """Raise when generation would run on missing or half-updated weights."""
-        from hybridflow.core.errors import HybridFlowError
-
         if self.updating:
             raise HybridFlowError(
                 f"the weight update to version {self._next_version} was begun and not ended, so the rollout engine may "
@@ -153,3 +175,45 @@ class RolloutEngine(ABC):
             )
         if self.version is None:
             raise HybridFlowError("the rollout engine has no weights yet; sync the actor before generating")
+
+
+def check_requests(requests: Sequence[Request], max_positions: int | None, vocab: int) -> None:
+    """Raises HybridFlowError naming the first request that cannot be served."""
+    seen: set[int] = set()
+    for r in requests:
+        problem = _problem(r, max_positions)
+        if r.id in seen:
+            problem = "its id is used twice in one call"
+        if problem:
+            raise HybridFlowError(f"request {r.id}: {problem}")
+        seen.add(r.id)
+    arrays = [a for r in requests for a in (r.prompt_ids, r.prefix_ids) if a is not None and len(a)]
+    if arrays:
+        ids = np.concatenate(arrays)
+        if ids.min() < 0 or ids.max() >= vocab:
+            culprit = next(r for r in requests if _outside(r.prompt_ids, vocab) or _outside(r.prefix_ids, vocab))
+            raise HybridFlowError(f"request {culprit.id}: a token id lies outside the vocabulary of {vocab}")
+
+
+def _outside(ids: np.ndarray | None, vocab: int) -> bool:
+    return ids is not None and len(ids) > 0 and bool(ids.min() < 0 or ids.max() >= vocab)
+
+
+def _problem(r: Request, max_positions: int | None) -> str | None:
+    s = r.sampling
+    if len(r.prompt_ids) == 0:
+        return "the prompt is empty"
+    if max_positions is not None and len(r.prompt_ids) + s.max_tokens > max_positions:
+        return (
+            f"{len(r.prompt_ids)} prompt tokens and max_tokens {s.max_tokens} exceed the model's "
+            f"max_position_embeddings {max_positions}"
+        )
+    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
+        return (
+            f"temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, max_tokens {s.max_tokens}; allowed are "
+            "temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 0"
+        )
+    for name, column in (("prefix_logprobs", r.prefix_logprobs), ("prefix_versions", r.prefix_versions)):
+        if column is not None and len(column) != (0 if r.prefix_ids is None else len(r.prefix_ids)):
+            return f"{name} has {len(column)} entries, not one for each token of prefix_ids"
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
@@ -16,7 +15,8 @@ from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.scheduler import MAX_BURST, Run
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.model import hf_config_of, saved_parameters
+from hybridflow.core.rollout import Completion, Request, RolloutEngine, check_requests
 from hybridflow.core.weights import Box, WeightLayout
 
 
@@ -43,7 +43,7 @@ class TransformersEngine(RolloutEngine):
         """
         if self.model.kind != "policy":
             raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
-        hf_config = load_config(self.model)
+        hf_config = hf_config_of(self.model)
         reason = unfit(hf_config)
         if self.config.fast and reason is not None:
             raise ModelError(f"the fast decoder cannot run this model: {reason}; set fast = false, or leave it out")
@@ -169,64 +169,3 @@ class TransformersEngine(RolloutEngine):
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         held = self.decoder.cache.nbytes if isinstance(self.decoder.cache, torch.Tensor) else 0
         return torch.cuda.mem_get_info(self.device)[0] + cached + held
-
-
-def load_config(model):
-    """The Hugging Face config of a ModelSpec."""
-    from transformers import AutoConfig
-
-    if model.path is not None:
-        return AutoConfig.from_pretrained(model.path)
-    return AutoConfig.for_model(**model.hf_config)
-
-
-def saved_parameters(hf_config) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Names and shapes of the parameters that `save_pretrained` writes, and the ties: tied name -> saved name."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    ties = {name: source for name, source in model.all_tied_weights_keys.items() if name != source}
-    return {n: tuple(v.shape) for n, v in model.state_dict().items() if n not in ties}, ties
-
-
-def check_requests(requests: list[Request], max_positions: int | None, vocab: int) -> None:
-    """Raises HybridFlowError naming the first request that cannot be served."""
-    seen: set[int] = set()
-    for r in requests:
-        problem = _problem(r, max_positions)
-        if r.id in seen:
-            problem = "its id is used twice in one call"
-        if problem:
-            raise HybridFlowError(f"request {r.id}: {problem}")
-        seen.add(r.id)
-    arrays = [a for r in requests for a in (r.prompt_ids, r.prefix_ids) if a is not None and len(a)]
-    if arrays:
-        ids = np.concatenate(arrays)
-        if ids.min() < 0 or ids.max() >= vocab:
-            culprit = next(r for r in requests if _outside(r.prompt_ids, vocab) or _outside(r.prefix_ids, vocab))
-            raise HybridFlowError(f"request {culprit.id}: a token id lies outside the vocabulary of {vocab}")
-
-
-def _outside(ids: np.ndarray | None, vocab: int) -> bool:
-    return ids is not None and len(ids) > 0 and bool(ids.min() < 0 or ids.max() >= vocab)
-
-
-def _problem(r: Request, max_positions: int | None) -> str | None:
-    s = r.sampling
-    if len(r.prompt_ids) == 0:
-        return "the prompt is empty"
-    if max_positions is not None and len(r.prompt_ids) + s.max_tokens > max_positions:
-        return (
-            f"{len(r.prompt_ids)} prompt tokens and max_tokens {s.max_tokens} exceed the model's "
-            f"max_position_embeddings {max_positions}"
-        )
-    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
-        return (
-            f"temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, max_tokens {s.max_tokens}; allowed are "
-            "temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 0"
-        )
-    for name, column in (("prefix_logprobs", r.prefix_logprobs), ("prefix_versions", r.prefix_versions)):
-        if column is not None and len(column) != (0 if r.prefix_ids is None else len(r.prefix_ids)):
-            return f"{name} has {len(column)} entries, not one for each token of prefix_ids"
-    return None

@@ -14,7 +14,6 @@ from hybridflow.backends.transformers.sampler import Sampler
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.rollout import Completion, Request
 
-NO_LOGPROB, NO_VERSION = 0.0, -1
 """What a completion says of prefix tokens that came without their log-probabilities or versions."""
 MAX_BURST = 64
 
@@ -64,7 +63,7 @@ class Run:
 
     def _stream(self, version: Callable[[Run], int]) -> Iterator[Completion]:
         for index in list(self.queue):
-            if reason := _ends_with_prefix(self.requests[index]):
+            if reason := self.requests[index].ended_before():
                 self.queue.remove(index)
                 yield self._unstarted(index, reason)
         while True:
@@ -108,7 +107,7 @@ class Run:
         groups: list[list[int]] = []
         widest = 0
         while self.queue and free > 0:
-            context = _context(self.requests[self.queue[0]])
+            context = self.requests[self.queue[0]].context()
             if contexts and (context is contexts[-1] or np.array_equal(context, contexts[-1])):
                 groups[-1].append(self.queue.popleft())
             else:
@@ -130,7 +129,7 @@ class Run:
         row["stops"] = -1
         if not sampling.ignore_stop:
             row["stops"][: len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        ids, logprobs, versions = _prefix(request)
+        ids, logprobs, versions = request.prefix()
         row["length"] = k = len(ids)
         self.out_tokens[home, :k], self.out_logprobs[home, :k], self.out_versions[home, :k] = ids, logprobs, versions
         return row
@@ -217,7 +216,7 @@ class Run:
     def _unstarted(self, index: int, reason: str) -> Completion:
         request = self.requests[index]
         self.open.discard(request.id)
-        return Completion(request.id, *_prefix(request), reason)
+        return Completion(request.id, *request.prefix(), reason)
 
     def _aborted(self) -> list[Completion]:
         ids, self._to_abort = self._to_abort & self.open, set()
@@ -239,28 +238,3 @@ class Run:
 
 def _pick(rows: np.ndarray, chosen: np.ndarray) -> Iterator[tuple[int, np.void]]:
     return ((int(i), rows[i]) for i in np.flatnonzero(chosen))
-
-
-def _context(request: Request) -> np.ndarray:
-    if request.prefix_ids is None or len(request.prefix_ids) == 0:
-        return request.prompt_ids
-    return np.concatenate([request.prompt_ids, request.prefix_ids])
-
-
-def _prefix(request: Request) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Copies of the response prefix: ids int64 [K], logprobs float32 [K], versions int64 [K]."""
-    ids = np.array(() if request.prefix_ids is None else request.prefix_ids, np.int64)
-    logprobs, versions = np.full(len(ids), NO_LOGPROB, np.float32), np.full(len(ids), NO_VERSION, np.int64)
-    if request.prefix_logprobs is not None:
-        logprobs[:] = request.prefix_logprobs
-    if request.prefix_versions is not None:
-        versions[:] = request.prefix_versions
-    return ids, logprobs, versions
-
-
-def _ends_with_prefix(request: Request) -> str | None:
-    """The finish reason of a request whose prefix is already a whole response."""
-    prefix, sampling = request.prefix_ids, request.sampling
-    if prefix is not None and len(prefix) and not sampling.ignore_stop and prefix[-1] in sampling.stop_token_ids:
-        return "stop"
-    return "length" if (0 if prefix is None else len(prefix)) >= sampling.max_tokens else None

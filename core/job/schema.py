@@ -47,6 +47,11 @@ class RunSection:
     """How often a run whose worker died goes on from its last checkpoint by itself."""
     max_staleness: int = attrs.field(default=0, validator=non_negative)
     """Weight versions that a rollout may lag behind; 0, synchronous, is the only value so far."""
+    mismatch_warn: float | None = attrs.field(default=0.1, validator=positive)
+    """Say so when rollout and trainer logprobs of the same tokens and weights differ by more, in nats: the mean over a step
+    (metric actor/mismatch_mean). A right engine stays below 0.001 in float32 and about 0.02 in bfloat16."""
+    mismatch_stop: float | None = attrs.field(default=None, validator=positive)
+    """End the run, before that step's checkpoint, when they differ by more."""
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Plugins of kind "tracker" that get the metrics; one that is not installed is left out with a note."""
 

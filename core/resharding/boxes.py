@@ -18,7 +18,7 @@ def _arrays(boxes: Sequence[Box]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no two of them share an element. Boxes cut along one dimension, the usual case, are sorted along it."""
+    """Whether no two of them share an element: a sweep along the dimension in which they begin at the most places."""
     boxes = [b for b in boxes if b.numel]
     if len(boxes) < 2:
         return True
@@ -29,9 +29,13 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     if len(varying) == 1:
         order = np.argsort(starts[:, varying[0]], kind="stable")
         return bool((stops[order[:-1], varying[0]] <= starts[order[1:], varying[0]]).all())
-    for at in range(len(boxes) - 1):
-        touching = (starts[at] < stops[at + 1 :]) & (starts[at + 1 :] < stops[at])
-        if touching.all(1).any():
+    sweep = max(varying.tolist(), key=lambda dim: len(np.unique(starts[:, dim])))
+    order = np.argsort(starts[:, sweep], kind="stable")
+    starts, stops = starts[order], stops[order]
+    ends = np.searchsorted(starts[:, sweep], stops[:, sweep])  # those from there on begin behind this one's end
+    for at in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)).tolist():
+        others = slice(at + 1, int(ends[at]))
+        if ((starts[at] < stops[others]) & (starts[others] < stops[at])).all(1).any():
             return False
     return True
 

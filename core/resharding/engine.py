@@ -101,6 +101,7 @@ class HybridEngine:
             if self.backend.adopt(self.plan.origin[name], view):
                 self.engine.lend(name)
 
+    @torch.no_grad()
     def sync(self) -> float:
         """Bring the training weights to the engine; seconds. Raises on every rank if it failed on any.
 
@@ -111,14 +112,22 @@ class HybridEngine:
         self.engine.begin_update(self.backend.version)
         failure: Exception | None = None
         source = Shards(self.backend.named_shards())
+        own = self._own_boxes(source)
+
+        def receive(name: str, box: Box, values: torch.Tensor) -> None:
+            deliver(name)  # what this rank has of it comes with it: an engine may have to put it together
+            self.engine.receive(name, box, values)
+
+        def deliver(name: str) -> None:
+            for box in own.pop(name, ()):
+                self.engine.receive(name, box, source.read(plan.origin[name], box))
+
         try:
-            self._copy_local(source)
+            self.last = self._exchange.run(self.transport, source.read, receive)
+            for name in list(own):
+                deliver(name)
         except Exception as error:
             failure = error
-        try:
-            self.last = self._exchange.run(self.transport, source.read, self._receive if failure is None else _ignore)
-        except Exception as error:
-            failure = failure or error
         failed = self.context.max([float(failure is not None)], ALL)[0]
         if failure is not None:
             raise failure
@@ -133,13 +142,15 @@ class HybridEngine:
         self.engine.end_update()
         return time.perf_counter() - started
 
-    @torch.no_grad()
-    def _copy_local(self, source: Shards) -> None:
+    def _own_boxes(self, source: Shards) -> dict[str, list[Box]]:
+        """What this rank has of its new holding, and must copy."""
         aliased = {(name, box): values.nbytes for name, box, values in self._aliased(source)}
         self.aliased_bytes = sum(aliased.values())
+        found: dict[str, list[Box]] = {}
         for name, box in self._local:
             if (name, box) not in aliased:
-                self.engine.receive(name, box, source.read(self.plan.origin[name], box))
+                found.setdefault(name, []).append(box)
+        return found
 
     def _aliased(self, source: Shards) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """What both sides have in one storage: it stays where it is."""
@@ -147,13 +158,6 @@ class HybridEngine:
             values, view = source.read(self.plan.origin[name], box), self.engine.view(name, box)
             if view is not None and same_storage(view, values):
                 yield name, box, values
-
-    def _receive(self, name: str, box: Box, values: torch.Tensor) -> None:
-        self.engine.receive(name, box, values)
-
-
-def _ignore(name: str, box: Box, values: torch.Tensor) -> None:
-    """A rank that has failed still takes part in the rounds."""
 
 
 def node_name() -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from hybridflow.core.errors import PluginError
+from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job import Job
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.plugins import registry
@@ -46,6 +46,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = 0.0
+        self._warned = False
 
     def __enter__(self) -> Reporter:
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
@@ -118,7 +119,24 @@ class Reporter:
         values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
         self._log(run, values)
         self._line(run.step, values)
+        self._check_mismatch(run.step, values)
         return values
+
+    def _check_mismatch(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises HybridFlowError above run.mismatch_stop; says once that run.mismatch_warn is passed, until it no longer is."""
+        section = self.job.run
+        found = max((v for k, v in values.items() if k.endswith("/mismatch_mean")), default=0.0)
+        said = f"step {step}: rollout and trainer logprobs of the same tokens and weights differ by {found:.3g} nats on average"
+        likely = "the engine's weights, precision or sampling is not the trainer's (actor.sync.verify = true compares weights)"
+        if section.mismatch_stop is not None and not found <= section.mismatch_stop:
+            raise HybridFlowError(f"{said}, more than run.mismatch_stop = {section.mismatch_stop}; {likely}")
+        above = section.mismatch_warn is not None and not found <= section.mismatch_warn
+        if above and not self._warned:
+            self.say(
+                f"{said}, more than run.mismatch_warn = {section.mismatch_warn}; {likely}; algorithm.correction weighs such "
+                "tokens"
+            )
+        self._warned = above
 
     @property
     def reached(self) -> bool:

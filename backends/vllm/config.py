@@ -1,0 +1,68 @@
+"""Settings of the rollout engine vllm."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+
+from hybridflow.core.config.validators import at_least, fraction
+from hybridflow.core.names import did_you_mean
+
+OURS = frozenset({
+    "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "seed", "tensor_parallel_size",
+    "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend", "max_model_len", "max_num_seqs",
+    "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "enable_sleep_mode", "logprobs_mode",
+    "async_scheduling", "enforce_eager",
+})  # fmt: skip
+"""Arguments that follow from the rest of the config."""
+
+
+@cache
+def argument_names() -> tuple[str, ...]:
+    """The fields of the installed vLLM's EngineArgs, read without importing it; () where it is not installed."""
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return ()
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return ()
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
+            fields = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
+            return tuple(t.id for t in fields if isinstance(t, ast.Name))
+    return ()
+
+
+def _known(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
+    for name in value:
+        if name in OURS:
+            raise ValueError(f"{field.name}: {name} follows from the rest of the config; remove it")
+        if (names := argument_names()) and name not in names:
+            raise ValueError(f"{field.name}: the installed vLLM has no argument {name!r}{did_you_mean(name, names)}")
+
+
+@attrs.frozen
+class VLLMConfig:
+    """vLLM, in the worker's own process."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, activations and KV cache."""
+    max_sequences: int = attrs.field(default=256, validator=at_least(1))
+    """Sequences decoded at once; others wait."""
+    max_length: int = attrs.field(default=0, validator=at_least(0))
+    """Tokens of a prompt with its response; 0: as many as the model has positions for."""
+    kv_memory_gb: float = attrs.field(default=0.0, validator=at_least(0))
+    """The KV cache, in 10^9 bytes. 0: on a GPU what `gpu_memory` leaves, on a CPU 1."""
+    gpu_memory: float = attrs.field(default=0.4, validator=fraction)
+    """The share of the GPU's memory for weights and cache; the trainer needs the rest."""
+    prefix_cache: bool = True
+    """Compute the key and value of a beginning that several prompts share once."""
+    eager: bool = True
+    """No CUDA graphs: quicker to start, slower to decode."""
+    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=_known)
+    """Further arguments of vLLM's EngineArgs, checked against the names that the installed version has."""

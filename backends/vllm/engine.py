@@ -1,0 +1,243 @@
+"""vLLM as a rollout engine, in the worker's own process: colocated with the trainer, or in a pool of its own.
+
+This module is imported to check a config, so vLLM itself is imported when the engine starts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hybridflow.backends.vllm.config import VLLMConfig
+from hybridflow.backends.vllm.patches import a_guest, own_shared_memory
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.model import hf_config_of, saved_parameters
+from hybridflow.core.resharding.whole import WholeParameters
+from hybridflow.core.rollout import Completion, Request, RolloutEngine, check_requests
+from hybridflow.core.weights import Box, Param, WeightLayout
+
+CPU_CACHE_GB = 1.0
+
+
+class VLLMEngine(RolloutEngine):
+    """A plugin of kind "rollout_engine", name "vllm".
+
+    Under tensor parallelism the ranks of a replica make the same calls with the same requests, and each reads its stream to
+    the end. vLLM takes whole parameters and cuts them itself, so every rank receives them whole, one after the other.
+    """
+
+    Config = VLLMConfig
+
+    def __init__(self, model, config, context):
+        super().__init__(model, config, context)
+        self.device = torch.device(context.device)
+        self._running: dict[str, Request] = {}
+        self._aborted: list[tuple[Request, list[int], list[float]]] = []
+        self._stream_number = 0
+        self._asleep = False
+
+    def start(self) -> None:
+        """Raises ModelError for a model that is no policy. A collective call over all ranks of the role."""
+        if self.model.kind != "policy":
+            raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
+        hf_config = hf_config_of(self.model)
+        text = hf_config.get_text_config()
+        self._vocab, self._max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
+        with a_guest(self._variables()), tempfile.TemporaryDirectory() as folder, self._shared_memory():
+            hf_config.architectures = hf_config.architectures or [_architecture(hf_config)]
+            hf_config.save_pretrained(folder)
+            from vllm import LLM
+
+            self.llm = LLM(**self._arguments(folder))
+        self.engine = self.llm.llm_engine
+        self._runner = self.engine.model_executor.driver_worker.worker.model_runner
+        from hybridflow.backends.vllm.sampler import SeededSampler
+
+        self.sampler = self._runner.sampler = SeededSampler(self._runner)
+        shapes, ties = saved_parameters(hf_config)
+        params = {name: Param(shape, getattr(torch, self.config.dtype)) for name, shape in shapes.items()}
+        self.store = WholeParameters(params, ties, self.device, self._load)
+
+    def _variables(self) -> dict[str, str]:
+        """For the time of the start. vLLM asks them for its place among the ranks."""
+        world, rank = self.context.world_size, self.context.rank
+        found = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "HF_HUB_OFFLINE": "1",
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+        }  # fmt: skip
+        if self.device.type == "cuda":
+            found |= {"LOCAL_RANK": str(self.device.index or 0)}
+        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            with socket.socket() as free:  # asked for, and used by nobody: the process group is there already
+                free.bind(("", 0))
+                found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        return found
+
+    @contextmanager
+    def _shared_memory(self) -> Iterator[None]:
+        if self.device.type != "cpu" or self.context.world_size == 1:
+            yield
+            return
+        token: list[Any] = [secrets.token_hex(8)]
+        dist.broadcast_object_list(token, src=0)
+        with own_shared_memory(token[0]):
+            yield
+
+    def _arguments(self, folder: str) -> dict[str, Any]:
+        config, generation = self.config, self.context.generation
+        tp = generation.tp if generation is not None else 1
+        found: dict[str, Any] = {
+            "model": folder, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": config.dtype, "seed": 0,
+            "tensor_parallel_size": tp, "max_model_len": self._max_positions, "max_num_seqs": config.max_sequences,
+            "enable_prefix_caching": config.prefix_cache, "logprobs_mode": "raw_logprobs", "async_scheduling": False,
+            "enforce_eager": config.eager or self.device.type == "cpu", "disable_log_stats": True,
+        }  # fmt: skip
+        if dist.is_initialized():
+            found["distributed_executor_backend"] = "external_launcher"
+        if self.device.type == "cpu" or config.kv_memory_gb:
+            found["kv_cache_memory_bytes"] = int((config.kv_memory_gb or CPU_CACHE_GB) * 1e9)
+        if self.device.type == "cuda":
+            found |= {"gpu_memory_utilization": config.gpu_memory, "enable_sleep_mode": True}
+        return found | config.engine_args
+
+    # Weights
+    def layout(self) -> WeightLayout:
+        return self.store.layout(self.context.world_size)
+
+    def begin_update(self, version: int) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+
+        if self._running:
+            raise HybridFlowError("a weight update while sequences run; read their stream to its end, or abort them")
+        if not self.updating:  # else: the last one broke off, and its layers wait still
+            initialize_layerwise_reload(self._runner.model)
+        super().begin_update(version)
+        self.store.begin()
+
+    def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        if not self.updating:
+            raise HybridFlowError(f"{name} was sent to the rollout engine outside an update; call begin_update first")
+        self.store.receive(name, box, tensor)
+
+    @torch.no_grad()
+    def _load(self, name: str, whole: torch.Tensor) -> None:
+        self._runner.model.load_weights([(name, whole)])
+
+    @torch.no_grad()
+    def end_update(self) -> None:
+        if not self.updating:
+            raise HybridFlowError("end_update without begin_update")
+        self.store.end()
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        model = self._runner.model
+        finalize_layerwise_reload(model, self._runner.model_config)
+        if self.device.type == "cpu" and self.store.ties and hasattr(model, "lm_head"):
+            from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+            dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)  # it packs the embedding's old values
+        self.engine.reset_prefix_cache()
+        super().end_update()
+
+    def sleep(self) -> None:
+        if self._running:
+            raise HybridFlowError(
+                "the rollout engine cannot sleep while sequences run; abort them and read their stream"
+            )
+        if self.device.type == "cuda" and not self._asleep:
+            self.llm.sleep(level=2)
+            self.version, self.store.complete = None, False
+        self._asleep = True
+
+    def wake(self) -> None:
+        if self._asleep and self.device.type == "cuda":
+            self.llm.wake_up()
+        self._asleep = False
+
+    # Generation
+    def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        if self._asleep:
+            raise HybridFlowError("the rollout engine sleeps; wake it before generating")
+        self.check_ready()
+        requests = list(requests)
+        check_requests(requests, self._max_positions, self._vocab)
+        self.abort()  # of a stream that was not read to its end
+        self._aborted.clear()
+        self._stream_number += 1
+        ready = []
+        for request in requests:
+            if reason := request.ended_before():
+                ready.append(Completion(request.id, *request.prefix(), reason))
+            else:
+                self._running[str(request.id)] = request
+                self._add(request)
+        return self._stream(self._stream_number, ready)
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        s, before = request.sampling, len(request.prefix()[0])
+        parameters = SamplingParams(
+            max_tokens=s.max_tokens - before, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, logprobs=0,
+            seed=None if s.greedy else request.seed, stop_token_ids=[] if s.ignore_stop else list(s.stop_token_ids),
+            ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        prompt = {"prompt_token_ids": request.context().tolist()}
+        name = self.engine.add_request(str(request.id), prompt, parameters)
+        self.sampler.origins[name] = (request.seed, before)
+
+    def _stream(self, number: int, ready: list[Completion]) -> Iterator[Completion]:
+        yield from ready
+        while self._running or self._aborted:
+            if number != self._stream_number:
+                raise HybridFlowError("this stream of completions was ended by a later submit or by sleep")
+            self.check_ready()
+            while self._aborted:
+                yield self._completion(*self._aborted.pop(0), "abort")
+            for output in self.engine.step() if self._running else ():
+                request = self._running.pop(output.request_id, None)
+                if request is not None:
+                    done = output.outputs[0]
+                    yield self._completion(request, *_sampled(done.token_ids, done.logprobs), done.finish_reason)
+        self.sampler.origins.clear()
+
+    def _completion(self, request: Request, ids: list[int], logprobs: list[float], reason: str) -> Completion:
+        assert self.version is not None
+        made = np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), np.full(len(ids), self.version, np.int64)
+        return Completion(request.id, *map(np.concatenate, zip(request.prefix(), made, strict=True)), reason)
+
+    def abort(self, ids: Iterable[int] | None = None) -> None:
+        """What they have so far is yielded by their stream, with finish_reason "abort"."""
+        wanted = list(self._running) if ids is None else [str(i) for i in ids if str(i) in self._running]
+        states = self.engine.output_processor.request_states
+        for name in wanted:
+            request = self._running.pop(name)
+            [state] = [s for s in states.values() if s.external_req_id == name]
+            sampled = _sampled(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs)
+            self._aborted.append((request, *sampled))
+        if wanted:
+            self.engine.abort_request(wanted)
+
+
+def _sampled(tokens: Sequence[int], logprobs: Any) -> tuple[list[int], list[float]]:
+    """The tokens and the logprob of each, out of vLLM's mapping per position."""
+    tokens = list(tokens)
+    return tokens, [entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)]
+
+
+def _architecture(hf_config: Any) -> str:
+    """The class that config.json would name."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM._model_mapping[type(hf_config)].__name__
