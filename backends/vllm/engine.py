@@ -115,12 +115,16 @@ class VLLMEngine(RolloutEngine):
         return self.store.layout(self.context.world_size)
 
     def begin_update(self, version: int) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         if self._running:
             raise HybridFlowError("a weight update while sequences run; read their stream to its end, or abort them")
-        if not self.updating:  # else: the last one broke off, and its layers wait still
-            initialize_layerwise_reload(self._runner.model)
+        if self.updating:  # the last one broke off: some layers are done, and some wait still
+            finalize_layerwise_reload(self._runner.model, self._runner.model_config)
+        initialize_layerwise_reload(self._runner.model)
         super().begin_update(version)
         self.store.begin()
 

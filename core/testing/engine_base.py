@@ -44,6 +44,8 @@ class EngineBase:
     """Flags, the fixture `start`, and helpers."""
 
     architectures: Sequence[str] = ("qwen2", "llama")
+    width = 32
+    """Of the models: heads have a quarter of it, and not every kernel takes heads of 8."""
     aborts = True
     """Whether `abort` ends running requests."""
     sleeps = True
@@ -70,7 +72,7 @@ class EngineBase:
 
     def references(self) -> Iterator[Reference]:
         for architecture in self.architectures:
-            yield reference(architecture)
+            yield reference(architecture, width=self.width)
 
     def _logprobs(self, ref: Reference, prompt, done: Completion, temperature: float, more: str = "") -> None:
         with torch.no_grad():

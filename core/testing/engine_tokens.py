@@ -50,7 +50,7 @@ class EngineTokens(EngineBase):
     # Weights
     def test_after_an_update_the_new_weights_speak(self, start):
         for architecture in self.architectures:
-            first, second = reference(architecture), reference(architecture, seed=1)
+            first, second = (reference(architecture, seed=seed, width=self.width) for seed in (0, 1))
             engine = self.speaking(start, first, version=1)
             self._run(engine, PROMPTS, temperature=0.0)
             give_weights(engine, second.parameters, version=2)
@@ -82,7 +82,9 @@ class EngineTokens(EngineBase):
     def test_it_refuses_during_an_update(self, start):
         ref = next(self.references())
         engine = self.speaking(start, ref)
-        give_weights(engine, reference(ref.spec.hf_config["model_type"], seed=1).parameters, 4, end=False)
+        give_weights(
+            engine, reference(ref.spec.hf_config["model_type"], seed=1, width=self.width).parameters, 4, end=False
+        )
         self._refuses(
             engine, "between begin_update and end_update", "call check_ready() in submit: weights are mixed now"
         )

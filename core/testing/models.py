@@ -22,9 +22,9 @@ ARCHITECTURES = {"qwen2": dict(tie_word_embeddings=True), "llama": dict(tie_word
 """qwen2 with tied embeddings and biases, llama without either."""
 
 
-def tiny_config(architecture: str = "qwen2") -> dict[str, Any]:
-    """Fields of a Hugging Face config: two layers, width 32, grouped-query attention, 32 tokens."""
-    return {"model_type": architecture, **SIZES, **ARCHITECTURES[architecture]}
+def tiny_config(architecture: str = "qwen2", width: int = 32) -> dict[str, Any]:
+    """Fields of a Hugging Face config: two layers, 4 heads that share 2 keys and values, 32 tokens."""
+    return {"model_type": architecture, **SIZES, **ARCHITECTURES[architecture], "hidden_size": width}
 
 
 @attrs.frozen(eq=False)
@@ -72,13 +72,13 @@ class Reference:
 
 
 @functools.cache
-def reference(architecture: str = "qwen2", kind: str = "policy", seed: int = 0) -> Reference:
+def reference(architecture: str = "qwen2", kind: str = "policy", seed: int = 0, width: int = 32) -> Reference:
     """Made once per process. Weights are large enough that distributions are far from uniform and every bias, norm and
     position matters."""
     from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    fields = tiny_config(architecture)
+    fields = tiny_config(architecture, width)
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
     config._attn_implementation = "eager"
     auto: Any = AutoModelForCausalLM
@@ -89,7 +89,7 @@ def reference(architecture: str = "qwen2", kind: str = "policy", seed: int = 0) 
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.3 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+            parameter.copy_(0.3 * (32 / width) ** 0.5 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
     folder = tempfile.TemporaryDirectory(prefix="hybridflow-reference-")
     model.save_pretrained(folder.name)
     spec = resolve_model(ModelConfig(path=folder.name), kind, "conformance")

@@ -36,7 +36,7 @@ def started(context):
 
 class TestVLLM(RolloutEngineConformance):
     sleeps = False  # a CPU has no second memory
-    tolerance = 1e-4
+    tolerance, width = 1e-4, 128
 
     @pytest.fixture
     def start(self, started):
