@@ -118,14 +118,10 @@ def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_pat
     _gone(before)
 
 
-@pytest.mark.parametrize(
-    "pools",
-    [("pools.main=[1]",), ("pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")],
-    ids=["one pool", "engines apart"],
-)
-def test_a_run_whose_worker_was_killed_restarts_from_its_checkpoint_when_it_may(tmp_path, pools):
+def test_a_run_whose_worker_was_killed_restarts_from_its_checkpoint_when_it_may(tmp_path):
     write(tmp_path)
     flag = f'reward.options={{flag="{tmp_path}/flag", at=40}}'
+    pools = ("pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")
     settings = ("run.restarts=1", "run.checkpoint_every=1", "run.steps=4", "runtime=ray", *pools)
     result = hybridflow(tmp_path, "run", "tiny.toml", *settings, "reward.function=rewards:kills_itself", flag)
     assert result.returncode == 0, result.stdout + result.stderr
