@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 SHARED = Path("/dev/shm")
 
@@ -55,7 +56,22 @@ def own_shared_memory(token: str) -> Iterator[None]:
     )
     try:
         yield
+        dist.barrier()
     finally:
         names.make_group_name = staticmethod(before)
         for left in SHARED.glob(f"*{token}*"):
             left.unlink(missing_ok=True)
+        _unlink_queues()
+
+
+def _unlink_queues() -> None:
+    """Of the groups that vLLM has made: memory through which a rank tells the others, kept while it is mapped."""
+    from vllm.distributed import parallel_state
+
+    for reference in parallel_state._groups.values():
+        group = reference()
+        queue = None if group is None else group.mq_broadcaster
+        memory = getattr(getattr(queue, "buffer", None), "shared_memory", None)
+        if memory is not None and queue.buffer.is_creator:
+            with contextlib.suppress(FileNotFoundError):
+                memory.unlink()
