@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,7 @@ def _unlink_queues() -> None:
 
     for reference in parallel_state._groups.values():
         group = reference()
-        queue = None if group is None else group.mq_broadcaster
-        memory = getattr(getattr(queue, "buffer", None), "shared_memory", None)
-        if memory is not None and queue.buffer.is_creator:
+        buffer: Any = getattr(group.mq_broadcaster, "buffer", None) if group is not None else None
+        if buffer is not None and buffer.is_creator:
             with contextlib.suppress(FileNotFoundError):
-                memory.unlink()
+                buffer.shared_memory.unlink()
