@@ -218,8 +218,14 @@ class VLLMEngine(RolloutEngine):
 
     def _completion(self, request: Request, ids: list[int], logprobs: list[float], reason: str) -> Completion:
         assert self.version is not None
-        made = np.asarray(ids, np.int64), np.asarray(logprobs, np.float32), np.full(len(ids), self.version, np.int64)
-        return Completion(request.id, *map(np.concatenate, zip(request.prefix(), made, strict=True)), reason)
+        before, values, versions = request.prefix()
+        return Completion(
+            request.id,
+            np.concatenate([before, np.asarray(ids, np.int64)]),
+            np.concatenate([values, np.asarray(logprobs, np.float32)]),
+            np.concatenate([versions, np.full(len(ids), self.version, np.int64)]),
+            reason,
+        )
 
     def abort(self, ids: Iterable[int] | None = None) -> None:
         """What they have so far is yielded by their stream, with finish_reason "abort"."""
@@ -244,4 +250,5 @@ def _architecture(hf_config: Any) -> str:
     """The class that config.json would name."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM._model_mapping[type(hf_config)].__name__
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    return model_class.__name__

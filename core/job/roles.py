@@ -249,7 +249,8 @@ class RoleResolver:
             return None
         if section.pool not in (None, role.pool):
             layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
-        grouping = can.get("grouping", grouping)  # an engine may form its groups itself
+        if can.get("grouping") == "consecutive":  # an engine may form its groups itself
+            grouping = "consecutive"
         for axis, size in (("tp", section.tp), ("pp", section.pp)):
             if size > 1 and not can.get(axis):
                 problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")
