@@ -48,7 +48,7 @@ def _known(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
 
 @attrs.frozen
 class VLLMConfig:
-    """vLLM, in the worker's own process."""
+    """The engine of vLLM, in the worker's own process."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""
