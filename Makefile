@@ -23,7 +23,7 @@ demo: $(VENV)/.done
 test: $(VENV)/.done
 	$(PY) -m pytest
 
-# vLLM on a CPU pins its torch and needs two stubs: an environment of its own, constrained to what was seen to work.
+# vLLM on a CPU pins its torch and needs stubs: an environment of its own, constrained to what was seen to work.
 .venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install -q --disable-pip-version-check -r ci/engines/requirements.txt

@@ -156,6 +156,11 @@ class RolloutEngine(ABC):
     def end_update(self) -> None:
         self.version, self.updating = self._next_version, False
 
+    def check_updating(self, what: str) -> None:
+        """Raise when weights come, or an update ends, that was not begun."""
+        if not self.updating:
+            raise HybridFlowError(f"{what} outside an update of the rollout engine; call begin_update first")
+
     def abort(self, ids: Iterable[int] | None = None) -> None:
         """End running requests early (all of them without ids); each is yielded with finish_reason "abort"."""
         raise NotImplementedError(f"{type(self).__name__} cannot abort")

@@ -66,6 +66,7 @@ class RayRuntime(Runtime):
         self._local = False
 
     def start(self) -> None:
+        keep_freed_memory()
         self._local = self.config.address is None
         if ray.is_initialized():
             self._local = LOCAL_RESOURCE in ray.cluster_resources()
@@ -88,7 +89,6 @@ class RayRuntime(Runtime):
                 f"could not reach {where}: {error}; check runtime.address and `ray status`"
             ) from error
         self._owns_ray = True
-        keep_freed_memory()
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
         group = self._place(pool, device)

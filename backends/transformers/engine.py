@@ -96,13 +96,11 @@ class TransformersEngine(RolloutEngine):
         self.store.begin()
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        if not self.updating:
-            raise HybridFlowError(f"{name} was sent to the rollout engine outside an update; call begin_update first")
+        self.check_updating(name)
         self.store.receive(name, box, tensor)
 
     def end_update(self) -> None:
-        if not self.updating:
-            raise HybridFlowError("end_update without begin_update")
+        self.check_updating("end_update")
         self.store.end()
         super().end_update()
 

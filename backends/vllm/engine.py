@@ -129,8 +129,7 @@ class VLLMEngine(RolloutEngine):
         self.store.begin()
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        if not self.updating:
-            raise HybridFlowError(f"{name} was sent to the rollout engine outside an update; call begin_update first")
+        self.check_updating(name)
         self.store.receive(name, box, tensor)
 
     @torch.no_grad()
@@ -139,8 +138,7 @@ class VLLMEngine(RolloutEngine):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        if not self.updating:
-            raise HybridFlowError("end_update without begin_update")
+        self.check_updating("end_update")
         self.store.end()
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 

@@ -251,6 +251,8 @@ class RoleResolver:
             layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
         if can.get("grouping") == "consecutive":  # an engine may form its groups itself
             grouping = "consecutive"
+        if role.sync.verify and can.get("verify") is False:
+            problems.append(f"sync.verify: the engine {engine} gives no view of its weights to compare; leave it out")
         for axis, size in (("tp", section.tp), ("pp", section.pp)):
             if size > 1 and not can.get(axis):
                 problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")

@@ -7,7 +7,11 @@ import pytest
 
 pytest.importorskip("vllm.version")
 
+from run.tiny import GRPO
+
 from hybridflow.backends.vllm.config import OURS, VLLMConfig, argument_names
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.launch import load_config
 
 
 def test_an_argument_that_this_vllm_has_passes_and_others_name_the_nearest():
@@ -33,3 +37,11 @@ def test_reading_the_names_imports_no_engine():
     code += "import sys; print('vllm.engine' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False"
+
+
+def test_weights_that_cannot_be_compared_are_said_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.toml").write_text(GRPO.replace('"rewards:digits"', '"exact_match"'))
+    load_config("tiny.toml", ["rollout=vllm"])
+    with pytest.raises(ConfigError, match=r"actor\.sync\.verify: the engine vllm gives no view"):
+        load_config("tiny.toml", ["rollout=vllm", "actor.sync.verify=true"])
