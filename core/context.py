@@ -38,7 +38,7 @@ class RoleHandle:
         """
         params = sampling or self._ctx.sampling
         if greedy:
-            params = attrs.evolve(params, temperature=0.0, top_p=1.0, top_k=0)
+            params = attrs.evolve(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         first = self._ctx.counters["samples"]
         self._ctx.counters["samples"] += prompts.rows
         numbered = prompts.with_columns(sample_id=torch.arange(first, first + prompts.rows, dtype=torch.int32))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import ClassVar
 
 import attrs
@@ -13,10 +15,24 @@ import torch
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.weights import Box, WeightLayout
 
+MAX_BIAS = 1e9
+"""Of a token's logit_bias, either way: what float32 still holds after a small temperature."""
+
+
+def _pairs(biases: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    if not biases:
+        return ()
+    given = biases.items() if isinstance(biases, Mapping) else biases
+    return tuple(sorted((operator.index(token), float(bias)) for token, bias in given))
+
 
 @attrs.frozen
 class SamplingParams:
-    """How the response of one request is sampled."""
+    """How the response of one request is sampled.
+
+    The order is that of vLLM: logit_bias, temperature, min_p, top_k, top_p; each looks at what the ones before it left,
+    renormalised, so the nucleus is top_p of what min_p and top_k leave.
+    """
 
     max_tokens: int = 256
     """Length limit of the response, in tokens; a response cut here has finish_reason "length"."""
@@ -26,6 +42,13 @@ class SamplingParams:
     """Nucleus: the smallest set of tokens whose probability reaches top_p; 1 is off."""
     top_k: int = 0
     """Only the k most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Only tokens whose probability, after bias and temperature, is at least min_p times that of the most likely one;
+    0 is off, 1 is the largest."""
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_pairs)
+    """(token, bias) pairs, each bias added to that token's logit before the temperature; of greedy sampling too. Takes a
+    mapping or pairs, keeps pairs in the order of tokens, so that equal biases compare equal. At most 1e9 either way: -1e9
+    for a token that must not come."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response; the stop token is part of it (finish_reason "stop")."""
     ignore_stop: bool = False
@@ -86,8 +109,8 @@ class Completion:
     response_ids: np.ndarray
     """int64 [T]."""
     logprobs: np.ndarray
-    """float32 [T]: log softmax(logits / temperature) of each sampled token, before top-k and top-p; with temperature 0,
-    log softmax(logits)."""
+    """float32 [T]: log softmax(logits / temperature) of each sampled token, with temperature 0 log softmax(logits).
+    The logits are the model's: logit_bias, min_p, top_k and top_p say what is drawn, and do not change logprobs."""
     weight_version: np.ndarray
     """int64 [T]: the version of the weights that made each token."""
     finish_reason: str
@@ -185,8 +208,12 @@ class RolloutEngine(ABC):
 def check_requests(requests: Sequence[Request], max_positions: int | None, vocab: int) -> None:
     """Raises HybridFlowError naming the first request that cannot be served."""
     seen: set[int] = set()
+    good: set[int] = set()  # ids of the SamplingParams whose biases were looked at: many requests share one
     for r in requests:
         problem = _problem(r, max_positions)
+        if problem is None and r.sampling.logit_bias and id(r.sampling) not in good:
+            problem = _bias_problem(r.sampling, vocab)
+            good.add(id(r.sampling))
         if r.id in seen:
             problem = "its id is used twice in one call"
         if problem:
@@ -213,12 +240,25 @@ def _problem(r: Request, max_positions: int | None) -> str | None:
             f"{len(r.prompt_ids)} prompt tokens and max_tokens {s.max_tokens} exceed the model's "
             f"max_position_embeddings {max_positions}"
         )
-    if not (s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and s.max_tokens >= 0):
+    in_range = s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and 0 <= s.min_p <= 1 and s.max_tokens >= 0
+    if not in_range:
         return (
-            f"temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, max_tokens {s.max_tokens}; allowed are "
-            "temperature >= 0, 0 < top_p <= 1, top_k >= 0, max_tokens >= 0"
+            f"temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, min_p {s.min_p}, max_tokens {s.max_tokens}; "
+            "allowed are temperature >= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1, max_tokens >= 0"
         )
     for name, column in (("prefix_logprobs", r.prefix_logprobs), ("prefix_versions", r.prefix_versions)):
         if column is not None and len(column) != (0 if r.prefix_ids is None else len(r.prefix_ids)):
             return f"{name} has {len(column)} entries, not one for each token of prefix_ids"
+    return None
+
+
+def _bias_problem(sampling: SamplingParams, vocab: int) -> str | None:
+    tokens = [token for token, _ in sampling.logit_bias]
+    if outside := [t for t in tokens if not 0 <= t < vocab]:
+        return f"logit_bias has the tokens {outside[:5]}, which lie outside the vocabulary of {vocab}"
+    if twice := [a for a, b in pairwise(tokens) if a == b]:
+        return f"logit_bias has the tokens {twice[:5]} twice; give one bias for each"
+    for token, bias in sampling.logit_bias:
+        if not abs(bias) <= MAX_BIAS:  # a NaN too
+            return f"logit_bias of token {token} is {bias}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
     return None

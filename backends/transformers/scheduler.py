@@ -21,7 +21,7 @@ MAX_BURST = 64
 def _row_type(stops: int) -> np.dtype:
     """One live row: which request, where its output lies (`home`), its length so far, and how it is sampled."""
     whole = [(name, np.int64) for name in ("request", "home", "length", "limit", "seed", "top_k")]
-    real = [("temperature", np.float32), ("top_p", np.float32)]
+    real = [(name, np.float32) for name in ("temperature", "top_p", "min_p")]
     return np.dtype([*whole, *real, ("alive", bool), ("stops", np.int64, (stops,))], align=True)
 
 
@@ -91,9 +91,12 @@ class Run:
         new = np.concatenate([np.zeros(0, self.rows.dtype), *([self._row(i) for i in group] for group in groups)])
         self.rows = np.concatenate([self.rows, new])
         self.sampler = None
-        tokens, logprobs = self._sample(Sampler(new, self.device), new["length"], logits)
+        tokens, logprobs = self._sample(self._sampler(new), new["length"], logits)
         self.tokens = torch.cat([self.tokens, tokens])
         return self._record(old, tokens[None], logprobs[None])
+
+    def _sampler(self, rows: np.ndarray) -> Sampler:
+        return Sampler(rows, self.device, [self.requests[i].sampling.logit_bias for i in rows["request"]])
 
     @torch.inference_mode()
     def _sample(self, sampler: Sampler, lengths: np.ndarray, logits: torch.Tensor):
@@ -124,7 +127,7 @@ class Run:
         row: Any = np.zeros((), self.rows.dtype)
         row["request"], row["home"], row["alive"] = index, home, True
         row["limit"], row["top_k"] = sampling.max_tokens, sampling.top_k
-        row["temperature"], row["top_p"] = sampling.temperature, sampling.top_p
+        row["temperature"], row["top_p"], row["min_p"] = sampling.temperature, sampling.top_p, sampling.min_p
         row["seed"] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
         row["stops"] = -1
         if not sampling.ignore_stop:
@@ -143,7 +146,7 @@ class Run:
         if dead * 16 >= len(self.rows) or (dead and self.decoder.longest + steps > self.decoder.capacity):
             self._compact()
         if self.sampler is None:
-            self.sampler = Sampler(self.rows, self.device)
+            self.sampler = self._sampler(self.rows)
         tokens, logprobs = self._run_steps(steps)
         self.tokens = tokens[-1]
         return self._record(0, tokens, logprobs)

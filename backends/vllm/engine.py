@@ -193,6 +193,7 @@ class VLLMEngine(RolloutEngine):
         parameters = SamplingParams(
             max_tokens=s.max_tokens - before, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, logprobs=0,
             seed=None if s.greedy else request.seed, stop_token_ids=[] if s.ignore_stop else list(s.stop_token_ids),
+            min_p=s.min_p, logit_bias=dict(s.logit_bias) or None,
             ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         prompt = {"prompt_token_ids": request.context().tolist()}

@@ -138,15 +138,13 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
     """The sections of a job in the order of a file, then the roles, then what is not used."""
     sources = Sources(job, provenance)
     of = sources.values
-    s = job.sampling
-    sampling = SamplingSection(s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop_token_ids)
     found = [
         Block("run", tuple(_run(job, of(job.run, "run")))),
         Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
         Block("pools", tuple(_pools(job, sources))),
         Block("data", tuple(of(job.data, "data"))),
         _tokenizer(job, sources),
-        Block("sampling", tuple(of(sampling, "sampling"))),
+        Block("sampling", tuple(of(SamplingSection.of(job.sampling), "sampling"))),
         _rollout(job, sources),
         _algorithm(job, sources),
     ]

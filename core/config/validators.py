@@ -32,6 +32,9 @@ non_negative: Validator = _validator(
 fraction: Validator = _validator(lambda value: 0 < value <= 1, "above 0 and at most 1", "give a fraction, 1 for all")
 """0 < value <= 1."""
 
+share: Validator = _validator(lambda value: 0 <= value <= 1, "from 0 to 1", "give 0 to turn it off, or a fraction")
+"""0 <= value <= 1."""
+
 
 def at_least(smallest: float) -> Validator:
     """value >= smallest."""

@@ -151,9 +151,7 @@ def resolve_job(
         validation_data=validation_data,
         tokenizer=TokenizerConfig() if follows else tokenizer,  # a model and its tokenizer belong together
         tokenizer_path=tokenizer_path if follows or not own_tokenizer else None,
-        sampling=SamplingParams(
-            sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_tokens
-        ),
+        sampling=sampling.params(),
         device=("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device,
         tables=reader.tables,
         unused=tuple(unused),

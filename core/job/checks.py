@@ -234,9 +234,11 @@ def tokenizer(job: Job) -> Iterator[str]:
 
 
 @_reads("sampling")
-def stop_tokens(job: Job) -> Iterator[str]:
+def sampled_tokens(job: Job) -> Iterator[str]:
+    given = {"stop_tokens": job.sampling.stop_token_ids, "logit_bias": [t for t, _ in job.sampling.logit_bias]}
     for name, model in job.models.items():
         size = model.spec.model.vocab_size
-        wrong = [t for t in job.sampling.stop_token_ids if not 0 <= t < size]
-        if model.spec.engine and wrong:
-            yield f"sampling.stop_tokens: {wrong} are no ids of {name}'s model, which has 0 to {size - 1}; remove them"
+        for key, tokens in given.items():
+            wrong = [t for t in tokens if not 0 <= t < size]
+            if model.spec.engine and wrong:
+                yield f"sampling.{key}: {wrong} are no ids of {name}'s model, which has 0 to {size - 1}; remove them"

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import attrs
 
-from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
+from hybridflow.core.config.validators import at_least, fraction, non_negative, positive, share
 from hybridflow.core.model import ModelConfig
 from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.rollout import MAX_BIAS, SamplingParams
 from hybridflow.core.training import OptimizerConfig
 
 SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
@@ -137,6 +138,16 @@ class RoleSection:
     """Several reward functions, summed by weight."""
 
 
+def _token_biases(instance: Any, attribute: attrs.Attribute, value: dict[str, float]) -> None:
+    for token, bias in value.items():
+        if not token.isdecimal() or str(int(token)) != token:  # "07" would be token 7 a second time
+            raise ValueError(f"{attribute.name}: keys are token ids, got {token!r}; write a whole number, 0 or more")
+        if not abs(bias) <= MAX_BIAS:
+            raise ValueError(
+                f"{attribute.name}: token {token} has the bias {bias}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            )
+
+
 @attrs.frozen
 class SamplingSection:
     """[sampling]: how responses are sampled in training; validation is greedy."""
@@ -149,8 +160,38 @@ class SamplingSection:
     """Nucleus: the most likely tokens that together have this probability; 1 is off."""
     top_k: int = attrs.field(default=0, validator=non_negative)
     """Only this many of the most likely tokens; 0 is off."""
+    min_p: float = attrs.field(default=0.0, validator=share)
+    """Only tokens at least this many times as likely as the most likely one; 0 is off."""
+    logit_bias: dict[str, float] = attrs.field(factory=dict, validator=_token_biases)
+    """Token id -> number added to its logit before the temperature, in validation too: `{ "17" = -100.0 }` keeps token 17
+    from coming. The trainer's logprobs are without it."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end a response, beside the tokenizer's eos."""
+
+    def params(self) -> SamplingParams:
+        """For requests."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            stop_token_ids=self.stop_tokens,
+        )
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> SamplingSection:
+        """What a file would say."""
+        return cls(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            logit_bias={str(token): bias for token, bias in params.logit_bias},
+            stop_tokens=params.stop_token_ids,
+        )
 
 
 @attrs.frozen

@@ -53,7 +53,9 @@ class EngineBase:
     prefixes = True
     """Whether a request may carry a response prefix (partial rollouts, turns)."""
     filters = True
-    """Whether top_k and top_p are followed."""
+    """Whether top_k, top_p and min_p are followed."""
+    biases = True
+    """Whether logit_bias is followed."""
     boxes = True
     """Whether `receive` takes parts of a parameter (False: whole parameters alone)."""
     tolerance = 2e-3

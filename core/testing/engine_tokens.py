@@ -38,14 +38,29 @@ class EngineTokens(EngineBase):
                 for done, prompt in zip(self._run(engine, PROMPTS, temperature=temperature), PROMPTS, strict=True):
                     self._logprobs(ref, prompt, done, temperature or 1.0)
 
-    def test_logprobs_are_those_before_top_k_and_top_p(self, start):
+    def test_logprobs_are_those_before_filters(self, start):
         if not self.filters:
-            pytest.skip("it has no top_k and top_p")
+            pytest.skip("it has no top_k, top_p and min_p")
         ref = next(self.references())
-        for chosen in (dict(top_k=3), dict(top_p=0.5)):
+        for chosen in (dict(top_k=3), dict(top_p=0.5), dict(min_p=0.3)):
             done = self._run(self.speaking(start, ref), PROMPTS, **chosen)
             for one, prompt in zip(done, PROMPTS, strict=True):
-                self._logprobs(ref, prompt, one, 1.0, "they are renormalised over what top_k and top_p leave")
+                self._logprobs(ref, prompt, one, 1.0, "they are renormalised over what top_k, top_p and min_p leave")
+
+    def test_logprobs_are_those_before_biases(self, start):
+        if not self.biases:
+            pytest.skip("it has no logit_bias")
+        ref = next(self.references())
+        engine = self.speaking(start, ref)
+        bias = dict.fromkeys(range(10), -1e9) | {17: -100.0, 30: 4.0}
+        for temperature in (0.7, 0.0):
+            done = self._run(engine, PROMPTS, temperature=temperature, logit_bias=bias)
+            for one, prompt in zip(done, PROMPTS, strict=True):
+                self._logprobs(
+                    ref, prompt, one, temperature or 1.0,
+                    "they are of the logits with the biases added, or biases are taken off again: 1e9 leaves nothing of "
+                    "a float32 logit",
+                )  # fmt: skip
 
     # Weights
     def test_after_an_update_the_new_weights_speak(self, start):

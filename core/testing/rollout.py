@@ -10,6 +10,6 @@ from hybridflow.core.testing.engine_tokens import EngineTokens
 class RolloutEngineConformance(EngineTokens, EngineSampling, EngineRequests):
     """Give a fixture `start`: a function ModelSpec -> your engine, started, without weights.
 
-    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `boxes`; `architectures`, `width`, `tolerance`, `samples`
+    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`; `architectures`, `width`, `tolerance`, `samples`
     (core/testing/engine_base.py says what each means).
     """

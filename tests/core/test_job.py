@@ -470,6 +470,13 @@ def test_stop_tokens_are_ids_of_the_model():
     assert "sampling.stop_tokens: [16]" in problem("sampling.stop_tokens=[3, 16]")
 
 
+def test_biases_are_of_tokens_of_the_model():
+    assert job("sampling.logit_bias.3=-100", "sampling.min_p=0.1").sampling.logit_bias == ((3, -100.0),)
+    assert job('sampling.logit_bias={"3" = 1, "15" = 0.5}').sampling.logit_bias == ((3, 1.0), (15, 0.5))
+    found = problem('sampling.logit_bias={"3" = 1, "16" = 2}')
+    assert found.startswith("sampling.logit_bias: [16] are no ids of actor's model, which has 0 to 15"), found
+
+
 # --- data and text ---
 
 

@@ -8,6 +8,7 @@ import pytest
 from hybridflow.core.config import field_docs, structure
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import schema
+from hybridflow.core.rollout import SamplingParams
 
 SECTIONS = [
     schema.RunSection,
@@ -50,6 +51,13 @@ def test_every_section_has_defaults(section):
         (schema.SamplingSection, "temperature", -0.5, "must be 0 or more"),
         (schema.SamplingSection, "top_p", 0.0, "must be above 0 and at most 1"),
         (schema.SamplingSection, "top_k", -1, "must be 0 or more"),
+        (schema.SamplingSection, "min_p", 1.5, "must be from 0 to 1, got 1.5; give 0 to turn it off"),
+        (schema.SamplingSection, "min_p", -0.1, "must be from 0 to 1"),
+        (schema.SamplingSection, "logit_bias", {"the": 1.0}, "keys are token ids, got 'the'; write a whole number"),
+        (schema.SamplingSection, "logit_bias", {"07": 1.0}, "keys are token ids, got '07'"),
+        (schema.SamplingSection, "logit_bias", {"-1": 1.0}, "keys are token ids, got '-1'"),
+        (schema.SamplingSection, "logit_bias", {"7": float("nan")}, "token 7 has the bias nan; give a number from -1e"),
+        (schema.SamplingSection, "logit_bias", [17], "expected a table"),
         (schema.ValidationSection, "every", -1, "must be 0 or more"),
         (schema.ValidationSection, "batch_rows", 0, "must be above 0"),
     ],
@@ -64,3 +72,14 @@ def test_a_value_that_cannot_be_says_what_was_got_and_what_to_give(section, fiel
 def test_shorthand_and_sections_agree():
     assert {"algorithm", "runtime", "rollout"} <= schema.SHORTHAND & set(schema.SECTIONS)
     assert not set(schema.USUAL_ROLES) & set(schema.SECTIONS)
+
+
+def test_a_sampling_section_is_the_parameters_of_requests_and_back():
+    table = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop_tokens": [3],
+             "logit_bias": {"17": -100, "2": 1.5}}  # fmt: skip
+    section = structure(table, schema.SamplingSection)
+    params = section.params()
+    assert params == SamplingParams(7, 0.5, 0.9, 5, 0.1, {2: 1.5, 17: -100.0}, (3,))
+    assert params.logit_bias == ((2, 1.5), (17, -100.0)) and hash(params) == hash(section.params())
+    assert schema.SamplingSection.of(params) == section
+    assert {f.name for f in attrs.fields(schema.SamplingSection)} == set(table)

@@ -8,8 +8,10 @@ import pytest
 import torch
 from testing.expect import caught
 
+from hybridflow.backends.transformers import scheduler
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.backends.transformers.sampler import Sampler
 from hybridflow.core.rollout import RolloutEngine
 from hybridflow.core.testing import RolloutEngineConformance, give_weights, one_rank
 from hybridflow.core.weights import Param
@@ -82,6 +84,18 @@ class RenormalisedLogprobs(Broken):
         return changed(
             completion, logprobs=np.minimum(completion.logprobs + 0.2, 0) if filtered else completion.logprobs
         )
+
+
+class RenormalisedByMinP(Broken):
+    def answered(self, completion, request):
+        more = 0.2 if request.sampling.min_p else 0.0
+        return changed(completion, logprobs=np.minimum(completion.logprobs + more, 0))
+
+
+class LogprobsWithBiases(Broken):
+    def answered(self, completion, request):
+        added = np.float32([dict(request.sampling.logit_bias).get(t, 0.0) for t in completion.response_ids.tolist()])
+        return changed(completion, logprobs=completion.logprobs + added)
 
 
 class StaleWeights(Broken):
@@ -164,10 +178,64 @@ class IgnoresFilters(Broken):
         return attrs.evolve(request, sampling=attrs.evolve(request.sampling, top_k=0, top_p=1.0))
 
 
+class IgnoresMinP(Broken):
+    def asked(self, request):
+        return attrs.evolve(request, sampling=attrs.evolve(request.sampling, min_p=0.0))
+
+
 class TooNarrowNucleus(Broken):
     def asked(self, request):
         s = request.sampling
         return attrs.evolve(request, sampling=attrs.evolve(s, top_p=s.top_p - 0.25 if s.top_p < 1 else 1.0))
+
+
+class OwnSampler(Broken):
+    """Samples with `sampler`."""
+
+    def submit(self, requests):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler, "Sampler", self.sampler)
+            yield from super().submit(requests)
+
+
+class MinPAfterTheNucleus(OwnSampler):
+    class sampler(Sampler):
+        def _filtered(self, logp, uniform):
+            probs, order = logp.exp().sort(-1, descending=True)
+            outside = (probs.cumsum(-1) - probs >= self.top_p).gather(1, order.argsort(-1))
+            self.top_p = torch.ones_like(self.top_p)
+            return super()._filtered(logp.masked_fill(outside, -torch.inf), uniform)
+
+
+class BiasesAfterTopK(OwnSampler):
+    class sampler(Sampler):
+        def _with_biases(self, logp):
+            self.plain = logp
+            return super()._with_biases(logp)
+
+        def _filtered(self, logp, uniform):
+            if self.biased is not None:
+                plain = self.plain[self.filtered]
+                logp = logp.masked_fill(plain < plain.topk(self.width).values[:, -1:], -torch.inf)
+            return super()._filtered(logp, uniform)
+
+
+class IgnoresBiases(Broken):
+    def asked(self, request):
+        return attrs.evolve(request, sampling=attrs.evolve(request.sampling, logit_bias=()))
+
+
+class BiasesAfterTheTemperature(Broken):
+    def asked(self, request):
+        s = request.sampling
+        scaled = {token: bias * s.temperature for token, bias in s.logit_bias}
+        return attrs.evolve(request, sampling=attrs.evolve(s, logit_bias=scaled))
+
+
+class OneBiasForAll(Broken):
+    def submit(self, requests):
+        bias = max((r.sampling.logit_bias for r in requests), key=len, default=())
+        return super().submit([attrs.evolve(r, sampling=attrs.evolve(r.sampling, logit_bias=bias)) for r in requests])
 
 
 class DropsTheStopToken(Broken):
@@ -259,7 +327,9 @@ FAULTS = [
     (SamplesWhenGreedy, "test_greedy_tokens_are_those_of_hugging_face", "temperature 0"),
     (NoTemperature, "test_logprobs_are_those_of_a_forward_over_the_whole_sequence", "temperature"),
     (LogprobsOfTheNext, "test_logprobs_are_those_of_a_forward_over_the_whole_sequence", "another position"),
-    (RenormalisedLogprobs, "test_logprobs_are_those_before_top_k_and_top_p", "renormalised"),
+    (RenormalisedLogprobs, "test_logprobs_are_those_before_filters", "renormalised"),
+    (RenormalisedByMinP, "test_logprobs_are_those_before_filters", "renormalised"),
+    (LogprobsWithBiases, "test_logprobs_are_those_before_biases", "biases added"),
     (StaleWeights, "test_after_an_update_the_new_weights_speak", "second update"),
     (WritesBoxesToTheTop, "test_parts_of_a_parameter_make_up_the_whole", "box"),
     (BeginsWithNoise, "test_it_refuses_before_it_has_weights", "check_ready"),
@@ -276,6 +346,13 @@ FAULTS = [
     (RepeatsItsDraw, "test_second_tokens_are_distributed_as_the_model_says_after_the_first", "one uniform number"),
     (IgnoresFilters, "test_filtered_tokens_are_distributed_over_what_is_left", "top_k"),
     (TooNarrowNucleus, "test_filtered_tokens_are_distributed_over_what_is_left", "smallest set"),
+    (IgnoresMinP, "test_filtered_tokens_are_distributed_over_what_is_left", "min_p"),
+    (MinPAfterTheNucleus, "test_the_nucleus_is_of_what_min_p_leaves", "min_p comes first"),
+    (IgnoresBiases, "test_a_bias_is_added_to_the_logits_before_the_temperature", "not passed on"),
+    (BiasesAfterTheTemperature, "test_a_bias_is_added_to_the_logits_before_the_temperature", "after the temperature"),
+    (BiasesAfterTopK, "test_a_bias_is_added_to_the_logits_before_the_temperature", "after top_k"),
+    (IgnoresBiases, "test_greedy_tokens_follow_each_requests_own_biases", "leaves biases out"),
+    (OneBiasForAll, "test_greedy_tokens_follow_each_requests_own_biases", "used for another"),
     (DropsTheStopToken, "test_responses_end_at_the_limit_or_at_a_stop_token", "part of it"),
     (GoesOnAfterAStop, "test_responses_end_at_the_limit_or_at_a_stop_token", "stop"),
     (SaysLengthAtTheLimit, "test_a_stop_token_at_the_limit_is_a_stop", "before the limit"),
@@ -312,8 +389,13 @@ def test_each_invariant_has_a_fault():
 
 def test_what_an_engine_cannot_do_is_skipped():
     class Plain(Kit):
-        aborts = sleeps = prefixes = filters = boxes = False
+        aborts = sleeps = prefixes = filters = biases = boxes = False
 
-    for method in ("test_a_prefix_is_gone_on_from", "test_aborted_requests_are_answered_too"):
+    for method in (
+        "test_a_prefix_is_gone_on_from",
+        "test_aborted_requests_are_answered_too",
+        "test_the_nucleus_is_of_what_min_p_leaves",
+        "test_greedy_tokens_follow_each_requests_own_biases",
+    ):
         with pytest.raises(pytest.skip.Exception):
             getattr(Plain(), method)(start=None)

@@ -132,7 +132,9 @@ def test_different_seeds_differ_and_any_integer_is_a_seed(tiny, prompts, request
 @pytest.mark.parametrize("model_type", KINDS)
 def test_requests_of_every_kind_of_sampling_mix_in_one_batch(tiny, prompts, model_type):
     engine = tiny(model_type).engine
-    kinds = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 9, "top_p": 0.9}]
+    kinds = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 9, "top_p": 0.9},
+             {"min_p": 0.2}, {"min_p": 0.1, "top_p": 0.8, "logit_bias": {3: 2.0, 7: -5.0}},
+             {"temperature": 0.0, "logit_bias": {5: 9.0}}]  # fmt: skip
     requests = [Request(i, prompts[5], SamplingParams(max_tokens=14, **k), seed=9) for i, k in enumerate(kinds)]
     together = engine.generate(requests)
     for request, completion in zip(requests, together, strict=True):
