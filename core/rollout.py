@@ -152,6 +152,29 @@ class RolloutEngine(ABC):
         """A writeable view of this rank's storage for a box that it holds; None where there is none (opaque)."""
         return None
 
+    continuous: ClassVar[bool] = False
+    """Whether `add` and `step` work: requests may come while others run (core.serving.continuous.ContinuousEngine)."""
+
+    def add(self, request: Request) -> None:
+        """Take a request beside those that run; `step` gives its completion."""
+        raise NotImplementedError(f"{type(self).__name__} takes requests by submit alone")
+
+    def step(self) -> list[Completion]:
+        """Work for a while; the completions of requests that have ended."""
+        raise NotImplementedError(f"{type(self).__name__} takes requests by submit alone")
+
+    @classmethod
+    def environment(cls, device: torch.device) -> dict[str, str]:
+        """Variables for this engine's process, where it has one of its own (core/serving/hosted.py)."""
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        """What the engine has to tell of itself since the last call (metrics of generation, largest over ranks)."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what outlives the object (processes, files); safe to call twice."""
+
     lends: ClassVar[bool] = False
     """Whether `lend` works: a trainer in the same process may keep its weights in this engine's storage."""
 

@@ -93,6 +93,9 @@ class Worker:
     def rank(self) -> int:
         return self.context.rank
 
+    def close(self) -> None:
+        """Give back what outlives the object (child processes, files)."""
+
 
 @attrs.frozen
 class Method:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from hybridflow.core.serving.config import ProcessConfig
+
 
 def _one_of(*allowed: str):
     def check(_, field, value):
@@ -19,8 +21,11 @@ def _not_negative(_, field, value):
 
 
 @attrs.frozen
-class TransformersEngineConfig:
+class TransformersEngineConfig(ProcessConfig):
     """The embedded engine: generates inside the worker process, on CPU or on one GPU."""
+
+    own_process: bool = False
+    """Run in a child of the worker's process instead, whose crash does not take the worker with it."""
 
     max_sequences: int = attrs.field(default=0, validator=_not_negative)
     """Sequences decoded at once (slots); others wait. 0: 256, or what fits into `kv_memory_gb`."""

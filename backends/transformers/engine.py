@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,19 @@ from hybridflow.backends.transformers.decoder import FastDecoder
 from hybridflow.backends.transformers.generic import GenericDecoder
 from hybridflow.backends.transformers.llama import LlamaWeights, unfit
 from hybridflow.backends.transformers.parallel import Split
-from hybridflow.backends.transformers.scheduler import MAX_BURST, Run
+from hybridflow.backends.transformers.scheduler import Run, burst_margin
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.model import hf_config_of, saved_parameters
-from hybridflow.core.rollout import Completion, Request, RolloutEngine, check_requests
+from hybridflow.core.rollout import Completion, Request
+from hybridflow.core.serving.continuous import ContinuousEngine
 from hybridflow.core.weights import Box, WeightLayout
 
+FEWEST_SLOTS = 8
+"""Rows reserved at least, for requests that come while the first ones run."""
 
-class TransformersEngine(RolloutEngine):
+
+class TransformersEngine(ContinuousEngine):
     """Llama-like models run on our decoder, other causal models on Hugging Face's code; both sample alike.
 
     Under tensor parallelism (our decoder alone) the ranks of a replica make the same calls with the same requests: each
@@ -34,7 +38,7 @@ class TransformersEngine(RolloutEngine):
         self.device: torch.device = torch.device(context.device)
         self.decoder: Any = None
         self._run: Run | None = None
-        self._asleep = False
+        self._waiting: list[Request] = []
 
     def start(self) -> None:
         """Raises ModelError for a model that is no policy, or does not fit `fast = true` or the generation layout.
@@ -60,7 +64,7 @@ class TransformersEngine(RolloutEngine):
             self.decoder = GenericDecoder(hf_config, dtype, self.device)
             self.store = WeightStore(self.decoder.places, self.decoder.ties, self.split)
         text = hf_config.get_text_config()
-        self._max_positions, self._vocab = getattr(text, "max_position_embeddings", None), text.vocab_size
+        self.max_positions, self.vocab = getattr(text, "max_position_embeddings", None), text.vocab_size
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -82,16 +86,16 @@ class TransformersEngine(RolloutEngine):
         return self.store.read(name, box)
 
     def _check_awake(self, before: str) -> None:
-        if self._asleep:
+        if self.asleep:
             raise HybridFlowError(f"the rollout engine sleeps; wake it before {before}")
 
+    inflight = True
     lends = True
 
     def lend(self, name: str) -> None:
         self.store.lend(name)
 
     def begin_update(self, version: int) -> None:
-        self._check_awake("a weight update")
         super().begin_update(version)
         self.store.begin()
 
@@ -106,53 +110,54 @@ class TransformersEngine(RolloutEngine):
 
     def sleep(self) -> None:
         """Gives up the KV cache, and on a GPU the weights too (an update must follow `wake`)."""
-        if self._run is not None and self._run.running:
-            raise HybridFlowError(
-                "the rollout engine cannot sleep while sequences run; abort them and read their stream to its end"
-            )
-        self._run = None
+        self.check_idle()
         self.decoder.free()
-        if self.device.type != "cpu" and not self._asleep:
+        if self.device.type != "cpu" and not self.asleep:
             self.store.drop()
             self.version = None
-        self._asleep = True
+        self.asleep = True
 
     def wake(self) -> None:
-        if self._asleep:
+        if self.asleep:
             self.store.restore()
-        self._asleep = False
+        self.asleep = False
 
     # ---- generation ---------------------------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Raises HybridFlowError at once for requests that cannot be served; generates as the iterator is read.
+    def enter(self, request: Request) -> None:
+        self._waiting.append(request)
 
-        A new `submit` ends an earlier one that was not read to its end.
-        """
-        self._check_awake("generating")
-        self.check_ready()
-        requests = list(requests)
-        check_requests(requests, self._max_positions, self._vocab)
-        if not requests:
-            return iter(())
+    def advance(self) -> list[Completion]:
+        """Some tokens for every running sequence. What comes while others run joins them if it fits into their cache."""
+        if self._run is None or self._run.over:
+            self._run = self._begin() if self._waiting else None
+        elif self._waiting and all(map(self._run.takes, self._waiting)):
+            self._run.extend(self._waiting)
+            self._waiting = []
+        if self._run is None:
+            return []
+        assert self.version is not None
+        try:
+            return self._run.turn(self.version)
+        except BaseException:
+            self.running.clear()
+            self._run, self._waiting = None, []
+            raise
+
+    def _begin(self) -> Run:
+        requests, self._waiting = self._waiting, []
         longest = max(len(r.prompt_ids) + r.sampling.max_tokens for r in requests)
-        capacity = longest + (MAX_BURST if self.device.type != "cpu" or self.config.sync_every else 0)
-        slots = min(self._slots(capacity), len(requests))
+        capacity = longest + burst_margin(self.device, self.config)
+        slots = min(self._slots(capacity), max(len(requests), FEWEST_SLOTS))
         self.decoder.reserve(slots, capacity)
-        self._run = Run(self.decoder, requests, slots, self.config, self.device, self.split)
-        return self._run.stream(self._version_for)
+        return Run(self.decoder, requests, slots, self.config, self.device, self.split)
 
-    def abort(self, ids: Iterable[int] | None = None) -> None:
-        """Ids that are not running, or already finished, are passed over."""
+    def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
+        waiting = [r for r in self._waiting if r.id in ids]
+        self._waiting = [r for r in self._waiting if r.id not in ids]
         if self._run is not None:
             self._run.abort(ids)
-
-    def _version_for(self, run: Run) -> int:
-        if run is not self._run:
-            raise HybridFlowError("this stream of completions was ended by a later submit or by sleep")
-        self.check_ready()
-        assert self.version is not None  # check_ready raises otherwise
-        return self.version
+        return [Completion(r.id, *r.prefix(), "abort") for r in waiting]
 
     def _slots(self, capacity: int) -> int:
         """How many sequences of `capacity` tokens are decoded at once."""

@@ -11,7 +11,14 @@ def hybridflow_plugins():
             name="transformers",
             factory="hybridflow.backends.transformers.engine:TransformersEngine",
             config="hybridflow.backends.transformers.config:TransformersEngineConfig",
-            capabilities={"tp": True, "devices": "cpu, cuda", "abort": True, "sleep": True, "continuous": True},
+            capabilities={
+                "tp": True,
+                "devices": "cpu, cuda",
+                "abort": True,
+                "sleep": True,
+                "continuous": True,
+                "process": "either",
+            },
             requires=("transformers",),
             extra="transformers",
         )

@@ -11,27 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_GOLDEN, _MIX1, _MIX2 = (
-    int(np.uint64(c).astype(np.int64)) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), on int64 with wrap-around. Works in place."""
-    for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # >> on int64 copies the sign; the mask makes it logical
-        x *= factor
-    x ^= (x >> 31) & ((1 << 33) - 1)
-    return x
-
-
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """float32 in [0, 1) with 24 random bits, one for each (seed, position).
-
-    `seeds`, `positions`: int64, shapes that broadcast. Position t is that of the t-th response token.
-    """
-    state = _mix(seeds + _GOLDEN) + positions * _GOLDEN
-    return ((_mix(state) >> 40) & 0xFFFFFF).float() * 2.0**-24
+from hybridflow.core.sampling import invert, uniforms
 
 
 class Sampler:
@@ -95,7 +75,7 @@ class Sampler:
             probs = drawn.exp()
             if self.min_p is not None:  # in the order of the vocabulary: min_p alone needs no sorting
                 probs.masked_fill_(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
-            tokens = _invert(probs.cumsum_(-1), uniform[:, None])
+            tokens = invert(probs.cumsum_(-1), uniform[:, None])
             if self.filtered is not None:
                 tokens[self.filtered] = self._filtered(drawn[self.filtered], uniform[self.filtered, None])
             if self.greedy is not None:
@@ -122,7 +102,7 @@ class Sampler:
         below = probs.cumsum(-1)
         total = below[:, -1:]
         kept = ((below - probs < self.top_p * total) & (rank < self.top_k)).sum(-1, keepdim=True).clamp_(min=1)
-        chosen = _invert(below, uniform, below.gather(1, kept - 1))
+        chosen = invert(below, uniform, below.gather(1, kept - 1))
         return order.gather(1, torch.minimum(chosen, kept - 1))
 
 
@@ -136,9 +116,3 @@ def _flat(biases: Sequence[tuple[tuple[int, float], ...]], temperature: np.ndarr
     tokens, values = np.concatenate(each).T
     places = np.stack([np.repeat(np.arange(len(rows)), lengths), tokens.astype(np.int64)])
     return rows, places, (values / np.repeat(temperature[rows], lengths)).astype(np.float32)
-
-
-def _invert(cumulated: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """The first column whose cumulated weight exceeds uniform * total: [R, V], [R, 1] -> int64 [R, 1]."""
-    total = cumulated[:, -1:] if total is None else total
-    return torch.searchsorted(cumulated, uniform * total, right=True).clamp_(max=cumulated.shape[-1] - 1)

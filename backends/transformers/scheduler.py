@@ -1,9 +1,9 @@
-"""One `submit`: waiting requests enter the decoder's rows, finished ones leave, and work follows the live rows."""
+"""Requests under way: waiting requests enter the decoder's rows, finished ones leave, and work follows the live rows."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,11 @@ from hybridflow.core.rollout import Completion, Request
 MAX_BURST = 64
 
 
+def burst_margin(device: torch.device, config) -> int:
+    """Tokens that a row may make beyond its end before somebody looks."""
+    return MAX_BURST if device.type != "cpu" or config.sync_every else 0
+
+
 def _row_type(stops: int) -> np.dtype:
     """One live row: which request, where its output lies (`home`), its length so far, and how it is sampled."""
     whole = [(name, np.int64) for name in ("request", "home", "length", "limit", "seed", "top_k")]
@@ -26,7 +31,7 @@ def _row_type(stops: int) -> np.dtype:
 
 
 class Run:
-    """The requests of one `submit`. `stream` yields each one's completion exactly once.
+    """Requests that run together. Each one's completion comes out of `turn` exactly once.
 
     The ranks of a `split` model go through the same steps: nothing here may depend on time or on a rank's memory.
     """
@@ -34,12 +39,12 @@ class Run:
     def __init__(
         self, decoder, requests: Sequence[Request], slots: int, config, device: torch.device, split: Split = WHOLE
     ):
-        self.decoder, self.requests, self.slots, self.config, self.device = decoder, requests, slots, config, device
+        self.decoder, self.slots, self.config, self.device = decoder, slots, config, device
+        self.requests = list(requests)
         self.split = split
         self.queue = deque(range(len(requests)))
         self.open = {r.id for r in requests}
         self._to_abort: set[int] = set()
-        self.running = False
         stops = max((len(r.sampling.stop_token_ids) for r in requests), default=0)
         self.rows = np.zeros(0, _row_type(stops))
         self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
@@ -53,26 +58,33 @@ class Run:
     def abort(self, ids: Iterable[int] | None) -> None:
         self._to_abort |= self.open if ids is None else self.open.intersection(ids)
 
-    def stream(self, version: Callable[[Run], int]) -> Iterator[Completion]:
-        """`version(run)` gives the version of the weights, or raises when this run cannot go on."""
-        self.running = True
-        try:
-            yield from self._stream(version)
-        finally:
-            self.running = False
+    @property
+    def over(self) -> bool:
+        return not self.queue and not self.rows["alive"].any()
 
-    def _stream(self, version: Callable[[Run], int]) -> Iterator[Completion]:
-        for index in list(self.queue):
-            if reason := self.requests[index].ended_before():
-                self.queue.remove(index)
-                yield self._unstarted(index, reason)
-        while True:
-            while self._to_abort:
-                yield from self._aborted()
-            if not self.queue and not self.rows["alive"].any():
-                return
-            self.version = version(self)
-            yield from self._admit() if self._can_admit() else self._decode()
+    def takes(self, request: Request) -> bool:
+        """Whether a further request fits into what was reserved for the first ones."""
+        s, margin = request.sampling, burst_margin(self.device, self.config)
+        return (
+            len(request.prompt_ids) + s.max_tokens + margin <= self.decoder.capacity
+            and s.max_tokens + MAX_BURST <= self.out_tokens.shape[1]
+            and len(s.stop_token_ids) <= self.rows["stops"].shape[1]
+        )
+
+    def extend(self, requests: Sequence[Request]) -> None:
+        """Further requests, all of which it `takes`."""
+        self.queue.extend(range(len(self.requests), len(self.requests) + len(requests)))
+        self.requests.extend(requests)
+        self.open.update(r.id for r in requests)
+
+    def turn(self, version: int) -> list[Completion]:
+        """Aborts, or else a prefill, or some tokens for every row; `version` is that of the weights."""
+        if self._to_abort:
+            return self._aborted()
+        if self.over:
+            return []
+        self.version = version
+        return self._admit() if self._can_admit() else self._decode()
 
     # ---- requests in --------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import attrs
 
 from hybridflow.core.config.validators import at_least, fraction
 from hybridflow.core.names import did_you_mean
+from hybridflow.core.serving.config import ProcessConfig
 
 OURS = frozenset({
     "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "seed", "tensor_parallel_size",
@@ -47,8 +48,11 @@ def _known(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
 
 
 @attrs.frozen
-class VLLMConfig:
-    """The engine of vLLM, in the worker's own process."""
+class VLLMConfig(ProcessConfig):
+    """The engine of vLLM, in the worker's own process, or in one of its own."""
+
+    own_process: bool = False
+    """Run in a child of the worker's process, whose crash does not take the worker with it; without tensor parallelism."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""

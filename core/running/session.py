@@ -105,7 +105,8 @@ class Session:
         for name, placed in job.models.items():
             self.say(f"building {name}")
             apart = placed.rollout_pool is not None
-            model = attrs.evolve(placed.spec, engine=None) if apart else placed.spec
+            role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()))
+            model = attrs.evolve(role, engine=None) if apart else role
             generation = None if apart else placed.generation
             options: dict[str, Any] = {"layout": placed.layout, "generation": generation}
             group = self._group(ModelWorker, self.pools[placed.pool], model, name=name, **options)
@@ -113,7 +114,7 @@ class Session:
             if placed.rollout_pool is not None and placed.generation is not None:
                 options = {"layout": placed.generation.train, "generation": placed.generation}
                 pool = self.pools[placed.rollout_pool]
-                engines = self._group(RolloutWorker, pool, placed.spec, name=f"{name}.rollout", **options)
+                engines = self._group(RolloutWorker, pool, role, name=f"{name}.rollout", **options)
                 building.append((engines.name, engines.build()))
                 self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
             self.groups[name] = (placed.role, group)

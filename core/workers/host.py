@@ -79,8 +79,14 @@ class Host:
         )
         self._joined = True
 
+    def _close(self, role: str) -> None:
+        worker = self.workers.pop(role, None)
+        if worker is not None:
+            worker.close()
+
     def leave(self) -> None:
-        self.workers.clear()
+        for role in list(self.workers):
+            self._close(role)
         if self._joined and dist.is_initialized():  # a group that somebody else made is not ours to end
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -113,7 +119,7 @@ class Host:
         if name == "__create__":
             return lambda cls, *args: self.create(role, cls, *args)
         if name == "__delete__":
-            return lambda: self.workers.pop(role, None) and None
+            return lambda: self._close(role)
         if role not in self.workers:
             raise HybridFlowError(f"there is no worker of role {role!r} here; its group was closed, or failed to build")
         return getattr(self.workers[role], name)

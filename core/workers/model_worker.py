@@ -26,6 +26,7 @@ from hybridflow.core.resharding.engine import HybridEngine, sums_sent
 from hybridflow.core.resharding.exchange import Shards
 from hybridflow.core.resharding.pools import PoolMember
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
+from hybridflow.core.serving.build import build_engine
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
@@ -53,6 +54,8 @@ class ModelRole:
     sync: SyncConfig = attrs.field(factory=SyncConfig)
     keep_engine: bool = True
     """The engine's memory stays between generations."""
+    logs: str | None = None
+    """Folder for the logs of engines in processes of their own."""
 
 
 class ModelWorker(PoolMember):
@@ -73,8 +76,8 @@ class ModelWorker(PoolMember):
         self.backend.build()
         told: dict[str, Any] = {}
         if self.role.engine is not None:
-            engine_class = registry().get("rollout_engine", self.role.engine)
-            self.engine = engine_class(self.role.model, self.role.engine_config, self.context)
+            role = self.role
+            self.engine = build_engine(self.role.engine, role.model, role.engine_config, self.context, role.logs)
             self.engine.start()
             resident = self.role.keep_engine and not self.role.offload
             self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync, resident)
@@ -83,6 +86,10 @@ class ModelWorker(PoolMember):
             self.backend.offload()
         params = self.backend.layout().params.values()
         return told | {"parameters": sum(p.numel for p in params)}
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
 
     @contextmanager
     def _resident(self) -> Iterator[TrainingBackend]:
@@ -283,6 +290,7 @@ def generate_rows(
             "generate_seconds": (time.perf_counter() - started, 1.0),
         }
     )
+    metrics.maxima.update(engine.figures())
     return Batch(
         {
             "response_ids": ids,

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.core.batch import Batch
-from hybridflow.core.plugins import registry
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.resharding.engine import on_every_rank, sums_held
 from hybridflow.core.resharding.pools import PoolMember
-from hybridflow.core.rollout import RolloutEngine, SamplingParams
+from hybridflow.core.rollout import SamplingParams
+from hybridflow.core.serving.build import build_engine
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
 from hybridflow.core.workers.model_worker import ModelRole, generate_rows
@@ -23,8 +23,10 @@ class RolloutWorker(PoolMember):
         super().__init__(context)
         self.role = role
         assert role.engine is not None
-        engine_class: type[RolloutEngine] = registry().get("rollout_engine", role.engine)
-        self.engine = engine_class(role.model, role.engine_config, context)
+        self.engine = build_engine(role.engine, role.model, role.engine_config, context, role.logs)
+
+    def close(self) -> None:
+        self.engine.close()
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> None:

@@ -26,8 +26,7 @@ def started(context):
             engines[key] = VLLMEngine(spec, VLLMConfig(kv_memory_gb=0.05, max_sequences=64), context)
             engines[key].start()
         engine = engines[key]
-        engine.abort()
-        engine._aborted.clear()
+        engine._end_old_stream()
         engine.version, engine.store.complete = None, False
         return engine
 

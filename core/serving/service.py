@@ -1,0 +1,145 @@
+"""A rollout service: requests come one by one, answers are futures, and a thread keeps the engine at work."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.serving.continuous import Stepper
+
+
+class RolloutService:
+    """Wraps a started engine, of any kind; from then on the engine is called through the service alone.
+
+    Requests are admitted while others run where the engine can (`continuous`), else when the ones before have ended.
+    Safe to call from several threads. Use it as a context manager: it aborts what runs when it ends.
+    """
+
+    def __init__(self, engine: RolloutEngine):
+        self.engine = engine
+        self._stepper = Stepper(engine)
+        self._futures: dict[int, Future[Completion]] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, daemon=True, name="rollout-service")
+        self._thread.start()
+
+    def __enter__(self) -> RolloutService:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def submit(self, request: Request) -> Future[Completion]:
+        """Ids are unique among the running requests. The future raises what the engine raised; an aborted request's
+        completion has finish_reason "abort" and the tokens so far."""
+        future: Future[Completion] = Future()
+
+        def add() -> None:
+            if request.id in self._futures:
+                raise HybridFlowError(f"request {request.id}: a request with this id is running")
+            self._stepper.add(request)
+            self._futures[request.id] = future
+
+        self._do(add, future)
+        return future
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Completions of these requests in the order in which they finish."""
+        ready: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
+        futures = [self.submit(request) for request in requests]
+        for future in futures:
+            future.add_done_callback(ready.put)
+        for _ in futures:
+            yield ready.get().result()
+
+    def abort(self, ids: Iterable[int] | None = None) -> None:
+        """End requests early, all of them without ids; returns at once."""
+        wanted = None if ids is None else list(ids)
+        self._do(lambda: self._stepper.abort(wanted))
+
+    @contextmanager
+    def update(self, version: int) -> Iterator[RolloutEngine]:
+        """The engine for a weight update: `with service.update(5) as engine: engine.receive(...)`.
+
+        Requests that run are kept where the engine can (`inflight`): it pauses them, and their later tokens carry the
+        new version. Elsewhere the update waits until they have ended, and new ones wait for the update. An update that
+        raises leaves the engine refusing to generate until one succeeds.
+        """
+        begun: Future[None] = Future()
+        over = threading.Event()
+
+        def hold() -> None:
+            while self._stepper.busy and not getattr(self.engine, "inflight", False):
+                self._step()
+            self.engine.begin_update(version)
+            begun.set_result(None)
+            over.wait()
+
+        self._do(hold, begun)
+        begun.result()
+        try:
+            yield self.engine
+            self.engine.end_update()
+        finally:
+            over.set()
+
+    def close(self) -> None:
+        """Abort what runs and stop; the engine stays as it is."""
+        if self._closed:
+            return
+        self.abort()
+        self._closed = True
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _do(self, job: Callable[[], None], future: Future | None = None) -> None:
+        if self._closed:
+            raise HybridFlowError("the rollout service is closed")
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                if future is None:
+                    raise
+                future.set_exception(error)
+
+        self._jobs.put(run)
+
+    def _work(self) -> None:
+        """In a thread of its own."""
+        while True:
+            try:
+                while not self._stepper.busy or not self._jobs.empty():
+                    job = self._jobs.get()
+                    if job is None:
+                        self._drain()
+                        return
+                    job()
+                self._step()
+            except Exception as error:
+                self._fail(error)
+
+    def _step(self) -> None:
+        for completion in self._stepper.step():
+            if (future := self._futures.pop(completion.id, None)) is not None:
+                future.set_result(completion)
+
+    def _drain(self) -> None:
+        """What was aborted is still to be answered."""
+        while self._stepper.busy:
+            self._step()
+
+    def _fail(self, error: Exception) -> None:
+        """The engine raised: everything that runs has failed with it."""
+        futures, self._futures = list(self._futures.values()), {}
+        self._stepper = Stepper(self.engine)
+        for future in futures:
+            future.set_exception(error)
