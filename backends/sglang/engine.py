@@ -11,6 +11,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,18 @@ class SGLangEngine(ContinuousEngine):
             hf_config.eos_token_id = None  # requests say where they end
             hf_config.save_pretrained(folder)
             self.engine = sglang.Engine(**self._arguments(folder))
+        self._unlink_shared()
         shapes, ties = saved_parameters(hf_config)
         params = {name: Param(shape, getattr(torch, self.config.dtype)) for name, shape in shapes.items()}
         self.store = WholeParameters(params, ties, self.device, self._load)
+
+    def _unlink_shared(self) -> None:
+        """SGLang's processes have mapped the file in which they tell of their load; its name would outlive a kill."""
+        try:
+            from sglang.srt.managers.load_snapshot import shm_path_for
+        except ImportError:  # before 0.5.22
+            return
+        Path(shm_path_for(self.engine.port_args.instance_id)).unlink(missing_ok=True)
 
     @property
     def _tp(self) -> int:

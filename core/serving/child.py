@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ class Child:
             while True:
                 self.inbox.put(self.connection.recv())
         except (EOFError, OSError):
+            shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # the supervisor's, for this process alone
             os.killpg(0, signal.SIGKILL)  # the worker is gone: so are we, and the engine's own processes
 
     def tell_alive(self) -> None:
@@ -56,7 +58,7 @@ class Child:
         except BaseException as error:
             traceback.print_exc()
             self.say("failed", f"{type(error).__name__}: {error}")
-            raise
+            sys.exit(1)
         self.say("answer", os.getpid())
         while True:
             self.turn()
@@ -102,8 +104,9 @@ class Child:
         for completion in done:
             self.say("done", completion)
 
-    def on_add(self, request: Any) -> None:
-        self.stepper.add(request)
+    def on_add(self, requests: Any) -> None:
+        for request in requests:
+            self.stepper.add(request)
 
     def on_abort(self, ids: Any) -> None:
         self.stepper.abort(ids)

@@ -51,6 +51,7 @@ class HostedEngine(ContinuousEngine):
         """How often it was started anew."""
         self._told = 0
         self._kept: dict[str, torch.Tensor] = {}
+        self._entering: list[Request] = []
         self._broken: EngineDied | None = None
         self._proof: tuple[Request, Completion] | None = None
 
@@ -191,7 +192,7 @@ class HostedEngine(ContinuousEngine):
             self._ask(name, *arguments)
         except EngineDied as error:
             if self.restarts >= self.process_config.restarts:
-                raise
+                raise self._final(error) from error
             self._broken = error
 
     def end_update(self) -> None:
@@ -209,23 +210,22 @@ class HostedEngine(ContinuousEngine):
         """A new process, with the weights of the last update and the unfinished requests. Raises EngineDied."""
         while True:
             if self.restarts >= self.process_config.restarts:
-                hint = (
-                    "rollout.restarts > 0 starts an engine anew"
-                    if not self.restarts
-                    else "rollout.restarts are used up"
-                )
-                raise EngineDied(f"{error}\n({hint})") from error
+                raise self._final(error) from error
             self.restarts += 1
             print(f"{error}\nrestart {self.restarts} of {self.process_config.restarts}", flush=True)
             try:
                 self._launch()
                 self._load_again()
                 self._prove()
-                for request in self.running.values():
-                    self._send("add", request)
+                self._entering.clear()
+                self._send("add", list(self.running.values()))
                 return
             except EngineDied as again:
                 error = again
+
+    def _final(self, error: EngineDied) -> EngineDied:
+        hint = "rollout.restarts are used up" if self.restarts else "rollout.restarts > 0 starts an engine anew"
+        return EngineDied(f"{error}\n({hint})")
 
     def _load_again(self) -> None:
         self.bucket.taken()
@@ -244,7 +244,7 @@ class HostedEngine(ContinuousEngine):
             return
         request, before = self._proof
         one = attrs.evolve(request, id=-1, sampling=attrs.evolve(request.sampling, max_tokens=1))
-        self._send("add", one)
+        self._send("add", [one])
         kind, after = self._event(self.process_config.hang_timeout_s)
         if kind == "gone":
             assert self.process is not None
@@ -271,10 +271,16 @@ class HostedEngine(ContinuousEngine):
 
     # Generation
     def enter(self, request: Request) -> None:
-        if self.leads:
-            self._send("add", request)
+        """Sent by `advance`: what comes together enters together, so that the same batches are made each time."""
+        self._entering.append(request)
+
+    def _enter_all(self) -> None:
+        if self._entering and self.leads:
+            self._send("add", self._entering)
+        self._entering = []
 
     def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
+        self._enter_all()
         if self.leads:
             self._send("abort", list(ids))
         return ()
@@ -288,6 +294,7 @@ class HostedEngine(ContinuousEngine):
             self.process.events.put(("gone", None))
 
     def advance(self) -> list[Completion]:
+        self._enter_all()
         return self._agreed(self._advance)
 
     def _advance(self) -> list[Completion]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +35,7 @@ class EngineProcess:
     def __init__(self, log: Path, environment: Mapping[str, str], pass_fds: tuple[int, ...] = ()):
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        self.scratch = tempfile.mkdtemp(prefix="hybridflow-engine-")
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as out:
             out.write(f"--- engine started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()}\n".encode())
@@ -41,7 +44,10 @@ class EngineProcess:
                 [sys.executable, "-m", "hybridflow.core.serving.child", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
                 pass_fds=(theirs.fileno(), *pass_fds),
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(_paths(environment))},
+                env={
+                    **os.environ, **environment, "PYTHONPATH": os.pathsep.join(_paths(environment)),
+                    "PYTHONUNBUFFERED": "1", "TMPDIR": self.scratch,
+                },
             )  # fmt: skip
         self.connection = Connection(ours.detach())
         self.answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
@@ -134,6 +140,7 @@ class EngineProcess:
             self.process.wait(10.0)
         for left in SHARED.glob(f"torch_{self.pid}_*"):  # tensors on their way to a process of the engine
             left.unlink(missing_ok=True)
+        shutil.rmtree(self.scratch, ignore_errors=True)
         self._listener.join(5.0)
         self.connection.close()
 

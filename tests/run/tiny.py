@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 MODEL = (
@@ -108,3 +111,48 @@ def learning(folder: Path) -> list[dict[str, float]]:
     """The metrics that do not depend on the clock or on how the run was cut up."""
     clock = ("seconds", "_per_second", "bytes/", "/sync_", "_peak_gb")
     return [{k: v for k, v in row.items() if not any(c in k for c in clock)} for row in metrics(folder)]
+
+
+def marked(mark: str, command: str) -> list[int]:
+    """Processes that were started, however indirectly, with MARK in their environment, and have `command` in their own."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            environment, line = (folder / "environ").read_bytes(), (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"MARK={mark}".encode() in environment.split(b"\0") and command.encode() in line:
+            found.append(int(folder.name))
+    return found
+
+
+def killing(folder: Path, kills: int, *arguments: str, timeout: float = 600) -> tuple[int, str, int]:
+    """Run the command, and SIGKILL its engine's process so often while its worker waits for it: (exit code, output, kills).
+
+    The process is stopped first: half a second later the worker waits for tokens (or for a weight to be taken).
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "MARK": mark}
+    command = [sys.executable, "-m", "hybridflow.core.cli", *arguments]
+    done, killed, deadline = folder / "runs/tiny/metrics.jsonl", 0, time.monotonic() + timeout
+    with (folder / "out.txt").open("w") as out:
+        run = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        after = 1
+        while run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            steps = len(done.read_text().splitlines()) if done.exists() else 0
+            engines = marked(mark, "hybridflow.core.serving.child")
+            if killed < kills and steps >= after and len(engines) == 1:
+                try:
+                    os.kill(engines[0], signal.SIGSTOP)
+                    time.sleep(0.5)
+                    os.kill(engines[0], signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                killed, after = killed + 1, steps + 2
+        if run.poll() is None:
+            run.kill()
+        code = run.wait()
+    return code, (folder / "out.txt").read_text(), killed

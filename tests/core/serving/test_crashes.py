@@ -1,0 +1,244 @@
+"""The process of an engine dies, hangs or never starts: nothing is lost, doubled, or left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.rollout import Request, SamplingParams
+from hybridflow.core.serving.hosted import HostedEngine
+from hybridflow.core.serving.process import EngineDied
+from hybridflow.core.testing import one_rank
+from hybridflow.core.testing.engine_base import PROMPTS, give_weights
+from hybridflow.core.testing.models import reference
+from hybridflow.core.weights import Box
+
+REF = reference("qwen2")
+
+
+class Refusing(TransformersEngine):
+    def start(self):
+        print("looking for the moon")
+        raise RuntimeError("there is no moon")
+
+
+class Sleepy(TransformersEngine):
+    def start(self):
+        time.sleep(60)
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(engine_class=..., **config) -> a HostedEngine; ended with the test."""
+    made: list[HostedEngine] = []
+    with one_rank() as context:
+
+        def make(engine_class=TransformersEngine, **config) -> HostedEngine:
+            made.append(
+                HostedEngine(engine_class, REF.spec, TransformersEngineConfig(**config), context, str(tmp_path))
+            )
+            return made[-1]
+
+        yield make
+        for engine in made:
+            engine.close()
+
+
+@pytest.fixture
+def speaking(make):
+    def speaking(**config) -> HostedEngine:
+        engine = make(**config)
+        engine.start()
+        give_weights(engine, REF.parameters, 1)
+        return engine
+
+    return speaking
+
+
+def asked(count: int, tokens: int = 100) -> list[Request]:
+    """The first ends early. A stop token that is rare makes the engine look after every token."""
+    return [
+        Request(at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=3 if at == 0 else tokens), seed=at)
+        for at in range(count)
+    ]
+
+
+def kill(engine: HostedEngine, how: signal.Signals = signal.SIGKILL) -> int:
+    assert engine.process is not None
+    os.kill(engine.process.pid, how)
+    return engine.process.pid
+
+
+def same(found, expected) -> bool:
+    return all(f.response_ids.tolist() == e.response_ids.tolist() for f, e in zip(found, expected, strict=True))
+
+
+def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speaking, capsys):
+    engine = speaking(restarts=2)
+    expected = engine.generate(asked(12))
+    for number in (1, 2):
+        stream = engine.submit(asked(12))
+        done = [next(stream)]
+        pid = kill(engine)
+        done += list(stream)
+        assert sorted(c.id for c in done) == list(range(12))
+        assert same(sorted(done, key=lambda c: c.id), expected)
+        assert all((c.weight_version == 1).all() for c in done)
+        assert engine.restarts == number and engine.figures() == {"engine_restarts": 1.0}
+        assert engine.process is not None and engine.process.pid != pid
+    said = capsys.readouterr().out
+    assert "was killed by SIGKILL" in said and "restart 2 of 2" in said and "--- engine started" in said
+
+
+def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, tmp_path):
+    engine = speaking()
+    stream = engine.submit(asked(4))
+    next(stream)
+    kill(engine, signal.SIGABRT)
+    with pytest.raises(
+        EngineDied, match=r"was killed by SIGABRT.*engine-conformance-0\.log(?s:.*)rollout\.restarts > 0"
+    ):
+        list(stream)
+    assert (tmp_path / "engine-conformance-0.log").exists()
+
+
+def test_restarts_are_used_up(speaking):
+    engine = speaking(restarts=1)
+    for _ in range(2):
+        stream = engine.submit(asked(4))
+        next(stream)
+        kill(engine)
+        if engine.restarts == 0:
+            assert len(list(stream)) == 3
+    with pytest.raises(EngineDied, match="used up"):
+        list(stream)
+
+
+def test_killed_between_two_calls_it_comes_back_with_its_weights(speaking):
+    engine = speaking(restarts=1)
+    expected = engine.generate(asked(4))
+    kill(engine)
+    assert same(engine.generate(asked(4)), expected)
+
+
+def test_killed_during_an_update_it_gets_all_of_the_new_weights(speaking):
+    engine, second = speaking(restarts=1), reference("qwen2", seed=1)
+    engine.begin_update(2)
+    names = list(engine.layout().params)
+    for at, name in enumerate(names):
+        if at == len(names) // 2:
+            kill(engine)
+            time.sleep(0.1)
+        engine.receive(name, Box.full(second.parameters[name].shape), second.parameters[name])
+    engine.end_update()
+    greedy = Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=12, temperature=0.0))
+    [done] = engine.generate([greedy])
+    assert done.response_ids.tolist() == second.greedy(np.asarray(PROMPTS[1]), 12)
+    assert set(done.weight_version.tolist()) == {2} and engine.restarts == 1
+
+
+def test_killed_during_an_update_without_restarts_the_sync_fails(speaking):
+    engine = speaking()
+    engine.begin_update(2)
+    kill(engine)
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        for name, values in REF.parameters.items():
+            if name in engine.layout().params:
+                engine.receive(name, Box.full(values.shape), values)
+        engine.end_update()
+
+
+def test_an_engine_that_comes_back_with_other_weights_is_not_believed(speaking):
+    engine = speaking(restarts=1)
+    engine.generate(asked(4))
+    for values in engine._kept.values():
+        values.add_(torch.randn_like(values))
+    kill(engine)
+    with pytest.raises(HybridFlowError, match="its weights did not come back"):
+        engine.generate(asked(4))
+
+
+def test_one_that_hangs_counts_as_dead(speaking):
+    engine = speaking(restarts=1, hang_timeout_s=2.0)
+    expected = engine.generate(asked(4))
+    stream = engine.submit(asked(4))
+    done = [next(stream)]
+    kill(engine, signal.SIGSTOP)
+    done += list(stream)
+    assert same(sorted(done, key=lambda c: c.id), expected)
+
+
+def test_one_that_fails_to_start_says_why(make):
+    engine = make(Refusing)
+    with pytest.raises(EngineDied, match=r"RuntimeError: there is no moon(?s:.*)looking for the moon(?s:.*)no moon"):
+        engine.start()
+
+
+def test_one_that_does_not_start_in_time_is_given_up(make):
+    engine = make(Sleepy, start_timeout_s=8.0)
+    with pytest.raises(EngineDied, match="gave no answer to start within 8 s"):
+        engine.start()
+    assert engine.process is not None and engine.process.process.poll() is not None
+
+
+def test_bad_requests_are_refused_before_they_reach_the_process(speaking):
+    engine = speaking()
+    with pytest.raises(HybridFlowError, match="request 3: the prompt is empty"):
+        engine.submit([attrs.evolve(asked(1)[0], id=3, prompt_ids=np.asarray([], np.int64))])
+    assert len(engine.generate(asked(2))) == 2
+
+
+def test_closing_ends_the_process(speaking):
+    engine = speaking()
+    assert engine.process is not None
+    process = engine.process.process
+    engine.close()
+    engine.close()
+    assert process.poll() is not None
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.serving.hosted import HostedEngine
+from hybridflow.core.testing import one_rank
+from hybridflow.core.testing.models import reference
+with one_rank() as context:
+    engine = HostedEngine(TransformersEngine, reference("qwen2").spec, TransformersEngineConfig(), context, {logs!r})
+    engine.start()
+    print("pid", engine.process.pid, flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("then", ["time.sleep(60)", "raise RuntimeError('no')", "pass"])
+def test_it_ends_with_its_worker_however_that_ends(tmp_path, then):
+    code = PARENT.format(tests=str(Path(__file__).parents[2]), logs=str(tmp_path), then=then)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    pid = next(int(line.split()[1]) for line in parent.stdout if line.startswith("pid"))
+    if "sleep" in then:
+        parent.kill()
+    parent.wait(30)
+    parent.stdout.close()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,89 @@
+"""Whole runs with engines in processes of their own: kills, and what is left behind. The learning is the tiny one's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from run.tiny import GRPO, hybridflow, killing, learning, marked, write
+
+WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
+ENGINES = {
+    "vllm": ["rollout.name=vllm", "rollout.own_process=true", "rollout.kv_memory_gb=0.05"],
+    "sglang": ["rollout.name=sglang", "rollout.kv_tokens=4096"],
+}
+
+
+@pytest.fixture(params=list(ENGINES))
+def engine(request):
+    module = {"vllm": "vllm", "sglang": "sglang"}[request.param]
+    pytest.importorskip(module)
+    return ENGINES[request.param]
+
+
+@pytest.mark.timeout(900)
+def test_five_kills_in_twenty_steps_change_nothing_but_the_count_of_restarts(tmp_path, engine):
+    settings = ["run.steps=20", *engine]
+    whole, hit = tmp_path / "whole", tmp_path / "hit"
+    for folder in (whole, hit):
+        folder.mkdir()
+        write(folder, **WIDER)
+    done = hybridflow(whole, "run", "tiny.toml", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    code, out, kills = killing(hit, 5, "run", "tiny.toml", *settings, "rollout.restarts=5", timeout=800)
+    assert code == 0 and kills == 5, out
+    undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")
+    assert sum(row["actor/engine_restarts"] for row in disturbed) == 5
+    assert len(disturbed) == 20
+    for one, other in zip(disturbed, undisturbed, strict=True):
+        # Which sequences are decoded together depends on the clock, so the last bits differ; tokens and rewards do not.
+        for name in ("reward/mean", "scores", "actor/response_length", "actor/clipped"):
+            assert one.get(name) == other.get(name), (one["step"], name)
+        assert one["actor/mismatch_mean"] < 1e-4
+        assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-2, abs=1e-4)
+
+
+def _wait_gone(mark: str, before: set[str], seconds: float) -> tuple[list[int], set[str]]:
+    deadline = time.monotonic() + seconds
+    while True:
+        processes = marked(mark, "")
+        left = {p.name for p in Path("/dev/shm").iterdir()} - before
+        if not (processes or left) or time.monotonic() > deadline:
+            return processes, left
+        time.sleep(0.5)
+
+
+@pytest.mark.parametrize("end", ["normal", "exception", "interrupt", "kill"])
+@pytest.mark.parametrize("runtime", ["inline", "ray"])
+@pytest.mark.timeout(400)
+def test_nothing_is_left_behind(tmp_path, engine, runtime, end):
+    write(tmp_path, **WIDER)
+    mark = uuid.uuid4().hex
+    before = {p.name for p in Path("/dev/shm").iterdir()}
+    steps = {"normal": "run.steps=2", "exception": "run.steps=50"}.get(end, "run.steps=10000")
+    settings = [steps, f"runtime.name={runtime}", *engine]
+    if end == "exception":
+        settings.append("reward.function=rewards:raises")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": mark}
+    command = [sys.executable, "-m", "hybridflow.core.cli", "run", "tiny.toml", *settings]
+    with (tmp_path / "out.txt").open("w") as out:
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        metrics = tmp_path / "runs/tiny/metrics.jsonl"
+        if end in ("interrupt", "kill"):
+            while run.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+                time.sleep(0.2)
+            run.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
+        code = run.wait(300)
+    text = (tmp_path / "out.txt").read_text()
+    assert (code == 0) == (end == "normal"), text
+    assert _wait_gone(mark, before, 30 if end == "kill" else 10) == ([], set()), text
+
+
+def test_the_config_of_the_tiny_run_is_what_these_tests_change():
+    assert all(old in GRPO for old in WIDER)
