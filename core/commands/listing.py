@@ -5,6 +5,7 @@ The listing imports neither a plugin nor torch; the doctor imports whatever clai
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -97,6 +98,10 @@ def doctor(console: Console | None = None) -> int:
     failed = [e for e in registry().entries() if e.state.startswith("failed")]
     _print_failed(console, failed)
     print_line(console)
+    for title, found in diagnoses():
+        print_line(console, title, "bold")
+        print_table(console, ("what", "found", "to do"), [(f"  {a}", b, c) for a, b, c in found], header=False)
+        print_line(console)
     problems += core_problems()
     for problem in problems:
         print_line(console, f"hybridflow cannot run here: {problem}", "bold red")
@@ -229,6 +234,16 @@ def plugin_states() -> list[tuple[str, str, str, str]]:
             except PluginError:  # the registry remembers it as failed
                 continue
     return [(f"  {e.kind}", e.name, *_state(e)) for e in registry().entries()]
+
+
+def diagnoses() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Of the plugins that can say more of their packages: (kind and name, rows of what, found, what to type)."""
+    for kind, name, path in registry().diagnoses():
+        try:
+            module, _, function = path.partition(":")
+            yield f"{kind} {name}", list(getattr(importlib.import_module(module), function)())
+        except Exception as error:
+            yield f"{kind} {name}", [("diagnosis", f"failed: {reason(error)}", "tell its author")]
 
 
 def core_problems() -> list[str]:

@@ -232,6 +232,11 @@ class Registry:
         order = {kind: position for position, kind in enumerate(KINDS)}
         return sorted(found + self._failed, key=lambda e: (order.get(e.kind, len(order)), e.name, e.package))
 
+    def diagnoses(self) -> list[tuple[str, str, str]]:
+        """(kind, name, "module:function") of the plugins that can say more of the packages that they need."""
+        found = [d for holders in self._registered.values() for d in (h.descriptor for h in holders) if d.diagnosis]
+        return sorted((d.kind, d.name, str(d.diagnosis)) for d in found)
+
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call an observation hook of every plugin. One that raises is logged with its name; the run goes on."""
         for impl in getattr(self._hooks.hook, hook).get_hookimpls():

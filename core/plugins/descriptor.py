@@ -60,6 +60,9 @@ class Descriptor:
     """The extra of hybridflow that brings them: the remedy is then pip install 'hybridflow[EXTRA]'."""
     remedy: str = ""
     """What to do when a requirement is missing; wins over `extra`."""
+    diagnosis: str | None = None
+    """"package.module:function": what `hybridflow doctor` asks, () -> rows of (what, found, what to type); it may take
+    seconds (core/plugins/diagnosis.py helps)."""
     api: int = API_VERSION
     """The plugin API that it was made for."""
 

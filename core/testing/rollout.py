@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from hybridflow.core.testing.engine_flow import EngineFlow
 from hybridflow.core.testing.engine_requests import EngineRequests
 from hybridflow.core.testing.engine_sampling import EngineSampling
 from hybridflow.core.testing.engine_tokens import EngineTokens
 
 
-class RolloutEngineConformance(EngineTokens, EngineSampling, EngineRequests):
+class RolloutEngineConformance(EngineTokens, EngineSampling, EngineRequests, EngineFlow):
     """Give a fixture `start`: a function ModelSpec -> your engine, started, without weights.
 
-    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`; `architectures`, `width`, `tolerance`, `samples`
+    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`, `recomputes`; `architectures`, `width`, `tolerance`, `samples`
     (core/testing/engine_base.py says what each means).
     """

@@ -35,6 +35,7 @@ def started(tmp_path_factory):
 
 
 class TestSGLang(RolloutEngineConformance):
+    recomputes = True
     sleeps = False  # a CPU has no second memory
     tolerance, width = 1e-4, 128
 

@@ -323,7 +323,46 @@ class DropsWhatItLent(Broken):
         self.store.drop()
 
 
+class ForgetsWhoJoined(TransformersEngine):
+    def enter(self, request):
+        if self._run is not None and not self._run.over:
+            return
+        super().enter(request)
+
+
+class SeedsByArrival(TransformersEngine):
+    count = 0
+
+    def add(self, request):
+        self.count += 1
+        super().add(attrs.evolve(request, seed=request.seed + 50 * self.count))
+
+
+class StampsAtTheEnd(Broken):
+    def answered(self, completion, request):
+        return changed(completion, weight_version=np.full_like(completion.weight_version, self.version))
+
+
+class BeginsAnewAfterAnUpdate(Broken):
+    """The tokens of before are drawn again, by the new weights."""
+
+    def answered(self, completion, request):
+        if len(set(completion.weight_version.tolist())) < 2:
+            return completion
+        self._free = True
+        self.running.clear()
+        self._run = None
+        number, self._stream_number = self._stream_number, self._stream_number
+        [again] = list(super(Broken, self).submit([request]))
+        self._stream_number = number
+        return changed(again, weight_version=completion.weight_version)
+
+
 FAULTS = [
+    (ForgetsWhoJoined, "test_requests_join_those_that_run", "lost, or answered twice"),
+    (SeedsByArrival, "test_requests_join_those_that_run", "seeds follow slots"),
+    (StampsAtTheEnd, "test_weights_may_change_while_sequences_run", "one version"),
+    (BeginsAnewAfterAnUpdate, "test_weights_may_change_while_sequences_run", "drawn again"),
     (SamplesWhenGreedy, "test_greedy_tokens_are_those_of_hugging_face", "temperature 0"),
     (NoTemperature, "test_logprobs_are_those_of_a_forward_over_the_whole_sequence", "temperature"),
     (LogprobsOfTheNext, "test_logprobs_are_those_of_a_forward_over_the_whole_sequence", "another position"),
