@@ -3,7 +3,7 @@
 The same weights, prompts (16 tokens each, so that generate pads nothing) and forced lengths, float32, sampled at
 temperature 1: 32 tokens each, and long-tailed, where generate decodes every row to the longest and only tokens that were
 asked for count. Our engines always give logprobs; generate does so by its output_logits or by a second forward, whichever
-was faster. Everyone runs in a process of this script (`--engine`) in one environment, with one thread, and takes turns:
+was faster in the warm-up. Everyone runs in a process of this script (`--engine`) in one environment, with one thread, and takes turns:
 the best round after a warm-up counts. SGLang works in processes of its own, so that its scheduler may run beside what
 hands it requests: tokens per processor second count all processes of a contestant.
 
@@ -43,23 +43,25 @@ MODELS = {
             "num_key_value_heads": 8, "intermediate_size": 3072},
 }  # fmt: skip
 """Heads of 32 dimensions: the least that vLLM takes on a CPU."""
-GENERATING, SYNCED = ("0.8M", "20M"), "75M"
+GENERATING = {"0.8M": 128, "20M": 32}
+"""Requests, all at once."""
+SYNCED = "75M"
 SETTINGS = {
     "transformers": {},
     "vllm": {},
     "sglang": {"kv_tokens": 16384, "engine_args": {"sleep_on_idle": True}},
 }
 """Of each engine's config. SGLang's scheduler would keep a core busy while others have their turn."""
-REQUESTS, PROMPT, FIXED, LONGEST = 64, 16, 32, 128
+PROMPT, FIXED, LONGEST = 16, 32, 128
 WARM_UP = 0
-"""The round that is not counted."""
+"""The round that is not counted, and in which no response is longer than FIXED."""
 SAME_NATS = 1e-2
 PLAIN, WITH = "generate without logprobs", "generate with logprobs"
 
 
 # The process of a contestant
 def draws(requests: int, at: int, lengths: str, vocab: int):
-    """int64 [requests, PROMPT], new ones each round, so that nobody has them in a cache; the lengths, always the same."""
+    """int64 [requests, PROMPT], new ones each round, so that nobody has them in a cache; and lengths, always the same."""
     import numpy as np
 
     prompts = np.random.default_rng([7, at]).integers(0, vocab, (requests, PROMPT))
@@ -67,7 +69,7 @@ def draws(requests: int, at: int, lengths: str, vocab: int):
         return prompts, [FIXED] * requests
     tail = np.clip(np.random.default_rng(7).lognormal(2.8, 1.0, requests).astype(int) + 1, 1, LONGEST)
     tail[0] = LONGEST
-    return prompts, tail.tolist()
+    return prompts, np.minimum(tail, FIXED if at == WARM_UP else LONGEST).tolist()
 
 
 class Contestant:
@@ -119,9 +121,10 @@ class Contestant:
 
         import torch
 
-        from hybridflow.core.workers.memory import measured
+        from hybridflow.core.workers.memory import M_MMAP_THRESHOLD, measured
 
-        if memory:  # what was freed and kept would hide what is taken
+        if memory:  # what is freed goes back at once, so that the resident set is what is in use
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
             ctypes.CDLL(None).malloc_trim(0)
             with measured(torch.device("cpu")) as peak:
                 self.copy_weights(at)
@@ -136,7 +139,7 @@ class Generate(Contestant):
 
     def start(self) -> None:
         self.other = {name: p.clone() for name, p in self.parameters.items()}
-        self.faster: dict[str, str] = {}
+        self.faster = ""
 
     def copy_weights(self, at: int) -> None:
         for name, values in self.parameters.items():
@@ -145,12 +148,11 @@ class Generate(Contestant):
     def sample(self, prompts, wanted, kind: str, at: int):
         if kind == PLAIN:
             return (*self._run("none", prompts, wanted, at), "")
-        lengths = str(wanted)
-        if lengths not in self.faster:
+        if not self.faster:
             ways = ("output_logits", "second forward")
             seconds = {way: min(self._run(way, prompts, wanted, at)[0] for _ in range(2)) for way in ways}
-            self.faster[lengths] = min(seconds, key=seconds.__getitem__)
-        return (*self._run(self.faster[lengths], prompts, wanted, at), self.faster[lengths])
+            self.faster = min(seconds, key=seconds.__getitem__)
+        return (*self._run(self.faster, prompts, wanted, at), self.faster)
 
     def _run(self, way: str, prompts, wanted, at: int):
         import torch
@@ -274,7 +276,8 @@ class Process(Peer):
     def __init__(self, name: str, model: str, arguments: argparse.Namespace, logs: Path):
         self.name, self.log = name, logs / f"{name}-{model}.log"
         command = [str(arguments.python), str(HERE / "rollout.py"), "--engine", name, "--model", model]
-        command += ["--requests", str(arguments.requests), "--logs", str(logs)]
+        requests = arguments.requests or GENERATING.get(model, 1)
+        command += ["--requests", str(requests), "--logs", str(logs)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -368,22 +371,22 @@ def syncs(model: str, there: dict[str, Process], rounds: int) -> None:
             found[name].append(process.call("sync", at=at, memory=False))
     best = {name: min(a["seconds"] for a in answers[1:]) for name, answers in found.items()}
     for name, process in there.items():
-        case = f"weight sync, {model}, {found[name][0]['bytes'] / 1e6:.0f} MB, {name}"
+        case = f"weight sync, {model} ({found[name][0]['bytes'] / 1e6:.0f} MB)"
         if name == BASELINE:
-            emit(f"weight sync, {model}, {found[name][0]['bytes'] / 1e6:.0f} MB, a plain copy", best[name], "s")
+            emit(f"{case}, a plain copy", best[name], "s")
             continue
-        emit(case, best[name], "s", ratio=best[name] / best[BASELINE], against="a plain copy")
+        emit(f"{case}, {name}", best[name], "s", ratio=best[name] / best[BASELINE], against="a plain copy")
         peak = process.call("sync", at=rounds + 2, memory=True)["bytes"]
         where = "the worker's process, not SGLang's own" if name == "sglang" else "its process"
-        emit(f"{case}: peak above what stood before, in {where}", peak / 1e6, "MB")
+        emit(f"{case}, {name}: peak above what stood before, in {where}", peak / 1e6, "MB")
 
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv-engines/bin/python", help="has all engines")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=REQUESTS)
-    parser.add_argument("--models", nargs="*", choices=GENERATING, default=GENERATING)
+    parser.add_argument("--requests", type=int, help="of every model")
+    parser.add_argument("--models", nargs="*", choices=list(GENERATING), default=list(GENERATING))
     parser.add_argument("--synced", choices=list(MODELS), default=SYNCED, help="the model of the weight sync")
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--engine", choices=(BASELINE, *ENGINES), help=argparse.SUPPRESS)

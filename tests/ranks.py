@@ -20,7 +20,7 @@ PRELOADED = [
     "hybridflow.backends.fsdp.backend", "torch.distributed.tensor", "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama", "torch._dynamo",
 ]  # fmt: skip
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 """How long a function may take."""
 
 

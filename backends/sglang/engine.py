@@ -7,6 +7,7 @@ This module is imported to check a config, so SGLang itself is imported when the
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import tempfile
 import threading
@@ -61,6 +62,8 @@ class SGLangEngine(ContinuousEngine):
         hf_config = hf_config_of(self.model)
         text = hf_config.get_text_config()
         self.vocab, self.max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
+        if self.device.type == "cpu" and self._tp > 1:  # without, it wants a NUMA node for each rank
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(sorted(os.sched_getaffinity(0)), self._tp))
         import sglang
 
         with tempfile.TemporaryDirectory() as folder:
@@ -259,6 +262,13 @@ class SGLangEngine(ContinuousEngine):
 
     def _wait(self, what: Any) -> Any:
         return self.engine.loop.run_until_complete(what)
+
+
+def _shares(cores: Sequence[int], ranks: int) -> str:
+    """Each rank's cores, as SGLang reads them: "0,1|2,3"; ranks take turns where cores are fewer."""
+    each = max(len(cores) // ranks, 1)
+    parts = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)
 
 
 def _name(request: int) -> str:

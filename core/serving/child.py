@@ -17,6 +17,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from hybridflow.core.serving.group import end_group
+
 ALIVE_S = 1.0
 
 
@@ -40,7 +42,7 @@ class Child:
                 self.inbox.put(self.connection.recv())
         except (EOFError, OSError):
             shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # the supervisor's, for this process alone
-            os.killpg(0, signal.SIGKILL)  # the worker is gone: so are we, and the engine's own processes
+            end_group(os.getpgrp())  # the worker is gone: so are we, and the engine's own processes
 
     def tell_alive(self) -> None:
         """In a thread of its own."""

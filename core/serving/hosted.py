@@ -126,8 +126,8 @@ class HostedEngine(ContinuousEngine):
             "engine_class": self.engine_class, "model": self.model, "config": self.config, "place": place,
             "bucket": self.bucket.handle(),
         })  # fmt: skip
-        self.process.answer(
-            "start", self.process_config.start_timeout_s,
+        self.process.started(
+            self.process_config.start_timeout_s,
             lambda seconds: print(f"{name} is starting ({seconds:.0f} s)", flush=True),
         )  # fmt: skip
         print(f"{name} started in {time.monotonic() - started:.0f} s (pid {self.process.pid})", flush=True)

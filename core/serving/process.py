@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.serving.group import end_group, members, wait_empty
 
 TAIL_LINES = 20
 PROGRESS_S = 10.0
-SHARED = Path("/dev/shm")
 
 
 class EngineDied(HybridFlowError):
@@ -57,6 +57,7 @@ class EngineProcess:
         self.ended: str | None = None
         """How it ended, once that is known."""
         self._steps = -1
+        self._members: set[int] = set()
         self._listener = threading.Thread(target=self._listen, daemon=True, name="engine-listener")
         self._listener.start()
 
@@ -91,6 +92,11 @@ class EngineProcess:
         """Send, and wait for the answer. Raises EngineDied, or the HybridFlowError of the engine."""
         self.send(name, *arguments)
         return self.answer(name, timeout_s)
+
+    def started(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
+        """Wait until the engine has started."""
+        self.answer("start", timeout_s, waiting)
+        self._members = members(self.pid)
 
     def answer(self, what: str, timeout_s: float, waiting: Callable[[float], None] | None = None) -> Any:
         """`waiting` is called with the seconds so far now and then."""
@@ -134,12 +140,10 @@ class EngineProcess:
 
     def end(self) -> None:
         """Kill it and whatever it has started; wait until it is gone. Safe to call twice."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        end_group(self.pid, self._members)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10.0)
-        for left in SHARED.glob(f"torch_{self.pid}_*"):  # tensors on their way to a process of the engine
-            left.unlink(missing_ok=True)
+        wait_empty(self.pid, 5.0)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._listener.join(5.0)
         self.connection.close()

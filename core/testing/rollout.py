@@ -11,6 +11,6 @@ from hybridflow.core.testing.engine_tokens import EngineTokens
 class RolloutEngineConformance(EngineTokens, EngineSampling, EngineRequests, EngineFlow):
     """Give a fixture `start`: a function ModelSpec -> your engine, started, without weights.
 
-    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`, `recomputes`; `architectures`, `width`, `tolerance`, `samples`
-    (core/testing/engine_base.py says what each means).
+    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`, `recomputes`; `architectures`, `width`,
+    `tolerance`, `samples` (core/testing/engine_base.py says what each means).
     """

@@ -22,8 +22,7 @@ ENGINES = {
 
 @pytest.fixture(params=list(ENGINES))
 def engine(request):
-    module = {"vllm": "vllm", "sglang": "sglang"}[request.param]
-    pytest.importorskip(module)
+    pytest.importorskip(request.param)
     return ENGINES[request.param]
 
 
@@ -59,10 +58,16 @@ def _wait_gone(mark: str, before: set[str], seconds: float) -> tuple[list[int], 
         time.sleep(0.5)
 
 
-@pytest.mark.parametrize("end", ["normal", "exception", "interrupt", "kill"])
-@pytest.mark.parametrize("runtime", ["inline", "ray"])
+ENDS = ("normal", "exception", "interrupt", "kill")
+CASES = [("sglang", "inline", end) for end in ENDS] + [("vllm", "ray", end) for end in ENDS]
+CASES += [("sglang", "ray", "kill"), ("vllm", "inline", "kill")]
+
+
+@pytest.mark.parametrize(("name", "runtime", "end"), CASES)
 @pytest.mark.timeout(400)
-def test_nothing_is_left_behind(tmp_path, engine, runtime, end):
+def test_nothing_is_left_behind(tmp_path, name, runtime, end):
+    pytest.importorskip(name)
+    engine = ENGINES[name]
     write(tmp_path, **WIDER)
     mark = uuid.uuid4().hex
     before = {p.name for p in Path("/dev/shm").iterdir()}
