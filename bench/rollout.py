@@ -3,12 +3,12 @@
 The same weights, prompts (16 tokens each, so that generate pads nothing) and forced lengths, float32, sampled at
 temperature 1: 32 tokens each, and long-tailed, where generate decodes every row to the longest and only tokens that were
 asked for count. Our engines always give logprobs; generate does so by its output_logits or by a second forward, whichever
-was faster in the warm-up. Everyone runs in a process of this script (`--engine`) in one environment, with one thread, and takes turns:
-the best round after a warm-up counts. SGLang works in processes of its own, so that its scheduler may run beside what
-hands it requests: tokens per processor second count all processes of a contestant.
+was faster in the warm-up. Everyone runs in a process of this script (`--engine`) in one environment, with one thread, and
+takes turns: the best round after a warm-up counts. SGLang works in processes of its own, so that its scheduler may run
+beside what hands it requests: tokens per processor second are those of all processes of a contestant, over all rounds.
 
 A sync is begin_update, every parameter whole, end_update, beside a plain copy of every parameter. One JSON line per
-figure; no bars. Exits 1 when something fails, or when a process is left behind.
+figure; no bars. Exits 1 when something fails, an engine is missing, or a process is left behind.
 """
 
 from __future__ import annotations

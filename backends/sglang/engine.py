@@ -78,10 +78,8 @@ class SGLangEngine(ContinuousEngine):
 
     def _unlink_shared(self) -> None:
         """SGLang's processes have mapped the file in which they tell of their load; its name would outlive a kill."""
-        try:
-            from sglang.srt.managers.load_snapshot import shm_path_for
-        except ImportError:  # before 0.5.22
-            return
+        from sglang.srt.managers.load_snapshot import shm_path_for
+
         Path(shm_path_for(self.engine.port_args.instance_id)).unlink(missing_ok=True)
 
     @property
@@ -124,7 +122,8 @@ class SGLangEngine(ContinuousEngine):
         if self.running:  # those that have ended already are answered when somebody looks
             self._wait(self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract")))
             self._paused = True
-        _checked("begin_weight_update", self.engine.begin_weight_update())
+        if hasattr(self.engine, "begin_weight_update"):  # from 0.5.22 on
+            _checked("begin_weight_update", self.engine.begin_weight_update())
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         self.check_updating(name)
@@ -200,7 +199,8 @@ class SGLangEngine(ContinuousEngine):
         self.check_updating("end_update")
         self.store.end()
         self._flush()
-        _checked("end_weight_update", self.engine.end_weight_update())
+        if hasattr(self.engine, "end_weight_update"):
+            _checked("end_weight_update", self.engine.end_weight_update())
         manager = self.engine.tokenizer_manager
         version = UpdateWeightVersionReqInput(new_version=str(self._next_version), abort_all_requests=False)
         self._wait(manager.update_weight_version(version))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.backends.vllm.config import VLLMConfig
-from hybridflow.backends.vllm.patches import a_guest, own_shared_memory
+from hybridflow.backends.vllm.patches import a_guest, end, own_shared_memory
 from hybridflow.core.errors import ModelError
 from hybridflow.core.model import hf_config_of, saved_parameters
 from hybridflow.core.resharding.whole import WholeParameters
@@ -107,6 +107,10 @@ class VLLMEngine(ContinuousEngine):
         if self.device.type == "cuda":
             found |= {"gpu_memory_utilization": config.gpu_memory, "enable_sleep_mode": True}
         return found | config.engine_args
+
+    def close(self) -> None:
+        if (engine := self.__dict__.pop("engine", None)) is not None:
+            end(engine)
 
     # Weights
     def layout(self) -> WeightLayout:

@@ -65,6 +65,15 @@ def own_shared_memory(token: str) -> Iterator[None]:
         _unlink_queues()
 
 
+def end(engine: Any) -> None:
+    """vLLM's own end, run at the interpreter's, would destroy process groups that are not its own."""
+    client = engine.engine_core
+    if (finalizer := getattr(client, "_finalizer", None)) is not None:
+        finalizer.detach()
+    if (inner := getattr(client, "engine_core", None)) is not None and inner.model_executor is not None:
+        inner.model_executor.shutdown()
+
+
 def _unlink_queues() -> None:
     """Of the groups that vLLM has made: memory through which a rank tells the others, kept while it is mapped."""
     from vllm.distributed import parallel_state

@@ -21,6 +21,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.engine import sync_line
 from hybridflow.core.resharding.pools import SeparateRollout
 from hybridflow.core.running.timeline import Timeline
+from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.runtime import Runtime
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
@@ -101,6 +102,12 @@ class Session:
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
         main = self.pools[job.main_pool]
         self.tasks = self._group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
+        with said_meanwhile(self.say, lambda: f"still building {', '.join(job.models)}"):
+            self._build(main)
+
+    def _build(self, main: Pool) -> None:
+        """The models and their engines, and what scores beside them."""
+        job, tokenizer = self.job, self.prepared.tokenizer
         building = []
         for name, placed in job.models.items():
             self.say(f"building {name}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import sys
+import threading
 from typing import Any
 
 from hybridflow.core.model import ModelSpec
@@ -17,6 +21,34 @@ OWN_PROCESS = "process"
 def own_process(name: str, config: Any) -> bool:
     kind = registry().descriptor("rollout_engine", name).capabilities.get(OWN_PROCESS, "shared")
     return kind == "own" or (kind == "either" and bool(getattr(config, "own_process", False)))
+
+
+def start_engine(engine: RolloutEngine) -> None:
+    """Start it, here or in its own process, within its config's `start_timeout_s`.
+
+    Nothing can stop a library that hangs in this process: the stacks are printed, and the process ends.
+    """
+    seconds = getattr(engine.config, "start_timeout_s", None)
+    if isinstance(engine, HostedEngine) or seconds is None:
+        engine.start()
+        return
+    over = threading.Timer(seconds, _give_up, [type(engine).__name__, seconds])
+    over.daemon = True
+    over.start()
+    try:
+        engine.start()
+    finally:
+        over.cancel()
+
+
+def _give_up(name: str, seconds: float) -> None:
+    faulthandler.dump_traceback(all_threads=True)
+    print(
+        f"{name} did not start within {seconds:.0f} s (rollout.start_timeout_s): its process ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def build_engine(

@@ -26,7 +26,7 @@ from hybridflow.core.resharding.engine import HybridEngine, sums_sent
 from hybridflow.core.resharding.exchange import Shards
 from hybridflow.core.resharding.pools import PoolMember
 from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
-from hybridflow.core.serving.build import build_engine
+from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
@@ -78,7 +78,7 @@ class ModelWorker(PoolMember):
         if self.role.engine is not None:
             role = self.role
             self.engine = build_engine(self.role.engine, role.model, role.engine_config, self.context, role.logs)
-            self.engine.start()
+            start_engine(self.engine)
             resident = self.role.keep_engine and not self.role.offload
             self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync, resident)
             told["sync"] = self.hybrid.prepare()

@@ -10,7 +10,7 @@ from hybridflow.core.protocols import Protocol
 from hybridflow.core.resharding.engine import on_every_rank, sums_held
 from hybridflow.core.resharding.pools import PoolMember
 from hybridflow.core.rollout import SamplingParams
-from hybridflow.core.serving.build import build_engine
+from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
 from hybridflow.core.workers.model_worker import ModelRole, generate_rows
@@ -30,7 +30,7 @@ class RolloutWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> None:
-        self.engine.start()
+        start_engine(self.engine)
 
     @register(Protocol.RANK_ZERO)
     def weight_layout(self) -> WeightLayout:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from hybridflow.backends.sglang.config import SGLangConfig
@@ -19,8 +17,7 @@ from hybridflow.core.worker import RankContext
 def speak(
     rank: int, world: int, spec: ModelSpec, updates: list[dict[str, torch.Tensor]], weights: str, logs: str
 ) -> dict:
-    """Greedy tokens and logprobs after each of several updates, samples, and what is left in /dev/shm."""
-    before = {p.name for p in Path("/dev/shm").iterdir()}
+    """Greedy tokens and logprobs after each of several updates, and samples."""
     layout = ParallelLayout(dp=world)
     generation = generation_layout(layout, tp=world, grouping="consecutive")
     context = RankContext("actor", rank, layout, torch.device("cpu"), 0, generation)
@@ -41,7 +38,4 @@ def speak(
         sampled = engine.generate(requests(PROMPTS, SamplingParams(max_tokens=10)))
     finally:
         engine.close()
-    left = {p.name for p in Path("/dev/shm").iterdir() if "sem." not in p.name} - before
-    return {
-        "greedy": found, "sampled": [c.response_ids.tolist() for c in sampled], "left": sorted(left), "holding": holding,
-    }  # fmt: skip
+    return {"greedy": found, "sampled": [c.response_ids.tolist() for c in sampled], "holding": holding}

@@ -30,7 +30,9 @@ def started(context):
         engine.version, engine.store.complete = None, False
         return engine
 
-    return start
+    yield start
+    for engine in engines.values():
+        engine.close()
 
 
 class TestVLLM(RolloutEngineConformance):

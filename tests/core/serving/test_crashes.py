@@ -242,3 +242,15 @@ def test_it_ends_with_its_worker_however_that_ends(tmp_path, then):
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_one_in_this_process_that_does_not_start_in_time_ends_it_with_its_stacks(tmp_path):
+    code = (
+        "import time\n"
+        "from types import SimpleNamespace\n"
+        "from hybridflow.core.serving.build import start_engine\n"
+        "start_engine(SimpleNamespace(config=SimpleNamespace(start_timeout_s=0.5), start=lambda: time.sleep(30)))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1
+    assert "did not start within 0 s (rollout.start_timeout_s)" in ran.stderr and "most recent call first" in ran.stderr
