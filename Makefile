@@ -21,7 +21,7 @@ demo: $(VENV)/.done
 	$(VENV)/bin/hybridflow run examples/arithmetic.toml --overwrite run.seed=$(SEED) stages.warm-up.actor.model.init_seed=$(SEED)
 
 test: $(VENV)/.done
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 # vLLM on a CPU pins its torch and needs stubs: an environment of its own, constrained to what was seen to work.
 .venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)

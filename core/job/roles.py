@@ -258,8 +258,11 @@ class RoleResolver:
             layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
         if can.get("grouping") == "consecutive":  # an engine may form its groups itself
             grouping = "consecutive"
-        if role.sync.verify and can.get("verify") is False:
-            problems.append(f"sync.verify: the engine {engine} gives no view of its weights to compare; leave it out")
+        if role.sync.verify and (can.get("verify") is False or apart):
+            where = " in a process of its own" if apart and can.get("verify") is not False else ""
+            problems.append(
+                f"sync.verify: the engine {engine}{where} gives no view of its weights to compare; leave it out"
+            )
         for axis, size in (("tp", section.tp), ("pp", section.pp)):
             if size > 1 and apart and can.get("process") != "own":
                 problems.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import tempfile
@@ -139,7 +140,8 @@ class HostedEngine(ContinuousEngine):
             self.bucket.close()
 
     def __del__(self):
-        self.close()
+        with contextlib.suppress(Exception):  # the interpreter may be ending; the process then ends by itself
+            self.close()
 
     def figures(self) -> dict[str, float]:
         new, self._told = self.restarts - self._told, self.restarts
@@ -149,6 +151,13 @@ class HostedEngine(ContinuousEngine):
         """Raises EngineDied."""
         assert self.process is not None
         return self.process.ask(name, *arguments, timeout_s=self.process_config.hang_timeout_s)
+
+    def _ask_or_revive(self, name: str) -> Any:
+        try:
+            return self._ask(name)
+        except EngineDied as error:
+            self._revive(error)
+            return self._ask(name)
 
     # Weights
     def layout(self) -> WeightLayout:
@@ -259,14 +268,14 @@ class HostedEngine(ContinuousEngine):
     def sleep(self) -> None:
         self.check_idle()
         if not self.asleep:
-            self._agreed(lambda: self._ask("sleep"))
+            self._agreed(lambda: self._ask_or_revive("sleep"))
             if self.context.device.type == "cuda":
                 self.version, self.store.complete = None, False
         self.asleep = True
 
     def wake(self) -> None:
         if self.asleep:
-            self._agreed(lambda: self._ask("wake"))
+            self._agreed(lambda: self._ask_or_revive("wake"))
         self.asleep = False
 
     # Generation

@@ -1,4 +1,4 @@
-"""Arguments of the installed SGLang are checked by their names, without importing it; shims vanish where they are not needed."""
+"""Arguments of the installed SGLang are checked by name, without importing it; shims vanish where none are needed."""
 
 import os
 import subprocess

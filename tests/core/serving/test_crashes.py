@@ -170,6 +170,15 @@ def test_an_engine_that_comes_back_with_other_weights_is_not_believed(speaking):
         engine.generate(asked(4))
 
 
+def test_killed_in_its_sleep_it_wakes_anew(speaking):
+    engine = speaking(restarts=1)
+    expected = engine.generate(asked(4))
+    engine.sleep()
+    kill(engine)
+    engine.wake()
+    assert same(engine.generate(asked(4)), expected) and engine.restarts == 1
+
+
 def test_one_that_hangs_counts_as_dead(speaking):
     engine = speaking(restarts=1, hang_timeout_s=2.0)
     expected = engine.generate(asked(4))
