@@ -96,7 +96,7 @@ class SGLangEngine(ContinuousEngine):
             "disable_cuda_graph": config.eager or self.device.type == "cpu",
         }  # fmt: skip
         if self.device.type == "cpu":
-            found |= {"attention_backend": "torch_native", "mem_fraction_static": 0.3}
+            found |= {"attention_backend": "torch_native", "mem_fraction_static": 0.3, "sleep_on_idle": True}
             found |= {"max_total_tokens": config.kv_tokens or CPU_CACHE_TOKENS}
         else:
             found |= {"mem_fraction_static": config.gpu_memory, "enable_memory_saver": True}

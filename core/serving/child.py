@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hybridflow.core.serving.group import end_group
+from hybridflow.core.serving.group import end_own_group
 
 ALIVE_S = 1.0
 
@@ -42,7 +42,7 @@ class Child:
                 self.inbox.put(self.connection.recv())
         except (EOFError, OSError):
             shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # the supervisor's, for this process alone
-            end_group(os.getpgrp())  # the worker is gone: so are we, and the engine's own processes
+            end_own_group()  # the worker is gone: so are we, and the engine's own processes
 
     def tell_alive(self) -> None:
         """In a thread of its own."""

@@ -24,36 +24,53 @@ def members(group: int) -> set[int]:
     return found
 
 
-def end_group(group: int, known: Iterable[int] = ()) -> None:
-    """SIGKILL the group, this process last if it is of it, and unlink what it leaves under /dev/shm.
+def end_group(group: int, known: Iterable[int] = (), patience_s: float = 5.0) -> None:
+    """SIGKILL the group until nothing of it is left, and unlink what it leaves under /dev/shm. Not called by one of it.
 
-    `known`: processes that were of it. Python's resource trackers are let live: they unlink semaphores, whose names say
-    nothing, and end when nobody is left whom they serve.
+    `known`: processes that were of it. Python's resource trackers may live for `patience_s`: they unlink semaphores, whose
+    names say nothing, and end when nobody is left whom they serve.
     """
-    pids = members(group)
-    numbers = {str(pid) for pid in {group, *known, *pids}}
-    for pid in pids - {os.getpid()}:
-        if not _tracks(pid):
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    numbers, started = {group, *known}, time.monotonic()
+    mapped: set[Path] = set()
+    while pids := members(group):
+        numbers |= pids
+        mapped |= {path for pid in pids for path in _mapped(pid)}
+        waited = time.monotonic() - started
+        for pid in pids:
+            if waited > patience_s or not _tracks(pid):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        if waited > 2 * patience_s:
+            break
+        time.sleep(0.02)
+    _sweep({str(pid) for pid in numbers}, mapped)
+
+
+def end_own_group() -> None:
+    """End the group that this process is of. A process outside does it: while we live, more may be started."""
+    group = os.getpgrp()
+    if os.fork() == 0:
+        os.setsid()
+        try:
+            end_group(group)
+        finally:
+            os._exit(0)
+
+
+def _mapped(pid: int) -> set[Path]:
+    """Files under /dev/shm that a process has mapped. An engine's processes share them with each other alone."""
+    with suppress(OSError):
+        lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
+        return {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line and "(deleted)" not in line}
+    return set()
+
+
+def _sweep(numbers: set[str], mapped: set[Path]) -> None:
     for path in SHARED.iterdir() if SHARED.is_dir() else ():
-        if numbers & set(re.split(r"[_.-]", path.name)):
+        if path in mapped or numbers & set(re.split(r"[_.-]", path.name)):
             with suppress(OSError):
                 if path.stat().st_uid == os.getuid():
                     path.unlink()
-    if os.getpid() in pids:
-        os._exit(1)
-
-
-def wait_empty(group: int, seconds: float) -> None:
-    """Until nothing of the group is left; what then still is, is killed."""
-    deadline = time.monotonic() + seconds
-    while members(group):
-        if time.monotonic() > deadline:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(group, signal.SIGKILL)
-            return
-        time.sleep(0.02)
 
 
 def _tracks(pid: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.serving.group import end_group, members, wait_empty
+from hybridflow.core.serving.group import end_group, members
 
 TAIL_LINES = 20
 PROGRESS_S = 10.0
@@ -143,7 +143,6 @@ class EngineProcess:
         end_group(self.pid, self._members)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10.0)
-        wait_empty(self.pid, 5.0)
         shutil.rmtree(self.scratch, ignore_errors=True)
         self._listener.join(5.0)
         self.connection.close()
