@@ -23,7 +23,7 @@ demo: $(VENV)/.done
 test: $(VENV)/.done
 	$(PY) -m pytest -n 2 --dist loadfile
 
-# vLLM on a CPU pins its torch and needs stubs: an environment of its own, constrained to what was seen to work.
+# vLLM and SGLang pin their torch and need stubs on a CPU: an environment of their own, of what was seen to work together.
 .venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)
 	$(PYTHON) -m venv .venv-engines
 	.venv-engines/bin/python -m pip install -q --disable-pip-version-check -r ci/engines/requirements.txt
