@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
 
 import numpy as np
 
@@ -16,7 +15,7 @@ class ContinuousEngine(RolloutEngine):
     """Give `enter`, `advance` and `leave`; this class has the rest: checks, prefixes, streams, and aborts."""
 
     continuous = True
-    inflight: ClassVar[bool] = False
+    inflight: bool = False
     """Whether weights may be updated while sequences run: their later tokens carry the new version."""
     max_positions: int | None
     """Tokens of a prompt with its response; set by `start`."""

@@ -39,13 +39,12 @@ class HostedEngine(ContinuousEngine):
     same: they follow from seeds and positions.
     """
 
-    inflight = True
-
     def __init__(
         self, engine_class: type[RolloutEngine], model, config: ProcessConfig, context, logs: str | None = None
     ):
         super().__init__(model, config, context)
         self.engine_class, self.process_config = engine_class, config
+        self.inflight = bool(getattr(engine_class, "inflight", False))
         self.logs = Path(logs or tempfile.gettempdir()) / f"engine-{context.role}-{context.rank}.log"
         self.process: EngineProcess | None = None
         self.restarts = 0
@@ -76,7 +75,7 @@ class HostedEngine(ContinuousEngine):
         if self.leads:
             try:
                 told[0] = work()
-            except HybridFlowError as error:
+            except Exception as error:  # told before it is raised: the others wait
                 failure, told[1] = error, str(error)
         if group is not None:
             dist.broadcast_object_list(told, src=self._ranks[0], group=group)

@@ -263,3 +263,20 @@ def test_one_in_this_process_that_does_not_start_in_time_ends_it_with_its_stacks
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
     assert "did not start within 0 s (rollout.start_timeout_s)" in ran.stderr and "most recent call first" in ran.stderr
+
+
+class BetweenAlone(TransformersEngine):
+    inflight = False
+
+
+def test_weights_of_an_engine_that_cannot_change_them_in_flight_wait_in_the_worker_too(make):
+    engine = make(BetweenAlone)
+    engine.start()
+    give_weights(engine, REF.parameters, 1)
+    stream = engine.submit(asked(4))
+    next(stream)
+    with pytest.raises(HybridFlowError, match="a weight update while sequences run"):
+        engine.begin_update(2)
+    assert len(list(stream)) == 3
+    give_weights(engine, REF.parameters, 2)
+    assert set(engine.generate(asked(1))[0].weight_version.tolist()) == {2}
