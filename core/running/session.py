@@ -96,7 +96,8 @@ class Session:
         job, tokenizer = self.job, self.prepared.tokenizer
         self.say(f"starting {job.runtime}")
         self.runtime.start()
-        self.pools, self.rollouts = {}, {}
+        self.pools: dict[str, Pool] = {}
+        self.rollouts: dict[str, SeparateRollout] = {}
         for name, spec in job.pools.items():
             self.say(f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}")
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
