@@ -77,6 +77,22 @@ def hf_config_of(model: ModelSpec) -> Any:
     return AutoConfig.for_model(**model.hf_config)
 
 
+def policy_config(model: ModelSpec) -> Any:
+    """The Hugging Face config of what a rollout engine generates with. Raises ModelError for a model that is no policy."""
+    if model.kind != "policy":
+        raise ModelError(f"a rollout engine generates with a policy; this model is a {model.kind!r} model")
+    return hf_config_of(model)
+
+
+def write_config(hf_config: Any, folder: str) -> None:
+    """config.json, which names the class of the model, for engines that read a folder."""
+    from transformers import AutoModelForCausalLM
+
+    model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
+    hf_config.architectures = hf_config.architectures or [model_class.__name__]
+    hf_config.save_pretrained(folder)
+
+
 def saved_parameters(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Names and shapes of the parameters that `save_pretrained` writes, and the ties: tied name -> saved name."""
     import torch

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
+from hybridflow.core.config.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.core.config.validators import at_least, fraction, positive
-from hybridflow.core.names import did_you_mean
 from hybridflow.core.serving.config import ProcessConfig
 
 OURS = frozenset({
@@ -24,30 +21,11 @@ OURS = frozenset({
 
 @cache
 def argument_names() -> tuple[str, ...]:
-    """The fields of the installed SGLang's ServerArgs, read without importing it; () where it is not installed."""
-    spec = find_spec("sglang")
-    if spec is None or not spec.submodule_search_locations:
+    """The fields of the installed SGLang's ServerArgs, which it puts together from several files; () without it."""
+    if (folder := package_folder("sglang")) is None:
         return ()
-    folder = Path(spec.submodule_search_locations[0]) / "srt"
-    files = [*sorted((folder / "arg_groups" / "fields").glob("*.py")), folder / "server_args.py"]
-    found: dict[str, None] = {}
-    for file in files:
-        if not file.is_file():
-            continue
-        in_fields = file.parent.name == "fields"
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ClassDef) and (in_fields or node.name == "ServerArgs"):
-                targets = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
-                found |= dict.fromkeys(t.id for t in targets if isinstance(t, ast.Name))
-    return tuple(found)
-
-
-def _known(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
-    for name in value:
-        if name in OURS:
-            raise ValueError(f"{field.name}: {name} follows from the rest of the config; remove it")
-        if (names := argument_names()) and name not in names:
-            raise ValueError(f"{field.name}: the installed SGLang has no argument {name!r}{did_you_mean(name, names)}")
+    parts = annotated_fields(sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")))
+    return parts + annotated_fields([folder / "srt" / "server_args.py"], ["ServerArgs"])
 
 
 @attrs.frozen
@@ -73,5 +51,5 @@ class SGLangConfig(ProcessConfig):
     "group": by broadcast in a process group (gloo, NCCL), which needs no memory that both see."""
     bucket_mb: float = attrs.field(default=256.0, validator=positive)
     """Size of such a bucket, in 10^6 bytes."""
-    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=_known)
+    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=known_arguments("SGLang", argument_names, OURS))
     """Further arguments of SGLang's ServerArgs, checked against the names that the installed version has."""

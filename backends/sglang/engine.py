@@ -21,12 +21,12 @@ import torch
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.sampler import BACKEND
 from hybridflow.backends.sglang.shims import variables
-from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.model import hf_config_of, saved_parameters
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.model import policy_config, write_config
 from hybridflow.core.resharding.whole import WholeParameters
 from hybridflow.core.rollout import Completion, Request
 from hybridflow.core.serving.continuous import ContinuousEngine
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.weights import Box, WeightLayout
 
 CPU_CACHE_TOKENS = 65536
 LOOK_S = 0.2
@@ -47,6 +47,8 @@ class SGLangEngine(ContinuousEngine):
         super().__init__(model, config, context)
         self.device = torch.device(context.device)
         self._tasks: dict[int, asyncio.Task] = {}
+        self._leaving: set[int] = set()
+        """Requests that were told to end early."""
         self._bucket: list[tuple[str, torch.Tensor]] = []
         self._paused = False
         self._group: Any = None
@@ -57,9 +59,7 @@ class SGLangEngine(ContinuousEngine):
 
     def start(self) -> None:
         """Raises ModelError for a model that is no policy."""
-        if self.model.kind != "policy":
-            raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
-        hf_config = hf_config_of(self.model)
+        hf_config = policy_config(self.model)
         text = hf_config.get_text_config()
         self.vocab, self.max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
         if self.device.type == "cpu" and self._tp > 1:  # without, it wants a NUMA node for each rank
@@ -67,14 +67,11 @@ class SGLangEngine(ContinuousEngine):
         import sglang
 
         with tempfile.TemporaryDirectory() as folder:
-            hf_config.architectures = hf_config.architectures or [_architecture(hf_config)]
             hf_config.eos_token_id = None  # requests say where they end
-            hf_config.save_pretrained(folder)
+            write_config(hf_config, folder)
             self.engine = sglang.Engine(**self._arguments(folder))
         self._unlink_shared()
-        shapes, ties = saved_parameters(hf_config)
-        params = {name: Param(shape, getattr(torch, self.config.dtype)) for name, shape in shapes.items()}
-        self.store = WholeParameters(params, ties, self.device, self._load)
+        self.store = WholeParameters.of(hf_config, self.config.dtype, self.device, self._load)
 
     def _unlink_shared(self) -> None:
         """SGLang's processes have mapped the file in which they tell of their load; its name would outlive a kill."""
@@ -240,13 +237,20 @@ class SGLangEngine(ContinuousEngine):
         tasks = self._tasks.values()
         self._wait(asyncio.wait(tasks, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED))
         for at in [at for at, task in self._tasks.items() if task.done()]:
-            yield self._read(self.running[at], self._tasks.pop(at).result())
+            task = self._tasks.pop(at)
+            try:
+                completion = self._read(self.running[at], task.result())
+            except ValueError as error:  # what SGLang raises for a request that it does not take
+                self._done.append(self.completion(self.running.pop(at), [], [], "abort"))
+                raise HybridFlowError(f"request {at}: SGLang refused it: {error}") from error
+            self._leaving.discard(at)
+            yield completion
 
     def _read(self, request: Request, answer: dict[str, Any]) -> Completion:
         about = answer["meta_info"]
         reason = about["finish_reason"]["type"]
-        if reason == "abort" and "Aborted" not in str(about["finish_reason"].get("message", "Abort")):
-            raise HybridFlowError(f"request {request.id}: SGLang refused it: {about['finish_reason'].get('message')}")
+        if reason == "abort" and request.id not in self._leaving:
+            raise ValueError(about["finish_reason"].get("message"))
         entries = about.get("output_token_logprobs") or []
         ids, logprobs = [e[1] for e in entries], [e[0] for e in entries]
         versions = np.full(len(ids), self.version, np.int64)
@@ -256,6 +260,7 @@ class SGLangEngine(ContinuousEngine):
 
     def leave(self, ids: Sequence[int]) -> tuple[()]:
         self._wait(asyncio.sleep(0))  # a task that was only made has asked nothing yet
+        self._leaving.update(ids)
         for at in ids:
             self.engine.tokenizer_manager.abort_request(rid=_name(at))
         return ()
@@ -281,11 +286,3 @@ def _checked(what: str, answer: Any) -> None:
     good, why = answer[:2] if isinstance(answer, tuple) else (answer, "")
     if good is False:
         raise HybridFlowError(f"SGLang's {what} failed: {why}")
-
-
-def _architecture(hf_config: Any) -> str:
-    """The class that config.json would name."""
-    from transformers import AutoModelForCausalLM
-
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    return model_class.__name__

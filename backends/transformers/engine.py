@@ -15,7 +15,7 @@ from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.scheduler import Run, burst_margin
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.model import hf_config_of, saved_parameters
+from hybridflow.core.model import policy_config, saved_parameters
 from hybridflow.core.rollout import Completion, Request
 from hybridflow.core.serving.continuous import ContinuousEngine
 from hybridflow.core.weights import Box, WeightLayout
@@ -45,9 +45,7 @@ class TransformersEngine(ContinuousEngine):
 
         With tensor parallelism a collective call: it makes the process groups.
         """
-        if self.model.kind != "policy":
-            raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
-        hf_config = hf_config_of(self.model)
+        hf_config = policy_config(self.model)
         reason = unfit(hf_config)
         if self.config.fast and reason is not None:
             raise ModelError(f"the fast decoder cannot run this model: {reason}; set fast = false, or leave it out")

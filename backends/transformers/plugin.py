@@ -12,14 +12,10 @@ def hybridflow_plugins():
             factory="hybridflow.backends.transformers.engine:TransformersEngine",
             config="hybridflow.backends.transformers.config:TransformersEngineConfig",
             capabilities={
-                "tp": True,
-                "devices": "cpu, cuda",
-                "abort": True,
-                "sleep": True,
-                "continuous": True,
+                "tp": True, "devices": "cpu, cuda", "abort": True, "sleep": True, "continuous": True, "inflight": True,
                 "process": "either",
             },
             requires=("transformers",),
             extra="transformers",
         )
-    ]
+    ]  # fmt: skip

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 
+from hybridflow.core.config.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.core.config.validators import at_least, fraction
-from hybridflow.core.names import did_you_mean
 from hybridflow.core.serving.config import ProcessConfig
 
 OURS = frozenset({
@@ -25,26 +22,9 @@ OURS = frozenset({
 
 @cache
 def argument_names() -> tuple[str, ...]:
-    """The fields of the installed vLLM's EngineArgs, read without importing it; () where it is not installed."""
-    spec = find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        return ()
-    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
-    if not source.is_file():
-        return ()
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            fields = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
-            return tuple(t.id for t in fields if isinstance(t, ast.Name))
-    return ()
-
-
-def _known(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
-    for name in value:
-        if name in OURS:
-            raise ValueError(f"{field.name}: {name} follows from the rest of the config; remove it")
-        if (names := argument_names()) and name not in names:
-            raise ValueError(f"{field.name}: the installed vLLM has no argument {name!r}{did_you_mean(name, names)}")
+    """The fields of the installed vLLM's EngineArgs; () where it is not installed."""
+    folder = package_folder("vllm")
+    return annotated_fields([folder / "engine" / "arg_utils.py"], ["EngineArgs"]) if folder else ()
 
 
 @attrs.frozen
@@ -68,5 +48,5 @@ class VLLMConfig(ProcessConfig):
     """Compute the key and value of a beginning that several prompts share once."""
     eager: bool = True
     """No CUDA graphs: quicker to start, slower to decode."""
-    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=_known)
+    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=known_arguments("vLLM", argument_names, OURS))
     """Further arguments of vLLM's EngineArgs, checked against the names that the installed version has."""

@@ -18,12 +18,11 @@ import torch.distributed as dist
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.patches import a_guest, end, own_shared_memory
-from hybridflow.core.errors import ModelError
-from hybridflow.core.model import hf_config_of, saved_parameters
+from hybridflow.core.model import policy_config, write_config
 from hybridflow.core.resharding.whole import WholeParameters
 from hybridflow.core.rollout import Completion, Request
 from hybridflow.core.serving.continuous import ContinuousEngine
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.weights import Box, WeightLayout
 
 CPU_CACHE_GB = 1.0
 
@@ -45,14 +44,11 @@ class VLLMEngine(ContinuousEngine):
 
     def start(self) -> None:
         """Raises ModelError for a model that is no policy. A collective call over all ranks of the role."""
-        if self.model.kind != "policy":
-            raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
-        hf_config = hf_config_of(self.model)
+        hf_config = policy_config(self.model)
         text = hf_config.get_text_config()
         self.vocab, self.max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
         with a_guest(self._variables()), tempfile.TemporaryDirectory() as folder, self._shared_memory():
-            hf_config.architectures = hf_config.architectures or [_architecture(hf_config)]
-            hf_config.save_pretrained(folder)
+            write_config(hf_config, folder)
             from vllm import LLM
 
             self.llm = LLM(**self._arguments(folder))
@@ -61,9 +57,7 @@ class VLLMEngine(ContinuousEngine):
         from hybridflow.backends.vllm.sampler import SeededSampler
 
         self.sampler = self._runner.sampler = SeededSampler(self._runner)
-        shapes, ties = saved_parameters(hf_config)
-        params = {name: Param(shape, getattr(torch, self.config.dtype)) for name, shape in shapes.items()}
-        self.store = WholeParameters(params, ties, self.device, self._load)
+        self.store = WholeParameters.of(hf_config, self.config.dtype, self.device, self._load)
 
     def _variables(self) -> dict[str, str]:
         """For the time of the start. vLLM asks them for its place among the ranks."""
@@ -205,11 +199,3 @@ def _sampled(tokens: Sequence[int], logprobs: Any) -> tuple[list[int], list[floa
     """The tokens and the logprob of each, out of vLLM's mapping per position."""
     tokens = list(tokens)
     return tokens, [entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)]
-
-
-def _architecture(hf_config: Any) -> str:
-    """The class that config.json would name."""
-    from transformers import AutoModelForCausalLM
-
-    model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    return model_class.__name__

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.model import saved_parameters
 from hybridflow.core.weights import Box, Param, WeightLayout
 
 Load = Callable[[str, torch.Tensor], None]
@@ -25,6 +27,13 @@ class WholeParameters:
         self._parts: dict[str, torch.Tensor] = {}
         self._lacks: dict[str, int] = {}
         self._loaded: set[str] = set()
+
+    @classmethod
+    def of(cls, hf_config: Any, dtype: str, device: torch.device, load: Load) -> WholeParameters:
+        """For every parameter of a Hugging Face model, stored as `dtype` ("float32", "bfloat16")."""
+        shapes, ties = saved_parameters(hf_config)
+        params = {name: Param(shape, getattr(torch, dtype)) for name, shape in shapes.items()}
+        return cls(params, ties, device, load)
 
     def layout(self, ranks: int) -> WeightLayout:
         """Every rank holds everything, and gives no view of it."""

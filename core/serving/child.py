@@ -107,8 +107,16 @@ class Child:
             self.say("done", completion)
 
     def on_add(self, requests: Any) -> None:
+        """A request that is refused is answered too: whoever asked counts on it."""
+        from hybridflow.core.errors import HybridFlowError
+        from hybridflow.core.rollout import Completion
+
         for request in requests:
-            self.stepper.add(request)
+            try:
+                self.stepper.add(request)
+            except HybridFlowError as error:
+                self.say("error", str(error))
+                self.say("done", Completion(request.id, *request.prefix(), "abort"))
 
     def on_abort(self, ids: Any) -> None:
         self.stepper.abort(ids)
@@ -130,10 +138,6 @@ class Child:
 
     def on_wake(self) -> None:
         self.engine.wake()
-
-    def on_close(self) -> None:
-        """The worker ends this process when it has the answer."""
-        self.engine.close()
 
 
 def main() -> None:

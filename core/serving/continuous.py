@@ -50,10 +50,22 @@ class ContinuousEngine(RolloutEngine):
             raise HybridFlowError("the rollout engine sleeps; wake it before generating")
         self.check_ready()
         check_requests([request], self.max_positions, self.vocab)
-        if request.id in self.running:
+        if request.id in self.running and not self._free:
             raise HybridFlowError(f"request {request.id}: a request with this id is running")
+        if self._free:
+            self._end_old_stream()
         self._free = False
         self._take(request)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do that somebody waits for."""
+        return bool(self._done or (self.running and not self._free))
+
+    def disown(self) -> None:
+        """Nobody waits for what runs any more: it ends before the next request enters."""
+        self._done.clear()
+        self._free = True
 
     def step(self) -> list[Completion]:
         """What has ended since the last call; works on the running requests for a while."""
@@ -160,17 +172,20 @@ class Stepper:
         self._stream: Iterator[Completion] = iter(())
         self._open: set[int] = set()
         self._done: list[Completion] = []
+        if isinstance(engine, ContinuousEngine):
+            engine.disown()
 
     @property
     def busy(self) -> bool:
-        if self.engine.continuous:
-            return bool(self.engine.running or self.engine._done)  # type: ignore[attr-defined]
+        if isinstance(self.engine, ContinuousEngine):
+            return self.engine.busy
         return bool(self._waiting or self._open or self._done)
 
     def add(self, request: Request) -> None:
         if self.engine.continuous:
             self.engine.add(request)
         else:
+            self.engine.check_ready()
             self._waiting.append(request)
 
     def step(self) -> list[Completion]:

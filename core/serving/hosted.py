@@ -15,15 +15,15 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.model import hf_config_of, saved_parameters
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.model import policy_config
 from hybridflow.core.resharding.whole import WholeParameters
 from hybridflow.core.rollout import Completion, Request, RolloutEngine
 from hybridflow.core.serving.bucket import Bucket
 from hybridflow.core.serving.config import ProcessConfig
 from hybridflow.core.serving.continuous import ContinuousEngine
 from hybridflow.core.serving.process import EngineDied, EngineProcess
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.weights import Box, WeightLayout
 
 LOOK_S = 1.0
 SAME_NATS = 0.05
@@ -88,15 +88,11 @@ class HostedEngine(ContinuousEngine):
     # Life
     def start(self) -> None:
         """Raises ModelError for a model that is no policy, EngineDied with the tail of the log. Collective."""
-        if self.model.kind != "policy":
-            raise ModelError(f"a rollout engine generates with a policy; this model is a {self.model.kind!r} model")
-        hf_config = hf_config_of(self.model)
+        hf_config = policy_config(self.model)
         text = hf_config.get_text_config()
         self.max_positions = getattr(self.config, "max_length", 0) or text.max_position_embeddings
         self.vocab = text.vocab_size
-        shapes, ties = saved_parameters(hf_config)
-        params = {name: Param(shape, getattr(torch, self.config.dtype)) for name, shape in shapes.items()}
-        self.store = WholeParameters(params, ties, self.context.device, self._load)
+        self.store = WholeParameters.of(hf_config, self.config.dtype, self.context.device, self._load)
         self.bucket = Bucket(self.context.device)
         devices = self._visible_devices()
         self._environment: Mapping[str, str] = self.engine_class.environment(self.context.device) | devices
@@ -170,6 +166,7 @@ class HostedEngine(ContinuousEngine):
 
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
+        self._enter_all()  # while the engine still takes requests
         self._proof = None
         self.store.begin()
         self.bucket.taken()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,8 @@ from typing import Any
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.rollout import Completion, Request, RolloutEngine
 from hybridflow.core.serving.continuous import Stepper
+
+log = logging.getLogger(__name__)
 
 
 class RolloutService:
@@ -117,7 +120,7 @@ class RolloutService:
         """In a thread of its own."""
         while True:
             try:
-                while not self._stepper.busy or not self._jobs.empty():
+                while not self._stepper.busy or not self._jobs.empty() or self.engine.updating:
                     job = self._jobs.get()
                     if job is None:
                         self._drain()
@@ -133,13 +136,18 @@ class RolloutService:
                 future.set_result(completion)
 
     def _drain(self) -> None:
-        """What was aborted is still to be answered."""
-        while self._stepper.busy:
-            self._step()
+        """What was aborted is still to be answered, if the engine can."""
+        try:
+            while self._stepper.busy:
+                self._step()
+        except Exception as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """The engine raised: everything that runs has failed with it."""
         futures, self._futures = list(self._futures.values()), {}
         self._stepper = Stepper(self.engine)
+        if not futures:
+            log.warning("the rollout engine raised while nobody waited for it", exc_info=error)
         for future in futures:
             future.set_exception(error)

@@ -141,7 +141,7 @@ class EngineRequests(EngineBase):
         if not self.aborts:
             pytest.skip("it cannot abort")
         engine = self.speaking(start, next(self.references()))
-        asked = requests([PROMPTS[at % 4] for at in range(6)], SamplingParams(max_tokens=100))
+        asked = requests([PROMPTS[at % 4] for at in range(80)], SamplingParams(max_tokens=100))  # some may wait
         asked[0] = attrs.evolve(asked[0], sampling=SamplingParams(max_tokens=1))
         stream = engine.submit(asked)
         done = [next(stream)]

@@ -34,7 +34,7 @@ F, B = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("dtypes", [(F, F), (F, B), (B, B)], ids=["fp32", "fp32-bf16", "bf16"])
 def test_every_transport_brings_the_training_weights_bit_for_bit(ranks, shape, transport, dtypes, tmp_path):
     source, target = layouts(shape, "fsdp", ParallelLayout(dp=4), 1, 2, dtypes)
-    for moved, planned, wrong, _, _ in ranks(jobs.move, 4, source, target, transport, 8192, str(tmp_path)):
+    for moved, planned, wrong, _ in ranks(jobs.move, 4, source, target, transport, 8192, str(tmp_path)):
         assert wrong == []
         assert (moved.bytes_received, moved.bytes_sent) == planned
         assert moved.peak_buffer_bytes <= 8192
@@ -48,7 +48,7 @@ def test_there_and_back_is_bit_for_bit(ranks, shape, kind, dtype, tmp_path):
     train = ParallelLayout(pp=2, tp=2, dp=1) if kind == "3d" else ParallelLayout(dp=4)
     source, target = layouts(shape, kind, train, 1, 2, (dtype, dtype))
     for a, b in ((source, target), (target, source)):
-        for moved, planned, wrong, _, _ in ranks(jobs.move, 4, a, b, "collective", 4096, str(tmp_path)):
+        for moved, planned, wrong, _ in ranks(jobs.move, 4, a, b, "collective", 4096, str(tmp_path)):
             assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
 
 
@@ -65,21 +65,20 @@ EIGHT = {
 
 
 @pytest.mark.parametrize("case", EIGHT.values(), ids=EIGHT.keys())
-def test_eight_processes_receive_what_the_plan_says_and_the_loopback_counts_it(ranks, case, tmp_path):
+def test_eight_processes_receive_what_the_plan_says_and_the_kernel_counts_it(ranks, case, tmp_path):
     kind, train, pp, tp = case
     source, target = layouts(LARGE, kind, train, pp, tp, (F, F))
     answers = ranks(jobs.move, 8, source, target, "collective", 1 << 20, str(tmp_path))
-    for moved, planned, wrong, _, _ in answers:
+    for moved, planned, wrong, counted in answers:
         assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
-    total, traffic = answers[0][4], max(a[3] for a in answers)
-    assert total > 10e6
-    assert abs(traffic - total) < 0.05 * total
+        assert 0 <= counted - planned[0] < 0.02 * planned[0] + 16384
+    assert sum(counted for *_, counted in answers) > 10e6
 
 
 def test_the_reference_engine_gathers_and_is_counted_too(ranks, tmp_path):
     train = ParallelLayout(1, 4, 1)
     source, target = layouts(QWEN, "3d", train, 1, 2, (F, F), "consecutive")
-    for moved, planned, wrong, _, _ in ranks(jobs.gather, 4, source, target, [[0, 1, 2, 3]], 8192, str(tmp_path)):
+    for moved, planned, wrong, _ in ranks(jobs.gather, 4, source, target, [[0, 1, 2, 3]], 8192, str(tmp_path)):
         assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
 
 

@@ -158,6 +158,20 @@ def test_an_update_that_fails_leaves_an_engine_that_refuses(engine):
     give_weights(engine, reference("qwen2").parameters, 1)
 
 
+def test_closing_after_an_update_that_failed_under_running_requests_answers_them_and_ends(engines):
+    for engine in (engines["shared"], engines["own"]):
+        service = RolloutService(engine)
+        long = service.submit(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120)))
+        with pytest.raises(RuntimeError, match="no weights"), service.update(2):
+            raise RuntimeError("no weights")
+        service.close()
+        if long.exception(1) is None:  # it had ended before the update began, or was aborted by the close
+            assert long.result().finish_reason in ("length", "abort")
+        else:
+            assert "begun and not ended" in str(long.exception())
+        give_weights(engine, reference("qwen2").parameters, 1)
+
+
 def test_ids_are_unique_among_running_requests(engine):
     with RolloutService(engine) as service:
         asked = Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=100))
@@ -165,3 +179,18 @@ def test_ids_are_unique_among_running_requests(engine):
         with pytest.raises(HybridFlowError, match="id is running"):
             twin.result(20)
         assert len(first.result(20).response_ids) == 100
+
+
+def test_what_a_failed_update_left_running_is_over_before_the_next_request_enters(engines):
+    """Also a request that had not entered the engine's process yet when the update began."""
+    second = reference("qwen2", seed=1)
+    for engine in (engines["shared"], engines["own"]):
+        engine.add(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120)))
+        engine.begin_update(2)
+        engine.abort()
+        engine.disown()
+        give_weights(engine, second.parameters, 3)
+        with RolloutService(engine) as service:
+            answer = service.submit(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=8, temperature=0.0)))
+            assert answer.result(20).response_ids.tolist() == second.greedy(np.asarray(PROMPTS[1]), 8)
+        give_weights(engine, reference("qwen2").parameters, 1)
