@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 import attrs
 
+from hybridflow.core.commands.listing import spell
 from hybridflow.core.commands.show import render
 from hybridflow.core.config import describe, field_docs
 from hybridflow.core.data import DataConfig
@@ -63,6 +64,7 @@ def reference() -> Iterator[str]:
     yield from section("parts of a reward", schema.RewardPartSection, "ROLE.parts", level=4)
     yield from plugins("training_backend", "ROLE.backend")
     yield from section("[validation]", schema.ValidationSection, "validation")
+    yield from capabilities()
 
 
 def section(title: str, cls: type, path: str, level: int = 3) -> Iterator[str]:
@@ -92,6 +94,15 @@ def plugins(kind: str, path: str) -> Iterator[str]:
             continue
         if cls is not None:
             yield from section(f'{path}.name = "{entry.name}"', cls, path, level=4)
+
+
+def capabilities() -> Iterator[str]:
+    """What our own plugins say they can do, as `hybridflow plugins --capabilities` prints it."""
+    yield "### What each plugin can do\n"
+    yield "| kind | name | can do |\n|---|---|---|"
+    for entry in registry().entries():
+        if entry.package == "hybridflow" and entry.capabilities:
+            yield f"| {entry.kind} | {entry.name} | {spell(entry.capabilities)} |"
 
 
 def takes(field: attrs.Attribute, hint: Any) -> str:

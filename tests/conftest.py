@@ -6,6 +6,7 @@
     runtime        (module)  the started runtime of that name.
     launch         (module)  launch(world, name="main") -> Pool of `runtime`; made once per module and name.
 
+    folder        (session) `folder(name, kind)`: the Hugging Face folder of a tiny model (training_reference.py).
     ranks         (session) `ranks(function, world, *args)`: function(rank, world, *args) on each rank of a gloo group.
 
 Tests that start `hybridflow` as a command get a Ray of their own, as users do.
@@ -44,6 +45,21 @@ def ranks():
     ranks = Ranks()
     yield ranks
     ranks.end()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """`folder(name, kind)`: the Hugging Face folder of a tiny model with weights that make mistakes visible."""
+    from training_reference import write_model
+
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def get(name: str, kind: str = "policy") -> str:
+        if (name, kind) not in made:
+            made[name, kind] = write_model(root / f"{name}-{kind}", name, kind)
+        return made[name, kind]
+
+    return get
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PRELOADED = [
-    "fsdp_jobs", "hybrid_jobs", "reshard_jobs",
+    "training_jobs", "hybrid_jobs", "reshard_jobs",
     "hybridflow.backends.fsdp.backend", "torch.distributed.tensor", "torch.distributed.checkpoint",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama", "torch._dynamo",
 ]  # fmt: skip

@@ -7,17 +7,15 @@ This module is imported to check a config, so what takes seconds to import is im
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
-from hybridflow.core.errors import CheckpointError
 from hybridflow.core.metrics import Metrics
+from hybridflow.core.state import StatePart, load_state, save_state
 from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.weights import Box, Param, WeightLayout
 
@@ -39,8 +37,8 @@ class FSDPBackend(TrainingBackend):
 
     def build(self) -> None:
         from hybridflow.backends.fsdp import sharding
-        from hybridflow.backends.fsdp.modeling import RoleModel, build_hf_model
         from hybridflow.backends.fsdp.optimizer import ShardedAdamW
+        from hybridflow.core.huggingface.modeling import RoleModel, build_hf_model, ties_of
 
         context, config, trained = self.context, self.config, self.optimizer_config is not None
         bf16 = config.precision == "bf16"
@@ -50,7 +48,7 @@ class FSDPBackend(TrainingBackend):
         if config.activation_checkpointing and trained:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
-        self._ties = _ties_of(self.module)
+        self._ties = ties_of(self.module)
         self._gathered: list[FSDPModule] = []
         layout = context.layout
         if layout.world > 1 or bf16 or config.cpu_offload:
@@ -167,45 +165,29 @@ class FSDPBackend(TrainingBackend):
         yield from whole_parameters(pieces, self._replica, self._replica_group, device)
 
     # Files
-    def _state(self) -> dict[str, torch.Tensor]:
-        state = {f"model.{name}": p.detach() for name, p in self.parameters.items()}
-        return state | (self.optimizer.state() if self.optimizer is not None else {})
+    def _state(self) -> Iterator[StatePart]:
+        rank, moments = self.context.rank, self.optimizer.moments() if self.optimizer is not None else {}
+        for name, parameter in self.parameters.items():
+            shape, box = tuple(parameter.shape), self._boxes[name][rank]
+            yield StatePart(f"model.{name}", shape, box, self._local(parameter))
+            for moment, values in moments.get(name, {}).items():
+                yield StatePart(f"optimizer.{moment}.{name}", shape, box, values)
 
     def save(self, folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        dcp.save(self._state(), checkpoint_id=folder)
-        if self.context.rank == 0:
-            (folder / "counters.json").write_text(json.dumps({"version": self.version}))
+        save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
-        import torch.distributed.checkpoint as dcp
-
-        try:
-            version = int(json.loads((folder / "counters.json").read_text())["version"])
-            dcp.load(self._state(), checkpoint_id=folder)
-        except (OSError, KeyError, ValueError, TypeError, RuntimeError, dcp.api.CheckpointException) as error:
-            raise CheckpointError(
-                f"the checkpoint {folder} of role {self.context.role!r} cannot be read: {_first_cause(error)}"
-            ) from error
-        self.version = version
+        self.version = load_state(self._state(), folder, self.context.role)
         if self.optimizer is not None:
-            self.optimizer.set_step(version)
+            self.optimizer.set_step(self.version)
 
     def export_hf(self, folder: Path) -> None:
-        from hybridflow.backends.fsdp.export import write_hf_folder
+        from hybridflow.core.huggingface.export import export_role
 
-        tensors = {}
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
-        for name, whole in self.full_parameters():
-            if self.context.rank == 0:
-                tensors[name] = whole.to("cpu", dtype, copy=True).contiguous()
-        try:
-            if self.context.rank == 0:
-                write_hf_folder(self.module.hf, self._hf_config, tensors, folder)
-        finally:
-            if self.context.world_size > 1:
-                dist.barrier()
+        hf = self.module.hf
+        generation = getattr(hf, "generation_config", None)
+        export_role(self.full_parameters(), type(hf), self._hf_config, generation, folder, dtype, self.context)
 
     # Memory
     def offload(self) -> None:
@@ -223,17 +205,3 @@ class FSDPBackend(TrainingBackend):
         self.parameters = dict(self._canonical())  # FSDP may have new objects
         if self.optimizer is not None:
             self.optimizer.relink(self.parameters)
-
-
-def _ties_of(module: torch.nn.Module) -> dict[str, str]:
-    kept = {id(p): name for name, p in module.named_parameters()}
-    every = module.named_parameters(remove_duplicate=False)
-    pairs = [(name, kept[id(p)]) for name, p in every]
-    return {name.removeprefix("hf."): first.removeprefix("hf.") for name, first in pairs if name != first}
-
-
-def _first_cause(error: BaseException) -> str:
-    """torch's checkpoint errors hold those of the ranks, with tracebacks; the first one says why."""
-    failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
-    return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]

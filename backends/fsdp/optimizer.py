@@ -7,12 +7,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hybridflow.backends.fsdp.sharding import local
+from hybridflow.core.state import MOMENTS
 from hybridflow.core.training import OptimizerConfig
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedAdamW:
@@ -71,15 +69,13 @@ class ShardedAdamW:
         for shard in self.shards.values():
             shard.grad = None
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """The moments, sharded as their parameters are; made of zeros before the first step. Writing to them counts."""
-        found = {}
-        for name, parameter in self.parameters.items():
-            empty = local(parameter.detach())  # what a rank without any element of it has
-            moments = self._moments(self.shards[name]) if name in self.shards else dict.fromkeys(MOMENTS, empty)
-            for moment in MOMENTS:
-                found[f"optimizer.{moment}.{name}"] = _placed_like(parameter, moments[moment])
-        return found
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameter -> moment -> this rank's part, of those it has a part of; zeros before the first step. Writing to
+        them counts."""
+        return {
+            name: {m: values for m, values in self._moments(shard).items() if m in MOMENTS}
+            for name, shard in self.shards.items()
+        }
 
     def set_step(self, step: int) -> None:
         for shard in self.shards.values():
@@ -91,12 +87,3 @@ class ShardedAdamW:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
             moments |= {m: torch.zeros_like(shard, memory_format=torch.preserve_format) for m in MOMENTS}
         return moments
-
-
-def _placed_like(parameter: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return piece
-    return DTensor.from_local(
-        piece, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape,
-        stride=parameter.stride(),
-    )  # fmt: skip

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.backends.fsdp.modeling import RoleModel
 from hybridflow.core.errors import ModelError
+from hybridflow.core.huggingface.modeling import RoleModel
 from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.resharding.layouts import chunked
 from hybridflow.core.weights import Box

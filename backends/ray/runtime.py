@@ -75,6 +75,8 @@ class RayRuntime(Runtime):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
         if self._local:
+            # When the controller is killed, Ray's agents tell its head of it for so long before they end; it is gone too.
+            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
             options |= {"resources": {LOCAL_RESOURCE: 10_000}, "include_dashboard": self.config.dashboard}
             options |= {"dashboard_host": "127.0.0.1", "_temp_dir": self.config.temp_dir}
             if self.config.object_store_gb is not None:

@@ -127,6 +127,8 @@ class ModelWorker(PoolMember):
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         with self._resident() as backend:
             outputs = backend.forward(micros, needs, self.role.temperature)
+        if not outputs[0]:  # not the last stage: its result does not count
+            return {}
         return {name: _column([o[name] for o in outputs], plan, responses.lengths) for name in _output_names(needs)}
 
     # Training

@@ -78,7 +78,10 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": mark}
     command = [sys.executable, "-m", "hybridflow.core.cli", "run", "tiny.toml", *settings]
     with (tmp_path / "out.txt").open("w") as out:
-        run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # whoever runs the tests may ignore it
+        )  # fmt: skip
         metrics = tmp_path / "runs/tiny/metrics.jsonl"
         if end in ("interrupt", "kill"):
             while run.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):

@@ -18,18 +18,3 @@ def no_group_is_left():
 
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """`folder(name, kind)`: the Hugging Face folder of a tiny model with weights that make mistakes visible."""
-    from fsdp_reference import write_model
-
-    root, made = tmp_path_factory.mktemp("models"), {}
-
-    def get(name: str, kind: str = "policy") -> str:
-        if (name, kind) not in made:
-            made[name, kind] = write_model(root / f"{name}-{kind}", name, kind)
-        return made[name, kind]
-
-    return get

@@ -8,7 +8,7 @@ import shutil
 import attrs
 import pytest
 import torch
-from fsdp_jobs import (
+from training_jobs import (
     OPTIMIZER,
     Setup,
     broken_transfer,
@@ -24,7 +24,7 @@ from fsdp_jobs import (
     synced_training,
     train,
 )
-from fsdp_reference import MODELS, Blend, Nothing, ValueLoss, load, make_batch, spec_of
+from training_reference import MODELS, Blend, Nothing, ValueLoss, load, make_batch, spec_of
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig

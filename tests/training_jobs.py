@@ -8,18 +8,17 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from fsdp_reference import make_batch, spec_of
+from training_reference import make_batch, spec_of
 
-from hybridflow.backends.fsdp import modeling
-from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.backends.fsdp.gather import Piece, whole_parameters
-from hybridflow.backends.fsdp.sharding import local
 from hybridflow.core.batch import Batch
+from hybridflow.core.huggingface import modeling
 from hybridflow.core.loss import Loss
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.model import ModelSpec
 from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.testing.passes import memoryless
 from hybridflow.core.training import OptimizerConfig
 from hybridflow.core.worker import RankContext
 from hybridflow.core.workers.model_worker import ModelRole, ModelWorker
@@ -39,7 +38,9 @@ class Setup:
     path: str
     kind: str = "policy"
     layout: ParallelLayout = attrs.field(factory=ParallelLayout)
-    config: FSDPConfig = attrs.field(factory=FSDPConfig)
+    backend: str = "fsdp"
+    config: Any = None
+    """The backend's own; None: its defaults."""
     optimizer: OptimizerConfig | None = OPTIMIZER
     micro_batch_tokens: int = 64
     temperature: float = 1.0
@@ -63,15 +64,17 @@ def said_by(attempt: Callable[[], Any]) -> str:
 
 
 def make_worker(rank: int, setup: Setup) -> ModelWorker:
-    from hybridflow.backends.transformers.config import TransformersEngineConfig
-
     modeling.LOGITS_AT_ONCE = setup.logits_at_once
     groups = GROUPS.setdefault((setup.layout, setup.generation_tp, rank), {})
     generation = generation_layout(setup.layout, 1, setup.generation_tp)
     context = RankContext("actor", rank, setup.layout, torch.device("cpu"), generation=generation, groups=groups)
+    config = setup.config or registry().config_class("training_backend", setup.backend)()
+    engine_config = None
+    if setup.engine:
+        engine_config = registry().config_class("rollout_engine", setup.engine)(**setup.engine_config)
     role = ModelRole(
-        setup.model or spec_of(setup.path, setup.kind), "fsdp", setup.config, setup.micro_batch_tokens, setup.optimizer,
-        setup.engine, TransformersEngineConfig(**setup.engine_config) if setup.engine else None, setup.temperature,
+        setup.model or spec_of(setup.path, setup.kind), setup.backend, config, setup.micro_batch_tokens, setup.optimizer,
+        setup.engine, engine_config, setup.temperature,
         setup.offload, setup.sync, setup.keep_engine,
     )  # fmt: skip
     worker = ModelWorker(context, role)
@@ -90,22 +93,24 @@ def parameters(worker: ModelWorker) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in worker.backend.full_parameters()}
 
 
-def gradients(worker: ModelWorker) -> dict[str, torch.Tensor]:
-    backend = worker.backend
-    if worker.context.layout.world == 1:
-        return {n: local(p.grad).clone() for n, p in backend.parameters.items()}
-    pieces = [Piece(n, tuple(p.shape), local(p.grad), backend._boxes[n]) for n, p in backend.parameters.items()]
-    whole = whole_parameters(pieces, backend._replica, backend._replica_group, worker.context.device)
-    return {name: grad.clone() for name, grad in whole}
+def gradients(rank: int, setup: Setup, pairs: list[tuple[Batch, Loss]]) -> dict[str, torch.Tensor]:
+    """Whole gradients, read off the move of the weights in one step without memory: any backend gives them so."""
+    worker = make_worker(rank, attrs.evolve(setup, optimizer=memoryless(1e5)))
+    before = parameters(worker)
+    worker.update(pairs)
+    config = worker.backend.optimizer_config
+    found = {}
+    for name, after in parameters(worker).items():
+        moved = before[name].double() - after.double()
+        found[name] = (moved * config.eps / (config.lr - moved.abs())).float()
+    return found
 
 
 def train(rank: int, world: int, setup: Setup, pairs: list[tuple[Batch, Loss]], steps: int = 1) -> dict[str, Any]:
     """The gradients of the first step, metrics of all, and the parameters at the end."""
     worker = make_worker(rank, setup)
     local_pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
-    worker._losses(local_pairs, train=True)
-    grads = gradients(worker)
-    worker.backend.optimizer.clear()
+    grads = gradients(rank, setup, local_pairs)
     found = [worker.update(local_pairs) for _ in range(steps)]
     return {"grads": grads, "metrics": found, "parameters": parameters(worker), "version": worker.backend.version}
 
@@ -155,8 +160,11 @@ def load_and_train(rank: int, world: int, setup: Setup, pairs: list, folder: str
         worker.update(pairs)  # what was there before must not matter
     worker.load(folder)
     loaded = parameters(worker)
-    state = worker.backend.optimizer.state() if setup.optimizer else {}
-    moments = {n: local(t).abs().sum().item() for n, t in state.items()}
+    moments = {
+        f"{part.entry} {part.box}": part.values.abs().sum().item()
+        for part in worker.backend._state()
+        if part.entry.startswith("optimizer.")
+    }
     for _ in range(more):
         worker.update(pairs)
     return {"loaded": loaded, "end": parameters(worker), "moments": moments, "version": worker.backend.version}
@@ -266,3 +274,14 @@ def broken_transfer(rank: int, world: int, setup: Setup, batch: Batch, loss: Los
     made = ask.join(worker.generate(ask, sampling, seed=1))
     again = worker.logprobs(made, {"logprobs": "x"})["x"].values
     return {"said": said, "worst": float((again - made["rollout_logprobs"].values).abs().max())}
+
+
+def step_without(rank: int, world: int, setup: Setup, pairs: list, patch: str) -> None:
+    """A build and a step of Megatron without one of its patches for the CPU."""
+    import functools
+
+    from hybridflow.backends.megatron import backend
+
+    backend.on_cpu = functools.partial(backend.on_cpu, without=[patch])
+    worker = make_worker(rank, setup)
+    worker.update([(mine(worker, batch, loss.unit), loss) for batch, loss in pairs])

@@ -19,6 +19,9 @@ MODELS = {
     "llama-tied": ("llama", True, 68),
     "qwen2-odd": ("qwen2", True, 67),  # a vocabulary that no number of ranks divides
     "llama-odd": ("llama", False, 67),
+    "qwen2-deep": ("qwen2", True, 67),  # four layers, which pipelines divide
+    "llama-deep": ("llama", False, 67),
+    "qwen2-wide": ("qwen2", True, 67),  # heads of 32, the least that vLLM takes on a CPU
 }
 
 
@@ -27,7 +30,8 @@ def write_model(path: Path, name: str, kind: str) -> str:
 
     model_type, tied, vocab = MODELS[name]
     config = AutoConfig.for_model(
-        model_type, vocab_size=vocab, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+        model_type, vocab_size=vocab, hidden_size=128 if "wide" in name else 64, intermediate_size=176, num_attention_heads=4,
+        num_hidden_layers=4 if "deep" in name else 2,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=tied, pad_token_id=0,
     )  # fmt: skip
     if kind != "policy":
@@ -100,6 +104,18 @@ class Blend(Loss):
             Term("entropy", outputs["entropy"].detach(), weight=0.0),
             Term("largest", outputs["logprobs"], how="max", weight=0.0),
         ]
+
+
+class ReplayedPPO(Loss):
+    """PPO's clipped loss on rollouts that are there already."""
+
+    reads = ("old_logprobs", "advantages")
+
+    def __call__(self, batch, outputs):
+        from hybridflow.algorithms.functional import policy_ratio_loss
+
+        value = policy_ratio_loss(outputs["logprobs"], batch["old_logprobs"], batch["advantages"], 0.2, 0.2)
+        return Term("ppo", value)
 
 
 class PairLoss(Loss):

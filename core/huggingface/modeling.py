@@ -69,6 +69,13 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
     return model, config
 
 
+def ties_of(role: RoleModel) -> dict[str, str]:
+    """Canonical name -> the name whose parameter it shares."""
+    kept = {id(p): name for name, p in role.hf.named_parameters()}
+    every = role.hf.named_parameters(remove_duplicate=False)
+    return {name: kept[id(p)] for name, p in every if name != kept[id(p)]}
+
+
 class RoleModel(nn.Module):
     """Calls the trunk on right-padded rows and the head on the positions that are needed, and on no other.
 

@@ -1,0 +1,24 @@
+"""Configuration of the Megatron training backend."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class MegatronConfig:
+    """Megatron-Core's GPTModel (arXiv:1909.08053, 2104.04473) with its distributed optimizer."""
+
+    precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
+    """fp32: everything in float32. bf16: weights and compute in bfloat16; a trained role's masters and gradients are
+    float32, masters and moments spread over dp."""
+    sequence_parallel: bool = False
+    """With tp > 1: norms and what lies between the parallel matrices work on 1/tp of the tokens (arXiv:2205.05198)."""
+    virtual_stages: int = attrs.field(default=1, validator=attrs.validators.ge(1))
+    """Chunks of layers per pipeline stage, interleaved (arXiv:2104.04473); above 1 it needs pp > 1."""
+    recompute: bool = False
+    """Recompute each layer's activations in the backward: memory for about a third more time."""
+    packing: bool = False
+    """Rows of a micro-batch stand one behind the other, without padding, and do not see each other."""
+    vocab_multiple: int = attrs.field(default=128, validator=attrs.validators.ge(1))
+    """Each tp rank's part of the vocabulary is padded to a multiple of this."""

@@ -1,0 +1,51 @@
+"""Megatron and DeepSpeed over ranks, against single-process Hugging Face: what tests/backends/fsdp asks of FSDP2."""
+
+from __future__ import annotations
+
+import pytest
+from training_check import check
+from training_jobs import Setup
+from training_reference import Blend
+
+from hybridflow.backends.deepspeed.config import DeepSpeedConfig
+from hybridflow.backends.megatron.config import MegatronConfig
+from hybridflow.core.parallel import ParallelLayout
+
+FOUR_LAYERS = "qwen2-deep"
+
+
+def megatron(layout: ParallelLayout, **config) -> Setup:
+    pytest.importorskip("megatron.core")
+    return Setup("", layout=layout, backend="megatron", config=MegatronConfig(**config))
+
+
+def deepspeed(stage: int, dp: int, **config) -> Setup:
+    pytest.importorskip("deepspeed")
+    return Setup("", layout=ParallelLayout(dp=dp), backend="deepspeed", config=DeepSpeedConfig(stage=stage, **config))
+
+
+MEGATRON = {
+    "tp2": (ParallelLayout(tp=2), {}),
+    "pp2": (ParallelLayout(pp=2), {}),
+    "dp2": (ParallelLayout(dp=2), {}),
+    "tp2 pp2": (ParallelLayout(tp=2, pp=2), {}),
+    "pp2 virtual 2": (ParallelLayout(pp=2), {"virtual_stages": 2}),
+    "tp2 sequence parallel": (ParallelLayout(tp=2), {"sequence_parallel": True}),
+    "tp2 pp2 sequence parallel, packed": (ParallelLayout(tp=2, pp=2), {"sequence_parallel": True, "packing": True}),
+    "tp2 recompute, packed": (ParallelLayout(tp=2), {"recompute": True, "packing": True, "vocab_multiple": 1}),
+    "tp2 pp2 dp2": (ParallelLayout(tp=2, pp=2, dp=2), {}),
+    "tp2 pp2 dp2, Megatron's order": (ParallelLayout(tp=2, pp=2, dp=2, order="tp-cp-dp-pp"), {"vocab_multiple": 4}),
+}
+
+
+@pytest.mark.parametrize("name", ["qwen2-deep", "llama-deep"])
+@pytest.mark.parametrize("case", MEGATRON.values(), ids=MEGATRON.keys())
+def test_megatron_trains_as_hugging_face_does(ranks, folder, name, case):
+    layout, config = case
+    check(ranks, folder, name, megatron(layout, **config), Blend())
+
+
+@pytest.mark.parametrize(("stage", "dp"), [(1, 2), (2, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize("name", ["qwen2-odd", "llama-odd"])
+def test_deepspeed_trains_as_hugging_face_does(ranks, folder, name, stage, dp):
+    check(ranks, folder, name, deepspeed(stage, dp), Blend())
