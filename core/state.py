@@ -116,7 +116,7 @@ def _planners() -> tuple[type, type]:
         def create_local_plan(self) -> Any:
             items = []
             for (entry, _), part in self.parts.items():
-                saved = self.metadata.state_dict_metadata.get(entry)
+                saved = self.metadata.state_dict_metadata.get(entry) if self.metadata is not None else None
                 if not isinstance(saved, TensorStorageMetadata):
                     raise ValueError(f"it has no {entry}")
                 if tuple(saved.size) != part.shape:

@@ -50,7 +50,7 @@ class DeepSpeedBackend(TrainingBackend):
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
         self._ties = ties_of(self.module)
-        self._named = {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
+        self._named: dict[str, Any] = {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
         self._shapes = {name: tuple(p.shape) for name, p in self._named.items()}
         self._sharded = config.stage == 3
         self.engine: Any = None
@@ -67,7 +67,12 @@ class DeepSpeedBackend(TrainingBackend):
         deepspeed = _deepspeed(self.context.device)
         optimizer, wanted = None, self.optimizer_config
         if wanted is not None:
-            options = {"lr": wanted.lr, "betas": wanted.betas, "eps": wanted.eps, "weight_decay": wanted.weight_decay}
+            options: dict[str, Any] = {
+                "lr": wanted.lr,
+                "betas": wanted.betas,
+                "eps": wanted.eps,
+                "weight_decay": wanted.weight_decay,
+            }
             if self.config.adam == "cpu":
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
 

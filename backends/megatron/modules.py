@@ -25,7 +25,7 @@ class Norm(torch.nn.RMSNorm):
 
     def __init__(self, config, hidden_size, eps=1e-5, **unused):
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is summed over tp then
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  its gradient is summed over tp then
 
 
 class Attention(MegatronModule):

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hybridflow.core.huggingface import modeling
 from hybridflow.core.huggingface.modeling import pick, spread
@@ -73,10 +73,15 @@ class VocabularyHead:
         if len(states) <= size:
             return piece(states, targets, topk_ids)
         cuts = [slice(start, start + size) for start in range(0, len(states), size)]
-        found = [
-            checkpoint(piece, states[c], targets[c], topk_ids if topk_ids is None else topk_ids[c], use_reentrant=False)
-            for c in cuts
-        ]
+        with set_checkpoint_early_stop(
+            False
+        ):  # a rank that has padding alone needs less, and would leave the others waiting
+            found = [
+                checkpoint(
+                    piece, states[c], targets[c], topk_ids if topk_ids is None else topk_ids[c], use_reentrant=False
+                )
+                for c in cuts
+            ]
         return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
     def outputs(

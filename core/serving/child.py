@@ -116,7 +116,8 @@ class Child:
                 self.stepper.add(request)
             except HybridFlowError as error:
                 self.say("error", str(error))
-                self.say("done", Completion(request.id, *request.prefix(), "abort"))
+                ids, logprobs, versions = request.prefix()
+                self.say("done", Completion(request.id, ids, logprobs, versions, "abort"))
 
     def on_abort(self, ids: Any) -> None:
         self.stepper.abort(ids)

@@ -111,13 +111,14 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.THREE_D, reads=BASE)
     def values(self, batch: Batch, column: str) -> Batch:
-        return Batch({column: self._forward(batch, ["values"])["values"]})
+        return _renamed(self._forward(batch, ["values"]), column)
 
     @register(Protocol.THREE_D, reads=BASE)
     def score(self, batch: Batch, column: str) -> Batch:
-        return Batch({column: self._forward(batch, ["scores"])["scores"]})
+        return _renamed(self._forward(batch, ["scores"]), column)
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
+        """Nothing on a stage that is not the last: its result does not count."""
         check_needs(self.role.model.kind, needs)
         prompts, responses, device = batch["prompt_ids"], batch["response_ids"], self.context.device
         assert prompts.lengths is not None and responses.lengths is not None
@@ -127,7 +128,7 @@ class ModelWorker(PoolMember):
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         with self._resident() as backend:
             outputs = backend.forward(micros, needs, self.role.temperature)
-        if not outputs[0]:  # not the last stage: its result does not count
+        if not outputs[0]:
             return {}
         return {name: _column([o[name] for o in outputs], plan, responses.lengths) for name in _output_names(needs)}
 
@@ -309,6 +310,11 @@ def row_seed(seed: int, sample: int) -> int:
     """The seed of one sequence: from the run's seed and the sample's number, so not from ranks or batches."""
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def _renamed(outputs: dict[str, Column], column: str) -> Batch:
+    """The one output that was asked for, where this rank has it."""
+    return Batch(dict(zip([column] * len(outputs), outputs.values(), strict=True)))
 
 
 def _output_names(needs: Sequence[str]) -> list[str]:
