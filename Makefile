@@ -1,6 +1,7 @@
 # make demo   set up .venv and run the main job       make test   set up .venv and run the tests
 # make check  lint, types, import contracts            make docs   build the documentation
-# make test-engines  the engines that pin their own torch, in an environment of their own
+# make test-engines  engines and training backends with pins of their own, in an environment of their own
+# make matrix  each training backend with each rollout engine
 # make bench  every benchmark, beside its peers        make clean  remove what these made
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
@@ -33,6 +34,9 @@ test: $(VENV)/.done
 test-engines: .venv-engines/.done
 	.venv-engines/bin/python -m pytest tests/engines
 
+matrix: .venv-engines/.done
+	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest tests/engines/test_combinations.py -v
+
 # Types and import contracts are checked on an installed copy: tools do not follow the editable install's mapping.
 check: $(VENV)/.done
 	$(PY) -m ruff format --check .
@@ -64,4 +68,4 @@ bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines check docs bench clean
+.PHONY: demo test test-engines matrix check docs bench clean
