@@ -155,8 +155,9 @@ class CopiedShards(FSDPBackend):
 class ForgetsItsMoments(FSDPBackend):
     def load(self, folder):
         super().load(folder)
-        for moments in self.optimizer.state().values():
-            moments.zero_()
+        for moments in self.optimizer.moments().values():
+            for values in moments.values():
+                values.zero_()
 
 
 class LoadsNothingQuietly(FSDPBackend):
