@@ -31,6 +31,17 @@ def unequal(worker: ModelWorker) -> list[str]:
     return wrong
 
 
+def lacking(worker: ModelWorker) -> int:
+    """Bytes of the engine's shard that the training shard of this rank does not have, in float32."""
+    mine, total = worker.backend.layout().held[worker.context.rank], 0
+    for name, boxes in worker.engine.layout().held[worker.context.rank].items():
+        rest = list(boxes)
+        for own in mine.get(name, ()):
+            rest = [part for box in rest for part in box.minus(own)]
+        total += sum(box.numel for box in rest) * 4
+    return total
+
+
 def train_and_sync(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int) -> dict[str, Any]:
     worker = make_worker(rank, setup)
     ask, found = request(batch), {"wrong": [], "tokens": [], "worst": 0.0, "versions": set(), "seen": set()}
@@ -49,7 +60,7 @@ def train_and_sync(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
     found["planned"] = (plan.bytes_received[rank], plan.bytes_sent[rank])
     found["moved"] = (moved.bytes_received, moved.bytes_sent)
     found["buffers"] = moved.peak_buffer_bytes
-    found["parameters"] = parameters(worker)
+    found["lacking"], found["parameters"] = lacking(worker), parameters(worker)
     worker.close()
     return found
 
