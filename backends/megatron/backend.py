@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from hybridflow.backends.megatron.cpu import on_cpu
+from hybridflow.backends.megatron.cpu import no_warnings_of_what_is_meant, on_cpu
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.state import MOMENTS, StatePart, flat_parts, load_state, save_state
@@ -53,6 +53,7 @@ class MegatronBackend(TrainingBackend):
         """Raises ModelError for a model that Megatron does not have, or whose sizes the layout does not divide."""
         if not dist.is_initialized():
             raise RuntimeError("backend megatron needs torch.distributed, which every runtime sets up")
+        no_warnings_of_what_is_meant()
         with on_cpu(self.context.device):
             self._build()
 

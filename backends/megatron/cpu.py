@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -47,6 +49,19 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "tensors are made on the GPU by name": _CudaIsCpu,
 }
 """Why -> the patch; tests/engines/test_megatron.py shows of each that it is needed."""
+
+
+EXPECTED = (
+    "Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf", "When using async grad allreduce",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated", "`torch.distributed.all_gather_into_tensor` is deprecated",
+)  # fmt: skip
+
+
+def no_warnings_of_what_is_meant() -> None:
+    """Each rank would print these of Megatron's local layers and of its calls to torch; no user can do anything about them."""
+    for said in EXPECTED:
+        warnings.filterwarnings("ignore", re.escape(said))
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, backend):
         os.kill(ranks[1], signal.SIGKILL)
         code = run.wait(60)
     text = (tmp_path / "out.txt").read_text()
-    assert code == 1 and "is gone" in text and "role 'actor'" in text, text
+    assert code == 1 and "is gone" in text and "phase '" in text and "rank 1" in text, text
     while marked(mark, "ray::HostActor") and time.monotonic() < killed + 60:
         time.sleep(0.2)
     assert not marked(mark, "ray::HostActor")
