@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridflow.backends.ray import reaper
 from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.core.errors import HybridFlowError, WorkerDied
@@ -64,6 +66,7 @@ class RayRuntime(Runtime):
         self._groups: list[Any] = []
         self._owns_ray = False
         self._local = False
+        self._reaper: subprocess.Popen | None = None
 
     def start(self) -> None:
         keep_freed_memory()
@@ -75,8 +78,6 @@ class RayRuntime(Runtime):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
         if self._local:
-            # When the controller is killed, Ray's agents tell its head of it for so long before they end; it is gone too.
-            os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
             options |= {"resources": {LOCAL_RESOURCE: 10_000}, "include_dashboard": self.config.dashboard}
             options |= {"dashboard_host": "127.0.0.1", "_temp_dir": self.config.temp_dir}
             if self.config.object_store_gb is not None:
@@ -91,6 +92,9 @@ class RayRuntime(Runtime):
                 f"could not reach {where}: {error}; check runtime.address and `ray status`"
             ) from error
         self._owns_ray = True
+        if self._local:
+            command = [sys.executable, "-I", reaper.__file__, str(os.getpid())]
+            self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
         group = self._place(pool, device)
@@ -249,5 +253,9 @@ class RayRuntime(Runtime):
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
+            if self._reaper is not None and self._reaper.stdin is not None:
+                self._reaper.stdin.close()
+                self._reaper.wait()
+                self._reaper = None
         else:
             time.sleep(0.1)  # let the kills go out before the caller launches again
