@@ -153,7 +153,7 @@ class TrainingBackend(ABC):
     ) -> None:
         """Add the gradients of the sum of the losses over micro-batches and dp ranks to those already there.
 
-        `loss` may return a number without gradients (all weights 0); the ranks' backwards still meet.
+        What `loss` returns has gradients, of dummies and where all weights are 0 too: the ranks' backwards must meet.
         """
 
     @abstractmethod

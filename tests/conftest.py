@@ -15,6 +15,7 @@ Tests that start `hybridflow` as a command get a Ray of their own, as users do.
 from __future__ import annotations
 
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -36,6 +37,15 @@ def ray_cluster():
     owner.start()
     yield owner
     owner.shutdown()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group_is_left():
+    """One rank is the test's own process: its group must not meet the tests of other files."""
+    yield
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

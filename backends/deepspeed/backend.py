@@ -126,8 +126,6 @@ class DeepSpeedBackend(TrainingBackend):
         for at, micro in enumerate(micros):
             outputs: Mapping[str, torch.Tensor] = self.engine(micro, needs, temperature)
             share = loss(at, outputs)
-            if not share.requires_grad:  # every term had weight 0; the ranks' backwards must still meet
-                share = sum((o.sum() * 0.0 for o in outputs.values()), share)
             # DeepSpeed averages over dp; the loss is a sum.
             self.engine.backward(share * self.context.layout.dp, scale_wrt_gas=False)
             self._has_gradients = True

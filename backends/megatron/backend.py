@@ -138,13 +138,7 @@ class MegatronBackend(TrainingBackend):
     def forward_backward(
         self, micros: Sequence[MicroBatch], needs: Sequence[str], loss: LossFunction, temperature: float = 1.0
     ) -> None:
-        def share(at: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            value = loss(at, outputs)
-            if not value.requires_grad:  # every term had weight 0; the ranks' backwards must still meet
-                value = sum((o.sum() * 0.0 for o in outputs.values()), value)
-            return value
-
-        self._run(micros, needs, temperature, share, forward_only=False)
+        self._run(micros, needs, temperature, loss, forward_only=False)
 
     def _run(
         self, micros: Sequence[MicroBatch], needs: Sequence[str], temperature: float, finish: Finish, forward_only: bool

@@ -71,7 +71,7 @@ class LossPart:
 
         def share(at: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             if self.micros[at].dummy:
-                return sum((o.sum() * 0.0 for o in outputs.values()), torch.zeros((), device=self.context.device))
+                return _nothing(outputs)
             rows = padded_rows(self.columns, self.plan[at], self.context.device)
             declared = {name: rows[name] for name in (*self.loss.reads, "loss_mask")}
             value, found = reduce_terms(
@@ -80,6 +80,8 @@ class LossPart:
             tally.extend(found)
             if "logprobs" in outputs and all(name in rows for name in MISMATCH):
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
+            if train and not value.requires_grad:  # every term had weight 0; the ranks' backwards must still meet
+                return value + _nothing(outputs)
             return value
 
         if train:
@@ -89,6 +91,11 @@ class LossPart:
                 for at, outputs in enumerate(backend.forward(self.micros, list(self.loss.needs), temperature)):
                     share(at, outputs)
         return tally
+
+
+def _nothing(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """0, with gradients that are 0."""
+    return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
 
 
 def agree(parts: Sequence[LossPart]) -> None:
