@@ -51,6 +51,9 @@ def check(ranks, folder, name, setup: Setup, loss, rows=7, steps=3, wide=1e-5):
         model, batch, loss, setup.kind, setup.optimizer, steps, setup.temperature
     )
     sources = [got[rank] for rank in output_ranks(setup.layout)]
+    evaluated = Metrics.merge([s["evaluated"] for s in sources]).values()
+    for term, value in {**terms[0], "loss": losses[0]}.items():
+        assert evaluated[term] == pytest.approx(value, rel=wide, abs=1e-6), term
     for step in range(steps):
         metrics = Metrics.merge([s["metrics"][step] for s in sources]).values()
         assert metrics["loss"] == pytest.approx(losses[step], rel=wide, abs=1e-6)

@@ -107,12 +107,14 @@ def gradients(rank: int, setup: Setup, pairs: list[tuple[Batch, Loss]]) -> dict[
 
 
 def train(rank: int, world: int, setup: Setup, pairs: list[tuple[Batch, Loss]], steps: int = 1) -> dict[str, Any]:
-    """The gradients of the first step, metrics of all, and the parameters at the end."""
+    """The metrics without an update, the gradients of the first step, metrics of all, and the parameters at the end."""
     worker = make_worker(rank, setup)
     local_pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
+    evaluated = worker.loss(local_pairs[0])
     grads = gradients(rank, setup, local_pairs)
     found = [worker.update(local_pairs) for _ in range(steps)]
-    return {"grads": grads, "metrics": found, "parameters": parameters(worker), "version": worker.backend.version}
+    found_at_end = {"parameters": parameters(worker), "version": worker.backend.version}
+    return {"evaluated": evaluated, "grads": grads, "metrics": found, **found_at_end}
 
 
 def evaluate(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> Metrics:

@@ -89,7 +89,8 @@ class LossPart:
         else:
             with torch.no_grad():
                 for at, outputs in enumerate(backend.forward(self.micros, list(self.loss.needs), temperature)):
-                    share(at, outputs)
+                    if outputs:  # only the last stage of a pipeline has them
+                        share(at, outputs)
         return tally
 
 
