@@ -15,7 +15,7 @@ import torch
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.model import ModelSpec
-from hybridflow.core.weights import Box, WeightLayout
+from hybridflow.core.weights import Box, Shard, WeightLayout
 
 
 def _positive(instance, attribute, value):
@@ -168,8 +168,11 @@ class TrainingBackend(ABC):
         """Which boxes of each canonical parameter each rank holds."""
 
     @abstractmethod
-    def named_shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """What this rank holds: canonical name, box, and a view of the storage."""
+    def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        """What this rank holds: canonical name, box, and a view of the storage. Every rank calls it, and reads to its end.
+
+        A LazyShard where what is held is not what an engine gets (adapters are merged).
+        """
 
     def adopt(self, name: str, storage: torch.Tensor) -> bool:
         """Keep a whole parameter in `storage` (a rollout engine's) from now on, with the values that it has here.

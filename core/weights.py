@@ -105,6 +105,20 @@ def _flat(origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int
         yield from inside(tail, 0, stop - tail * row)
 
 
+@attrs.frozen(eq=False)
+class LazyShard:
+    """A shard whose values are made whenever it is read, with the same bits each time: adapters that are merged, say."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+    def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
+        return self.make()[place]
+
+
+Shard = torch.Tensor | LazyShard
+
+
 @attrs.frozen
 class Param:
     """The whole of a parameter: its canonical shape and the dtype that this side stores."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import attrs
 
@@ -73,14 +73,21 @@ def section(title: str, cls: type, path: str, level: int = 3) -> Iterator[str]:
     said = re.sub(r"^\[\w+\]: ", "", " ".join((cls.__doc__ or "").split()))
     if said:
         yield escape(said[0].upper() + said[1:]) + "\n"
+    yield from settings(cls, path)
+    yield ""
+
+
+def settings(cls: type, path: str) -> Iterator[str]:
+    """A line per field; those of a table that may be left out follow it."""
     docs, hints = field_docs(cls), get_type_hints(cls)
     for field in attrs.fields(cls):
-        if field.init:
-            meaning = escape(" ".join(docs.get(field.name, "").split()))
-            yield f"* `{path}.{field.alias}` ({takes(field, hints[field.name])}; {default(field)})" + (
-                f": {meaning}" if meaning else ""
-            )
-    yield ""
+        if not field.init:
+            continue
+        meaning, key = escape(" ".join(docs.get(field.name, "").split())), f"{path}.{field.alias}"
+        yield f"* `{key}` ({takes(field, hints[field.name])}; {default(field)})" + (f": {meaning}" if meaning else "")
+        for inner in get_args(hints[field.name]):
+            if field.default is None and attrs.has(inner):
+                yield from settings(inner, key)
 
 
 def plugins(kind: str, path: str) -> Iterator[str]:

@@ -27,7 +27,7 @@ def step_like_torch(model, batch, loss, kind, optimizer: OptimizerConfig, steps,
         value, found = hf_loss(model, batch, loss, kind, temperature)
         value.backward()
         if not step:
-            grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)))
         adamw.step()
         losses.append(float(value.detach()))

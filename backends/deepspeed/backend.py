@@ -9,17 +9,22 @@ This module is imported to check a config, so what takes seconds to import is im
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.core.huggingface.config import lora_problems
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.resharding.layouts import zero3_layout
 from hybridflow.core.state import MOMENTS, StatePart, flat_parts, load_state, save_state
 from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.weights import Box, Param, Shard, WeightLayout
+
+if TYPE_CHECKING:
+    from hybridflow.core.huggingface.lora import Adapters
 
 
 class DeepSpeedBackend(TrainingBackend):
@@ -35,22 +40,30 @@ class DeepSpeedBackend(TrainingBackend):
                 "backend deepspeed: stage 1 in bf16 is another optimizer of DeepSpeed's, without ZeRO's gradient clearing on "
                 "overflow; set backend.stage to 2 or 3"
             )
-        return found
+        return found + lora_problems(config.lora)
 
     def build(self) -> None:
-        from hybridflow.core.huggingface.modeling import RoleModel, build_hf_model, ties_of
+        from hybridflow.core.huggingface.modeling import RoleModel, build_hf_model, canonical, ties_of
 
         context, config, trained = self.context, self.config, self.optimizer_config is not None
+        lora = config.lora if trained else None
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # DeepSpeed takes its float32 masters from the weights that it is given, so these begin in float32 ...
-        hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if trained else self._dtype)
+        masters = trained and lora is None
+        hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if masters else self._dtype)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
+        self._adapters: Adapters | None = None
+        if lora is not None:
+            from hybridflow.core.huggingface.lora import Adapters
+
+            self._adapters = Adapters(self.module, lora, self.model_spec.init_seed)
         if config.activation_checkpointing and trained:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
         self._ties = ties_of(self.module)
-        self._named: dict[str, Any] = {n.removeprefix("hf."): p for n, p in self.module.named_parameters()}
+        self._named: dict[str, Any] = {canonical(n): p for n, p in self.module.named_parameters()}
+        self._trained = [name for name, p in self._named.items() if p.requires_grad]
         self._shapes = {name: tuple(p.shape) for name, p in self._named.items()}
         self._sharded = config.stage == 3
         self.engine: Any = None
@@ -59,13 +72,14 @@ class DeepSpeedBackend(TrainingBackend):
             self.module.to(context.device)
             return
         cut = trained and self._dtype != torch.float32
-        masters = {n: p.detach().clone() for n, p in self._named.items()} if cut else {}
+        values = {n: self._named[n].detach().clone() for n in self._trained} if cut else {}
         self._initialize()
-        self._set_masters(masters)  # ... and get back what bfloat16 has cut off
+        self._set_masters(values)  # ... and get back what bfloat16 has cut off
 
     def _initialize(self) -> None:
         deepspeed = _deepspeed(self.context.device)
         optimizer, wanted = None, self.optimizer_config
+        learnt = [p for p in self.module.parameters() if p.requires_grad]
         if wanted is not None:
             options: dict[str, Any] = {
                 "lr": wanted.lr,
@@ -76,9 +90,9 @@ class DeepSpeedBackend(TrainingBackend):
             if self.config.adam == "cpu":
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-                optimizer = DeepSpeedCPUAdam(self.module.parameters(), adamw_mode=True, **options)
+                optimizer = DeepSpeedCPUAdam(learnt, adamw_mode=True, **options)
             else:
-                optimizer = torch.optim.AdamW(self.module.parameters(), fused=True, **options)
+                optimizer = torch.optim.AdamW(learnt, fused=True, **options)
         self.engine, *_ = deepspeed.initialize(
             model=self.module, optimizer=optimizer, config=self._settings(), dist_init_required=False
         )
@@ -146,48 +160,87 @@ class DeepSpeedBackend(TrainingBackend):
         return Metrics.of(grad_norm=norm, lr=lr)
 
     # Weights
+    def _model(self) -> dict[str, Any]:
+        """Without adapters."""
+        adapters = self._adapters.names if self._adapters is not None else ()
+        return {name: p for name, p in self._named.items() if name not in adapters}
+
     def layout(self) -> WeightLayout:
         world = self.context.layout.world
-        params = {name: Param(shape, self._dtype) for name, shape in self._shapes.items()}
+        params = {name: Param(self._shapes[name], self._dtype) for name in self._model()}
         if self._sharded:
             return zero3_layout(params, world, self._ties)
         held = {n: dict.fromkeys(range(world), (Box.full(p.shape),)) for n, p in params.items()}
         return WeightLayout.by_name(params, held, range(world), self._ties)
 
-    def named_shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        for name, parameter in self._named.items():
-            shape = self._shapes[name]
+    def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        adapters = self._whole_adapters()
+        for name, box, values in self._held(self._model()):
+            yield name, box, self._adapters.shard(name, box, values, adapters) if self._adapters else values
+
+    def _held(self, names: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Views of what this rank holds, without adapters' values."""
+        for name in names:
+            parameter, shape = self._named[name], self._shapes[name]
             if not self._sharded:
                 yield name, Box.full(shape), parameter.detach()
                 continue
             shard = parameter.ds_tensor.detach()
-            for _, _, box, at in self._flat(name, self.context.rank * shard.numel(), shard.numel()):
+            for box, at in self._boxes(name, self.context.rank, shard.numel()):
                 yield name, box, shard.narrow(0, at, box.numel).view(box.shape)
+
+    def _boxes(self, name: str, rank: int, length: int) -> Iterator[tuple[Box, int]]:
+        """Stage 3: what a rank's flat shard, `length` elements long, holds: boxes, and where they begin in it."""
+        return ((box, at) for _, _, box, at in self._flat(name, rank * length, length))
 
     def _flat(self, name: str, start: int, length: int) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
         """The boxes of elements start..start + length of a parameter, as flat_parts gives them."""
         shape = self._shapes[name]
         return flat_parts([(name, shape, Box.full(shape), 0)], start, start + length)
 
+    def _whole_adapters(self) -> dict[str, torch.Tensor]:
+        """Their values on every rank. Collective where there are any."""
+        if self._adapters is None:
+            return {}
+        return {name: whole.clone() for name, whole in self._whole(sorted(self._adapters.names))}
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        adapters = self._whole_adapters()
+        for name, whole in self._whole(self._model()):
+            yield name, self._merged(name, whole, adapters)
+
+    def _merged(self, name: str, whole: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """With its adapters, box by box as the ranks hold it: the bits that engines get."""
+        if self._adapters is None or name not in self._adapters.of:
+            return whole
         if not self._sharded:
-            yield from ((name, p.detach()) for name, p in self._named.items())
+            return self._adapters.merged(name, Box.full(whole.shape), whole, adapters)
+        made, length = whole.clone(), self._named[name].ds_tensor.numel()
+        for rank in range(self.context.layout.world):
+            for box, _ in self._boxes(name, rank, length):
+                made[box.slices()] = self._adapters.merged(name, box, whole[box.slices()], adapters)
+        return made
+
+    def _whole(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        if not self._sharded:
+            yield from ((name, self._named[name].detach()) for name in names)
             return
         import deepspeed
 
-        for name, parameter in self._named.items():
+        for name in names:
+            parameter = self._named[name]
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach()
 
     # Files
     def _state(self) -> Iterator[StatePart]:
-        """Masters and moments that this rank has; of a frozen role the weights."""
+        """Masters and moments that this rank has of what is trained; of a frozen role the weights."""
         if self.optimizer_config is None:
-            for name, box, values in self.named_shards():
+            for name, box, values in self._held(self._named):
                 yield StatePart(f"model.{name}", self._shapes[name], box, values)
             return
-        for name, parameter in self._named.items():
-            for entry, start, values in self._kept(name, parameter):
+        for name in self._trained:
+            for entry, start, values in self._kept(name, self._named[name]):
                 for _, shape, box, at in self._flat(name, start, values.numel()):
                     yield StatePart(f"{entry}.{name}", shape, box, values.narrow(0, at, box.numel))
 
@@ -227,12 +280,12 @@ class DeepSpeedBackend(TrainingBackend):
         if self._sharded:
             self._weights_from_masters()
         else:
-            whole = [StatePart(f"model.{n}", self._shapes[n], b, values) for n, b, values in self.named_shards()]
+            whole = [StatePart(f"model.{n}", self._shapes[n], b, values) for n, b, values in self._held(self._trained)]
             load_state(whole, folder, self.context.role)
 
     def _weights_from_masters(self) -> None:
         """Stage 3: the compute weights of this rank, and those that are kept whole."""
-        for parameter in self._named.values():
+        for parameter in (self._named[name] for name in self._trained):
             group, at, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
             masters = self.zero.fp32_partitioned_groups_flat[group].detach().narrow(0, at, length)
             parameter.ds_tensor.detach()[:length].copy_(masters)
@@ -252,7 +305,10 @@ class DeepSpeedBackend(TrainingBackend):
 
         hf = self.module.hf
         generation = getattr(hf, "generation_config", None)
-        export_role(self.full_parameters(), type(hf), self._hf_config, generation, folder, self._dtype, self.context)
+        more = partial(self._adapters.export, self._whole_adapters(), folder / "adapter") if self._adapters else None
+        export_role(
+            self.full_parameters(), type(hf), self._hf_config, generation, folder, self._dtype, self.context, more
+        )
 
     # Memory
     def offload(self) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import attrs
 
+from hybridflow.core.huggingface.config import LoRAConfig
+
 
 @attrs.frozen
 class DeepSpeedConfig:
@@ -31,6 +33,8 @@ class DeepSpeedConfig:
     """Stage 3: parameters of fewer elements are kept whole on every rank."""
     overlap: bool = True
     """Reduce gradients while the backward goes on (GPUs)."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters instead of the model's own weights; needs peft."""
     zero: dict[str, Any] = attrs.field(factory=dict)
     """More settings of DeepSpeed's "zero_optimization", as its own documentation names them."""
 

@@ -8,19 +8,23 @@ This module is imported to check a config, so what takes seconds to import is im
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
+from hybridflow.core.huggingface.config import lora_problems
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.state import StatePart, load_state, save_state
 from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.weights import Box, Param, Shard, WeightLayout
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+    from hybridflow.core.huggingface.lora import Adapters
 
 
 class FSDPBackend(TrainingBackend):
@@ -33,7 +37,9 @@ class FSDPBackend(TrainingBackend):
             found.append(f"backend fsdp has the axes dp and tp; got {layout}: set pp, cp and ep to 1")
         if layout.dp % config.replicas:
             found.append(f"backend.replicas must divide dp, got replicas {config.replicas} and dp {layout.dp}")
-        return found
+        if config.lora is not None and layout.tp > 1:
+            found.append(f"backend fsdp: lora needs tp 1, got {layout}: set layout.tp = 1, or leave backend.lora out")
+        return found + lora_problems(config.lora)
 
     def build(self) -> None:
         from hybridflow.backends.fsdp import sharding
@@ -41,10 +47,16 @@ class FSDPBackend(TrainingBackend):
         from hybridflow.core.huggingface.modeling import RoleModel, build_hf_model, ties_of
 
         context, config, trained = self.context, self.config, self.optimizer_config is not None
-        bf16 = config.precision == "bf16"
-        hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if trained or not bf16 else torch.bfloat16)
+        bf16, lora = config.precision == "bf16", config.lora if trained else None
+        masters = trained and lora is None
+        hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if masters or not bf16 else torch.bfloat16)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
+        self._adapters: Adapters | None = None
+        if lora is not None:
+            from hybridflow.core.huggingface.lora import Adapters
+
+            self._adapters = Adapters(self.module, lora, self.model_spec.init_seed)
         if config.activation_checkpointing and trained:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
@@ -63,17 +75,26 @@ class FSDPBackend(TrainingBackend):
             for layer in getattr(hf.base_model, "layers", []):
                 layer.compile()
         self.parameters = dict(self._canonical())
+        self._trained = {name for name, p in self.parameters.items() if p.requires_grad}
         self._boxes = {name: sharding.boxes_of(p, layout, config.replicas) for name, p in self.parameters.items()}
         self._replica, self._replica_group = sharding.replica_group(layout, config.replicas, context.rank)
         self.optimizer = None
         if self.optimizer_config is not None:
-            held = {n: sharding.copies(p, layout, config.replicas) for n, p in self.parameters.items()}
-            self.optimizer = ShardedAdamW(self.parameters, held, self.optimizer_config)
+            learnt = {n: p for n, p in self.parameters.items() if n in self._trained}
+            held = {n: sharding.copies(p, layout, config.replicas) for n, p in learnt.items()}
+            self.optimizer = ShardedAdamW(learnt, held, self.optimizer_config)
 
     def _canonical(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters under the names of the exported safetensors; tied ones once."""
+        """Parameters under the names of the exported safetensors, tied ones once; and adapters."""
+        from hybridflow.core.huggingface.modeling import canonical
+
         for name, parameter in self.module.named_parameters():
-            yield name.removeprefix("hf."), parameter
+            yield canonical(name), parameter
+
+    def _model(self) -> dict[str, torch.nn.Parameter]:
+        """Without adapters."""
+        adapters = self._adapters.names if self._adapters is not None else ()
+        return {name: p for name, p in self.parameters.items() if name not in adapters}
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank holds of it."""
@@ -128,22 +149,32 @@ class FSDPBackend(TrainingBackend):
     def layout(self) -> WeightLayout:
         held: dict[int, dict[str, tuple[Box, ...]]] = {rank: {} for rank in range(self.context.layout.world)}
         params = {}
-        for name, p in self.parameters.items():
+        for name, p in self._model().items():
             params[name] = Param(tuple(p.shape), p.dtype)
             for rank, box in self._boxes[name].items():
                 held[rank][name] = (box,) if box.numel else ()
         return WeightLayout(params, held, self._ties)
 
-    def named_shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        for name, parameter in self.parameters.items():
-            box = self._boxes[name][self.context.rank]
+    def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        adapters = self._whole_adapters()
+        for name, parameter in self._model().items():
+            box, values = self._boxes[name][self.context.rank], self._local(parameter)
             if box.numel:
-                yield name, box, self._local(parameter)
+                yield name, box, self._adapters.shard(name, box, values, adapters) if self._adapters else values
+
+    def _whole_adapters(self) -> dict[str, torch.Tensor]:
+        """Their values on every rank. Collective where there are any."""
+        if self._adapters is None:
+            return {}
+        mine = {name: p for name, p in self.parameters.items() if name in self._adapters.names}
+        return {name: whole.clone() for name, whole in self._gather(mine, {})}
 
     @torch.no_grad()
     def adopt(self, name: str, storage: torch.Tensor) -> bool:
         parameter = self.parameters.get(name)
         if parameter is None or self._gathered:  # FSDP's storage is its own
+            return False
+        if self._adapters is not None and name in self._adapters.of:  # the engine gets merged values
             return False
         if (parameter.dtype, parameter.shape, parameter.device) != (storage.dtype, storage.shape, storage.device):
             return False
@@ -154,18 +185,32 @@ class FSDPBackend(TrainingBackend):
         return True
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        device = self.context.device
+        yield from self._gather(self._model(), self._whole_adapters())
+
+    def _gather(
+        self, parameters: Mapping[str, torch.nn.Parameter], adapters: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole parameters, with their adapters merged as shards of this layout are."""
+
+        def pieces() -> Iterator[Piece]:
+            for name, p in parameters.items():
+                local = self._local(p)
+                if adapters and self._adapters is not None:
+                    local = self._adapters.merged(name, self._boxes[name][self.context.rank], local, adapters)
+                yield Piece(name, tuple(p.shape), local, self._boxes[name])
+
         if self.context.layout.world == 1:
-            for name, p in self.parameters.items():
-                yield name, self._local(p).to(device)
+            yield from ((piece.name, piece.local.to(self.context.device)) for piece in pieces())
             return
-        pieces = [Piece(n, tuple(p.shape), self._local(p), self._boxes[n]) for n, p in self.parameters.items()]
-        yield from whole_parameters(pieces, self._replica, self._replica_group, device)
+        yield from whole_parameters(pieces(), self._replica, self._replica_group, self.context.device)
 
     # Files
     def _state(self) -> Iterator[StatePart]:
+        """Of LoRA what is trained alone: the rest is in the model's own folder."""
         rank, moments = self.context.rank, self.optimizer.moments() if self.optimizer is not None else {}
         for name, parameter in self.parameters.items():
+            if self._adapters is not None and name not in self._trained:
+                continue
             shape, box = tuple(parameter.shape), self._boxes[name][rank]
             yield StatePart(f"model.{name}", shape, box, self._local(parameter))
             for moment, values in moments.get(name, {}).items():
@@ -185,7 +230,8 @@ class FSDPBackend(TrainingBackend):
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         hf = self.module.hf
         generation = getattr(hf, "generation_config", None)
-        export_role(self.full_parameters(), type(hf), self._hf_config, generation, folder, dtype, self.context)
+        more = partial(self._adapters.export, self._whole_adapters(), folder / "adapter") if self._adapters else None
+        export_role(self.full_parameters(), type(hf), self._hf_config, generation, folder, dtype, self.context, more)
 
     # Memory
     def offload(self) -> None:

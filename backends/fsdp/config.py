@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from hybridflow.core.huggingface.config import LoRAConfig
+
 
 @attrs.frozen
 class FSDPConfig:
@@ -25,3 +27,5 @@ class FSDPConfig:
     each wrapped layer costs about 1 ms per forward and backward."""
     compile: bool = False
     """torch.compile of each decoder layer."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters instead of the model's own weights; needs peft, and tp 1."""

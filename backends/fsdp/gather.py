@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -25,7 +25,7 @@ class Piece:
 
 
 def whole_parameters(
-    pieces: Sequence[Piece], ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
+    pieces: Iterable[Piece], ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) in order, on every rank of `group`, which are `ranks` in order and hold all elements together.
 
@@ -60,7 +60,7 @@ def _exchange(bucket: Sequence[Piece], ranks: Sequence[int], group, device: torc
     return list(received.view(len(ranks), length).unbind())
 
 
-def _buckets(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Runs of one dtype of up to BUCKET_BYTES (whole), or one larger parameter."""
     bucket: list[Piece] = []
     held = 0

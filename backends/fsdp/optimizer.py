@@ -29,7 +29,7 @@ class ShardedAdamW:
 
     def relink(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """The storage of these parameters has moved (to another device, say): follow it, with the moments."""
-        self.parameters |= parameters
+        self.parameters |= {name: p for name, p in parameters.items() if name in self.copies}
         for name in parameters.keys() & self.shards.keys():
             shard = self.shards[name]
             shard.data = local(parameters[name].detach())

@@ -6,6 +6,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES: dict[str, Any] = {
     "axes": "dp, tp",
+    "lora": True,
     "models": "policy, value, score",
     "offload": True,
     "precision": "fp32, bf16",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ from hybridflow.core.worker import RankContext
 
 def export_role(
     parameters: Iterable[tuple[str, torch.Tensor]], hf: type, config: Any, generation: Any, folder: Path,
-    dtype: torch.dtype, context: RankContext,
+    dtype: torch.dtype, context: RankContext, more: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """config.json, generation_config.json (of `generation`, if not None) and model*.safetensors, written by rank 0; loads
     with AutoModel.from_pretrained.
 
     parameters: (canonical name, whole tensor), read to its end on every rank; hf: the model's class; config: its
-    PretrainedConfig. Collective.
+    PretrainedConfig; more: called on rank 0, writes what else belongs into the folder. Collective.
     """
     tensors = {}
     for name, whole in parameters:
@@ -30,6 +30,8 @@ def export_role(
     try:
         if context.rank == 0:
             _write(hf, config, generation, tensors, folder)
+            if more is not None:
+                more()
     finally:
         if context.world_size > 1:
             dist.barrier()

@@ -69,10 +69,19 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
     return model, config
 
 
+ADAPTER = "default"
+"""peft's name of an adapter that has no other."""
+
+
+def canonical(name: str) -> str:
+    """A parameter's name without what RoleModel and peft put into it."""
+    return name.removeprefix("hf.").replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+
+
 def ties_of(role: RoleModel) -> dict[str, str]:
     """Canonical name -> the name whose parameter it shares."""
-    kept = {id(p): name for name, p in role.hf.named_parameters()}
-    every = role.hf.named_parameters(remove_duplicate=False)
+    kept = {id(p): canonical(name) for name, p in role.hf.named_parameters()}
+    every = [(canonical(name), p) for name, p in role.hf.named_parameters(remove_duplicate=False)]
     return {name: kept[id(p)] for name, p in every if name != kept[id(p)]}
 
 

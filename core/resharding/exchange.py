@@ -11,7 +11,7 @@ import torch
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
 from hybridflow.core.resharding.rounds import IN_FLIGHT, Message, RankRound, plan_rounds, rank_rounds
 from hybridflow.core.resharding.transport import Pending, Transport
-from hybridflow.core.weights import Box
+from hybridflow.core.weights import Box, Shard
 
 Read = Callable[[str, Box], torch.Tensor]
 """(source name, box) -> the values, a view where possible; they may have any dtype and strides."""
@@ -124,13 +124,16 @@ class Exchange:
 class Shards:
     """A rank's source storage: finds the values of a box among the boxes it holds."""
 
-    def __init__(self, shards: Iterable[tuple[str, Box, torch.Tensor]]):
-        self._of: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    def __init__(self, shards: Iterable[tuple[str, Box, Shard]]):
+        self._of: dict[str, list[tuple[Box, Shard]]] = {}
         for name, box, view in shards:
             self._of.setdefault(name, []).append((box, view))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A view. Raises ReshardError for a box that does not lie within one of those held."""
+        """A view, or of a LazyShard a part of what it makes.
+
+        Raises ReshardError for a box that does not lie within one of those held.
+        """
         for own, view in self._of.get(name, ()):
             if box.intersect(own) == box:
                 return view[box.within(own)]
