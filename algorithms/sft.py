@@ -24,8 +24,11 @@ class SFTConfig:
 class NextTokenLoss(Loss):
     """-log p of each response token, mean over all tokens of the batch."""
 
+    def __init__(self, weight: float = 1.0):
+        self.weight = weight
+
     def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> Term:
-        return Term("nll", -outputs["logprobs"])
+        return Term("nll", -outputs["logprobs"], weight=self.weight)
 
 
 class SFT(Algorithm):

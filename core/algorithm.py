@@ -49,7 +49,7 @@ class Algorithm(ABC):
 
     Config: ClassVar[type]
     data_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that its data must bring beside prompts: ("response_ids",) for supervised training."""
+    """Columns that its data must bring beside prompts: "response_ids" (supervised), "preferred" (pairs), "unsafe"."""
 
     def __init__(self, config: Any):
         self.config = config
@@ -61,6 +61,11 @@ class Algorithm(ABC):
     @abstractmethod
     def step(self, ctx: Any) -> None:
         """One iteration: draw, generate, score, update. `ctx` is core.context.StepContext."""
+
+    @property
+    def data_sets(self) -> Mapping[str, tuple[str, ...]]:
+        """Data sets beside [data], each a table of its own name: name -> columns that it must bring (as data_columns)."""
+        return {}
 
     def losses(self) -> Mapping[str, Loss]:
         """Trained role -> its loss, for checks before the start and for the conformance kit."""

@@ -99,11 +99,13 @@ class StepContext:
             f"this run has no role {name!r} (roles: {', '.join(roles)}); declare it in the algorithm's roles()"
         )
 
-    def prompts(self, count: int) -> Batch:
-        """The next `count` rows of the data: prompt_ids, group (a number per drawn row), meta; with response templates
-        also response_ids and loss_mask; with data.rejected two rows each, and pair and preferred. Call it again to draw
-        more (DAPO)."""
-        return self.tasks.draw("train", count)
+    def prompts(self, count: int, data: str = "train") -> Batch:
+        """The next `count` rows of the data, or of another of the algorithm's `data_sets`.
+
+        prompt_ids, group (a number per drawn row), meta; with response templates also response_ids and loss_mask; with
+        data.rejected two rows each, and pair and preferred. Call it again to draw more (DAPO).
+        """
+        return self.tasks.draw(data, count)
 
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:
         """Numerical work on the whole batch, as one task on one worker that pulls only the columns it names.

@@ -143,6 +143,7 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
         Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
         Block("pools", tuple(_pools(job, sources))),
         Block("data", tuple(of(job.data, "data"))),
+        *(Block(name, tuple(of(config, name))) for name, config in job.more_data.items()),
         _tokenizer(job, sources),
         Block("sampling", tuple(of(SamplingSection.of(job.sampling), "sampling"))),
         _rollout(job, sources),

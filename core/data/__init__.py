@@ -34,6 +34,8 @@ class DataConfig:
     rejected: str | None = None
     """Format template of a worse response than the row's (preferences). Each row then gives two sequences, the better
     one first: neighbours with one number in column `pair`, and true and false in `preferred`."""
+    unsafe: tuple[str, ...] = ()
+    """Two fields with true or false: whether the response, and the rejected one, is unsafe (cost models); column `unsafe`."""
     answer: str | None = None
     """Format template of the expected answer, which rewards find as meta["answer"]; without it a row's own field
     `answer`, if it has one, is what they find."""
@@ -68,6 +70,11 @@ class DataConfig:
                 found += template_problems(name, template)
         if self.rejected is not None and self.response is None and self.messages is None:
             found.append("data.rejected is the worse of two responses; give the better one too, data.response")
+        if self.unsafe and (len(self.unsafe) != 2 or self.rejected is None):
+            found.append(
+                "data.unsafe names two fields, one of the response and one of the rejected one (data.rejected); got "
+                f"{list(self.unsafe)}"
+            )
         if self.messages is not None and self.prompt != "{prompt}":
             found.append("data.messages and data.prompt are both given; keep one of them")
         if self.messages is not None and self.bos:
@@ -145,6 +152,8 @@ class Example:
     """The row's fields, and `answer` where data.answer is set."""
     rejected_ids: np.ndarray | None = None
     """Likewise, of data.rejected."""
+    unsafe: tuple[bool, ...] = ()
+    """Of both, where data.unsafe is set."""
 
 
 class ExampleSet:
@@ -226,7 +235,7 @@ class ExampleSet:
             )
         if len(prompt) == 0:
             raise DataError(f"row {i} has an empty prompt; fix data.prompt or the row, or set data.bos = true")
-        example = Example(prompt, response, row.meta, rejected)
+        example = Example(prompt, response, row.meta, rejected, row.unsafe)
         if len(self._cache) < CACHED_EXAMPLES:
             self._cache[i] = example
         return example

@@ -27,6 +27,8 @@ class RenderedRow:
     meta: dict[str, Any]
     """The row's fields, and `answer` where data.answer is set."""
     rejected: str | None = None
+    unsafe: tuple[bool, ...] = ()
+    """Of response and rejected one, where data.unsafe is set."""
 
     def texts(self) -> Iterator[str]:
         """Every text that a tokenizer of this data must spell, the expected answer included."""
@@ -64,7 +66,9 @@ class Rows(Sequence):
         if config.answer is not None:
             meta["answer"] = render(config.answer, row, "answer", i)
         if config.messages is None:
-            return RenderedRow(render(config.prompt, row, "prompt", i), None, response, meta, rejected)
+            return RenderedRow(
+                render(config.prompt, row, "prompt", i), None, response, meta, rejected, self._unsafe(row, i)
+            )
         messages = self._messages(row, i)
         if messages[-1]["role"] == "assistant":
             if response is not None:
@@ -75,7 +79,15 @@ class Rows(Sequence):
             response, messages = str(messages[-1].get("content") or ""), messages[:-1]
         if not messages:
             raise DataError(f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt")
-        return RenderedRow(None, messages, response, meta, rejected)
+        return RenderedRow(None, messages, response, meta, rejected, self._unsafe(row, i))
+
+    def _unsafe(self, row: Mapping[str, Any], i: int) -> tuple[bool, ...]:
+        for name in self.config.unsafe:
+            if name not in row:
+                raise _no_field(name, row, "data.unsafe", i)
+            if not isinstance(row[name], bool):
+                raise DataError(f"row {i}: the field {name!r} of data.unsafe must be true or false, got {row[name]!r}")
+        return tuple(row[name] for name in self.config.unsafe)
 
     def fields(self, i: int) -> dict[str, Any]:
         """The fields of row `i`: the source's, with a pattern's named groups over them."""

@@ -43,6 +43,8 @@ class Job:
     scorers: dict[str, Rewards]
     """Roles that score by functions."""
     data: DataConfig
+    more_data: dict[str, DataConfig]
+    """Further data sets that the algorithm asks for."""
     validation: ValidationSection | None
     validation_data: DataConfig | None
     tokenizer: TokenizerConfig
@@ -74,7 +76,9 @@ def resolve_jobs(
     problems = [] if provenance is None else shadowed_overrides(tables, provenance)
     readers = {stage: Reader(own) for stage, own in stage_tables(tables, shorthand).items()}
     chosen = {stage: reader.algorithm() for stage, reader in readers.items()}
-    roles = {role.name for _, algorithm in chosen.values() if algorithm for role in algorithm.roles()}
+    algorithms = [algorithm for _, algorithm in chosen.values() if algorithm]
+    roles = {role.name for algorithm in algorithms for role in algorithm.roles()}
+    roles |= {name for algorithm in algorithms for name in algorithm.data_sets}
     jobs: dict[str, Job | None] = {}
     for stage, reader in readers.items():
         reader.unknown_tables(roles, all_known=all(algorithm for _, algorithm in chosen.values()))
@@ -109,7 +113,9 @@ def resolve_job(
     data = reader.section("data", DataConfig)
     tokenizer = reader.section("tokenizer", TokenizerConfig)
     validation, validation_data = _validation(reader)
-    for config, section in ((data, "data"), (tokenizer, "tokenizer"), (validation_data, "validation")):
+    more_data = {n: reader.section(n, DataConfig) for n in (algorithm.data_sets if algorithm else ())}
+    checked: list[tuple[Any, str]] = [(data, "data"), (tokenizer, "tokenizer"), (validation_data, "validation")]
+    for config, section in (*checked, *((c, n) for n, c in more_data.items())):
         if config is not None and (found := config.problems()):
             reader.fail(section, *found)
     runtime_table = {"name": DEFAULT_PLUGINS["runtime"], **reader.tables.get("runtime", {})}
@@ -125,7 +131,7 @@ def resolve_job(
         own = reader.tables.get(role.name)
         if role.kind == "reward" and isinstance(own, str):
             reader.tables[role.name] = {"function": own}
-    unused = reader.unused_roles({role.name for role in roles})
+    unused = reader.unused_roles({role.name for role in roles} | {*more_data})
     if algorithm is None:
         return None
     resolver = RoleResolver(reader, pools, sampling, earlier)
@@ -147,6 +153,7 @@ def resolve_job(
         models=resolver.models,
         scorers=resolver.scorers,
         data=data,
+        more_data=more_data,
         validation=validation,
         validation_data=validation_data,
         tokenizer=TokenizerConfig() if follows else tokenizer,  # a model and its tokenizer belong together

@@ -179,24 +179,39 @@ def generation_layouts(job: Job) -> Iterator[str]:
 # Data and text
 @_reads("data")
 def data_source(job: Job) -> Iterator[str]:
-    sources = [job.data.source]
+    sources = {"data": job.data.source}
     if job.validation_data is not None:
-        sources.append(job.validation_data.source)
-    for name in dict.fromkeys(sources):
+        sources["validation.data"] = job.validation_data.source
+    sources |= {name: config.source for name, config in job.more_data.items()}
+    for source in dict.fromkeys(sources.values()):
         try:
-            registry().get("data_source", name)
+            registry().get("data_source", source)
         except HybridFlowError as error:
-            yield f"data.source: {error}"
+            where = next(table for table, name in sources.items() if name == source)
+            yield f"{where}.source: {error}"
 
 
 @_reads("data", "algorithm")
 def responses(job: Job) -> Iterator[str]:
-    given = job.data.response is not None or job.data.messages is not None
-    if "response_ids" in job.algorithm.data_columns and not given:
-        yield (
-            f"data.response: algorithm {job.algorithm_name!r} trains on responses; give their template, such as "
-            "'{answer}', or data.messages"
-        )
+    sets = {"data": (job.data, job.algorithm.data_columns)}
+    for name, columns in job.algorithm.data_sets.items():
+        if name not in job.tables:
+            yield f"{name}: algorithm {job.algorithm_name!r} needs this data set too, as it is set; give [{name}], as [data]"
+        else:
+            sets[name] = (job.more_data[name], columns)
+    for name, (data, columns) in sets.items():
+        if "response_ids" in columns and data.response is None and data.messages is None:
+            yield (
+                f"{name}.response: algorithm {job.algorithm_name!r} trains on responses; give their template, such as "
+                f"'{{answer}}', or {name}.messages"
+            )
+        if "unsafe" in columns and not data.unsafe:
+            yield f"{name}.unsafe: algorithm {job.algorithm_name!r} must know which responses are unsafe; name the two fields"
+        if "preferred" in columns and data.rejected is None:
+            yield (
+                f"{name}.rejected: algorithm {job.algorithm_name!r} learns from pairs; give the template of the worse "
+                f"response beside that of the better one ({name}.response)"
+            )
 
 
 @_reads("validation", "algorithm", "roles")

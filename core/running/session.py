@@ -61,7 +61,7 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
             tokenizer.check(model.spec.model.vocab_size)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from error
-    sets = {"train": job.data}
+    sets = {"train": job.data, **job.more_data}
     if job.validation_data is not None:
         sets["validation"] = job.validation_data
     rows, dropped = {}, {}

@@ -11,9 +11,10 @@ import attrs
 import torch
 
 from hybridflow.core.algorithm import Algorithm
-from hybridflow.core.config import merge
+from hybridflow.core.config import expand
 from hybridflow.core.job import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.job.stages import overlay
 from hybridflow.core.rewards import RewardSample
 from hybridflow.core.running.session import Session, prepare
 from hybridflow.core.workers.model_worker import ModelWorker
@@ -72,7 +73,7 @@ class TinyRun:
 
     def __init__(self, algorithm: Algorithm | Mapping[str, Any], tables: Mapping[str, Any] | None = None):
         table = algorithm_table(algorithm) if isinstance(algorithm, Algorithm) else dict(algorithm)
-        merged = merge(TABLES, {"algorithm": table, **(tables or {})}, SHORTHAND)
+        merged = overlay(TABLES, expand({"algorithm": table, **(tables or {})}, SHORTHAND))
         [self.job] = resolve_jobs(merged, "conformance", SHORTHAND)
         self.algorithm = type(self.job.algorithm)(self.job.algorithm.config)
         self.session = Session(self.job, prepare(self.job))

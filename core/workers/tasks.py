@@ -91,6 +91,8 @@ def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
         "preferred": torch.arange(2 * len(examples), dtype=torch.uint8) % 2 == 0,
         "meta": [e.meta for e in examples for _ in range(2)],
     }
+    if examples and all(e.unsafe for e in examples):
+        columns["unsafe"] = torch.tensor([unsafe for e in examples for unsafe in e.unsafe], dtype=torch.uint8)
     return Batch(columns | _responses([ids for e in examples for ids in (e.response_ids, e.rejected_ids)]))
 
 

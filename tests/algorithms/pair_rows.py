@@ -1,8 +1,9 @@
-"""A data source of preferences, by path: sums with a right and a wrong answer."""
+"""A data source of preferences, by path: sums with a right and a wrong answer; and a reward."""
 
 from __future__ import annotations
 
 from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.rewards import RewardSample
 
 
 class RightAndWrong(DataSource):
@@ -14,4 +15,11 @@ class RightAndWrong(DataSource):
         return 64
 
     def __getitem__(self, i):
-        return {"prompt": f"{i:02d}+01=", "chosen": f"{i + 1}", "rejected": f"{(i * 37) % 1000:03d}"}
+        texts = {"prompt": f"{i:02d}+01=", "chosen": f"{i + 1}", "rejected": f"{(i * 37) % 1000:03d}"}
+        return {**texts, "chosen_unsafe": i % 4 == 0, "rejected_unsafe": i % 3 > 0}
+
+
+def odd_tokens(sample: RewardSample) -> float:
+    """The share of tokens with an odd id."""
+    ids = sample.response_ids
+    return float((ids % 2 == 1).mean()) if len(ids) else 0.0

@@ -61,7 +61,7 @@ def test_the_mean_is_over_each_response_or_over_all_tokens(how, expected):
 
 @pytest.mark.parametrize(("kind", "kl"), [("k3", math.exp(-0.5) - 1 + 0.5), ("k2", 0.125)])
 def test_the_kl_term_is_the_estimate_computed_by_hand(kind, kl):
-    loss = PolicyLoss(PolicyConfig(), "token-mean", on_policy=True, kl_coef=0.2, kl_kind=kind)
+    loss = PolicyLoss(PolicyConfig(kl_kind=kind), on_policy=True, kl_coef=0.2)
     assert loss.reads == ["advantages", "ref_logprobs"]
     logprobs = torch.tensor([[-1.0]], requires_grad=True)
     batch = {"loss_mask": torch.ones(1, 1), "advantages": torch.zeros(1, 1), "ref_logprobs": torch.tensor([[-1.5]])}

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.algorithms.ppo import PPO, PPOConfig
-from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.backends.data.arithmetic import ArithmeticSource
 from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.backends.data.parquet import ParquetSource
@@ -22,7 +19,6 @@ from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.protocols import Protocol
 from hybridflow.core.rewards import FunctionReward
 from hybridflow.core.testing import (
-    AlgorithmConformance,
     DataSourceConformance,
     ProtocolConformance,
     RewardConformance,
@@ -131,37 +127,6 @@ class TestRay(RuntimeConformance):
     @pytest.fixture
     def runtime(self, ray_runtime):
         return ray_runtime
-
-
-class TestPPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return PPO(PPOConfig(prompts_per_step=8, mini_batch_size=4, epochs=2, kl_target=0.1, entropy_coef=0.01))
-
-
-class TestGRPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return GRPO(GRPOConfig(prompts_per_step=4, group_size=4))
-
-
-class TestGRPOWithEverything(AlgorithmConformance):
-    """Off-policy, with the KL to a reference, dual clip and the correction for the rollout engine."""
-
-    @pytest.fixture(params=["truncate", "mask"])
-    def algorithm(self, request):
-        return GRPO(
-            GRPOConfig(
-                prompts_per_step=4, group_size=4, mini_batch_size=8, kl_coef=0.1, dual_clip=3.0, entropy_coef=0.01,
-                how="token-mean", correction=request.param, correction_level="sequence",
-            )
-        )  # fmt: skip
-
-
-class TestSFT(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return SFT(SFTConfig(batch_size=8))
 
 
 class TestExactMatch(RewardConformance):

@@ -1,0 +1,62 @@
+"""DAPO: GRPO that clips higher, averages over tokens, punishes overlong responses and leaves out groups from which nothing
+can be learnt, drawing more prompts until the batch is full (arXiv:2503.14476)."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import torch
+
+from hybridflow.algorithms import functional as F
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.algorithms.policy import AGGREGATIONS
+from hybridflow.core.batch import Batch
+from hybridflow.core.config.validators import at_least, non_negative, positive
+
+
+@attrs.frozen
+class DAPOConfig(GRPOConfig):
+    """Decoupled clip and dynamic sampling."""
+
+    clip_high: float = attrs.field(default=0.28, validator=positive)
+    how: str = attrs.field(default="token-mean", validator=AGGREGATIONS)
+    """Mean over all tokens (the paper's); or another."""
+    max_draws: int = attrs.field(default=10, validator=at_least(1))
+    """Times that prompts are drawn for a step, prompts_per_step each; a step whose draws are used up trains on what it has."""
+    overlong_cache: int = attrs.field(default=0, validator=non_negative)
+    """The last so many of sampling.max_tokens are punished by up to -1 of the score (eq. 13); 0: no punishment."""
+
+
+class DAPO(GRPO):
+    """GRPO's advantages on groups of unequal scores, in which the punishment does not count.
+
+    Metrics: draws; kept, the share of groups that were unequal; filled, below 1 where max_draws did not fill the batch.
+    """
+
+    Config = DAPOConfig
+    limit = 0
+    """sampling.max_tokens of the run."""
+
+    def step(self, ctx) -> None:
+        c, draws, full = self.config, 0, self.rows_per_step
+        kept: list[Batch] = []
+        while sum(part.rows for part in kept) < full and draws < c.max_draws:
+            batch = self.sample(ctx, ctx.prompts(c.prompts_per_step))
+            kept.append(batch.take(self.unequal(batch)))
+            draws += 1
+        found = sum(part.rows for part in kept)
+        ctx.log(draws=draws, kept=found / (draws * full), filled=min(found / full, 1.0))
+        if found:  # else there is nothing to learn from: filled is 0
+            batch = Batch.concat([part for part in kept if part.rows]).take(slice(0, full))
+            self.limit = ctx.sampling.max_tokens
+            self.improve(ctx, batch, ctx.compute(self.advantages, batch))
+
+    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
+        if self.config.overlong_cache:
+            scores = scores + F.overlong_punishment(loss_mask.sum(1), self.limit, self.config.overlong_cache)
+        return super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
+
+    def unequal(self, batch: Batch) -> np.ndarray:
+        """Rows whose group has scores that differ, bool [B]."""
+        scores = torch.as_tensor(batch["scores"].values).view(-1, self.config.group_size)
+        return (scores.amax(1) > scores.amin(1)).repeat_interleave(self.config.group_size).numpy()

@@ -1,0 +1,80 @@
+"""DPO: preferences straight into the policy, without a reward model (arXiv:2305.18290)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from hybridflow.algorithms import functional as F
+from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.core.config.validators import at_least, positive
+from hybridflow.core.loss import Loss, Term
+
+
+@attrs.frozen
+class DPOConfig:
+    """Direct preference optimisation (data.response over data.rejected)."""
+
+    pairs_per_step: int = attrs.field(default=64, validator=at_least(1))
+    """Pairs drawn per step."""
+    mini_batch_size: int = attrs.field(default=0, validator=at_least(0))
+    """Sequences (two per pair) per optimizer step; 0: all of the step's."""
+    beta: float = attrs.field(default=0.1, validator=positive)
+    """How much the log ratio to the reference counts: small values let the policy go further from it."""
+
+
+class DPOLoss(Loss):
+    """-log sigmoid(beta (gain of the chosen - gain of the rejected)), gain the response's log ratio to the reference."""
+
+    reads, unit = ("ref_logprobs", "preferred"), "pair"
+
+    def __init__(self, beta: float):
+        self.beta = beta
+
+    def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
+        mask, best = batch["loss_mask"], batch["preferred"].bool()
+        policy, ref = (outputs["logprobs"] * mask).sum(-1), (batch["ref_logprobs"] * mask).sum(-1)
+        loss = F.dpo_loss(policy[best], policy[~best], ref[best], ref[~best], self.beta)
+        margin = self.beta * ((policy - ref)[best] - (policy - ref)[~best]).detach()
+        figures = {"accuracy": (margin > 0).float(), "margin": margin, "chosen_logprob": policy[best].detach()}
+        return [
+            Term("dpo_loss", loss, how="unit-mean"),
+            *(Term(name, value, how="unit-mean", weight=0.0) for name, value in figures.items()),
+        ]
+
+
+class DPO(Algorithm):
+    """The reference's logprobs, then updates on pairs."""
+
+    Config = DPOConfig
+    data_columns = ("response_ids", "preferred")
+
+    def roles(self) -> tuple[Role, ...]:
+        return (Role("actor", trained=True), Role("ref"))
+
+    def problems(self) -> list[str]:
+        size = self.config.mini_batch_size
+        if size % 2 or size > self.rows_per_step:
+            return [
+                f"mini_batch_size {size} must be even (pairs) and at most the {self.rows_per_step} sequences of a step"
+            ]
+        return []
+
+    @property
+    def rows_per_step(self) -> int:
+        return 2 * self.config.pairs_per_step
+
+    def updates_per_step(self) -> int:
+        return -(-self.rows_per_step // (self.config.mini_batch_size or self.rows_per_step))
+
+    def step(self, ctx) -> None:
+        batch = ctx.prompts(self.config.pairs_per_step)
+        batch = batch.join(ctx.ref.logprobs(batch))
+        for mini in ctx.minibatches(batch, self.config.mini_batch_size or batch.rows, unit=2):
+            ctx.actor.update((mini, self.losses()["actor"]))
+
+    def losses(self):
+        return {"actor": DPOLoss(self.config.beta)}

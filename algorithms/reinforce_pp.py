@@ -1,0 +1,67 @@
+"""REINFORCE++: returns whitened over the whole batch instead of a critic or a group's spread (arXiv:2501.03262)."""
+
+from __future__ import annotations
+
+import attrs
+
+from hybridflow.algorithms import functional as F
+from hybridflow.algorithms.policy import PolicyConfig, one_of
+from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.core.config.validators import at_least, fraction, non_negative
+
+
+@attrs.frozen
+class ReinforcePPConfig(PolicyConfig):
+    """REINFORCE++: each token pays its KL, returns are whitened over the batch."""
+
+    gamma: float = attrs.field(default=1.0, validator=fraction)
+    """Discount per token."""
+    kl_coef: float = attrs.field(default=0.01, validator=non_negative)
+    """beta: weight of the KL to the reference; 0 needs no reference."""
+    kl_in: str = attrs.field(default="reward", validator=one_of(("reward", "loss")))
+    """Where that KL is paid: in each token's reward (the paper's), or as a term of the loss."""
+    kl_kind: str = attrs.field(default="k1", validator=one_of(("k1", "abs", "k2", "k3")))
+    """The estimator of that KL; k1 in the reward only."""
+
+
+class ReinforcePP(PolicyGradient):
+    """Advantage of a token: the rewards from it on, whitened over the batch."""
+
+    Config = ReinforcePPConfig
+
+    def step(self, ctx) -> None:
+        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
+        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
+
+    def advantages(self, scores, loss_mask, old_logprobs=None, ref_logprobs=None):
+        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
+        returns = F.discounted_returns(rewards, loss_mask, self.config.gamma)
+        return {"advantages": F.whiten(returns, loss_mask), **figures}
+
+
+@attrs.frozen
+class ReinforcePPBaselineConfig(PolicyConfig):
+    """REINFORCE++ with the group's mean as the baseline and the KL in the loss."""
+
+    group_size: int = attrs.field(default=8, validator=at_least(2))
+    """Responses per prompt."""
+    kl_coef: float = attrs.field(default=0.01, validator=non_negative)
+    """beta: weight of the KL to the reference; 0 needs no reference."""
+    kl_kind: str = attrs.field(default="k2", validator=one_of(("k1", "abs", "k2", "k3")))
+    """The estimator of that KL (k2, the paper's: its gradient is the reverse KL's); k1 in the reward only."""
+
+
+class ReinforcePPBaseline(PolicyGradient):
+    """Advantage of every token: the response's score less its group's mean, whitened over the batch's tokens."""
+
+    Config = ReinforcePPBaselineConfig
+
+    def step(self, ctx) -> None:
+        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
+        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
+
+    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
+        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        centred = F.group_normalized(scores - penalty.sum(1), group, "none")
+        return {"advantages": F.whiten(centred[:, None] * loss_mask, loss_mask), **figures}

@@ -1,0 +1,63 @@
+"""Reward models: a score per response, learnt from which of two responses is preferred (Bradley-Terry; arXiv:2203.02155)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from hybridflow.algorithms import functional as F
+from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.core.config.validators import at_least, non_negative
+from hybridflow.core.loss import Loss, Term
+
+
+@attrs.frozen
+class RewardModelConfig:
+    """A score per response, from preferences (data.response over data.rejected)."""
+
+    pairs_per_step: int = attrs.field(default=64, validator=at_least(1))
+    """Pairs per step, which is one optimizer step."""
+    margin: float = attrs.field(default=0.0, validator=non_negative)
+    """How much the chosen response's score should exceed the other's beyond being larger (arXiv:2307.09288)."""
+
+
+class PreferenceLoss(Loss):
+    """-log sigmoid(chosen - rejected - margin), mean over pairs; and how many pairs are in the right order."""
+
+    reads, needs, unit = ("preferred",), ("scores",), "pair"
+
+    def __init__(self, margin: float = 0.0):
+        self.margin = margin
+
+    def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
+        best = batch["preferred"].bool()
+        chosen, rejected = outputs["scores"][best], outputs["scores"][~best]
+        loss = F.bradley_terry_loss(chosen, rejected, self.margin)
+        right = (chosen > rejected).float()
+        return [Term("preference_loss", loss, how="unit-mean"), Term("accuracy", right, how="unit-mean", weight=0.0)]
+
+
+class RewardModel(Algorithm):
+    """One update per step on pairs. Role `reward` is the model that is trained."""
+
+    Config = RewardModelConfig
+    data_columns = ("response_ids", "preferred")
+
+    def roles(self) -> tuple[Role, ...]:
+        return (Role("reward", "score", trained=True),)
+
+    @property
+    def rows_per_step(self) -> int:
+        return 2 * self.config.pairs_per_step
+
+    def updates_per_step(self) -> int:
+        return 1
+
+    def step(self, ctx) -> None:
+        ctx.reward.update((ctx.prompts(self.config.pairs_per_step), self.losses()["reward"]))
+
+    def losses(self):
+        return {"reward": PreferenceLoss(self.config.margin)}

@@ -1,0 +1,21 @@
+"""What the tests of whole steps share."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridflow.core.batch import Batch
+
+
+class Watched:
+    """Before a policy-gradient algorithm: keeps what its updates were made of, in `batch`."""
+
+    def improve(self, ctx, batch, advantages):
+        self.batch = batch.join(advantages)
+        super().improve(ctx, batch, advantages)
+
+
+def column(batch: Batch, name: str) -> torch.Tensor:
+    """Padded, on this process."""
+    found = batch[name]
+    return found.padded() if found.lengths is not None else torch.as_tensor(found.values)
