@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hybridflow.core.batch import Batch
     from hybridflow.core.columns import Column, tokens
     from hybridflow.core.data import DataSource
+    from hybridflow.core.environment import Answer, Environment
     from hybridflow.core.errors import HybridFlowError
     from hybridflow.core.group import Pool, WorkerGroup
     from hybridflow.core.launch import load_config, run
@@ -31,6 +32,7 @@ _HOME = {
     "batch": ("Batch",),
     "columns": ("Column", "tokens"),
     "data": ("DataSource",),
+    "environment": ("Answer", "Environment"),
     "errors": ("HybridFlowError",),
     "group": ("Pool", "WorkerGroup"),
     "loss": ("Counts", "Loss", "Term"),
@@ -52,9 +54,9 @@ _WHERE = {name: module for module, names in _HOME.items() for name in names} | {
 }
 
 __all__ = [  # noqa: RUF022  (in the order of the modules)
-    "Algorithm", "Role", "Batch", "Column", "tokens", "DataSource", "HybridFlowError", "Pool", "WorkerGroup", "Counts",
-    "Loss", "Term", "Metrics", "ParallelLayout", "generation_layout", "Protocol", "TransferProtocol", "ReshardPlan",
-    "plan_reshard", "Transport", "Reward",
+    "Algorithm", "Role", "Batch", "Column", "tokens", "DataSource", "Answer", "Environment", "HybridFlowError", "Pool",
+    "WorkerGroup", "Counts", "Loss", "Term", "Metrics", "ParallelLayout", "generation_layout", "Protocol",
+    "TransferProtocol", "ReshardPlan", "plan_reshard", "Transport", "Reward",
     "RewardSample", "Completion", "Request", "RolloutEngine", "SamplingParams", "ResourcePool", "Runtime", "MicroBatch",
     "OptimizerConfig", "TrainingBackend", "Box", "Param", "WeightLayout", "Worker", "register", "load_config", "run",
 ]  # fmt: skip

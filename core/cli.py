@@ -78,6 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     plugins = add("plugins", _plugins, "List plugins: kind, name, package, version, capabilities, state.")
     plugins.add_argument("kind", nargs="?", help="only this kind")
     plugins.add_argument("--capabilities", action="store_true", help="show what each can do")
+    new = add("new", _new, "Write a package of your own that passes its tests as it is.")
+    new.add_argument("kind", choices=("algorithm",), help="what it brings")
+    new.add_argument("name", help="its name, and its module's: my_grpo")
     add("doctor", _doctor, "Say what is installed, what works on this machine, and what each plugin still needs.")
     return parser
 
@@ -110,6 +113,13 @@ def _plugins(arguments: argparse.Namespace) -> int:
     from hybridflow.core.commands.listing import list_plugins
 
     list_plugins(arguments.kind, arguments.capabilities)
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from hybridflow.core.commands.new import run_new
+
+    run_new(arguments.kind, arguments.name)
     return 0
 
 

@@ -32,7 +32,8 @@ class RoleHandle:
         self, prompts: Batch, *, greedy: bool = False, sampling: SamplingParams | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:  # fmt: skip
-        """The prompts with response_ids, rollout_logprobs, loss_mask, weight_version, finish_reason, sample_id.
+        """The prompts with response_ids, rollout_logprobs, loss_mask, weight_version, finish_reason, sample_id; with an
+        environment also turn, episode_return, turn_rewards and turn_states.
 
         Syncs the engine first if the weights are newer. greedy: the most likely token each time (ReMax's baseline).
         """
@@ -42,7 +43,8 @@ class RoleHandle:
         first = self._ctx.counters["samples"]
         self._ctx.counters["samples"] += prompts.rows
         numbered = prompts.with_columns(sample_id=torch.arange(first, first + prompts.rows, dtype=torch.int32))
-        made = self.rollout.generate(numbered, params, self._ctx.seed, max_tokens)
+        verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
+        made = verb(numbered, params, self._ctx.seed, max_tokens)
         return numbered.join(self._ctx.watch(self.role.name, made))
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
@@ -78,9 +80,9 @@ class StepContext:
 
     def __init__(
         self, groups: Mapping[str, tuple[Role, WorkerGroup]], tasks: WorkerGroup, sampling: SamplingParams, seed: int,
-        rollouts: Mapping[str, SeparateRollout] | None = None,
+        rollouts: Mapping[str, SeparateRollout] | None = None, has_environment: bool = False,
     ):  # fmt: skip
-        self.tasks, self.sampling, self.seed = tasks, sampling, seed
+        self.tasks, self.sampling, self.seed, self.has_environment = tasks, sampling, seed, has_environment
         self.roles = {
             name: RoleHandle(role, group, self, (rollouts or {}).get(name)) for name, (role, group) in groups.items()
         }

@@ -33,6 +33,10 @@ class RewardError(HybridFlowError):
     """A reward raised, or returned something that is not a finite number."""
 
 
+class EnvironmentFailure(HybridFlowError):
+    """An environment raised, or returned something that is not an Answer to go on with."""
+
+
 class CheckpointError(HybridFlowError):
     """A checkpoint cannot be written or read; the previous one is untouched."""
 

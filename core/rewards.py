@@ -29,6 +29,8 @@ class RewardSample:
     """The fields of the data's row; `answer` is what is expected."""
     finish_reason: str = "stop"
     """ "stop", "length" (cut at the limit) or "abort"."""
+    episode_return: float | None = None
+    """Sum of the rewards that an environment gave."""
 
     @property
     def answer(self) -> str:

@@ -17,6 +17,7 @@ from hybridflow.core.commands.show import render
 from hybridflow.core.config import describe, field_docs
 from hybridflow.core.data import DataConfig
 from hybridflow.core.data.tokenizer import TokenizerConfig
+from hybridflow.core.environment import EnvironmentSection
 from hybridflow.core.errors import PluginError
 from hybridflow.core.job import schema
 from hybridflow.core.job.reader import DEFAULT_PLUGINS
@@ -52,6 +53,7 @@ def reference() -> Iterator[str]:
     yield "### [rollout]\n"
     yield f'* `rollout.name` (a plugin of kind rollout_engine; `"{DEFAULT_PLUGINS["rollout"]}"`): What generates.\n'
     yield from plugins("rollout_engine", "rollout")
+    yield from section("[environment]", EnvironmentSection, "environment")
     yield "### [algorithm]\n"
     yield '* `algorithm.name` (a plugin of kind algorithm, or "package.module:Class"; required): What is learnt, how.\n'
     yield from plugins("algorithm", "algorithm")

@@ -10,5 +10,6 @@ def hybridflow_plugins() -> list[Descriptor]:
     here = "hybridflow.backends.rewards"
     return [
         Descriptor("reward", "exact_match", f"{here}.exact_match:ExactMatch"),
+        Descriptor("reward", "environment", f"{here}.environment:EnvironmentReward"),
         Descriptor("reward", "math", f"{here}.math:MathReward", requires=("math_verify",), extra="math"),
     ]

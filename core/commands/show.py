@@ -147,6 +147,7 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
         _tokenizer(job, sources),
         Block("sampling", tuple(of(SamplingSection.of(job.sampling), "sampling"))),
         _rollout(job, sources),
+        *([Block("environment", tuple(of(job.environment, "environment")))] if job.environment else []),
         _algorithm(job, sources),
     ]
     for role in job.algorithm.roles():

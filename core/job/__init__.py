@@ -13,9 +13,10 @@ from hybridflow.core.algorithm import Algorithm, Role
 from hybridflow.core.config import Provenance, merge, structure
 from hybridflow.core.data import DataConfig
 from hybridflow.core.data.tokenizer import TokenizerConfig
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.environment import EnvironmentSection, environment_class
+from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.checks import cross_checks
-from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader
+from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, salvage
 from hybridflow.core.job.roles import PlacedModel, Rewards, RoleResolver
 from hybridflow.core.job.schema import RunSection, SamplingSection, ValidationSection
 from hybridflow.core.job.stages import STAGE, shadowed_overrides, stage_tables, tokenizer_folder
@@ -45,6 +46,7 @@ class Job:
     data: DataConfig
     more_data: dict[str, DataConfig]
     """Further data sets that the algorithm asks for."""
+    environment: EnvironmentSection | None
     validation: ValidationSection | None
     validation_data: DataConfig | None
     tokenizer: TokenizerConfig
@@ -154,6 +156,7 @@ def resolve_job(
         scorers=resolver.scorers,
         data=data,
         more_data=more_data,
+        environment=_environment(reader),
         validation=validation,
         validation_data=validation_data,
         tokenizer=TokenizerConfig() if follows else tokenizer,  # a model and its tokenizer belong together
@@ -166,6 +169,20 @@ def resolve_job(
     )
     reader.problems += cross_checks(job, reader.failed)
     return job
+
+
+def _environment(reader: Reader) -> EnvironmentSection | None:
+    if "environment" not in reader.tables:
+        return None
+    section, problems = salvage(reader.tables["environment"], EnvironmentSection, "environment")
+    if section is not None and not problems:
+        try:
+            environment_class(section.name, section.options)
+        except HybridFlowError as error:
+            problems = [f"environment: {error}"]
+    if problems:
+        reader.fail("environment", *problems)
+    return section
 
 
 def _validation(reader: Reader) -> tuple[ValidationSection | None, DataConfig | None]:

@@ -17,7 +17,19 @@ SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
 })  # fmt: skip
 """Tables that may be given by their `name` alone: `rollout = "vllm"`."""
 
-SECTIONS = ("run", "runtime", "pools", "algorithm", "data", "tokenizer", "sampling", "rollout", "validation", "stages")
+SECTIONS = (
+    "run",
+    "runtime",
+    "pools",
+    "algorithm",
+    "data",
+    "tokenizer",
+    "sampling",
+    "rollout",
+    "environment",
+    "validation",
+    "stages",
+)
 """The tables of a file that are not roles."""
 
 USUAL_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost", "teacher")

@@ -114,6 +114,10 @@ class SeparateRollout:
         self.sync()
         return self.engines.generate(batch, sampling, seed, max_tokens)
 
+    def episodes(self, batch, sampling, seed, max_tokens=None):
+        self.sync()
+        return self.engines.episodes(batch, sampling, seed, max_tokens)
+
     def sync(self) -> Future:
         """Bring the weights over if they are newer. Until the last round has arrived the engines refuse to generate."""
         version = self.actor.version().result()

@@ -23,6 +23,7 @@ from hybridflow.core.resharding.pools import SeparateRollout
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.runtime import Runtime
+from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
 from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
@@ -61,6 +62,8 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
             tokenizer.check(model.spec.model.vocab_size)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from error
+    if job.environment is not None:
+        Episodes(job.environment, tokenizer).stop_ids()  # says what cannot end a turn
     sets = {"train": job.data, **job.more_data}
     if job.validation_data is not None:
         sets["validation"] = job.validation_data
@@ -113,7 +116,8 @@ class Session:
         for name, placed in job.models.items():
             self.say(f"building {name}")
             apart = placed.rollout_pool is not None
-            role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()))
+            episodes = Episodes(job.environment, tokenizer) if job.environment and placed.spec.engine else None
+            role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()), episodes=episodes)
             model = attrs.evolve(role, engine=None) if apart else role
             generation = None if apart else placed.generation
             options: dict[str, Any] = {"layout": placed.layout, "generation": generation}
@@ -147,7 +151,9 @@ class Session:
         sampling = attrs.evolve(
             self.job.sampling, stop_token_ids=(*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
         )
-        return StepContext(self.groups, self.tasks, sampling, self.job.run.seed, self.rollouts)
+        return StepContext(
+            self.groups, self.tasks, sampling, self.job.run.seed, self.rollouts, self.job.environment is not None
+        )
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,15 +38,24 @@ def validate(run: Run) -> dict[str, float]:
         rows = run.session.rows("validation", start, min(start + section.batch_rows, total))
         if section.generate:
             found.append(_generate(run, rows, section.samples if start == 0 else 0))
-        for name, loss in run.job.algorithm.losses().items():
-            if "response_ids" in rows and set(loss.reads) <= set(rows.names):
-                found.append(run.ctx.roles[name].loss(rows, loss).result())
+        if "response_ids" in rows:
+            found += _losses(run, rows)
     run.ctx.finish()  # nothing of this is the next step's
     run.ctx.counters = counters
     values = Metrics.merge(found).prefixed("validation/").values()
     run.report.validation(run, values)
     registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
     return values
+
+
+def _losses(run: Run, rows: Batch) -> Iterator[Metrics]:
+    """Of the trained roles whose losses read what the rows have, or what a frozen policy makes of them (a reference)."""
+    frozen = {h.role.column: h for h in run.ctx.roles.values() if h.role.kind == "policy" and not h.role.trained}
+    for name, loss in run.job.algorithm.losses().items():
+        lacking = [column for column in loss.reads if column not in rows]
+        if set(lacking) <= set(frozen):
+            read = rows.join(*(frozen[column].logprobs(rows) for column in lacking))
+            yield run.ctx.roles[name].loss(read, loss).result()
 
 
 def _generate(run: Run, rows: Batch, samples: int) -> Metrics:

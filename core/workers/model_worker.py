@@ -30,9 +30,13 @@ from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
+from hybridflow.core.workers.episodes import Episodes, run_episodes
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.workers.memory import Peak, measured
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
+
+GENERATED = ("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason")
+EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
 
 
 @attrs.frozen
@@ -56,6 +60,8 @@ class ModelRole:
     """The engine's memory stays between generations."""
     logs: str | None = None
     """Folder for the logs of engines in processes of their own."""
+    episodes: Episodes | None = None
+    """What answers its turns."""
 
 
 class ModelWorker(PoolMember):
@@ -170,10 +176,7 @@ class ModelWorker(PoolMember):
         )
 
     # Generation
-    @register(
-        Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"),
-        writes=("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason"),
-    )  # fmt: skip
+    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
     def generate(
         self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
     ) -> Batch:
@@ -185,6 +188,22 @@ class ModelWorker(PoolMember):
         synced = self._sync()
         with measured(self.context.device) as peak:
             made = generate_rows(self.engine, batch, sampling, seed, max_tokens)
+        return self._told(made, synced, peak)
+
+    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
+    def episodes(
+        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+    ) -> Batch:
+        """`generate` in turns with the environment's answers between them."""
+        assert self.engine is not None and self.role.episodes is not None, "this role has no environment"
+        synced = self._sync()
+        with measured(self.context.device) as peak:
+            made = generate_episodes(self.engine, batch, sampling, seed, max_tokens, self.role.episodes, self.context)
+        return self._told(made, synced, peak)
+
+    def _told(self, made: Batch, synced: float, peak: Peak) -> Batch:
+        """The engine's memory given back, and metrics."""
+        assert self.engine is not None
         if not self.role.keep_engine:
             self.engine.sleep()
         made.metrics.means["sync_seconds"] = (synced, 1.0)
@@ -276,24 +295,11 @@ def generate_rows(
 ) -> Batch:
     """Responses for the rows' prompts, with their logprobs, versions and finish reasons."""
     started = time.perf_counter()
-    prompts, samples = batch["prompt_ids"], torch.as_tensor(batch["sample_id"].values).tolist()
-    requests = []
-    for row, (prompt, sample) in enumerate(zip(prompts, samples, strict=True)):
-        limit = sampling
-        if max_tokens is not None:
-            limit = attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
-        requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample)))
+    requests = _requests(batch, sampling, seed, max_tokens)
     done = engine.generate(requests) if requests else []
     ids = tokens([c.response_ids for c in done], torch.int64)
     reasons = [c.finish_reason for c in done]
-    metrics = Metrics(
-        {
-            "response_length": (len(ids.values), len(done)),
-            "clipped": (reasons.count("length"), len(done)),
-            "generate_seconds": (time.perf_counter() - started, 1.0),
-        }
-    )
-    metrics.maxima.update(engine.figures())
+    metrics = _generation_metrics(len(ids.values), reasons, started, engine)
     return Batch(
         {
             "response_ids": ids,
@@ -304,6 +310,43 @@ def generate_rows(
         },
         metrics,
     )
+
+
+def generate_episodes(
+    engine: RolloutEngine, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None,
+    episodes: Episodes, context: RankContext,
+) -> Batch:  # fmt: skip
+    """Episodes of the rows' prompts."""
+    started = time.perf_counter()
+    requests = _requests(batch, sampling, seed, max_tokens)
+    made = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
+    own = float(torch.as_tensor(made["loss_mask"].values).sum())
+    metrics = _generation_metrics(own, list(made["finish_reason"].values), started, engine)
+    return Batch({name: made[name] for name in made}, Metrics.merge([made.metrics, metrics]))
+
+
+def _requests(batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None) -> list[Request]:
+    samples, requests = torch.as_tensor(batch["sample_id"].values).tolist(), []
+    for row, (prompt, sample) in enumerate(zip(batch["prompt_ids"], samples, strict=True)):
+        limit = sampling
+        if max_tokens is not None:
+            limit = attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
+        requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample)))
+    return requests
+
+
+def _generation_metrics(made: float, reasons: Sequence[str], started: float, engine: RolloutEngine) -> Metrics:
+    """`made`: tokens."""
+    rows = len(reasons)
+    metrics = Metrics(
+        {
+            "response_length": (made, rows),
+            "clipped": (list(reasons).count("length"), rows),
+            "generate_seconds": (time.perf_counter() - started, 1.0),
+        }
+    )
+    metrics.maxima.update(engine.figures())
+    return metrics
 
 
 def row_seed(seed: int, sample: int) -> int:

@@ -13,7 +13,13 @@ from hybridflow.core.rollout import SamplingParams
 from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.weights import WeightLayout
 from hybridflow.core.worker import RankContext, register
-from hybridflow.core.workers.model_worker import ModelRole, generate_rows
+from hybridflow.core.workers.model_worker import (
+    EPISODE_COLUMNS,
+    GENERATED,
+    ModelRole,
+    generate_episodes,
+    generate_rows,
+)
 
 
 class RolloutWorker(PoolMember):
@@ -52,10 +58,15 @@ class RolloutWorker(PoolMember):
     def end_update(self) -> None:
         self.engine.end_update()
 
-    @register(
-        Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"),
-        writes=("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason"),
-    )  # fmt: skip
+    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
+    def episodes(
+        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+    ) -> Batch:
+        """`generate` in turns with the environment's answers between them."""
+        assert self.role.episodes is not None, "this role has no environment"
+        return generate_episodes(self.engine, batch, sampling, seed, max_tokens, self.role.episodes, self.context)
+
+    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
     def generate(
         self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
     ) -> Batch:

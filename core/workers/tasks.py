@@ -141,7 +141,7 @@ class RewardWorker(Worker):
         self.parts, self.tokenizer = parts, tokenizer
         self.rewards = [reward_from(p.function, p.options) for p in parts]
 
-    @register(Protocol.THREE_D, reads=("prompt_ids", "response_ids", "meta", "finish_reason"))
+    @register(Protocol.THREE_D, reads=("prompt_ids", "response_ids", "meta", "finish_reason", "episode_return"))
     def score(self, batch: Batch, column: str) -> Batch:
         """`column` [rows] float32: the weighted sum; with several parts also rewards/<name>. Raises RewardError."""
         samples = self._samples(batch)
@@ -158,6 +158,9 @@ class RewardWorker(Worker):
         if batch.rows == 0:
             return []
         reasons = batch["finish_reason"].values if "finish_reason" in batch else ["stop"] * batch.rows
+        returns: Sequence[float | None] = [None] * batch.rows
+        if "episode_return" in batch:
+            returns = torch.as_tensor(batch["episode_return"].values).tolist()
         return [
             RewardSample(
                 prompt=self.tokenizer.decode(prompt.numpy()),
@@ -165,8 +168,9 @@ class RewardWorker(Worker):
                 response_ids=response.numpy(),
                 meta=meta,
                 finish_reason=reason,
+                episode_return=returned,
             )
-            for prompt, response, meta, reason in zip(
-                batch["prompt_ids"], batch["response_ids"], batch["meta"].values, reasons, strict=True
+            for prompt, response, meta, reason, returned in zip(
+                batch["prompt_ids"], batch["response_ids"], batch["meta"].values, reasons, returns, strict=True
             )
         ]

@@ -1,0 +1,77 @@
+"""What `hybridflow new` writes, and the package in examples/plugins: installed apart, listed, run with their own tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = (
+    "run.steps=1", "runtime=inline", "validation.data.limit=8",
+    "stages.warm-up.actor.model.config.hidden_size=32", "stages.warm-up.actor.model.config.num_hidden_layers=1",
+    "stages.warm-up.actor.model.config.intermediate_size=48", "stages.warm-up.run.steps=1",
+    "stages.grpo.algorithm.prompts_per_step=4", "stages.grpo.algorithm.group_size=4",
+)  # fmt: skip
+
+
+def call(cwd: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def hybridflow(cwd: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return call(cwd, "-m", "hybridflow.core.cli", *arguments, path=path)
+
+
+def install(source: Path, folder: Path) -> Path:
+    pytest.importorskip("setuptools", reason="builds the package with the setuptools that is here")
+    copy = shutil.copytree(source, folder / "source")  # a build leaves files beside the sources
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "packages"), str(copy)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder / "packages"
+
+
+def test_a_new_algorithm_passes_its_tests_untouched_in_under_sixty_lines(tmp_path):
+    made = hybridflow(tmp_path, "new", "algorithm", "my_best_grpo")
+    assert made.returncode == 0, made.stderr
+    package = tmp_path / "my_best_grpo"
+    files = sorted(p.name for p in package.iterdir())
+    assert files == ["my_best_grpo.py", "pyproject.toml", "test_my_best_grpo.py"]
+    assert sum(len(p.read_text().splitlines()) for p in package.iterdir()) < 60
+    tested = call(package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
+    packages = install(package, tmp_path / "site")
+    listed = hybridflow(tmp_path, "plugins", "algorithm", path=packages).stdout
+    assert "my_best_grpo" in listed and "hybridflow-my-best-grpo" in listed
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("My-Algo", "must be a module's name"), ("class", "must be a module's name"), ("there", "is there already")],
+)
+def test_a_bad_name_or_a_folder_that_is_there_is_told_and_nothing_written(tmp_path, name, said):
+    (tmp_path / "there").mkdir()
+    made = hybridflow(tmp_path, "new", "algorithm", name)
+    assert made.returncode == 1 and said in made.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
+
+
+def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):
+    source = ROOT / "examples" / "plugins" / "hybridflow-gigpo"
+    packages = install(source, tmp_path / "site")
+    listed = hybridflow(tmp_path, "plugins", "algorithm", path=packages).stdout
+    assert "gigpo" in listed and "hybridflow-gigpo" in listed
+    tests = shutil.copytree(source, tmp_path / "tests", ignore=lambda *_: {"hybridflow_gigpo.py"})
+    tested = call(tests, "-m", "pytest", "-q", "-p", "no:cacheprovider", path=packages)
+    assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
+    folder = f"run.folder={tmp_path / 'runs'}"
+    run = hybridflow(
+        ROOT, "run", "examples/calculator_tool.toml", *TINY, folder, "stages.grpo.algorithm.name=gigpo", path=packages
+    )
+    assert run.returncode == 0 and "grpo: gigpo on" in run.stdout and "held-out environment" in run.stdout, run.stderr
