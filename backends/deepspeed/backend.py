@@ -334,10 +334,21 @@ def _deepspeed(device: torch.device) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     import deepspeed
     import deepspeed.ops
+    from deepspeed.utils import groups
 
+    if groups._WORLD_GROUP is not None and not _is_there(groups._WORLD_GROUP):  # of a group that has ended since
+        groups._release_process_group_references()
     if device.type == "cpu":  # else minutes of compiling for a collective over shared memory
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
     )
     return deepspeed
+
+
+def _is_there(group: Any) -> bool:
+    try:
+        torch.distributed.get_process_group_ranks(group)
+    except (KeyError, ValueError, RuntimeError):
+        return False
+    return True

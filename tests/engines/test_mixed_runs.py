@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,7 +73,8 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, backend):
         os.kill(ranks[1], signal.SIGKILL)
         code = run.wait(60)
     text = (tmp_path / "out.txt").read_text()
-    assert code == 1 and "is gone" in text and "phase '" in text and "rank 1" in text, text
+    assert code == 1 and re.search(r"the process of rank [01] of pool 'main' is gone", text), text
+    assert re.search(r"\[role '\w+', phase '\w+', rank [01]\]", text), text
     while marked(mark, "ray::HostActor") and time.monotonic() < killed + 60:
         time.sleep(0.2)
     assert not marked(mark, "ray::HostActor")
