@@ -102,7 +102,7 @@ def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str) ->
             _raise_for_row(reward, samples, name, error)
     scores = np.empty(len(samples), np.float32)
     for row, (value, sample) in enumerate(zip(given, samples, strict=True)):
-        scores[row] = _finite(value, name, row, sample)
+        scores[row] = checked_number(value, name, row, sample)
     return scores
 
 
@@ -110,7 +110,7 @@ def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any
     try:
         return reward([sample])[0]
     except Exception as error:
-        raise _named(_said(error), name, row, sample) from error
+        raise failure(_said(error), name, row, sample) from error
 
 
 def _raise_for_row(reward: Reward, samples: Sequence[RewardSample], name: str, error: Exception) -> None:
@@ -121,7 +121,7 @@ def _raise_for_row(reward: Reward, samples: Sequence[RewardSample], name: str, e
         try:
             reward([sample])
         except Exception as alone:
-            raise _named(_said(alone), name, row, sample) from alone
+            raise failure(_said(alone), name, row, sample) from alone
     raise RewardError(
         f"reward {name!r} raised {type(error).__name__} for {len(samples)} rows together, though for none of them "
         f"alone: {error}"
@@ -144,16 +144,17 @@ def _as_list(given: Any, count: int, name: str) -> list[Any]:
     return values
 
 
-def _finite(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
+def checked_number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
+    """Raises RewardError for what is no finite number."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         with np.errstate(over="ignore"):
             number = np.float32(float(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise _named(f"returned {value!r:.80}; return a number", name, row, sample) from None
+        raise failure(f"returned {value!r:.80}; return a number", name, row, sample) from None
     if not np.isfinite(number):
-        raise _named(f"returned {value!r}; return a finite float32 number", name, row, sample)
+        raise failure(f"returned {value!r}; return a finite float32 number", name, row, sample)
     return number
 
 
@@ -162,7 +163,8 @@ def _said(error: Exception) -> str:
     return f"failed: {error}" if isinstance(error, HybridFlowError) else f"raised {type(error).__name__}: {error}"
 
 
-def _named(what: str, name: str, row: int, sample: RewardSample) -> RewardError:
+def failure(what: str, name: str, row: int, sample: RewardSample) -> RewardError:
+    """What went wrong, with the reward's name and the row."""
     return RewardError(
         f"reward {name!r} {what} [row {row}: prompt {shorten(sample.prompt)}, response {shorten(sample.response)}]"
     )

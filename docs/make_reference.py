@@ -24,6 +24,7 @@ from hybridflow.core.job.reader import DEFAULT_PLUGINS
 from hybridflow.core.model import ModelConfig
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.reward_rules import FailureRule
 from hybridflow.core.training import OptimizerConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -64,6 +65,7 @@ def reference() -> Iterator[str]:
     yield from section("sync", SyncConfig, "ROLE.sync", level=4)
     yield from section("optimizer", OptimizerConfig, "ROLE.optimizer", level=4)
     yield from section("parts of a reward", schema.RewardPartSection, "ROLE.parts", level=4)
+    yield from section("failures of a reward", FailureRule, "ROLE.on_failure", level=4)
     yield from plugins("training_backend", "ROLE.backend")
     yield from section("[validation]", schema.ValidationSection, "validation")
     yield from capabilities()

@@ -9,6 +9,7 @@ import attrs
 from hybridflow.core.config.validators import at_least, fraction, non_negative, positive, share
 from hybridflow.core.model import ModelConfig
 from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.reward_rules import FailureRule
 from hybridflow.core.rollout import MAX_BIAS, SamplingParams
 from hybridflow.core.training import OptimizerConfig
 
@@ -118,6 +119,8 @@ class RewardPartSection:
     """Its own options."""
     weight: float = 1.0
     """Factor in the sum."""
+    on_failure: FailureRule = attrs.field(factory=FailureRule)
+    """What happens when it fails."""
 
 
 @attrs.frozen
@@ -146,6 +149,8 @@ class RoleSection:
     """A reward function: a plugin of kind "reward", or "package.module:function"."""
     options: dict[str, Any] = attrs.field(factory=dict)
     """The reward function's own options."""
+    on_failure: FailureRule = attrs.field(factory=FailureRule)
+    """What happens when the reward function fails."""
     parts: tuple[RewardPartSection, ...] = ()
     """Several reward functions, summed by weight."""
 

@@ -16,7 +16,8 @@ from hybridflow.core.data import DataConfig, Example, ExampleSet, Sampler, load_
 from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.protocols import Protocol
-from hybridflow.core.rewards import RewardSample, reward_from, score_samples
+from hybridflow.core.reward_rules import FailureRule, score_by_rule
+from hybridflow.core.rewards import RewardSample, reward_from
 from hybridflow.core.worker import RankContext, Worker, register
 
 
@@ -131,6 +132,7 @@ class RewardPart:
     function: str
     options: dict[str, Any] = attrs.field(factory=dict)
     weight: float = 1.0
+    rule: FailureRule = attrs.field(factory=FailureRule)
 
 
 class RewardWorker(Worker):
@@ -147,12 +149,17 @@ class RewardWorker(Worker):
         samples = self._samples(batch)
         total = np.zeros(len(samples), dtype=np.float32)
         columns: dict[str, Any] = {}
+        means: dict[str, tuple[float, float]] = {}
         for part, reward in zip(self.parts, self.rewards, strict=True):
-            values = score_samples(reward, samples, part.name)
+            values, failed = score_by_rule(reward, samples, part.name, part.rule)
+            if part.rule.score is not None:
+                means[f"{part.name}_failed"] = (float(failed), float(len(samples)))
             total += np.float32(part.weight) * values
             if len(self.parts) > 1:
                 columns[f"rewards/{part.name}"] = torch.from_numpy(values)
-        return Batch({column: torch.from_numpy(total), **columns}, Metrics({column: (float(total.sum()), len(total))}))
+        return Batch(
+            {column: torch.from_numpy(total), **columns}, Metrics({column: (float(total.sum()), len(total)), **means})
+        )
 
     def _samples(self, batch: Batch) -> list[RewardSample]:
         if batch.rows == 0:

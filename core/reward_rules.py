@@ -1,0 +1,137 @@
+"""What happens to a reward that fails: tried again, given up after a while, scored by rule; never 0 without a word."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hybridflow.core.config.validators import at_least, non_negative, positive
+from hybridflow.core.errors import RewardError
+from hybridflow.core.rewards import FunctionReward, Reward, RewardSample, checked_number, failure, score_samples
+
+log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class FailureRule:
+    """What a reward function may do when it fails. As it stands a failure ends the run."""
+
+    retries: int = attrs.field(default=0, validator=non_negative)
+    """Further tries of a sample that failed."""
+    timeout_s: float | None = attrs.field(default=None, validator=positive)
+    """A try that takes longer has failed; none: it may take for ever."""
+    score: float | None = None
+    """What a sample gets whose tries have all failed; the log names it, and the metric <reward>_failed counts. None: the
+    run ends."""
+    at_once: int = attrs.field(default=32, validator=at_least(1))
+    """Samples that an `async` function, or one with a timeout, works on at the same time."""
+
+
+def score_by_rule(
+    reward: Reward, samples: Sequence[RewardSample], name: str, rule: FailureRule
+) -> tuple[np.ndarray, int]:
+    """(float32 [n], how many were scored by rule). Raises RewardError that names reward and row.
+
+    A class that scores batches gets the batch first; if that fails its samples one by one.
+    """
+    function = reward.function if isinstance(reward, FunctionReward) else None
+    waits = inspect.iscoroutinefunction(function)
+    if not waits and rule.timeout_s is None:
+        if rule.retries == 0 and rule.score is None:
+            return score_samples(reward, samples, name), 0
+        if function is None:
+            try:
+                return score_samples(reward, samples, name), 0
+            except RewardError as error:
+                log.warning("%s; its rows are scored one by one", error)
+    call: Callable[[RewardSample], Any] = function or (lambda sample: reward([sample])[0])
+    scoring = _Scoring(call, waits, name, rule)
+    return scoring.run(samples)
+
+
+class _Scoring:
+    """One call of a reward on some samples, in an event loop of its own."""
+
+    def __init__(self, call: Callable[[RewardSample], Any], waits: bool, name: str, rule: FailureRule):
+        self.call, self.waits, self.name, self.rule = call, waits, name, rule
+        self.failed = 0
+
+    def run(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, int]:
+        found: list[Any] = []
+
+        def work() -> None:  # a thread: the caller may be in a loop already (a notebook)
+            try:
+                found.append(asyncio.run(self._all(samples)))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return np.array(found[0], np.float32), self.failed
+
+    async def _all(self, samples: Sequence[RewardSample]) -> list[np.float32]:
+        free = asyncio.Semaphore(self.rule.at_once)
+
+        async def one(row: int, sample: RewardSample) -> np.float32:
+            async with free:
+                return await self._one(row, sample)
+
+        return list(await asyncio.gather(*(one(row, sample) for row, sample in enumerate(samples))))
+
+    async def _one(self, row: int, sample: RewardSample) -> np.float32:
+        for left in reversed(range(self.rule.retries + 1)):
+            try:
+                return checked_number(await self._try(sample), self.name, row, sample)
+            except TimeoutError:
+                error = failure(f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample)
+            except RewardError as wrong:
+                error = wrong
+            except Exception as raised:
+                error = failure(f"raised {type(raised).__name__}: {raised}", self.name, row, sample)
+            if left:
+                log.warning("%s; it is tried again (%d left)", error, left)
+        if self.rule.score is None:
+            raise error
+        self.failed += 1
+        log.warning("%s; it gets %g by rule (on_failure.score)", error, self.rule.score)
+        return np.float32(self.rule.score)
+
+    async def _try(self, sample: RewardSample) -> Any:
+        if self.waits:
+            return await asyncio.wait_for(self.call(sample), self.rule.timeout_s)
+        if self.rule.timeout_s is None:
+            return self.call(sample)
+        return await asyncio.wait_for(_in_thread(lambda: self.call(sample)), self.rule.timeout_s)
+
+
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future:
+    """In a thread that nobody waits for once the deadline has passed: Python cannot end it."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def tell(set_: Callable[[Any], None], value: Any) -> None:
+        if not done.done():
+            set_(value)
+
+    def work() -> None:
+        try:
+            result, set_ = call(), done.set_result
+        except BaseException as error:
+            result, set_ = error, done.set_exception
+        try:
+            loop.call_soon_threadsafe(tell, set_, result)
+        except RuntimeError:  # the loop has ended without it
+            return
+
+    threading.Thread(target=work, daemon=True).start()
+    return done
