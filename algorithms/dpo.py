@@ -39,7 +39,8 @@ class DPOLoss(Loss):
         policy, ref = (outputs["logprobs"] * mask).sum(-1), (batch["ref_logprobs"] * mask).sum(-1)
         loss = F.dpo_loss(policy[best], policy[~best], ref[best], ref[~best], self.beta)
         margin = self.beta * ((policy - ref)[best] - (policy - ref)[~best]).detach()
-        figures = {"accuracy": (margin > 0).float(), "margin": margin, "chosen_logprob": policy[best].detach()}
+        right = (margin > 0).float() + 0.5 * (margin == 0).float()  # before the first step all are equal
+        figures = {"accuracy": right, "margin": margin, "chosen_logprob": policy[best].detach()}
         return [
             Term("dpo_loss", loss, how="unit-mean"),
             *(Term(name, value, how="unit-mean", weight=0.0) for name, value in figures.items()),

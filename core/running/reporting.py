@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 2.0
 """Without a terminal, a line at most this often."""
 SHOWN = {
-    "reward/scores": "reward", "reward/score": "reward", "actor/loss": "loss", "kl": "kl",
+    "reward/scores": "reward", "reward/score": "reward", "cost/costs": "cost", "lambda": "lambda", "actor/loss": "loss",
+    "reward/loss": "loss", "cost/loss": "loss", "reward/accuracy": "accuracy", "cost/accuracy": "accuracy",
+    "actor/accuracy": "accuracy", "actor/turns": "turns", "kl": "kl",
     "actor/mismatch_mean": "mismatch", "tokens_per_second": "tok/s", "bytes/per_sequence": "B/seq",
 }  # fmt: skip
 

@@ -138,7 +138,7 @@ def test_plugins_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (0, "[]"), done.stderr
     assert re.search(r"algorithm +grpo +hybridflow +\S+ +ready", done.stdout)
-    assert re.search(r"training_backend +fsdp +axes: dp, tp; models: policy, value, score; offload", done.stdout)
+    assert re.search(r"training_backend +fsdp +axes: dp, tp; lora; models: policy, value, score; offload", done.stdout)
 
 
 def test_plugins_of_one_kind_and_of_an_unknown_one():
