@@ -2,6 +2,7 @@
 # make check  lint, types, import contracts            make docs   build the documentation
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make matrix  each training backend with each rollout engine
+# make curves  what each algorithm learns, three seeds
 # make bench  every benchmark, beside its peers        make clean  remove what these made
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
@@ -65,7 +66,10 @@ bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
 	.bench/verl/bin/pip install -q verl==0.9.1 torch==2.13.0
 	touch $@
 
+curves: $(VENV)/.done
+	$(PY) docs/make_curves.py
+
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines matrix check docs bench clean
+.PHONY: demo test test-engines matrix check docs bench curves clean

@@ -36,6 +36,13 @@ class PolicyGradient(Algorithm):
             found.append(
                 f"mini_batch_size {c.mini_batch_size} is larger than the {self.rows_per_step} sequences of a step"
             )
+        if c.dual_clip is not None and c.dual_clip <= 1:
+            found.append(f"dual_clip must be above 1, got {c.dual_clip}")
+        if c.kl_target and self.rows_per_step >= 5 * c.kl_horizon:
+            found.append(
+                f"kl_horizon {c.kl_horizon:g} is too small for the {self.rows_per_step} sequences of a step: one could make "
+                "beta negative; set it above a fifth of them"
+            )
         if c.kl_target and not c.kl_coef:
             found.append("kl_target needs kl_coef > 0, the coefficient to begin with")
         if c.kl_coef and c.kl_in == "loss" and c.kl_kind == "k1":

@@ -32,7 +32,8 @@ class ReMax(PolicyGradient):
     def step(self, ctx) -> None:
         prompts = ctx.prompts(self.config.prompts_per_step)
         batch = self.sample(ctx, prompts)
-        greedy = ctx.reward.score(ctx.actor.generate(prompts, greedy=True)).rename(scores="baseline_scores")
+        with ctx.aside():  # the metrics are those of the sampled responses
+            greedy = ctx.reward.score(ctx.actor.generate(prompts, greedy=True)).rename(scores="baseline_scores")
         batch = batch.join(greedy.repeat(self.config.group_size))
         self.improve(ctx, batch, ctx.compute(self.advantages, batch))
 

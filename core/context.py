@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -92,6 +93,7 @@ class StepContext:
         """Number of the current step, from 1."""
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
+        self._aside = False
 
     def __getattr__(self, name: str) -> RoleHandle:
         roles = self.__dict__.get("roles", {})
@@ -147,8 +149,18 @@ class StepContext:
         """Report figures of this step."""
         self._logged = Metrics.merge([self._logged, Metrics.of(**values)])
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is called within is left out of the step's metrics (a baseline's responses and scores)."""
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+
     def watch(self, role: str, result: Any) -> Any:
-        self._results.append((role, result))
+        if not self._aside:
+            self._results.append((role, result))
         return result
 
     def finish(self) -> Metrics:

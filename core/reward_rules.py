@@ -57,13 +57,15 @@ def score_by_rule(
 
 
 class _Scoring:
-    """One call of a reward on some samples, in an event loop of its own."""
+    """One call of a reward on some samples."""
 
     def __init__(self, call: Callable[[RewardSample], Any], waits: bool, name: str, rule: FailureRule):
         self.call, self.waits, self.name, self.rule = call, waits, name, rule
         self.failed = 0
 
     def run(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, int]:
+        if not self.waits and self.rule.timeout_s is None:  # in the caller's own thread, where it may do what it likes
+            return np.array([self._alone(row, sample) for row, sample in enumerate(samples)], np.float32), self.failed
         found: list[Any] = []
 
         def work() -> None:  # a thread: the caller may be in a loop already (a notebook)
@@ -79,39 +81,76 @@ class _Scoring:
             raise found[0]
         return np.array(found[0], np.float32), self.failed
 
+    def _alone(self, row: int, sample: RewardSample) -> np.float32:
+        for left in reversed(range(self.rule.retries + 1)):
+            try:
+                made = self.call(sample)
+            except Exception as raised:
+                made = _Raised(raised)
+            found = self._judged(made, row, sample, left)
+            if not isinstance(found, RewardError):
+                return found
+            error = found
+        return self._by_rule(error)
+
     async def _all(self, samples: Sequence[RewardSample]) -> list[np.float32]:
         free = asyncio.Semaphore(self.rule.at_once)
 
         async def one(row: int, sample: RewardSample) -> np.float32:
             async with free:
-                return await self._one(row, sample)
+                for left in reversed(range(self.rule.retries + 1)):
+                    found = self._judged(await self._made(sample), row, sample, left)
+                    if not isinstance(found, RewardError):
+                        return found
+                    error = found
+                return self._by_rule(error)
 
         return list(await asyncio.gather(*(one(row, sample) for row, sample in enumerate(samples))))
 
-    async def _one(self, row: int, sample: RewardSample) -> np.float32:
-        for left in reversed(range(self.rule.retries + 1)):
+    async def _made(self, sample: RewardSample) -> Any:
+        """What it returned or raised, or _Late."""
+
+        async def work() -> Any:
             try:
-                return checked_number(await self._try(sample), self.name, row, sample)
-            except TimeoutError:
-                error = failure(f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample)
+                return await (self.call(sample) if self.waits else _in_thread(lambda: self.call(sample)))
+            except Exception as error:  # its own TimeoutError is not ours
+                return _Raised(error)
+
+        try:
+            return await asyncio.wait_for(work(), self.rule.timeout_s)
+        except TimeoutError:
+            return _Late()
+
+    def _judged(self, made: Any, row: int, sample: RewardSample, left: int) -> np.float32 | RewardError:
+        """The number, or what was wrong with it."""
+        if isinstance(made, _Late):
+            error = failure(f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample)
+        elif isinstance(made, _Raised):
+            error = failure(f"raised {type(made.error).__name__}: {made.error}", self.name, row, sample)
+        else:
+            try:
+                return checked_number(made, self.name, row, sample)
             except RewardError as wrong:
                 error = wrong
-            except Exception as raised:
-                error = failure(f"raised {type(raised).__name__}: {raised}", self.name, row, sample)
-            if left:
-                log.warning("%s; it is tried again (%d left)", error, left)
+        if left:
+            log.warning("%s; it is tried again (%d left)", error, left)
+        return error
+
+    def _by_rule(self, error: RewardError) -> np.float32:
         if self.rule.score is None:
             raise error
         self.failed += 1
         log.warning("%s; it gets %g by rule (on_failure.score)", error, self.rule.score)
         return np.float32(self.rule.score)
 
-    async def _try(self, sample: RewardSample) -> Any:
-        if self.waits:
-            return await asyncio.wait_for(self.call(sample), self.rule.timeout_s)
-        if self.rule.timeout_s is None:
-            return self.call(sample)
-        return await asyncio.wait_for(_in_thread(lambda: self.call(sample)), self.rule.timeout_s)
+
+@attrs.frozen
+class _Raised:
+    error: Exception
+
+
+class _Late:
+    pass
 
 
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future:

@@ -108,8 +108,8 @@ def config(name: str, seed: int, warm: Path | None) -> str:
         return BASE.substitute(given | {"tables": tables})
     role, settings = PAIRS[name]
     data = 'response = "{answer}"\nrejected = "{wrong}"\n'
-    if name == "cost_model":  # the safer one of a pair is the even one
-        data = 'response = "{answer}"\nrejected = "{wrong}"\nunsafe = ["answer_odd", "wrong_odd"]\n'
+    if name == "cost_model":
+        data = 'response = "{even}"\nrejected = "{odd}"\nunsafe = ["even_unsafe", "odd_unsafe"]\n'
     own = "optimizer = { lr = 3e-4 }\n" if role == "actor" else ""
     table = (
         "" if role == "actor" else f'[{role}]\nmodel.path = "{warm}"\nmicro_batch_tokens = 8192\noptimizer.lr = 1e-3\n'

@@ -39,7 +39,7 @@ class CodeReward(Reward):
 
     def _passes(self, program: str, test: Any) -> bool:
         if isinstance(test, str):
-            end = secrets.token_hex(16)  # an early exit does not write it
+            end = secrets.token_hex(16)  # an early exit does not write it; who reads its own file can (see the docs)
             done = run_program(f"{program}\n\n{test}\nprint('\\n{end}')\n", None, self.limits)
             return done.good and done.output.rstrip().endswith(end)
         if isinstance(test, Mapping) and isinstance(test.get("output"), str):

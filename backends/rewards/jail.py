@@ -55,9 +55,9 @@ def make_root(settings):
         with open(f"{root}/dev/{name}", "w"):
             pass
         call("mount", f"/dev/{name}", f"{root}/dev/{name}", None, ctypes.c_ulong(BIND), None)
-    os.mkdir(f"{root}/tmp")
+    os.makedirs(f"{root}/tmp", exist_ok=True)
     os.chmod(f"{root}/tmp", 0o1777)
-    with open(f"{root}/tmp/main.py", "w") as file:
+    with open(f"{root}/tmp/main.py", "w", encoding="utf-8", errors="replace") as file:
         file.write(settings["program"])
     os.chmod(f"{root}/tmp/main.py", 0o644)
     os.mkdir(f"{root}/old")
@@ -83,7 +83,6 @@ def limit(settings, privileged):
         os.setgid(settings["uid"])
         os.setuid(settings["uid"])
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
-    call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def isolate(privileged):
@@ -105,32 +104,47 @@ def main():
         sys.exit(refuse(error))
     reader, writer = os.pipe()
     inner = os.fork()
-    if inner == 0:
-        try:
-            make_root(settings)
-            limit(settings, privileged)
-            os.chdir("/tmp")
-            os.dup2(os.open("/dev/null", os.O_RDONLY) if settings["input"] is None else _input(settings["input"]), 0)
-            os.set_inheritable(writer, False)
-            os.execve(
-                settings["python"],
-                [settings["python"], "-I", "-S", "main.py"],
-                {"PATH": "/usr/bin:/bin", "HOME": "/tmp"},
-            )
-        except BaseException as error:
-            os.write(writer, str(error).encode())
-            os._exit(125)
+    if inner == 0:  # the first process of the namespace, and ours: when it dies, all of them do
+        os._exit(supervise(settings, privileged, writer))
     os.close(writer)
     problem = os.read(reader, 4096)
-    _, status = os.waitpid(inner, 0)
+    status = exit_status(os.waitpid(inner, 0)[1])
     if problem:
         sys.exit(refuse(problem.decode()))
-    sys.exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+    sys.exit(1 if status == 125 else status)  # 125 is ours
+
+
+def supervise(settings, privileged, writer):
+    """Run the program as a child; its exit status."""
+    try:
+        call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        make_root(settings)
+        program = os.fork()
+        if program:
+            os.close(writer)
+            while True:
+                ended, status = os.wait()
+                if ended == program:
+                    return exit_status(status)
+        os.chdir("/tmp")
+        os.dup2(os.open("/dev/null", os.O_RDONLY) if settings["input"] is None else _input(settings["input"]), 0)
+        limit(settings, privileged)
+        os.set_inheritable(writer, False)
+        os.execve(
+            settings["python"], [settings["python"], "-I", "-S", "main.py"], {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+        )
+    except BaseException as error:
+        os.write(writer, str(error).encode(errors="replace"))
+        return 125
+
+
+def exit_status(status):
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
 def _input(text):
     """What the program reads from its standard input."""
-    with open("/tmp/.input", "w") as file:
+    with open("/tmp/.input", "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
     opened = os.open("/tmp/.input", os.O_RDONLY)
     os.unlink("/tmp/.input")

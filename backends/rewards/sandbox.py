@@ -1,8 +1,8 @@
 """Programs of a model, run apart from this machine: limits of time, memory, files and processes, no network, no files of ours.
 
 Linux: namespaces (as root, or by user namespaces), a root directory of its own with Python's standard library in it, read-only,
-and a small tmpfs. What a kernel bug lets through is not stopped: it is a sandbox for clumsy programs and simple tricks, not
-for attackers.
+and a small tmpfs. What a kernel bug lets through is not stopped, and memory is limited per process: it is a sandbox for
+clumsy programs and simple tricks, not for attackers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import selectors
 import shutil
 import subprocess
@@ -66,9 +67,9 @@ def run_program(program: str, given: str | None = None, limits: Limits | None = 
     python = os.path.realpath(sys.executable) if sys.prefix == sys.base_prefix else _base_python()
     settings = json.dumps(
         {
-            "root": root, "prefix": sys.base_prefix, "python": python, "program": program, "input": given,
+            "root": root, "prefix": os.path.realpath(sys.base_prefix), "python": python, "program": program, "input": given,
             "cpu_s": int(-(-limits.seconds // 1)), "memory_bytes": limits.memory_mb * 10**6,
-            "disk_bytes": limits.disk_mb * 10**6, "processes": limits.processes, "uid": 200_000 + os.getpid() % 100_000,
+            "disk_bytes": limits.disk_mb * 10**6, "processes": limits.processes, "uid": 200_000 + secrets.randbelow(2**30),
         }
     ).encode()  # fmt: skip
     command = [python, "-I", "-S", str(JAIL), str(len(settings))]

@@ -49,8 +49,10 @@ class $cls(PolicyGradient):
         batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
         self.improve(ctx, batch, ctx.compute(self.advantages, batch))
 
-    def advantages(self, scores, group, loss_mask):  # parameters are columns
-        return {"advantages": F.leave_one_out(scores, group)[:, None] * loss_mask}
+    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):  # parameters are columns
+        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        advantages = F.leave_one_out(scores - penalty.sum(1), group)
+        return {"advantages": advantages[:, None] * loss_mask, **figures}
 ''')
 TEST = Template("""\
 import pytest

@@ -5,6 +5,7 @@ Tokens in, tokens out: what the model made is never tokenised again, and an answ
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from hybridflow.core.metrics import Metrics
 from hybridflow.core.rollout import Completion, Request, RolloutEngine
 from hybridflow.core.worker import RankContext
 
+log = logging.getLogger(__name__)
 NOT_MADE = -1
 """The turn, and the weight version, of tokens that the environment wrote."""
 
@@ -63,28 +65,40 @@ class Episode:
 
     def start(self) -> dict[str, Any]:
         """Reset the environment; its answer, for `take`."""
-        section = self.spec.section
-        self.environment = environment_class(section.name, section.options)(**section.options)
         prompt = self.spec.tokenizer.decode(self.request.prompt_ids)
-        start = Start(prompt, self.meta, self.request.seed)
-        return self._said(lambda environment: environment.reset(start), prompt)
+
+        def begin() -> Answer:
+            section = self.spec.section
+            self.environment = environment_class(section.name, section.options)(**section.options)
+            return self.environment.reset(Start(prompt, self.meta, self.request.seed))
+
+        return self._said(begin, prompt)
 
     def answer(self, turn: Turn) -> dict[str, Any]:
-        return self._said(lambda environment: environment.step(turn), turn.text)
+        assert self.environment is not None
+        step = self.environment.step
+        return self._said(lambda: step(turn), turn.text)
+
+    def close(self) -> None:
+        """Whatever it does, the others are closed too."""
+        try:
+            if self.environment is not None:
+                self.environment.close()
+        except Exception:
+            log.exception("environment %r could not be closed", self.spec.section.name)
 
     def _said(self, call: Any, text: str) -> dict[str, Any]:
         """The answer as plain values, which travel; a failure as its message."""
         name = self.spec.section.name
         try:
-            answer = call(self.environment)
+            answer = call()
         except Exception as error:
             return {"error": f"environment {name!r} raised {type(error).__name__}: {error} [after {shorten(text)}]"}
         if not isinstance(answer, Answer):
             return {"error": f"environment {name!r} returned {answer!r:.80}; return an Answer [after {shorten(text)}]"}
-        if not np.isfinite(answer.reward):
-            return {
-                "error": f"environment {name!r} gave the reward {answer.reward}; it must be finite [after {shorten(text)}]"
-            }
+        if not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
+            wrong = f"gave the reward {answer.reward!r}; it must be a finite number"
+            return {"error": f"environment {name!r} {wrong} [after {shorten(text)}]"}
         return attrs.asdict(answer)
 
     def take(self, said: Mapping[str, Any], first: bool = False) -> None:
@@ -97,10 +111,10 @@ class Episode:
             self.reason = "stop"
             return
         ids = self.spec.tokenizer.encode(said["text"]) if said["text"] else np.zeros(0, np.int64)
-        if not first and (not len(ids) or int(ids[-1]) in self.stops):
+        if (not first and not len(ids)) or (len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids):
             raise EnvironmentFailure(
                 f"environment {self.spec.section.name!r} answered {said['text']!r} and the episode is not done; an answer "
-                f"needs a text that does not end with a stop [row {self.request.id}]"
+                f"needs a text that does not end as a turn does [row {self.request.id}]"
             )
         room = self.request.sampling.max_tokens - len(self.ids)
         self._put(ids[:room], np.zeros(len(ids[:room]), np.float32), np.full(len(ids[:room]), NOT_MADE), NOT_MADE)
@@ -159,21 +173,27 @@ def run_episodes(
                 episode.take(answer)
     finally:
         for episode in episodes:
-            if episode.environment is not None:
-                episode.environment.close()
+            episode.close()
     return _batch(episodes)
 
 
 def _on_first_rank(work: Any, context: RankContext) -> list[Any]:
+    """Its result on every rank of the replica; what it raises too, so that none waits for ever."""
     group = context.group("generation.tp")
     if group is None:
         return work()
     found: list[Any] = [None]
     first = dist.get_global_rank(group, 0)
     if dist.get_rank() == first:
-        found = [work()]
+        try:
+            found = [(True, work())]
+        except Exception as error:
+            found = [(False, f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(found, src=first, group=group)
-    return found[0]
+    good, made = found[0]
+    if not good:
+        raise EnvironmentFailure(made)
+    return made
 
 
 def _batch(episodes: Sequence[Episode]) -> Batch:

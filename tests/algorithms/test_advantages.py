@@ -122,6 +122,8 @@ CONTRADICTIONS = [
     (RLOO, RLOOConfig(kl_in="loss"), "k1"),
     (GRPO, GRPOConfig(kl_target=0.1), "kl_target needs kl_coef"),
     (GRPO, GRPOConfig(how="seq-mean-token-sum-norm"), "needs length"),
+    (GRPO, GRPOConfig(dual_clip=1.0), "dual_clip must be above 1"),
+    (RLOO, RLOOConfig(kl_target=0.1, kl_horizon=50.0), "kl_horizon 50 is too small for the 256 sequences"),
     (ReMax, ReMaxConfig(mini_batch_size=65), "larger than the 64 sequences"),
 ]
 

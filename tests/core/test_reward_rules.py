@@ -99,6 +99,31 @@ def test_a_reward_may_be_called_where_an_event_loop_runs():
     assert asyncio.run(inside())[0].tolist() == [0.0, 1.0]
 
 
+def test_a_functions_own_timeout_is_an_error_like_others():
+    def judge(sample):
+        raise TimeoutError("the judge is away")
+
+    for rule in (FailureRule(score=0.0), FailureRule(score=0.0, timeout_s=5.0)):
+        found, failed = score_by_rule(FunctionReward(judge), samples(2), "judge", rule)
+        assert found.tolist() == [0.0, 0.0] and failed == 2
+    with pytest.raises(RewardError, match="raised TimeoutError: the judge is away"):
+        score_by_rule(FunctionReward(judge), samples(1), "judge", FailureRule(retries=1))
+
+
+def test_a_function_may_run_a_loop_of_its_own_and_is_called_in_the_callers_thread():
+    seen = set()
+
+    async def ask():
+        return 1.0
+
+    def judge(sample):
+        seen.add(threading.get_ident())
+        return asyncio.run(ask())
+
+    found, failed = score_by_rule(FunctionReward(judge), samples(2), "judge", FailureRule(retries=1, score=0.0))
+    assert found.tolist() == [1.0, 1.0] and failed == 0 and seen == {threading.get_ident()}
+
+
 class Batches(Reward):
     """Scores a batch, unless sample 1 is in it with others."""
 

@@ -22,6 +22,8 @@ class Echo(Environment):
 
     def __init__(self, said: str = "12", opening: str = "", last: int = 99, wrong: str = ""):
         self.said, self.opening, self.last, self.wrong = said, opening, last, wrong
+        if wrong == "init":
+            raise OSError("no port")
 
     def reset(self, start):
         assert start.prompt.endswith("=") and "answer" in start.meta and start.seed >= 0
@@ -32,6 +34,8 @@ class Echo(Environment):
             raise ValueError("no such tool")
         if self.wrong == "returns":
             return "12"
+        if self.wrong == "text":
+            return Answer("1", reward="1")
         if self.wrong == "infinite":
             return Answer("1", reward=float("inf"))
         done = turn.ended or turn.number >= self.last
@@ -146,6 +150,8 @@ def test_the_same_seed_gives_the_same_episodes():
         ({"wrong": "raises"}, r"raised ValueError: no such tool \[after .*\[row \d+\]"),
         ({"wrong": "returns"}, r"returned '12'; return an Answer"),
         ({"wrong": "infinite"}, r"gave the reward inf"),
+        ({"wrong": "text"}, r"gave the reward '1'; it must be a finite number"),
+        ({"wrong": "init"}, r"raised OSError: no port"),
         ({"said": ""}, r"answered '' and the episode is not done"),
         ({"said": "1="}, r"answered '1=' and the episode is not done"),
     ],

@@ -155,7 +155,7 @@ def test_no_process_of_this_machine_can_be_seen_or_ended():
     try:
         found = run(f"import os; os.kill({child.pid}, 9)")
         assert found.status == 1 and "ProcessLookupError" in found.errors and child.poll() is None
-        assert run("import os; print(os.getpid(), os.getppid())").output == "1 0\n"
+        assert run("import os; print(os.getpid(), os.getppid())").output == "2 1\n"
     finally:
         child.kill()
         child.wait()
@@ -170,6 +170,37 @@ def test_what_root_may_do_it_may_not():
         "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
     ):  # fmt: skip
         assert run(f"import ctypes, os, resource\n{call}").status != 0, call
+
+
+def test_a_program_that_holds_on_to_life_ends_with_its_time():
+    mark = f"88{os.getpid()}"
+    program = f"""
+        import ctypes, signal, time
+        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+        for s in (1, 2, 15):
+            signal.signal(s, signal.SIG_IGN)
+        open("/tmp/{mark}", "w")
+        import os, sys
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep({mark})"])
+        """
+    assert run(program, limits=Limits(seconds=1.0)).reason == "time"
+    time.sleep(0.5)
+    assert not left_behind(f"time.sleep.{mark}")
+
+
+def test_a_program_cannot_pretend_that_the_sandbox_failed():
+    found = run("import sys; sys.stderr.write('cannot isolate: x'); sys.exit(125)")
+    assert found.reason == "ended" and found.status == 1
+
+
+def test_programs_side_by_side_do_not_share_their_limit_of_processes():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda _: run("import time; time.sleep(1)", limits=Limits(seconds=20, processes=1)), range(4))
+        )
+    assert all(outcome.good for outcome in found), found
 
 
 def test_no_folder_is_left(tmp_path, monkeypatch):
