@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
-from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.algorithms.reward_model import RewardModel
 from hybridflow.core.config.validators import at_least
 from hybridflow.core.loss import Loss, Term
 
@@ -42,24 +42,12 @@ class CostLoss(Loss):
         ]
 
 
-class CostModel(Algorithm):
-    """One update per step on pairs. Role `cost` is the model that is trained."""
+class CostModel(RewardModel):
+    """The same step, for role `cost`."""
 
     Config = CostModelConfig
     data_columns = ("response_ids", "preferred", "unsafe")
+    role = "cost"
 
-    def roles(self) -> tuple[Role, ...]:
-        return (Role("cost", "score", trained=True),)
-
-    @property
-    def rows_per_step(self) -> int:
-        return 2 * self.config.pairs_per_step
-
-    def updates_per_step(self) -> int:
-        return 1
-
-    def step(self, ctx) -> None:
-        ctx.cost.update((ctx.prompts(self.config.pairs_per_step), self.losses()["cost"]))
-
-    def losses(self):
+    def losses(self) -> dict[str, Loss]:
         return {"cost": CostLoss()}

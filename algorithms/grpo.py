@@ -29,10 +29,6 @@ class GRPO(PolicyGradient):
 
     Config: ClassVar[type] = GRPOConfig
 
-    def step(self, ctx) -> None:
-        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
-        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
-
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
         penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
         normalized = F.group_normalized(scores - penalty.sum(1), group, self.config.scale)

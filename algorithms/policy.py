@@ -15,6 +15,8 @@ from hybridflow.core.loss import Loss, Term
 one_of = attrs.validators.in_
 AGGREGATIONS = one_of(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
 
+KL_PLACES, KL_KINDS = one_of(("reward", "loss")), one_of(("k1", "abs", "k2", "k3"))
+
 
 @attrs.frozen
 class PolicyConfig:
@@ -42,9 +44,9 @@ class PolicyConfig:
     """Weight of the entropy bonus."""
     kl_coef: float = attrs.field(default=0.0, validator=non_negative)
     """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_in: str = attrs.field(default="loss", validator=one_of(("reward", "loss")))
+    kl_in: str = attrs.field(default="loss", validator=KL_PLACES)
     """Where that KL is paid: in each token's reward, or as a term of the loss."""
-    kl_kind: str = attrs.field(default="k3", validator=one_of(("k1", "abs", "k2", "k3")))
+    kl_kind: str = attrs.field(default="k3", validator=KL_KINDS)
     """The estimator of that KL; k1 in the reward only."""
     kl_target: float | None = attrs.field(default=None, validator=positive)
     """Adaptive coefficient: beta follows this KL per token (arXiv:1909.08593, section 2.2); none: fixed."""
@@ -62,6 +64,18 @@ class PolicyConfig:
     """mask: smaller weights are dropped."""
     correction_high: float = attrs.field(default=2.0, validator=positive)
     """truncate: the largest weight; mask: larger ones are dropped."""
+
+
+@attrs.frozen
+class RewardKLConfig(PolicyConfig):
+    """The same, with a KL that rewards pay."""
+
+    kl_coef: float = attrs.field(default=0.05, validator=non_negative)
+    """beta: weight of the KL to the reference; 0 needs no reference."""
+    kl_in: str = attrs.field(default="reward", validator=KL_PLACES)
+    """Where that KL is paid: in each token's reward (the papers'), or as a term of the loss."""
+    kl_kind: str = attrs.field(default="k1", validator=KL_KINDS)
+    """The estimator of that KL; k1 in the reward only."""
 
 
 class PolicyLoss(Loss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +16,14 @@ from hybridflow.core.loss import Loss
 
 
 class PolicyGradient(Algorithm):
-    """Responses, their rewards less the KL, advantages, then mini-batches. A subclass has `step` and `advantages`."""
+    """Responses, their scores, advantages, then mini-batches. A subclass has `advantages`, whose parameters are columns; or a
+    step of its own, of the same parts."""
 
     Config: ClassVar[type] = PolicyConfig
     loss: type[PolicyLoss] = PolicyLoss
     """The actor's loss."""
+    advantages: Callable[..., dict[str, Any]]
+    """Its parameters are columns, see `ctx.compute`."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -71,6 +75,10 @@ class PolicyGradient(Algorithm):
     def beta(self) -> float:
         """The coefficient of the KL at this step."""
         return self.adaptive.value if self.adaptive else self.config.kl_coef
+
+    def step(self, ctx) -> None:
+        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
+        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
 
     def sample(self, ctx, prompts: Batch) -> Batch:
         """group_size responses per prompt with scores, and the logprobs that the KL and the loss need."""

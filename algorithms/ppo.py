@@ -9,15 +9,15 @@ import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import PolicyConfig, one_of
+from hybridflow.algorithms.policy import RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.core.algorithm import Role
-from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
+from hybridflow.core.config.validators import at_least, fraction, positive
 from hybridflow.core.loss import Loss, Term
 
 
 @attrs.frozen
-class PPOConfig(PolicyConfig):
+class PPOConfig(RewardKLConfig):
     """Proximal policy optimisation with a critic."""
 
     prompts_per_step: int = attrs.field(default=512, validator=at_least(1))
@@ -26,12 +26,6 @@ class PPOConfig(PolicyConfig):
     """Discount per token."""
     lam: float = attrs.field(default=0.95, validator=fraction)
     """lambda of GAE (arXiv:1506.02438)."""
-    kl_coef: float = attrs.field(default=0.05, validator=non_negative)
-    """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_in: str = attrs.field(default="reward", validator=one_of(("reward", "loss")))
-    """Where that KL is paid: in each token's reward, or as a term of the loss."""
-    kl_kind: str = attrs.field(default="k1", validator=one_of(("k1", "abs", "k2", "k3")))
-    """The estimator of that KL; k1 in the reward only."""
     value_clip: float | None = attrs.field(default=0.2, validator=positive)
     """New values stay within this distance of the old ones; none: no clipping."""
 

@@ -5,33 +5,25 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import PolicyConfig, one_of
+from hybridflow.algorithms.policy import KL_KINDS, PolicyConfig, RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.core.config.validators import at_least, fraction, non_negative
 
 
 @attrs.frozen
-class ReinforcePPConfig(PolicyConfig):
+class ReinforcePPConfig(RewardKLConfig):
     """REINFORCE++: each token pays its KL, returns are whitened over the batch."""
 
     gamma: float = attrs.field(default=1.0, validator=fraction)
     """Discount per token."""
     kl_coef: float = attrs.field(default=0.01, validator=non_negative)
     """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_in: str = attrs.field(default="reward", validator=one_of(("reward", "loss")))
-    """Where that KL is paid: in each token's reward (the paper's), or as a term of the loss."""
-    kl_kind: str = attrs.field(default="k1", validator=one_of(("k1", "abs", "k2", "k3")))
-    """The estimator of that KL; k1 in the reward only."""
 
 
 class ReinforcePP(PolicyGradient):
     """Advantage of a token: the rewards from it on, whitened over the batch."""
 
     Config = ReinforcePPConfig
-
-    def step(self, ctx) -> None:
-        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
-        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
 
     def advantages(self, scores, loss_mask, old_logprobs=None, ref_logprobs=None):
         penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
@@ -48,7 +40,7 @@ class ReinforcePPBaselineConfig(PolicyConfig):
     """Responses per prompt."""
     kl_coef: float = attrs.field(default=0.01, validator=non_negative)
     """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_kind: str = attrs.field(default="k2", validator=one_of(("k1", "abs", "k2", "k3")))
+    kl_kind: str = attrs.field(default="k2", validator=KL_KINDS)
     """The estimator of that KL (k2, the paper's: its gradient is the reverse KL's); k1 in the reward only."""
 
 
@@ -56,10 +48,6 @@ class ReinforcePPBaseline(PolicyGradient):
     """Advantage of every token: the response's score less its group's mean, whitened over the batch's tokens."""
 
     Config = ReinforcePPBaselineConfig
-
-    def step(self, ctx) -> None:
-        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
-        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
         penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)

@@ -5,23 +5,16 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import AGGREGATIONS, PolicyConfig, one_of
+from hybridflow.algorithms.policy import AGGREGATIONS, RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
-from hybridflow.core.config.validators import non_negative
 
 
 @attrs.frozen
-class ReMaxConfig(PolicyConfig):
+class ReMaxConfig(RewardKLConfig):
     """REINFORCE with a greedy baseline."""
 
     how: str = attrs.field(default="seq-mean-token-sum", validator=AGGREGATIONS)
     """A response's tokens' losses add up (the paper's); or another mean."""
-    kl_coef: float = attrs.field(default=0.05, validator=non_negative)
-    """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_in: str = attrs.field(default="reward", validator=one_of(("reward", "loss")))
-    """Where that KL is paid: in each token's reward (the paper's), or as a term of the loss."""
-    kl_kind: str = attrs.field(default="k1", validator=one_of(("k1", "abs", "k2", "k3")))
-    """The estimator of that KL; k1 in the reward only."""
 
 
 class ReMax(PolicyGradient):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -41,13 +41,15 @@ class PreferenceLoss(Loss):
 
 
 class RewardModel(Algorithm):
-    """One update per step on pairs. Role `reward` is the model that is trained."""
+    """One update per step on pairs."""
 
-    Config = RewardModelConfig
-    data_columns = ("response_ids", "preferred")
+    Config: ClassVar[type] = RewardModelConfig
+    data_columns: tuple[str, ...] = ("response_ids", "preferred")
+    role = "reward"
+    """The model that is trained."""
 
     def roles(self) -> tuple[Role, ...]:
-        return (Role("reward", "score", trained=True),)
+        return (Role(self.role, "score", trained=True),)
 
     @property
     def rows_per_step(self) -> int:
@@ -57,7 +59,7 @@ class RewardModel(Algorithm):
         return 1
 
     def step(self, ctx) -> None:
-        ctx.reward.update((ctx.prompts(self.config.pairs_per_step), self.losses()["reward"]))
+        getattr(ctx, self.role).update((ctx.prompts(self.config.pairs_per_step), self.losses()[self.role]))
 
-    def losses(self):
+    def losses(self) -> dict[str, Loss]:
         return {"reward": PreferenceLoss(self.config.margin)}

@@ -1,4 +1,4 @@
-"""What each algorithm learns on the arithmetic task, from one warm-up per seed: the table and the curves of docs/learning.md.
+"""What each algorithm learns on the arithmetic task, from one warm-up per seed: a table for docs/benchmarks.md.
 
 python docs/make_curves.py [--seeds 0 1 2] [--only grpo rloo]     (make curves)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.plugins.packages import hybridflow, install, python
 
 ROOT = Path(__file__).parents[2]
 TINY = (
@@ -19,35 +18,17 @@ TINY = (
 )  # fmt: skip
 
 
-def call(cwd: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(path or "")}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-
-
-def hybridflow(cwd: Path, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return call(cwd, "-m", "hybridflow.core.cli", *arguments, path=path)
-
-
-def install(source: Path, folder: Path) -> Path:
-    pytest.importorskip("setuptools", reason="builds the package with the setuptools that is here")
-    copy = shutil.copytree(source, folder / "source")  # a build leaves files beside the sources
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "packages"), str(copy)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return folder / "packages"
-
-
 def test_a_new_algorithm_passes_its_tests_untouched_in_under_sixty_lines(tmp_path):
-    made = hybridflow(tmp_path, "new", "algorithm", "my_best_grpo")
+    made = hybridflow(None, tmp_path, "new", "algorithm", "my_best_grpo")
     assert made.returncode == 0, made.stderr
     package = tmp_path / "my_best_grpo"
     files = sorted(p.name for p in package.iterdir())
     assert files == ["my_best_grpo.py", "pyproject.toml", "test_my_best_grpo.py"]
     assert sum(len(p.read_text().splitlines()) for p in package.iterdir()) < 60
-    tested = call(package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    tested = python(None, package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     packages = install(package, tmp_path / "site")
-    listed = hybridflow(tmp_path, "plugins", "algorithm", path=packages).stdout
+    listed = hybridflow(packages, tmp_path, "plugins", "algorithm").stdout
     assert "my_best_grpo" in listed and "hybridflow-my-best-grpo" in listed
 
 
@@ -57,7 +38,7 @@ def test_a_new_algorithm_passes_its_tests_untouched_in_under_sixty_lines(tmp_pat
 )
 def test_a_bad_name_or_a_folder_that_is_there_is_told_and_nothing_written(tmp_path, name, said):
     (tmp_path / "there").mkdir()
-    made = hybridflow(tmp_path, "new", "algorithm", name)
+    made = hybridflow(None, tmp_path, "new", "algorithm", name)
     assert made.returncode == 1 and said in made.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
 
@@ -65,13 +46,13 @@ def test_a_bad_name_or_a_folder_that_is_there_is_told_and_nothing_written(tmp_pa
 def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):
     source = ROOT / "examples" / "plugins" / "hybridflow-gigpo"
     packages = install(source, tmp_path / "site")
-    listed = hybridflow(tmp_path, "plugins", "algorithm", path=packages).stdout
+    listed = hybridflow(packages, tmp_path, "plugins", "algorithm").stdout
     assert "gigpo" in listed and "hybridflow-gigpo" in listed
     tests = shutil.copytree(source, tmp_path / "tests", ignore=lambda *_: {"hybridflow_gigpo.py"})
-    tested = call(tests, "-m", "pytest", "-q", "-p", "no:cacheprovider", path=packages)
+    tested = python(packages, tests, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     folder = f"run.folder={tmp_path / 'runs'}"
     run = hybridflow(
-        ROOT, "run", "examples/calculator_tool.toml", *TINY, folder, "stages.grpo.algorithm.name=gigpo", path=packages
+        packages, ROOT, "run", "examples/calculator_tool.toml", *TINY, folder, "stages.grpo.algorithm.name=gigpo"
     )
     assert run.returncode == 0 and "grpo: gigpo on" in run.stdout and "held-out environment" in run.stdout, run.stderr

@@ -6,15 +6,14 @@ Nothing of ours names it: it comes in by its entry points, or by "module:Object"
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.plugins.packages import hybridflow, install, python
 
 SOURCE = Path(__file__).parent / "third_party"
 CONFIG = """
@@ -37,23 +36,7 @@ init_seed = 7
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """The package in a folder of its own, put there by pip, without the network."""
-    pytest.importorskip("setuptools", reason="builds the package with the setuptools that is here")
-    folder = tmp_path_factory.mktemp("site")
-    source = shutil.copytree(SOURCE, folder / "source")  # a build leaves files beside the sources
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
-    target = folder / "packages"
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    return target
-
-
-def python(installed: Path | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed or "")}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
-
-
-def hybridflow(installed: Path | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(installed, cwd, "-m", "hybridflow.core.cli", *arguments)
+    return install(SOURCE, tmp_path_factory.mktemp("site"))
 
 
 def rows(path: Path) -> list[dict]:

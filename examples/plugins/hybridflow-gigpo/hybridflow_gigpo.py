@@ -49,6 +49,8 @@ def step_advantages(rewards, states, group, gamma, scale="std"):
             returns.append(to_go)
             keys.append((int(group[row]), visited[number]))
             places.append((row, number))
+    if not keys:  # no turn was taken: openings filled the responses
+        return torch.zeros(len(rewards), 1), 0.0
     numbers = {key: n for n, key in enumerate(dict.fromkeys(keys))}
     of = torch.tensor([numbers[key] for key in keys], dtype=torch.int64)
     found = F.group_normalized(torch.tensor(returns), of, scale)

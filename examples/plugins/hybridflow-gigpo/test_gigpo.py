@@ -52,6 +52,8 @@ def test_steps_are_compared_in_the_states_that_recur():
 def test_groups_do_not_share_states():
     found, compared = step_advantages([[1.0], [0.0]], [["a"], ["a"]], torch.tensor([0, 1]), 1.0)
     assert not found.any() and compared == 0.0
+    found, compared = step_advantages([[], []], [[], []], torch.tensor([0, 0]), 1.0)
+    assert found.shape == (2, 1) and not found.any() and compared == 0.0
 
 
 def test_episode_and_step_advantages_add_up_on_the_tokens_of_their_turn():
