@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -45,9 +45,9 @@ class CostLoss(Loss):
 class CostModel(RewardModel):
     """The same step, for role `cost`."""
 
-    Config = CostModelConfig
-    data_columns = ("response_ids", "preferred", "unsafe")
-    role = "cost"
+    Config: ClassVar[type] = CostModelConfig
+    data_columns: ClassVar[tuple[str, ...]] = ("response_ids", "preferred", "unsafe")
+    role: ClassVar[str] = "cost"
 
     def losses(self) -> dict[str, Loss]:
         return {"cost": CostLoss()}

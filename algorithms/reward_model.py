@@ -44,8 +44,8 @@ class RewardModel(Algorithm):
     """One update per step on pairs."""
 
     Config: ClassVar[type] = RewardModelConfig
-    data_columns: tuple[str, ...] = ("response_ids", "preferred")
-    role = "reward"
+    data_columns: ClassVar[tuple[str, ...]] = ("response_ids", "preferred")
+    role: ClassVar[str] = "reward"
     """The model that is trained."""
 
     def roles(self) -> tuple[Role, ...]:

@@ -1,4 +1,4 @@
-"""Right and wrong sums, as preferences."""
+"""Right and wrong sums as preferences, and a cost that right sums have."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Pairs(ArithmeticSource):
         return {**row, **texts, "even_unsafe": False, "odd_unsafe": True}
 
 
-def nines(sample: RewardSample) -> float:
-    """A cost: the share of digits that are a 9, which right answers need now and then."""
-    return sample.response.count("9") / 3
+def last_digit(sample: RewardSample) -> float:
+    """A cost, from 0 to 1: the last digit over 9. Right sums need large ones, so a limit under 0.5 costs right answers."""
+    digits = sample.response.strip()
+    return int(digits[-1]) / 9 if digits[-1:].isdigit() else 0.0
