@@ -53,15 +53,19 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, in_loss: b
 
 @torch.no_grad()
 def token_rewards(score: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tensor:
-    """-beta kl_t, plus the sequence's score at its last unmasked token (arXiv:1909.08593, eq. 2, per token).
+    """-beta kl_t, plus the sequence's score at its last unmasked token (arXiv:1909.08593, eq. 2, per token), or each token's.
 
-    `score`: [B]; `kl`, `mask`, result: [B, T], of kl's dtype; 0 on masked tokens. A row without tokens gets no score.
-    Raises ValueError if score is not [B]."""
+    `score`: [B], or [B, T] with a score for each token; `kl`, `mask`, result: [B, T], of kl's dtype; 0 on masked tokens. A row
+    without tokens gets no score. Raises ValueError if score is neither."""
     m = as_bool(mask, kl)
-    if score.shape != kl.shape[:1]:
-        raise ValueError(f"token_rewards: score must be [B] = [{kl.shape[0]}], got {tuple(score.shape)}")
-    last = m & (m.flip(1).cumsum(1).flip(1) == 1)
+    if score.shape not in (kl.shape[:1], kl.shape):
+        raise ValueError(
+            f"token_rewards: score must be [B] = [{kl.shape[0]}] or [B, T] = {list(kl.shape)}, got {tuple(score.shape)}"
+        )
     rewards = (-beta * wide(kl)).masked_fill(~m, 0)
+    if score.dim() == 2:
+        return torch.where(m, rewards + score.to(rewards.dtype), rewards).to(result_dtype(kl))
+    last = m & (m.flip(1).cumsum(1).flip(1) == 1)
     return torch.where(last, rewards + score.to(rewards.dtype)[:, None], rewards).to(result_dtype(kl))
 
 

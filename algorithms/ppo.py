@@ -57,9 +57,9 @@ class PPO(PolicyGradient):
         batch = batch.join(ctx.critic.values(batch))
         self.improve(ctx, batch, ctx.compute(self.advantages, batch))
 
-    def advantages(self, scores, values, loss_mask, old_logprobs=None, ref_logprobs=None):
+    def advantages(self, scores, values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None):
         penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
+        rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0)
         advantages, returns = F.gae(rewards, values, loss_mask, self.config.gamma, self.config.lam)
         return {"advantages": F.whiten(advantages, loss_mask), "returns": returns, **figures}
 

@@ -25,9 +25,9 @@ class ReinforcePP(PolicyGradient):
 
     Config = ReinforcePPConfig
 
-    def advantages(self, scores, loss_mask, old_logprobs=None, ref_logprobs=None):
+    def advantages(self, scores, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None):
         penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
+        rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, self.config.gamma)
         return {"advantages": F.whiten(returns, loss_mask), **figures}
 

@@ -50,11 +50,13 @@ class SafeRLHF(PPO):
         self.improve(ctx, batch, ctx.compute(self.lagrangian_advantages, batch))
 
     def lagrangian_advantages(
-        self, scores, costs, values, cost_values, loss_mask, old_logprobs=None, ref_logprobs=None
+        self, scores, costs, values, cost_values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None,
+        token_costs=None,
     ):  # fmt: skip
         c, lam, mask = self.config, self.multiplier.value, loss_mask
         penalty, figures = self.penalty(mask, old_logprobs, ref_logprobs)
-        rewards, charges = F.token_rewards(scores, penalty, mask, 1.0), F.token_rewards(costs, penalty, mask, -1.0)
+        rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, mask, 1.0)
+        charges = F.token_rewards(costs if token_costs is None else token_costs, penalty, mask, -1.0)
         reward_advantages, returns = F.gae(rewards, values, mask, c.gamma, c.lam)
         cost_advantages, cost_returns = F.gae(charges, cost_values, mask, c.gamma, c.lam)
         advantages = (reward_advantages - lam * cost_advantages) / (1 + lam)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridflow.core.config.validators import at_least, non_negative, positive
 from hybridflow.core.errors import RewardError
-from hybridflow.core.rewards import FunctionReward, Reward, RewardSample, checked_number, failure, score_samples
+from hybridflow.core.rewards import FunctionReward, Reward, RewardSample, checked, failure, gathered, score_samples
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,11 @@ class FailureRule:
 
 
 def score_by_rule(
-    reward: Reward, samples: Sequence[RewardSample], name: str, rule: FailureRule
-) -> tuple[np.ndarray, int]:
-    """(float32 [n], how many were scored by rule). Raises RewardError that names reward and row.
+    reward: Reward, samples: Sequence[RewardSample], name: str, rule: FailureRule, per_token: bool = False
+) -> tuple[Any, int]:
+    """(float32 [n], or with `per_token` a list of float32 [T_i]; how many were scored by rule).
+
+    Raises RewardError that names reward and row.
 
     A class that scores batches gets the batch first; if that fails its samples one by one.
     """
@@ -45,43 +47,44 @@ def score_by_rule(
     waits = inspect.iscoroutinefunction(function)
     if not waits and rule.timeout_s is None:
         if rule.retries == 0 and rule.score is None:
-            return score_samples(reward, samples, name), 0
+            return score_samples(reward, samples, name, per_token), 0
         if function is None:
             try:
-                return score_samples(reward, samples, name), 0
+                return score_samples(reward, samples, name, per_token), 0
             except RewardError as error:
                 log.warning("%s; its rows are scored one by one", error)
     call: Callable[[RewardSample], Any] = function or (lambda sample: reward([sample])[0])
-    scoring = _Scoring(call, waits, name, rule)
+    scoring = _Scoring(call, waits, name, rule, per_token)
     return scoring.run(samples)
 
 
 class _Scoring:
     """One call of a reward on some samples."""
 
-    def __init__(self, call: Callable[[RewardSample], Any], waits: bool, name: str, rule: FailureRule):
-        self.call, self.waits, self.name, self.rule = call, waits, name, rule
+    def __init__(self, call: Callable[[RewardSample], Any], waits: bool, name: str, rule: FailureRule, per_token: bool):
+        self.call, self.waits, self.name, self.rule, self.per_token = call, waits, name, rule, per_token
         self.failed = 0
 
-    def run(self, samples: Sequence[RewardSample]) -> tuple[np.ndarray, int]:
+    def run(self, samples: Sequence[RewardSample]) -> tuple[Any, int]:
         if not self.waits and self.rule.timeout_s is None:  # in the caller's own thread, where it may do what it likes
-            return np.array([self._alone(row, sample) for row, sample in enumerate(samples)], np.float32), self.failed
-        found: list[Any] = []
+            found = [self._alone(row, sample) for row, sample in enumerate(samples)]
+            return gathered(found, self.per_token), self.failed
+        ended: list[Any] = []
 
         def work() -> None:  # a thread: the caller may be in a loop already (a notebook)
             try:
-                found.append(asyncio.run(self._all(samples)))
+                ended.append(asyncio.run(self._all(samples)))
             except BaseException as error:
-                found.append(error)
+                ended.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join()
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return np.array(found[0], np.float32), self.failed
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return gathered(ended[0], self.per_token), self.failed
 
-    def _alone(self, row: int, sample: RewardSample) -> np.float32:
+    def _alone(self, row: int, sample: RewardSample) -> Any:
         for left in reversed(range(self.rule.retries + 1)):
             try:
                 made = self.call(sample)
@@ -91,19 +94,19 @@ class _Scoring:
             if not isinstance(found, RewardError):
                 return found
             error = found
-        return self._by_rule(error)
+        return self._by_rule(error, sample)
 
-    async def _all(self, samples: Sequence[RewardSample]) -> list[np.float32]:
+    async def _all(self, samples: Sequence[RewardSample]) -> list[Any]:
         free = asyncio.Semaphore(self.rule.at_once)
 
-        async def one(row: int, sample: RewardSample) -> np.float32:
+        async def one(row: int, sample: RewardSample) -> Any:
             async with free:
                 for left in reversed(range(self.rule.retries + 1)):
                     found = self._judged(await self._made(sample), row, sample, left)
                     if not isinstance(found, RewardError):
                         return found
                     error = found
-                return self._by_rule(error)
+                return self._by_rule(error, sample)
 
         return list(await asyncio.gather(*(one(row, sample) for row, sample in enumerate(samples))))
 
@@ -121,27 +124,34 @@ class _Scoring:
         except TimeoutError:
             return _Late()
 
-    def _judged(self, made: Any, row: int, sample: RewardSample, left: int) -> np.float32 | RewardError:
-        """The number, or what was wrong with it."""
+    def _judged(self, made: Any, row: int, sample: RewardSample, left: int) -> Any:
+        """Its number or numbers, or a RewardError: what was wrong."""
         if isinstance(made, _Late):
             error = failure(f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample)
         elif isinstance(made, _Raised):
             error = failure(f"raised {type(made.error).__name__}: {made.error}", self.name, row, sample)
         else:
             try:
-                return checked_number(made, self.name, row, sample)
+                return checked(made, self.name, row, sample, self.per_token)
             except RewardError as wrong:
                 error = wrong
         if left:
             log.warning("%s; it is tried again (%d left)", error, left)
         return error
 
-    def _by_rule(self, error: RewardError) -> np.float32:
+    def _by_rule(self, error: RewardError, sample: RewardSample) -> Any:
         if self.rule.score is None:
             raise error
         self.failed += 1
         log.warning("%s; it gets %g by rule (on_failure.score)", error, self.rule.score)
-        return np.float32(self.rule.score)
+        return at_last_token(self.rule.score, sample) if self.per_token else np.float32(self.rule.score)
+
+
+def at_last_token(score: float, sample: RewardSample) -> np.ndarray:
+    """float32 [T]: 0, and the score at the end."""
+    tokens = np.zeros(len(sample.response_ids), np.float32)
+    tokens[-1:] = score
+    return tokens
 
 
 @attrs.frozen

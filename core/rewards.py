@@ -48,17 +48,18 @@ class Reward(ABC):
     """Plugin contract. `__init__` takes the options of the configuration as keyword arguments."""
 
     @abstractmethod
-    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
-        """One finite number per sample, in their order; higher is better."""
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[Any]:
+        """One finite number per sample, in their order; higher is better. Where the config says per_token, a list of one
+        number per response token for each."""
 
 
 class FunctionReward(Reward):
-    """A plain function `fn(sample, **options) -> number` as a reward."""
+    """A plain function `fn(sample, **options) -> number` as a reward (or a list of numbers, see per_token)."""
 
-    def __init__(self, function: Callable[..., float], **options: Any):
+    def __init__(self, function: Callable[..., Any], **options: Any):
         self.function = functools.partial(function, **options) if options else function
 
-    def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
+    def __call__(self, samples: Sequence[RewardSample]) -> list[Any]:
         return [self.function(sample) for sample in samples]
 
 
@@ -88,11 +89,12 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
     return found(**options) if is_class else FunctionReward(found, **options)
 
 
-def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str) -> np.ndarray:
-    """float32 [n]: the reward of each sample. Raises RewardError that names the reward, and the row that failed: its
-    number, prompt and response; what the reward raised is the cause."""
+def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str, per_token: bool = False) -> Any:
+    """float32 [n]: the reward of each sample; with `per_token` a list of float32 [T_i], one number per response token.
+    Raises RewardError that names the reward, and the row that failed: its number, prompt and response; what the reward
+    raised is the cause."""
     if not samples:
-        return np.zeros(0, np.float32)
+        return gathered([], per_token)
     if isinstance(reward, FunctionReward):
         given = [_score_one(reward, sample, name, row) for row, sample in enumerate(samples)]
     else:
@@ -100,10 +102,13 @@ def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str) ->
             given = _as_list(reward(samples), len(samples), name)
         except Exception as error:
             _raise_for_row(reward, samples, name, error)
-    scores = np.empty(len(samples), np.float32)
-    for row, (value, sample) in enumerate(zip(given, samples, strict=True)):
-        scores[row] = checked_number(value, name, row, sample)
-    return scores
+    rows = enumerate(zip(given, samples, strict=True))
+    return gathered([checked(value, name, row, sample, per_token) for row, (value, sample) in rows], per_token)
+
+
+def gathered(values: list[Any], per_token: bool) -> Any:
+    """What `checked` gave of each sample: a list of float32 [T_i], or float32 [n]."""
+    return values if per_token else np.array(values, np.float32)
 
 
 def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any:
@@ -144,7 +149,25 @@ def _as_list(given: Any, count: int, name: str) -> list[Any]:
     return values
 
 
-def checked_number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
+def checked(value: Any, name: str, row: int, sample: RewardSample, per_token: bool = False) -> Any:
+    """float32, or with `per_token` float32 [T]. Raises RewardError for what is no finite number, or not one per token."""
+    if not per_token:
+        return _number(value, name, row, sample)
+    length = len(sample.response_ids)
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError
+        values = list(value)
+    except TypeError:
+        said = f"returned {value!r:.80}; with per_token = true return a list with one number for each of the {length} tokens"
+        raise failure(said, name, row, sample) from None
+    if len(values) != length:
+        said = f"returned {len(values)} numbers for {length} response tokens; return one for each"
+        raise failure(said, name, row, sample)
+    return np.array([_number(one, name, row, sample) for one in values], np.float32)
+
+
+def _number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
     """Raises RewardError for what is no finite number."""
     try:
         if isinstance(value, str | bytes):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hybridflow.core.job import Job
 
 MODEL_KEYS = ("pool", "layout", "generation", "sync", "backend", "optimizer", "micro_batch_tokens", "offload")
-REWARD_KEYS = ("function", "parts", "options", "on_failure")
+REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
 
 
 @attrs.frozen
@@ -146,10 +146,14 @@ class RoleResolver:
             self.reader.problems += problems
             return None
         if section.parts:
-            parts = tuple(RewardPart(p.name, p.function, p.options, p.weight, p.on_failure) for p in section.parts)
+            parts = tuple(
+                RewardPart(p.name, p.function, p.options, p.weight, p.on_failure, p.per_token) for p in section.parts
+            )
         else:
             label = str(section.function).rpartition(":")[2]
-            parts = (RewardPart(label, str(section.function), section.options, rule=section.on_failure),)
+            parts = (
+                RewardPart(label, str(section.function), section.options, 1.0, section.on_failure, section.per_token),
+            )
         good = True
         for part in parts:
             try:
@@ -172,7 +176,7 @@ class RoleResolver:
             )
         if section.function is not None and section.parts:
             problems.append(f"{name}.parts: contradicts {name}.function; keep one of them")
-        for key in ("options", "on_failure"):
+        for key in ("options", "on_failure", "per_token"):
             if section.parts and key in own:
                 problems.append(f"{name}.{key}: belongs to one function; with parts each has its own")
         names = [p.name for p in section.parts]

@@ -121,6 +121,8 @@ class RewardPartSection:
     """Factor in the sum."""
     on_failure: FailureRule = attrs.field(factory=FailureRule)
     """What happens when it fails."""
+    per_token: bool = False
+    """It returns a list: a number for each response token."""
 
 
 @attrs.frozen
@@ -151,6 +153,9 @@ class RoleSection:
     """The reward function's own options."""
     on_failure: FailureRule = attrs.field(factory=FailureRule)
     """What happens when the reward function fails."""
+    per_token: bool = False
+    """The reward function returns a list: a number for each response token; PPO, REINFORCE++ and Safe RLHF count each at
+    its token, others their sum."""
     parts: tuple[RewardPartSection, ...] = ()
     """Several reward functions, summed by weight."""
 

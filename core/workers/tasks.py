@@ -16,7 +16,7 @@ from hybridflow.core.data import DataConfig, Example, ExampleSet, Sampler, load_
 from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.protocols import Protocol
-from hybridflow.core.reward_rules import FailureRule, score_by_rule
+from hybridflow.core.reward_rules import FailureRule, at_last_token, score_by_rule
 from hybridflow.core.rewards import RewardSample, reward_from
 from hybridflow.core.worker import RankContext, Worker, register
 
@@ -133,6 +133,7 @@ class RewardPart:
     options: dict[str, Any] = attrs.field(factory=dict)
     weight: float = 1.0
     rule: FailureRule = attrs.field(factory=FailureRule)
+    per_token: bool = False
 
 
 class RewardWorker(Worker):
@@ -145,18 +146,26 @@ class RewardWorker(Worker):
 
     @register(Protocol.THREE_D, reads=("prompt_ids", "response_ids", "meta", "finish_reason", "episode_return"))
     def score(self, batch: Batch, column: str) -> Batch:
-        """`column` [rows] float32: the weighted sum; with several parts also rewards/<name>. Raises RewardError."""
+        """`column` [rows] float32: the weighted sum; with several parts also rewards/<name>. Where a part is per token also
+        token_`column` [rows, T]: each token's, with what counts for a whole response at its last. Raises RewardError."""
         samples = self._samples(batch)
         total = np.zeros(len(samples), dtype=np.float32)
+        each = [np.zeros(len(sample.response_ids), np.float32) for sample in samples]
         columns: dict[str, Any] = {}
         means: dict[str, tuple[float, float]] = {}
         for part, reward in zip(self.parts, self.rewards, strict=True):
-            values, failed = score_by_rule(reward, samples, part.name, part.rule)
+            values, failed = score_by_rule(reward, samples, part.name, part.rule, part.per_token)
+            for tokens_, sample, value in zip(each, samples, values, strict=True):
+                tokens_ += np.float32(part.weight) * (value if part.per_token else at_last_token(value, sample))
+            if part.per_token:
+                values = np.array([value.sum() for value in values], np.float32)
             if part.rule.score is not None:
                 means[f"{part.name}_failed"] = (float(failed), float(len(samples)))
             total += np.float32(part.weight) * values
             if len(self.parts) > 1:
                 columns[f"rewards/{part.name}"] = torch.from_numpy(values)
+        if any(part.per_token for part in self.parts):
+            columns[f"token_{column}"] = tokens(each, torch.float32)
         return Batch(
             {column: torch.from_numpy(total), **columns}, Metrics({column: (float(total.sum()), len(total)), **means})
         )

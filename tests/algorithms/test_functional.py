@@ -123,8 +123,13 @@ def test_the_score_falls_on_the_last_unmasked_token_and_the_kl_on_every_one():
     close(fn.token_rewards(torch.tensor([1.0, -3.0, 5.0]), kl, mask, 2.0), want)
 
 
-def test_scores_that_are_not_one_per_row_are_refused():
-    with pytest.raises(ValueError, match=r"score must be \[B\] = \[2\], got \(2, 1\)"):
+def test_a_score_of_each_token_falls_on_it_unless_it_is_masked():
+    scores, kl, mask = t([1.0, 50.0, 2.0]), t([0.1, 9.0, 0.3]), t([1, 0, 1])
+    close(fn.token_rewards(scores, kl, mask, 2.0), [[0.8, 0.0, 1.4]])  # 1 - 2 * 0.1;  hole;  2 - 2 * 0.3
+
+
+def test_scores_that_are_neither_one_per_row_nor_one_per_token_are_refused():
+    with pytest.raises(ValueError, match=r"score must be \[B\] = \[2\] or \[B, T\] = \[2, 3\], got \(2, 1\)"):
         fn.token_rewards(torch.ones(2, 1), torch.ones(2, 3), torch.ones(2, 3), 0.1)
 
 

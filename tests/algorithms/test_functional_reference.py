@@ -73,7 +73,8 @@ def ref_token_rewards(score, kl, mask, beta):
     for i in range(len(kl)):
         produced = [j for j in range(kl.shape[1]) if mask[i, j]]
         for j in produced:
-            out[i, j] = -beta * kl[i, j] + (score[i] if j == produced[-1] else 0.0)
+            own = score[i, j] if score.ndim == 2 else score[i] if j == produced[-1] else 0.0
+            out[i, j] = -beta * kl[i, j] + own
     return out
 
 
@@ -165,6 +166,7 @@ def test_rewards_and_returns_are_those_of_the_reference(seed):
     r = Random(seed)
     score, kl, rewards, values = r.row(), r.token(), r.token(), r.token()
     same(run(fn.token_rewards, score, kl, r.mask, 0.3), ref_token_rewards(score, kl, r.mask, 0.3))
+    same(run(fn.token_rewards, 2 * kl, kl, r.mask, 0.3), ref_token_rewards(2 * kl, kl, r.mask, 0.3))
     for gamma, lam in ((1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)):
         same(run(fn.discounted_returns, rewards, r.mask, gamma), ref_returns(rewards, r.mask, gamma))
         got = run(fn.gae, rewards, values, r.mask, gamma, lam)
