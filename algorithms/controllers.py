@@ -50,14 +50,19 @@ class AdaptiveKL:
 class LagrangeMultiplier:
     """The multiplier lam of the cost constraint E[cost] <= limit, ascended in its logarithm (arXiv:2310.12773).
 
-    log lam <- min(log lam + lr lam (mean raw cost over the window - limit), log maximum)
+    log l <- min(log l + lr l (mean raw cost over the window - limit), log maximum)
+    lam = min(l exp(damping (mean raw cost over the window - limit)), maximum)
+
+    Costs answer to lam with a delay, so that l alone swings; the second line is the proportional term of PID Lagrangian
+    methods (arXiv:2007.03964), in the logarithm. 0, its default, leaves lam = l, the paper's.
 
     `init`: the first lam, in (0, maximum]; `lr`: step size (> 0); `limit`: the highest acceptable mean cost, any sign;
-    `maximum`: upper bound of lam; `window`: how many of the latest sequences the mean is taken over (>= 1).
+    `maximum`: upper bound of lam; `window`: how many of the latest sequences the mean is taken over (>= 1);
+    `damping`: >= 0.
     Raises ValueError if one of them is out of its range.
     """
 
-    def __init__(self, init: float, lr: float, limit: float, maximum: float, window: int):
+    def __init__(self, init: float, lr: float, limit: float, maximum: float, window: int, damping: float = 0.0):
         _check_positive("LagrangeMultiplier", init=init, lr=lr, maximum=maximum, window=window)
         if init > maximum:
             raise ValueError(f"LagrangeMultiplier: init must not exceed maximum, got init={init}, maximum={maximum}")
@@ -65,13 +70,21 @@ class LagrangeMultiplier:
             raise ValueError(f"LagrangeMultiplier: window must be a whole number of sequences, got {window}")
         if not math.isfinite(limit):
             raise ValueError(f"LagrangeMultiplier: limit must be a finite number, got {limit}")
+        if not (math.isfinite(damping) and damping >= 0):
+            raise ValueError(f"LagrangeMultiplier: damping must be a finite number of at least 0, got {damping}")
         self.log_value = math.log(init)
-        self.lr, self.limit, self.maximum = float(lr), float(limit), float(maximum)
+        self.lr, self.limit, self.maximum, self.damping = float(lr), float(limit), float(maximum), float(damping)
         self.costs: deque[float] = deque(maxlen=int(window))
 
     @property
     def value(self) -> float:
-        return min(math.exp(self.log_value), self.maximum)
+        exponent = self.log_value + self.damping * self.excess
+        return self.maximum if exponent >= math.log(self.maximum) else math.exp(exponent)
+
+    @property
+    def excess(self) -> float:
+        """Mean cost over the window less the limit; 0 without any."""
+        return math.fsum(self.costs) / len(self.costs) - self.limit if self.costs else 0.0
 
     def update(self, costs: torch.Tensor | Iterable[float]) -> float:
         """`costs`: [B], the raw cost (no KL in it) of each sequence of the step; they join the window. Returns the new
@@ -84,8 +97,8 @@ class LagrangeMultiplier:
             raise ValueError(f"LagrangeMultiplier.update: costs must be finite, got {len(bad)} that are not: {bad[:3]}")
         if new:
             self.costs.extend(new)
-            excess = math.fsum(self.costs) / len(self.costs) - self.limit
-            self.log_value = min(self.log_value + self.lr * self.value * excess, math.log(self.maximum))
+            ascent = self.lr * math.exp(self.log_value) * self.excess
+            self.log_value = min(self.log_value + ascent, math.log(self.maximum))
         return self.value
 
     def state_dict(self) -> dict[str, Any]:

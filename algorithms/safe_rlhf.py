@@ -10,7 +10,7 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.ppo import PPO, PPOConfig, ValueLoss
 from hybridflow.core.algorithm import Role
-from hybridflow.core.config.validators import at_least, positive
+from hybridflow.core.config.validators import at_least, non_negative, positive
 
 
 @attrs.frozen
@@ -26,6 +26,8 @@ class SafeRLHFConfig(PPOConfig):
     multiplier_max: float = attrs.field(default=10.0, validator=positive)
     multiplier_window: int = attrs.field(default=1024, validator=at_least(1))
     """The mean cost is taken over so many of the latest responses."""
+    multiplier_damping: float = attrs.field(default=0.0, validator=non_negative)
+    """lambda is also multiplied by exp of this times the mean cost's excess, which damps its swings (arXiv:2007.03964)."""
 
 
 class SafeRLHF(PPO):
@@ -37,7 +39,7 @@ class SafeRLHF(PPO):
         super().__init__(config)
         c = config
         self.multiplier = F.LagrangeMultiplier(
-            c.multiplier, c.multiplier_lr, c.cost_limit, c.multiplier_max, c.multiplier_window
+            c.multiplier, c.multiplier_lr, c.cost_limit, c.multiplier_max, c.multiplier_window, c.multiplier_damping
         )
 
     def roles(self) -> tuple[Role, ...]:

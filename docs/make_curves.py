@@ -65,7 +65,8 @@ ONLINE = {
     "reinforce_pp": "prompts_per_step = 512\nkl_coef = 0.0",
     "reinforce_pp_baseline": "group_size = 8\nprompts_per_step = 64\nkl_coef = 0.0",
     "ppo": "prompts_per_step = 512\nmini_batch_size = 256\nkl_coef = 0.001",
-    "safe_rlhf": "prompts_per_step = 256\nmini_batch_size = 128\nkl_coef = 0.001\ncost_limit = 0.4\nmultiplier_lr = 0.5",
+    "safe_rlhf": "prompts_per_step = 256\nmini_batch_size = 128\nkl_coef = 0.001\ncost_limit = 0.39\nmultiplier_lr = 0.5\n"
+    "multiplier_window = 256\nmultiplier_damping = 10.0",
 }
 """Settings of [algorithm] whose score is exact match."""
 MORE = {

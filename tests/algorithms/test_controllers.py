@@ -135,3 +135,18 @@ def test_a_state_dict_is_a_snapshot():
     state = m.state_dict()
     m.update([2.0])
     assert state["costs"] == [4.0]
+
+
+def test_damping_answers_to_the_excess_at_once_and_goes_with_it():
+    # log l = log 2 + 0.1 * 2 * (3 - 1);  lam = l exp(0.5 * (3 - 1))
+    lagrange = multiplier(damping=0.5, maximum=50.0)
+    assert lagrange.value == pytest.approx(2.0)
+    assert lagrange.update([3.0]) == pytest.approx(2.0 * math.exp(0.4) * math.exp(1.0))
+    ended = multiplier(damping=0.5, maximum=50.0)
+    ended.load_state_dict(lagrange.state_dict())
+    assert ended.value == lagrange.value
+    # the window's mean is back at the limit: l stays, and lam is l again
+    assert lagrange.update([-1.0]) == pytest.approx(2.0 * math.exp(0.4))
+    assert multiplier(damping=9.0).update([1000.0]) == 5.0
+    with pytest.raises(ValueError, match="damping must be a finite number of at least 0, got -1"):
+        multiplier(damping=-1)
