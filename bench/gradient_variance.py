@@ -5,6 +5,9 @@ python bench/gradient_variance.py [--batches 64]
 Every estimator sees the same batches (8 prompts, 8 responses each, of the arithmetic task, without KL). Its loss is
 REINFORCE's, -A log p summed over a response's tokens and averaged over responses, with its own advantages. variance: the mean
 over batches of |g - mean g|^2. Against plain REINFORCE (A = score). The bar: RLOO's is lower.
+
+Scores are 0 or 1. A constant added to every score moves plain REINFORCE's variance and no other's: it is measured for scores
+of -1/2 or 1/2 (as good as -1 or 1), and of 1 or 2, too.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from common import ROOT, emit
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
+from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
@@ -25,9 +29,10 @@ from hybridflow.core.launch import run as launch
 from hybridflow.core.testing import TinyRun
 
 PROMPTS, GROUP = 8, 8
-WARM_UP = ("stages.grpo.run.steps=1", "stages.grpo.validation.every=0", "stages.grpo.algorithm.prompts_per_step=8")
-ESTIMATORS = {
-    "REINFORCE": None,
+WARM_UP = ("stages.grpo.run.steps=1", "stages.grpo.validation.every=1", "stages.grpo.algorithm.prompts_per_step=8")
+SHIFTS = {"REINFORCE": 0.0, "REINFORCE, scores less 1/2": -0.5, "REINFORCE, scores plus 1": 1.0}
+ESTIMATORS: dict[str, PolicyGradient | None] = {
+    **dict.fromkeys(SHIFTS),
     "RLOO": RLOO(RLOOConfig(kl_coef=0.0, group_size=GROUP)),
     "GRPO": GRPO(GRPOConfig(group_size=GROUP)),
     "ReMax": ReMax(ReMaxConfig(kl_coef=0.0, group_size=GROUP)),
@@ -78,7 +83,10 @@ def measure(warm: Path, batches: int) -> None:
                     given["group"] = group
                 if name == "ReMax":
                     given["baseline_scores"] = padded(greedy.repeat(GROUP)["baseline_scores"])
-                made = scores[:, None] * mask if algorithm is None else algorithm.advantages(**given)["advantages"]
+                if algorithm is None:
+                    made = (scores + SHIFTS[name])[:, None] * mask
+                else:
+                    made = algorithm.advantages(**given)["advantages"]
                 rows = [row[: int(n)] for row, n in zip(made, batch["loss_mask"].lengths, strict=True)]
                 found[name].append(gradient(worker, batch.with_columns(advantages=column_of(rows)), loss))
             run.ctx.finish()
@@ -91,15 +99,8 @@ def measure(warm: Path, batches: int) -> None:
     for name, value in relative.items():
         ratio = None if name == "REINFORCE" else value / relative["REINFORCE"]
         bar = 1.0 if name == "RLOO" else None
-        met &= emit(
-            f"gradient variance / squared mean, {name}",
-            value,
-            "",
-            ratio=ratio,
-            against="REINFORCE",
-            bar=bar,
-            at_most=True,
-        )
+        what = f"gradient variance / squared mean, {name}"
+        met &= emit(what, value, "", ratio=ratio, against="REINFORCE", bar=bar, at_most=True)
     raise SystemExit(not met)
 
 
