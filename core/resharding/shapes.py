@@ -36,6 +36,8 @@ class ModelShape:
     """"mlp" (Qwen: mlp.experts.N.gate_proj) or "block_sparse_moe" (Mixtral: block_sparse_moe.experts.N.w1)."""
     shared_intermediate: int = 0
     """Of Qwen2-MoE's shared expert; 0: none."""
+    experts_per_token: int = 0
+    """Of a mixture: how many experts see a token."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -66,6 +68,7 @@ class ModelShape:
             expert_intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
             expert_names="block_sparse_moe" if kind == "mixtral" else "mlp",
             shared_intermediate=config.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0,
+            experts_per_token=(config.get("num_experts_per_tok") or 2) if moe else 0,
         )
 
     @classmethod

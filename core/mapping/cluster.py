@@ -1,0 +1,242 @@
+"""Clusters: nodes of devices, what a device does per second by its data sheet, and what of that is reached in practice."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.config import structure
+from hybridflow.core.config.validators import at_least, fraction, non_negative, positive, share
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.names import did_you_mean
+
+GB = 1e9
+
+
+@attrs.frozen
+class Device:
+    """One accelerator, by its data sheet; in a cluster's file [devices.NAME]."""
+
+    memory_gb: float = attrs.field(validator=positive)
+    """Its memory, in 10^9 bytes."""
+    tflops: float = attrs.field(validator=positive)
+    """Dense matrix products in bf16, 10^12 operations per second."""
+    bandwidth_gbs: float = attrs.field(validator=positive)
+    """Of its memory, 10^9 bytes per second."""
+    link_gbs: float = attrs.field(validator=positive)
+    """To the other devices of its node, 10^9 bytes per second in each direction."""
+    host_gbs: float = attrs.field(default=25.0, validator=positive)
+    """To the memory of its host, for offloading."""
+    fp8_tflops: float | None = attrs.field(default=None, validator=positive)
+    """Dense matrix products in fp8, where it has them."""
+    name: str = attrs.field(default="", kw_only=True)
+
+
+def _known(*rows: tuple[Any, ...]) -> dict[str, Device]:
+    return {name: Device(*figures, name=name) for name, *figures in rows}
+
+
+DEVICES = _known(
+    ("a100-40gb", 40, 312, 1555, 300),
+    ("a100-80gb", 80, 312, 2039, 300),
+    ("a800-80gb", 80, 312, 2039, 200),
+    ("h100-80gb", 80, 989, 3350, 450, 55, 1979),
+    ("h800-80gb", 80, 989, 3350, 200, 55, 1979),
+    ("h20-96gb", 96, 148, 4000, 450, 55, 296),
+    ("h200-141gb", 141, 989, 4800, 450, 55, 1979),
+    ("b200-180gb", 180, 2250, 7700, 900, 55, 4500),
+    ("mi250x-128gb", 128, 383, 3277, 250),
+    ("mi300x-192gb", 192, 1307, 5300, 448, 55, 2615),
+    ("l40s-48gb", 48, 362, 864, 32, 25, 733),
+    ("l4-24gb", 24, 121, 300, 32, 25, 242),
+    ("a10g-24gb", 24, 70, 600, 32),
+    ("rtx4090-24gb", 24, 165, 1008, 32, 25, 330),
+    ("v100-32gb", 32, 125, 900, 150, 12),
+)
+"""Data sheets' figures: memory, dense bf16 (V100: fp16), memory bandwidth, link per direction (half of what NVLink sheets say,
+which count both), host link, fp8."""
+
+
+@attrs.frozen
+class Efficiency:
+    """What of a data sheet is reached, and what every step costs beside. One set for a kind of device, for all models."""
+
+    training: float = attrs.field(default=0.5, validator=fraction)
+    """Of the matrix products' peak, in training."""
+    inference: float = attrs.field(default=0.5, validator=fraction)
+    """The same in a forward pass, also of a prompt."""
+    memory: float = attrs.field(default=0.8, validator=fraction)
+    """Of the memory's bandwidth, when decoding and in the optimizer."""
+    link: float = attrs.field(default=0.8, validator=fraction)
+    """Of the links inside a node."""
+    network: float = attrs.field(default=0.8, validator=fraction)
+    """Of the links between nodes."""
+    overlap: float = attrs.field(default=0.0, validator=share)
+    """Share of the reduction of gradients that hides behind the backward pass."""
+    usable: float = attrs.field(default=0.9, validator=fraction)
+    """Of the memory: the rest is fragmentation, the communication library and the context."""
+    link_latency_us: float = attrs.field(default=3.0, validator=non_negative)
+    """Of one collective inside a node, per rank that it steps over."""
+    network_latency_us: float = attrs.field(default=20.0, validator=non_negative)
+    """The same between nodes."""
+    decode_step_us: float = attrs.field(default=0.0, validator=non_negative)
+    """Of one decoding step, whatever it decodes: launches."""
+    decode_layer_us: float = attrs.field(default=0.0, validator=non_negative)
+    """Of one layer of a decoding step."""
+    sequence_us: float = attrs.field(default=25.0, validator=non_negative)
+    """The engine's own work per sequence and decoding step: scheduling, sampling."""
+    micro_batch_us: float = attrs.field(default=0.0, validator=non_negative)
+    """Of one layer of a micro-batch, forward: launches."""
+    update_ms: float = attrs.field(default=0.0, validator=non_negative)
+    """Of an update, whatever it updates."""
+    call_ms: float = attrs.field(default=0.0, validator=non_negative)
+    """Of one call of a role: dispatch."""
+
+
+@attrs.frozen
+class Nodes:
+    """Equal machines."""
+
+    device: Device
+    count: int = attrs.field(validator=at_least(1))
+    per_node: int = attrs.field(validator=at_least(1))
+    """Devices of one machine."""
+    between_gbs: float = attrs.field(validator=positive)
+    """Of one machine to the others, 10^9 bytes per second in each direction."""
+    efficiency: Efficiency = attrs.field(factory=Efficiency)
+    measured: bool = False
+    """Whether the efficiencies were measured (`hybridflow calibrate`)."""
+
+    @property
+    def devices(self) -> int:
+        return self.count * self.per_node
+
+    @property
+    def memory(self) -> float:
+        """Usable bytes of one device."""
+        return self.device.memory_gb * GB * self.efficiency.usable
+
+    def sizes(self) -> list[int]:
+        """Devices that a pool may have: the parts of a node (halved, or by its smallest factor, down to 1; so parts of a
+        node always pack), and whole nodes."""
+        parts, size = [], self.per_node
+        while size > 1:
+            size //= next(f for f in range(2, size + 1) if size % f == 0)
+            parts.append(size)
+        return [*reversed(parts), *range(self.per_node, self.devices + 1, self.per_node)]
+
+
+@attrs.frozen
+class Cluster:
+    """One or several kinds of nodes. Pools do not mix kinds."""
+
+    nodes: tuple[Nodes, ...]
+
+    def __attrs_post_init__(self) -> None:
+        if not self.nodes:
+            raise ConfigError("the cluster has no device; give it [[nodes]] with device, count and per_node")
+
+    @property
+    def devices(self) -> int:
+        return sum(nodes.devices for nodes in self.nodes)
+
+    @classmethod
+    def of(
+        cls, device: str, count: int, per_node: int = 8, between_gbs: float = 25.0, efficiency: Efficiency | None = None
+    ) -> Cluster:
+        """`count` machines of one known kind. Raises ConfigError for a kind that is not in the table."""
+        return cls((Nodes(known_device(device, {}), count, per_node, between_gbs, efficiency or Efficiency()),))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """From a TOML file (docs/mapping.md). Raises ConfigError that lists what is wrong with it."""
+        try:
+            tables = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return cls.from_tables(tables, str(path))
+
+    @classmethod
+    def from_tables(cls, tables: Mapping[str, Any], where: str = "cluster") -> Cluster:
+        problems: list[str] = []
+        file = structure(dict(tables), ClusterFile, "", problems)
+        if file is None or problems:
+            raise ConfigError([f"{where}: {problem}" for problem in problems])
+        found: list[Nodes] = []
+        own = {name: attrs.evolve(device, name=name) for name, device in file.devices.items()}
+        for at, nodes in enumerate(file.nodes):
+            try:
+                device = known_device(nodes.device, own)
+            except ConfigError as error:
+                problems += [f"{where}: nodes.{at}.device: {p}" for p in error.problems]
+                continue
+            found.append(
+                Nodes(
+                    device,
+                    nodes.count,
+                    nodes.per_node,
+                    nodes.between_gbps / 8,
+                    file.efficiency.get(nodes.device, Efficiency()),
+                    nodes.device in file.efficiency,
+                )
+            )
+        if not file.nodes:
+            problems.append(f"{where}: the cluster has no device; give it [[nodes]] with device, count and per_node")
+        problems += [f"{where}: efficiency.{n}: no [[nodes]] are of this device" for n in file.efficiency
+                     if n not in {nodes.device for nodes in file.nodes}]  # fmt: skip
+        if problems:
+            raise ConfigError(problems)
+        return cls(tuple(found))
+
+    def cut(self, devices: int) -> Cluster:
+        """Its first `devices` devices: whole nodes, or a part of one. Raises ConfigError where there are fewer, or nodes of
+        several kinds."""
+        if len(self.nodes) > 1:
+            raise ConfigError(f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of one kind")
+        [nodes] = self.nodes
+        if devices < 1 or (devices > nodes.per_node and devices % nodes.per_node):
+            raise ConfigError(f"{devices} devices are not whole nodes of {nodes.per_node}")
+        if devices <= nodes.per_node:
+            return Cluster((attrs.evolve(nodes, count=1, per_node=devices),))
+        return Cluster((attrs.evolve(nodes, count=devices // nodes.per_node),))
+
+
+@attrs.frozen
+class NodesSection:
+    """[[nodes]]: equal machines."""
+
+    device: str
+    """A name of the table, or of [devices.NAME]."""
+    count: int = attrs.field(default=1, validator=at_least(1))
+    """Machines."""
+    per_node: int = attrs.field(default=8, validator=at_least(1))
+    """Devices of each."""
+    between_gbps: float = attrs.field(default=200.0, validator=positive)
+    """Of one machine to the others, 10^9 bits per second in each direction."""
+
+
+@attrs.frozen
+class ClusterFile:
+    """A cluster's TOML file."""
+
+    nodes: tuple[NodesSection, ...] = ()
+    devices: dict[str, Device] = attrs.field(factory=dict)
+    efficiency: dict[str, Efficiency] = attrs.field(factory=dict)
+    """By device."""
+
+
+def known_device(name: str, own: Mapping[str, Device]) -> Device:
+    """By its name. Raises ConfigError that lists the names there are."""
+    there = {**DEVICES, **own}
+    if name not in there:
+        raise ConfigError(
+            f"no device is called {name!r}{did_you_mean(name, there)} (known: {', '.join(there)}); describe it in "
+            f"[devices.{name}] with memory_gb, tflops, bandwidth_gbs and link_gbs"
+        )
+    return there[name]

@@ -1,0 +1,277 @@
+"""The search: the fastest step over all placements, allocations and layouts (arXiv:2409.19256, section 6, algorithm 1).
+
+The space: every partition of the models into pools; a pool has a part of a node or whole nodes, of one kind of device; all its
+models use all of its devices, in layouts with tp inside a node; devices may stay idle. The search is exact over it: what is
+left out is never better than what is kept in any figure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+import attrs
+import numpy as np
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.mapping.cluster import Cluster
+from hybridflow.core.mapping.pools import Entry, PoolPlanner, front, gigabytes
+from hybridflow.core.mapping.workload import PlannedModel, Workload
+
+
+class NothingFitsError(ConfigError):
+    """No mapping has enough memory; says the least that is needed, and of what."""
+
+
+@attrs.frozen
+class Pool:
+    """Models that share devices."""
+
+    entry: Entry
+    kind: int
+    """Which of the cluster's kinds of nodes."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(c.option.model.name for c in self.entry.choices)
+
+
+@attrs.frozen
+class Mapping:
+    """Where everything goes, and how long a step takes."""
+
+    pools: tuple[Pool, ...]
+    seconds: float
+    """Of a step."""
+    stages: tuple[float, float, float]
+    """Generation with the transition, inference, training."""
+    others: tuple[Mapping, ...] = ()
+    """The best of other placements, the next best first."""
+
+    @property
+    def placement(self) -> frozenset[frozenset[str]]:
+        return frozenset(frozenset(pool.names) for pool in self.pools)
+
+    @property
+    def devices(self) -> int:
+        return sum(pool.entry.devices for pool in self.pools)
+
+
+def partitions(items: Sequence) -> Iterator[tuple[tuple, ...]]:
+    """All set partitions."""
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = [x for x in rest if x not in others]
+            for more in partitions(left):
+                yield ((first, *others), *more)
+
+
+def plan_mapping(
+    cluster: Cluster, workload: Workload, models: Sequence[PlannedModel], alternatives: int = 3
+) -> Mapping:
+    """The mapping whose step takes the least time, and the best of `alternatives` other placements.
+
+    Raises NothingFitsError where no mapping has enough memory, and ConfigError for a workload that does not fit the models.
+    """
+    models = tuple(models)
+    workload.check(models)
+    search = _Search(cluster, workload, models)
+    found = search.best(alternatives + 1)
+    if not found:
+        raise NothingFitsError(search.why_not())
+    return attrs.evolve(found[0], others=tuple(found[1:]))
+
+
+class _Front:
+    """The entries of a pool on one kind of nodes, as arrays sorted by inference time."""
+
+    def __init__(self, entries: list[Entry]):
+        self.entries = sorted(entries, key=lambda e: (e.times[1], e.devices))
+        times = np.array([e.times for e in self.entries], dtype=float).reshape(-1, 3)
+        self.generate, self.infer, self.train = times.T
+        self.devices = np.array([e.devices for e in self.entries], dtype=np.int64)
+        self._stairs: dict[tuple[float, float], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def stairs(self, generate: float, train: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of entries within these times: (inference times, the least devices up to each, and which entry has them)."""
+        at = (generate, train)
+        if at not in self._stairs:
+            good = np.flatnonzero((self.generate <= generate) & (self.train <= train))
+            devices = self.devices[good]
+            least = np.minimum.accumulate(devices) if len(good) else devices
+            first = np.concatenate([[True], least[1:] < least[:-1]]) if len(good) else np.zeros(0, bool)
+            self._stairs[at] = (self.infer[good][first], least[first], good[first])
+        return self._stairs[at]
+
+
+class _Search:
+    def __init__(self, cluster: Cluster, workload: Workload, models: tuple[PlannedModel, ...]):
+        self.cluster, self.models = cluster, models
+        self.planners = [PoolPlanner(nodes, workload, models) for nodes in cluster.nodes]
+        self.fronts: dict[tuple[tuple[str, ...], int], _Front] = {}
+
+    def best(self, count: int) -> list[Mapping]:
+        """The best mapping of each of the `count` best placements."""
+        found: list[Mapping] = []
+        for placement in sorted(partitions(self.models), key=len):
+            bound = found[count - 1].seconds if len(found) >= count else float("inf")
+            mapping = self._placement(placement, bound)
+            if mapping is not None:
+                found = sorted([*found, mapping], key=lambda m: m.seconds)[:count]
+        return found
+
+    def front(self, members: tuple[PlannedModel, ...], kind: int) -> _Front:
+        """Every pool of these models that may count: fewer devices or less time in some stage."""
+        at = (tuple(m.name for m in members), kind)
+        if at not in self.fronts:
+            planner = self.planners[kind]
+            every = [e for size in planner.nodes.sizes() for e in planner.entries(members, size)]
+            self.fronts[at] = _Front(front(every, lambda e: (e.devices, *e.times)))
+        return self.fronts[at]
+
+    def _placement(self, placement: tuple[tuple[PlannedModel, ...], ...], bound: float) -> Mapping | None:
+        best: Mapping | None = None
+        for kinds in itertools.product(range(len(self.cluster.nodes)), repeat=len(placement)):
+            fronts = [self.front(members, kind) for members, kind in zip(placement, kinds, strict=True)]
+            if any(not f.entries for f in fronts):
+                continue
+            chosen = self._allocate(fronts, kinds, min(bound, best.seconds if best else bound))
+            if chosen is not None:
+                stages = tuple(max(e.times[s] for e in chosen) for s in range(3))
+                pools = tuple(Pool(e, k) for e, k in zip(chosen, kinds, strict=True))
+                best = Mapping(pools, sum(stages), stages)  # type: ignore[arg-type]
+        return best
+
+    def _allocate(self, fronts: list[_Front], kinds: Sequence[int], bound: float) -> list[Entry] | None:
+        """One entry of each front: the least sum of the stages' slowest, below `bound`, with the devices that there are.
+
+        The entry of one pool (the one that generates) is tried after the other, then the time that training may take, from
+        the least up; the least time of inference with enough devices follows by bisection.
+        """
+        budgets = [nodes.devices for nodes in self.cluster.nodes]
+        anchor = max(range(len(fronts)), key=lambda i: (fronts[i].generate.max(), len(fronts[i].entries)))
+        others = [i for i in range(len(fronts)) if i != anchor]
+        first = fronts[anchor]
+        least = [sum(int(fronts[i].devices.min()) for i in others if kinds[i] == kind) for kind in range(len(budgets))]
+        floor = [
+            max((float(getattr(fronts[i], s).min()) for i in others), default=0.0)
+            for s in ("generate", "infer", "train")
+        ]
+        order = np.argsort(np.maximum(first.generate, floor[0]) + np.maximum(first.infer, floor[1])
+                           + np.maximum(first.train, floor[2]), kind="stable")  # fmt: skip
+        chosen: list[Entry] | None = None
+        generations = sorted({float(t) for i in others for t in fronts[i].generate if t > 0})
+        trainings = sorted({float(t) for i in others for t in fronts[i].train})
+        for at in order:
+            entry = first.entries[at]
+            g, i, t = entry.times
+            if max(g, floor[0]) + max(i, floor[1]) + max(t, floor[2]) >= bound:
+                break
+            left = list(budgets)
+            left[kinds[anchor]] -= entry.devices
+            if any(have < need for have, need in zip(left, least, strict=True)):
+                continue
+            for generate in (g, *generations[bisect_left(generations, g) :]):
+                if generate < floor[0]:
+                    continue
+                for train in (t, *trainings[bisect_left(trainings, t) :]):
+                    if train < floor[2]:
+                        continue
+                    if generate + max(i, floor[1]) + train >= bound:
+                        break
+                    within = self._least_infer(
+                        fronts, others, kinds, left, generate, train, i, bound - generate - train
+                    )
+                    if within is None:
+                        continue
+                    infer, picked = within
+                    bound = generate + infer + train
+                    chosen = [entry if j == anchor else fronts[j].entries[picked[j]] for j in range(len(fronts))]
+                if generate + max(i, floor[1]) + max(t, floor[2]) >= bound:
+                    break
+        return chosen
+
+    def _least_infer(
+        self, fronts: list[_Front], others: list[int], kinds: Sequence[int], left: list[int],
+        generate: float, train: float, infer: float, below: float,
+    ) -> tuple[float, dict[int, int]] | None:  # fmt: skip
+        """(the least time of inference, entry of each other pool), at least `infer` and below `below`; None where there are
+        not enough devices."""
+        stairs = {j: fronts[j].stairs(generate, train) for j in others}
+        if any(len(times) == 0 for times, _, _ in stairs.values()):
+            return None
+
+        def pick(limit: float) -> dict[int, int] | None:
+            used = [0] * len(left)
+            picked = {}
+            for j, (times, devices, entries) in stairs.items():
+                step = int(np.searchsorted(times, limit, side="right")) - 1
+                if step < 0:
+                    return None
+                used[kinds[j]] += int(devices[step])
+                picked[j] = int(entries[step])
+            return picked if all(u <= have for u, have in zip(used, left, strict=True)) else None
+
+        limits = sorted({infer, *(float(t) for times, _, _ in stairs.values() for t in times if infer < t < below)})
+        low, high = 0, len(limits)
+        while low < high:
+            middle = (low + high) // 2
+            if pick(limits[middle]) is None:
+                low = middle + 1
+            else:
+                high = middle
+        if low == len(limits) or limits[low] >= below:
+            return None
+        picked = pick(limits[low])
+        assert picked is not None
+        return limits[low], picked
+
+    def why_not(self) -> list[str]:
+        """What is lacking: for each model alone, then for all together."""
+        problems = []
+        for model in self.models:
+            least = []
+            for planner in self.planners:
+                for size in planner.nodes.sizes():
+                    if planner.entries((model,), size):
+                        least = []
+                        break
+                    for layout in _all_layouts(planner, model, size):
+                        option = planner.option(model, layout)
+                        need = option.bytes.resident + option.most
+                        least.append((need - planner.nodes.memory, need, planner.nodes, size, layout))
+                else:
+                    continue
+                break
+            if least:
+                _, need, nodes, size, (pp, tp, dp) = min(least, key=lambda x: x[0])
+                problems.append(
+                    f"{model.name} ({model.params / 1e9:.1f} billion parameters) fits nowhere: the least is "
+                    f"{gigabytes(need)} per device, on {size} {nodes.device.name} with pp {pp}, tp {tp}, dp {dp}, of which "
+                    f"{gigabytes(nodes.memory)} are usable; give it more or larger devices"
+                )
+        return problems or [self._together()]
+
+    def _together(self) -> str:
+        total = sum(
+            min(p.simulator.bytes(m, layout).resident * size for p in self.planners for size in p.nodes.sizes()
+                for layout in _all_layouts(p, m, size))
+            for m in self.models
+        )  # fmt: skip
+        have = sum(nodes.devices * nodes.memory for nodes in self.cluster.nodes)
+        return (
+            f"each model fits alone, and no placement of all {len(self.models)} does: their weights, gradients and optimizers "
+            f"take at least {gigabytes(total)} of the {gigabytes(have)} that are usable on {self.cluster.devices} devices, and "
+            "activations and the cache come to that; give more devices, or set offload or recompute"
+        )
+
+
+def _all_layouts(planner: PoolPlanner, model: PlannedModel, devices: int):
+    from hybridflow.core.mapping.pools import layouts
+
+    return layouts(model, planner.nodes, devices, planner.most_dp(model))

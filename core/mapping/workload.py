@@ -1,0 +1,150 @@
+"""What a step asks of each model: how many sequences it generates, reads and learns from, of which lengths."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+import attrs
+
+from hybridflow.core.config.validators import at_least, non_negative, positive
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.resharding.shapes import ModelShape
+
+Verb = Literal["generate", "infer", "train"]
+STAGES: tuple[Verb, ...] = ("generate", "infer", "train")
+"""A step's stages, one after the other (arXiv:2409.19256, section 2): generation, preparation, training."""
+SHARDINGS = ("3d", "fsdp", "zero1", "zero2", "zero3")
+
+
+@attrs.frozen
+class Task:
+    """Work of one role in a step."""
+
+    role: str
+    verb: Verb = attrs.field(validator=attrs.validators.in_(STAGES))
+    sequences: int = attrs.field(validator=at_least(1))
+    """Of one call."""
+    times: int = attrs.field(default=1, validator=at_least(1))
+    """Calls: optimizer steps, forward passes, generations."""
+
+
+@attrs.frozen(slots=False)
+class PlannedModel:
+    """A model as the planner sees it: its shape, and how its backend keeps it.
+
+    `sharding`: "3d": weights, gradients and optimizer over tp and pp; "fsdp" and "zero3": all of them over all ranks of
+    a replica group too; "zero2": gradients and optimizer, "zero1": the optimizer, over dp.
+    """
+
+    name: str
+    shape: ModelShape
+    trained: bool = False
+    head: Literal["policy", "value"] = "policy"
+    """policy: logits over the vocabulary; value: one number (critics, reward and cost models)."""
+    sharding: str = attrs.field(default="3d", validator=attrs.validators.in_(SHARDINGS))
+    weight_bytes: int = attrs.field(default=2, validator=at_least(1))
+    """Of a parameter, as the backend keeps it between steps."""
+    gradient_bytes: int = attrs.field(default=4, validator=at_least(1))
+    optimizer_bytes: int = attrs.field(default=12, validator=non_negative)
+    """Of a parameter: Adam's two moments, and a master copy where there is one."""
+    compute_bytes: int = attrs.field(default=2, validator=at_least(1))
+    """Of an activation, and of a gathered parameter."""
+    rollout_bytes: int = attrs.field(default=2, validator=at_least(1))
+    """Of a parameter in the rollout engine, and of an element of its cache."""
+    recompute: bool = False
+    """Keep the layers' inputs alone, and run a layer again for its gradients."""
+    offload: bool = False
+    """Weights and optimizer wait in the host's memory while other models work."""
+    micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))
+    max_tp: int = attrs.field(default=1 << 20, validator=at_least(1))
+    max_pp: int = attrs.field(default=1 << 20, validator=at_least(1))
+    max_rollout_tp: int = attrs.field(default=1 << 20, validator=at_least(1))
+
+    @cached_property
+    def layer_params(self) -> int:
+        """Of one layer."""
+        return sum(_size(shape) for shape in self.shape.layer().values())
+
+    @cached_property
+    def params(self) -> int:
+        embedding = self.shape.vocab * self.shape.hidden
+        heads = embedding * (not self.shape.tied) if self.head == "policy" else self.shape.hidden
+        return self.shape.layers * self.layer_params + embedding + heads + self.shape.hidden
+
+    @cached_property
+    def active_params(self) -> int:
+        """That a token is multiplied with, layers and head."""
+        s = self.shape
+        layer = self.layer_params
+        if s.experts:
+            expert = 3 * s.hidden * s.expert_intermediate
+            layer -= (s.experts - s.experts_per_token) * expert
+        return s.layers * layer + self.head_params
+
+    @property
+    def head_params(self) -> int:
+        return self.shape.hidden * (self.shape.vocab if self.head == "policy" else 1)
+
+    def forward_flops(self, tokens: float) -> float:
+        """Of one token of a sequence of `tokens`: 2 per weight, and causal attention."""
+        s = self.shape
+        return 2.0 * self.active_params + 2.0 * s.layers * s.heads * s.head_dim * tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of one token's keys and values, all layers."""
+        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * self.rollout_bytes
+
+    def read_share(self, sequences: float) -> float:
+        """Share of the weights that a decoding step reads: of a mixture only the experts that its tokens meet."""
+        s = self.shape
+        if not s.experts:
+            return 1.0
+        met = 1.0 - (1.0 - s.experts_per_token / s.experts) ** sequences
+        experts = s.layers * s.experts * 3 * s.hidden * s.expert_intermediate
+        return 1.0 - (1.0 - met) * experts / self.params
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size
+
+
+@attrs.frozen
+class Workload:
+    """One step of an algorithm."""
+
+    tasks: tuple[Task, ...]
+    prompt_tokens: int = attrs.field(validator=at_least(1))
+    """Of a prompt, as long as they get (memory), and on average (time)."""
+    response_tokens: int = attrs.field(validator=at_least(1))
+    row_bytes: float = attrs.field(default=64.0, validator=positive)
+    """Of a token's columns when they go from one pool to another."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence."""
+        return self.prompt_tokens + self.response_tokens
+
+    def of(self, role: str, verb: Verb) -> tuple[Task, ...]:
+        return tuple(t for t in self.tasks if t.role == role and t.verb == verb)
+
+    def check(self, models: tuple[PlannedModel, ...]) -> None:
+        """Raises ConfigError for a task of a role without a model, training of one that is not trained, or a name twice."""
+        names = [m.name for m in models]
+        problems = [f"two models are called {n!r}" for n in sorted({n for n in names if names.count(n) > 1})]
+        problems += [
+            f"the workload asks {t.role!r} to {t.verb}, and there is no such model (models: {', '.join(names) or 'none'})"
+            for t in self.tasks
+            if t.role not in names
+        ]
+        trained = {m.name for m in models if m.trained}
+        problems += [f"the workload trains {t.role!r}, which is frozen" for t in self.tasks
+                     if t.verb == "train" and t.role in names and t.role not in trained]  # fmt: skip
+        if not models:
+            problems.append("there is no model to place")
+        if problems:
+            raise ConfigError(problems)
