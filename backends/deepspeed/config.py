@@ -7,6 +7,7 @@ from typing import Any
 import attrs
 
 from hybridflow.core.huggingface.config import LoRAConfig
+from hybridflow.core.storage import Storage
 
 
 @attrs.frozen
@@ -43,3 +44,14 @@ class DeepSpeedConfig:
             raise ValueError(f"offload_parameters needs stage 3, got stage {self.stage}")
         if self.adam == "cpu" and not self.offload_optimizer:
             raise ValueError("adam 'cpu' steps on the CPU: set offload_optimizer = true, or adam = 'torch'")
+
+    def storage(self, trained: bool) -> Storage:
+        """For `hybridflow plan`."""
+        wide = self.precision == "fp32"
+        return Storage(
+            sharding=f"zero{self.stage}",
+            weight_bytes=4 if wide else 2,
+            optimizer_bytes=0 if self.offload_optimizer else 8 if wide else 12,
+            compute_bytes=4 if wide else 2,
+            recompute=self.activation_checkpointing,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.core.huggingface.config import LoRAConfig
+from hybridflow.core.storage import Storage
 
 
 @attrs.frozen
@@ -29,3 +30,14 @@ class FSDPConfig:
     """torch.compile of each decoder layer."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the model's own weights; needs peft, and tp 1."""
+
+    def storage(self, trained: bool) -> Storage:
+        """For `hybridflow plan`."""
+        wide = self.precision == "fp32" or trained
+        return Storage(
+            sharding="fsdp",
+            weight_bytes=4 if wide else 2,
+            optimizer_bytes=8,
+            compute_bytes=4 if self.precision == "fp32" else 2,
+            recompute=self.activation_checkpointing,
+        )

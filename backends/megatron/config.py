@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from hybridflow.core.storage import Storage
+
 
 @attrs.frozen
 class MegatronConfig:
@@ -22,3 +24,14 @@ class MegatronConfig:
     """Rows of a micro-batch stand one behind the other, without padding, and do not see each other."""
     vocab_multiple: int = attrs.field(default=128, validator=attrs.validators.ge(1))
     """Each tp rank's part of the vocabulary is padded to a multiple of this."""
+
+    def storage(self, trained: bool) -> Storage:
+        """For `hybridflow plan`."""
+        wide = self.precision == "fp32"
+        return Storage(
+            sharding="3d-zero1",
+            weight_bytes=4 if wide else 2,
+            optimizer_bytes=8 if wide else 12,
+            compute_bytes=4 if wide else 2,
+            recompute=self.recompute,
+        )

@@ -86,13 +86,13 @@ def divisors(n: int) -> list[int]:
 
 
 def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> list[Layout]:
-    """Those that use all of `devices`: tp inside a node and dividing the model, pp dividing the layers (3d alone), dp at most
-    the sequences there are to share."""
+    """Those that use all of `devices`: tp inside a node and dividing the model, pp dividing the layers (of pipelined ones
+    alone), dp at most the sequences there are to share."""
     found = []
     for tp in divisors(min(nodes.per_node, devices)):
         if tp > model.max_tp or devices % tp or check_tensor_parallel(model.shape, tp):
             continue
-        for pp in divisors(model.shape.layers) if model.sharding == "3d" else [1]:
+        for pp in divisors(model.shape.layers) if model.pipelined else [1]:
             if pp <= model.max_pp and devices % (tp * pp) == 0 and devices // (tp * pp) <= most_dp:
                 found.append((pp, tp, devices // (tp * pp)))
     return found
@@ -105,7 +105,7 @@ def rollouts(model: PlannedModel, nodes: Nodes, devices: int) -> list[tuple[int,
         if tp > model.max_rollout_tp or check_tensor_parallel(model.shape, tp):
             continue
         pp = 1
-        while devices % (pp * tp) == 0 and model.shape.layers % pp == 0 and pp <= min(8, model.max_pp):
+        while devices % (pp * tp) == 0 and model.shape.layers % pp == 0 and pp <= model.max_rollout_pp:
             found.append((pp, tp))
             pp *= 2
     return found

@@ -14,6 +14,10 @@ from hybridflow.core.mapping.cluster import GB, Nodes
 from hybridflow.core.mapping.workload import PlannedModel, Workload
 
 US = 1e-6
+_OVER_DP = {
+    "3d": (0, 0, 0), "3d-zero1": (0, 0, 1), "zero1": (0, 0, 1), "zero2": (0, 1, 1), "zero3": (1, 1, 1), "fsdp": (1, 1, 1),
+}  # fmt: skip
+"""Whether weights, gradients and the optimizer are spread over dp."""
 
 
 @attrs.frozen(slots=False)
@@ -117,7 +121,7 @@ class Simulator:
         if pp > 1:
             directions = 1.0 if passes == 1 else 2.0
             stage += directions * self.machine.send(tokens * model.shape.hidden * model.compute_bytes, tp)
-        if model.sharding in ("fsdp", "zero3"):
+        if model.gathers:
             whole = model.params / tp * model.compute_bytes
             stage += (1.0 if passes == 1 else 2.0) * self.machine.gather(whole, dp, tp)
         return (count + pp - 1) * stage
@@ -139,7 +143,7 @@ class Simulator:
             reduction = self.machine.all_reduce(mine * model.gradient_bytes, dp, step)
         else:
             reduction = self.machine.gather(mine * model.gradient_bytes, dp, step)
-            if model.sharding in ("zero1", "zero2"):
+            if not model.gathers:
                 reduction += self.machine.gather(mine * model.compute_bytes, dp, step)
         time += reduction * (1.0 - e.overlap)
         owned = mine if model.sharding == "3d" else mine / dp
@@ -181,7 +185,7 @@ class Simulator:
         """Seconds of bringing trained weights to the engine."""
         received = self.received(model, layout, rollout)
         pp, tp, dp = layout
-        spans = dp if model.sharding in ("fsdp", "zero3") else 1
+        spans = dp if model.gathers else 1
         if pp * tp * spans <= self.machine.nodes.per_node:
             return received / self.machine.link_rate
         return received * self.machine.nodes.per_node / self.machine.network_rate
@@ -195,7 +199,7 @@ class Simulator:
         """Bytes of a rank's training shard that lie in its generation shard."""
         pp, tp, dp = layout
         size = model.params * model.rollout_bytes
-        if model.sharding in ("fsdp", "zero3"):
+        if model.gathers:
             return size / (pp * tp * dp) if rollout[0] * rollout[1] <= pp * tp * dp else 0.0
         share = size
         for mine, theirs in zip((pp, tp), rollout, strict=True):
@@ -208,16 +212,16 @@ class Simulator:
     def bytes(self, model: PlannedModel, layout: tuple[int, int, int]) -> Bytes:
         pp, tp, dp = layout
         mine = model.params / (pp * tp)
-        over = {"3d": (1, 1, 1), "zero1": (1, 1, dp), "zero2": (1, dp, dp)}.get(model.sharding, (dp, dp, dp))
-        weights = mine * model.weight_bytes / over[0]
-        gradients = mine * model.gradient_bytes / over[1] if model.trained else 0.0
-        optimizer = mine * model.optimizer_bytes / over[2] if model.trained else 0.0
+        over = _OVER_DP[model.sharding]
+        weights = mine * model.weight_bytes / dp ** over[0]
+        gradients = mine * model.gradient_bytes / dp ** over[1] if model.trained else 0.0
+        optimizer = mine * model.optimizer_bytes / dp ** over[2] if model.trained else 0.0
         gathered = 0.0
-        if model.sharding in ("fsdp", "zero3"):
+        if model.gathers:
             largest = max(model.layer_params, model.shape.vocab * model.shape.hidden)
             gathered = 2.0 * largest / tp * model.compute_bytes
-        resident = weights + optimizer + (gradients if model.sharding == "3d" else 0.0)
-        training = gathered + (0.0 if model.sharding == "3d" else gradients)
+        resident = weights + optimizer + (gradients if model.pipelined else 0.0)  # Megatron keeps its buffers
+        training = gathered + (0.0 if model.pipelined else gradients)
         if model.offload:
             training, inference_base, resident = training + resident, weights + gathered, 0.0
         else:
@@ -253,6 +257,6 @@ class Simulator:
         """Bytes that the engine's weights take beside the trained ones: what is the same in both is kept once where the
         backend keeps whole tensors of the engine's dtype."""
         size = model.params * model.rollout_bytes / (rollout[0] * rollout[1])
-        if model.sharding in ("fsdp", "zero3") or model.weight_bytes != model.rollout_bytes or model.offload:
+        if model.gathers or model.weight_bytes != model.rollout_bytes or model.offload:
             return size
         return size - self._kept(model, layout, rollout)

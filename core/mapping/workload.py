@@ -7,14 +7,14 @@ from typing import Literal
 
 import attrs
 
-from hybridflow.core.config.validators import at_least, non_negative, positive
+from hybridflow.core.config.validators import at_least, positive
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.resharding.shapes import ModelShape
+from hybridflow.core.storage import Storage
 
 Verb = Literal["generate", "infer", "train"]
 STAGES: tuple[Verb, ...] = ("generate", "infer", "train")
 """A step's stages, one after the other (arXiv:2409.19256, section 2): generation, preparation, training."""
-SHARDINGS = ("3d", "fsdp", "zero1", "zero2", "zero3")
 
 
 @attrs.frozen
@@ -30,36 +30,33 @@ class Task:
 
 
 @attrs.frozen(slots=False)
-class PlannedModel:
-    """A model as the planner sees it: its shape, and how its backend keeps it.
-
-    `sharding`: "3d": weights, gradients and optimizer over tp and pp; "fsdp" and "zero3": all of them over all ranks of
-    a replica group too; "zero2": gradients and optimizer, "zero1": the optimizer, over dp.
-    """
+class PlannedModel(Storage):
+    """A model as the planner sees it: its shape, and how its backend keeps it."""
 
     name: str
     shape: ModelShape
-    trained: bool = False
-    head: Literal["policy", "value"] = "policy"
+    trained: bool = attrs.field(default=False, kw_only=True)
+    head: Literal["policy", "value"] = attrs.field(default="policy", kw_only=True)
     """policy: logits over the vocabulary; value: one number (critics, reward and cost models)."""
-    sharding: str = attrs.field(default="3d", validator=attrs.validators.in_(SHARDINGS))
-    weight_bytes: int = attrs.field(default=2, validator=at_least(1))
-    """Of a parameter, as the backend keeps it between steps."""
-    gradient_bytes: int = attrs.field(default=4, validator=at_least(1))
-    optimizer_bytes: int = attrs.field(default=12, validator=non_negative)
-    """Of a parameter: Adam's two moments, and a master copy where there is one."""
-    compute_bytes: int = attrs.field(default=2, validator=at_least(1))
-    """Of an activation, and of a gathered parameter."""
-    rollout_bytes: int = attrs.field(default=2, validator=at_least(1))
+    rollout_bytes: int = attrs.field(default=2, validator=at_least(1), kw_only=True)
     """Of a parameter in the rollout engine, and of an element of its cache."""
-    recompute: bool = False
-    """Keep the layers' inputs alone, and run a layer again for its gradients."""
-    offload: bool = False
+    offload: bool = attrs.field(default=False, kw_only=True)
     """Weights and optimizer wait in the host's memory while other models work."""
-    micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))
-    max_tp: int = attrs.field(default=1 << 20, validator=at_least(1))
-    max_pp: int = attrs.field(default=1 << 20, validator=at_least(1))
-    max_rollout_tp: int = attrs.field(default=1 << 20, validator=at_least(1))
+    micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1), kw_only=True)
+    max_tp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
+    max_pp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
+    max_rollout_tp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
+    max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered layer by layer."""
+        return self.sharding in ("fsdp", "zero3")
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether layers may be cut into stages."""
+        return self.sharding.startswith("3d")
 
     @cached_property
     def layer_params(self) -> int:

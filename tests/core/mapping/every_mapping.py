@@ -36,7 +36,11 @@ def layouts(model, nodes, devices, workload):
     for pp, tp, dp in itertools.product(range(1, devices + 1), repeat=3):
         if pp * tp * dp != devices or nodes.per_node % tp or not divides(model, tp) or tp > nodes.per_node:
             continue
-        if model.shape.layers % pp or (pp > 1 and model.sharding != "3d") or (rows and dp > min(rows)):
+        if (
+            model.shape.layers % pp
+            or (pp > 1 and model.sharding not in ("3d", "3d-zero1"))
+            or (rows and dp > min(rows))
+        ):
             continue
         yield pp, tp, dp
 

@@ -6,12 +6,12 @@ import random
 
 import attrs
 import pytest
-from tests.core.mapping.every_mapping import NEVER, best_seconds
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.mapping import Cluster, Device, Nodes, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
 from hybridflow.core.mapping.cluster import Efficiency
 from hybridflow.core.resharding.shapes import ModelShape
+from tests.core.mapping.every_mapping import NEVER, best_seconds
 
 CASES = 240
 
@@ -26,7 +26,7 @@ def random_shape(draw: random.Random) -> ModelShape:
 
 
 def random_models(draw: random.Random, count: int) -> list[PlannedModel]:
-    sharding = draw.choice(["3d", "3d", "fsdp", "zero1", "zero2", "zero3"])
+    sharding = draw.choice(["3d", "3d-zero1", "fsdp", "zero1", "zero2", "zero3"])
     extra = dict(
         sharding=sharding,
         recompute=draw.random() < 0.5,

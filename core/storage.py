@@ -1,0 +1,30 @@
+"""How a training backend keeps a model: what the planner must know of it."""
+
+from __future__ import annotations
+
+import attrs
+
+from hybridflow.core.config.validators import at_least, non_negative
+
+SHARDINGS = ("3d", "3d-zero1", "fsdp", "zero1", "zero2", "zero3")
+
+
+@attrs.frozen(slots=False, kw_only=True)
+class Storage:
+    """How a backend keeps a model; a backend's config class says it with `storage(trained)` (docs/mapping.md).
+
+    `sharding`: "3d": weights, gradients and optimizer over tp and pp; "3d-zero1": the optimizer over dp too; "fsdp" and
+    "zero3": everything over tp and dp, gathered layer by layer; "zero2": gradients and optimizer over dp, "zero1": the
+    optimizer.
+    """
+
+    sharding: str = attrs.field(default="3d", validator=attrs.validators.in_(SHARDINGS))
+    weight_bytes: int = attrs.field(default=2, validator=at_least(1))
+    """Of a parameter, as the backend keeps it between steps."""
+    gradient_bytes: int = attrs.field(default=4, validator=at_least(1))
+    optimizer_bytes: int = attrs.field(default=12, validator=non_negative)
+    """Of a parameter: Adam's two moments, and a master copy where there is one."""
+    compute_bytes: int = attrs.field(default=2, validator=at_least(1))
+    """Of an activation, and of a gathered parameter."""
+    recompute: bool = False
+    """Keep the layers' inputs alone, and run a layer again for its gradients."""
