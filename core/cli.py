@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, function, text in (
         ("run", _run, "Run a config: all stages, to the end."),
+        ("plan", _plan, "Say where everything goes, how long a step takes and whether it fits, before it runs."),
         ("show", _show, "Print every resolved value of a config with where it came from, and what follows from it."),
     ):
         command = add(name, function, text)
@@ -65,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.choices["run"]
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run's folder")
     run.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+    plan = commands.choices["plan"]
+    plan.add_argument(
+        "--cluster", metavar="WHAT", help="a TOML file, or DEVICE:NODESxDEVICES[@GBIT/S] as in a100-80gb:2x8"
+    )
+    plan.add_argument("--write", metavar="FILE", help="write the config with these pools and layouts")
+    plan.add_argument("--what-if", metavar="devices=N,...", help="table other numbers of devices: devices=64,128,256")
+    plan.add_argument("--timeline", metavar="FILE", help="draw the step: a file ending in .svg or .png")
     reshard = add("reshard", _reshard, "Say what it costs to bring weights from a training layout to a rollout layout.")
     reshard.add_argument(
         "--from", dest="source", required=True, metavar="LAYOUT",
@@ -92,6 +100,14 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
     outcome = run(arguments.config, arguments.overrides, arguments.resume, arguments.overwrite)
     return 0 if outcome.state == "finished" else 3
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from hybridflow.core.commands.plan import plan, read_sizes
+
+    a = arguments
+    plan(a.config, a.overrides, a.cluster, a.write, read_sizes(a.what_if), a.timeline)
+    return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:

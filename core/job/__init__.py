@@ -72,11 +72,13 @@ class Job:
 
 
 def resolve_jobs(
-    tables: dict[str, Any], name: str, shorthand: frozenset[str], provenance: Provenance | None = None
-) -> list[Job]:
-    """The jobs of a configuration, in order. Raises ConfigError with all problems of all stages."""
+    tables: dict[str, Any], name: str, shorthand: frozenset[str], provenance: Provenance | None = None,
+    elsewhere: bool = False,
+) -> list[Job]:  # fmt: skip
+    """The jobs of a configuration, in order. Raises ConfigError with all problems of all stages; with `elsewhere` plugins
+    whose requirements are not installed here are none."""
     problems = [] if provenance is None else shadowed_overrides(tables, provenance)
-    readers = {stage: Reader(own) for stage, own in stage_tables(tables, shorthand).items()}
+    readers = {stage: Reader(own, elsewhere) for stage, own in stage_tables(tables, shorthand).items()}
     chosen = {stage: reader.algorithm() for stage, reader in readers.items()}
     algorithms = [algorithm for _, algorithm in chosen.values() if algorithm]
     roles = {role.name for algorithm in algorithms for role in algorithm.roles()}
@@ -167,7 +169,8 @@ def resolve_job(
         unused=tuple(unused),
         follows=follows,
     )
-    reader.problems += cross_checks(job, reader.failed)
+    machine = {"runtime"} if reader.elsewhere else set()  # what this machine has says nothing of another
+    reader.problems += cross_checks(job, reader.failed | machine)
     return job
 
 

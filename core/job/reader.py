@@ -28,6 +28,7 @@ class Choice:
 
     name: str
     found: Any
+    """None: what it needs is not installed, and the run is meant for elsewhere."""
     config: Any
     """None: it has no settings."""
     good: bool = True
@@ -35,10 +36,13 @@ class Choice:
 
 
 class Reader:
-    """`tables` as they count for one stage; `problems` are sentences, `failed` the sections that have one."""
+    """`tables` as they count for one stage; `problems` are sentences, `failed` the sections that have one.
 
-    def __init__(self, tables: Mapping[str, Any]):
-        self.tables = dict(tables)
+    `elsewhere`: it is to run on another machine; what a plugin needs may lack here (its own checks are then left out).
+    """
+
+    def __init__(self, tables: Mapping[str, Any], elsewhere: bool = False):
+        self.tables, self.elsewhere = dict(tables), elsewhere
         self.problems: list[str] = []
         self.failed: set[str] = set()
         for name in SECTIONS:
@@ -69,7 +73,8 @@ class Reader:
         settings = scoped(kind, table)
         del settings["name"]
         try:
-            found = registry().get(kind, name)
+            there = not self.elsewhere or ":" in name or not registry().descriptor(kind, name).missing()
+            found = registry().get(kind, name) if there else None
             config_class = registry().config_class(kind, name)
         except HybridFlowError as error:
             self.problems.append(f"{path}: {error}")

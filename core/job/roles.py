@@ -213,7 +213,7 @@ class RoleResolver:
         if not backend.good or (engine and not engine.good):
             return None
         try:
-            found = backend.found.problems(backend.config, layout, kind)
+            found = backend.found.problems(backend.config, layout, kind) if backend.found else []
         except (HybridFlowError, ValueError) as error:
             found = [str(error)]
         found = [*found, *self._size_problems(spec, layout)]

@@ -194,14 +194,14 @@ class Cluster:
             raise ConfigError(problems)
         return cls(tuple(found))
 
-    def cut(self, devices: int) -> Cluster:
-        """Its first `devices` devices: whole nodes, or a part of one. Raises ConfigError where there are fewer, or nodes of
-        several kinds."""
+    def sized(self, devices: int) -> Cluster:
+        """As many of the same: whole nodes, or a part of one. Raises ConfigError for other numbers, and for nodes of several
+        kinds."""
         if len(self.nodes) > 1:
             raise ConfigError(f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of one kind")
         [nodes] = self.nodes
         if devices < 1 or (devices > nodes.per_node and devices % nodes.per_node):
-            raise ConfigError(f"{devices} devices are not whole nodes of {nodes.per_node}")
+            raise ConfigError(f"{devices} devices are not whole nodes of {nodes.per_node}; give a multiple of that")
         if devices <= nodes.per_node:
             return Cluster((attrs.evolve(nodes, count=1, per_node=devices),))
         return Cluster((attrs.evolve(nodes, count=devices // nodes.per_node),))

@@ -113,7 +113,9 @@ class Simulator:
         pp, tp, dp = layout
         count, each = self.micro_batches(model, sequences, dp)
         tokens = each * self.workload.tokens
-        flops = passes * tokens * model.forward_flops(self.workload.tokens) / (pp * tp)
+        head = 2.0 * model.head_params
+        slowest = (model.forward_flops(self.workload.tokens) - head) / pp + head  # the last stage has the head
+        flops = passes * tokens * slowest / tp
         shared, launches = self._layer_times(model, tp, each)
         repeated = 1.0 if passes == 1 else passes - 1  # the backward pass has as many collectives as the forward
         layers = model.shape.layers / pp

@@ -1,0 +1,228 @@
+"""`hybridflow plan`: where everything goes, how long a step takes and whether it fits, before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hybridflow.core.commands.printing import make_console, print_line, print_table
+from hybridflow.core.config import read_config
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job import Job, resolve_jobs
+from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.mapping.cluster import GB, Cluster
+from hybridflow.core.mapping.job import Plannable, as_written, plannable, settings
+from hybridflow.core.mapping.pools import Choice
+from hybridflow.core.mapping.search import Mapping, NothingFitsError, Pool, plan_mapping
+from hybridflow.core.mapping.workload import STAGES
+
+SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@([\d.]+))?")
+NAMES = {"generate": "generation", "infer": "inference", "train": "training"}
+
+
+def read_cluster(text: str) -> Cluster:
+    """A TOML file, or DEVICE:NODESxDEVICES[@GBIT/S]: "a100-80gb:2x8", "h100-80gb:16x8@3200". Raises ConfigError."""
+    if not Path(text).exists() and (found := SHORT.fullmatch(text)):
+        device, count, per_node, between = found.groups()
+        tables = {"device": device, "count": int(count), "per_node": int(per_node)}
+        return Cluster.from_tables(
+            {"nodes": [tables | ({"between_gbps": float(between)} if between else {})]}, "--cluster"
+        )
+    return Cluster.read(text)
+
+
+def read_sizes(text: str | None) -> list[int]:
+    """ "devices=64,128" as numbers. Raises ConfigError."""
+    if text is None:
+        return []
+    key, _, rest = text.partition("=")
+    sizes = rest.split(",")
+    if key != "devices" or not all(size.isdigit() and int(size) for size in sizes):
+        raise ConfigError(f"--what-if {text!r}: write devices=64,128,256")
+    return [int(size) for size in sizes]
+
+
+def plan(
+    path: str | Path, overrides: Sequence[str] = (), cluster: str | None = None, write: str | None = None,
+    what_if: Sequence[int] = (), timeline: str | None = None, console: Console | None = None,
+) -> None:  # fmt: skip
+    """Print the best mapping of each stage of a config. Raises ConfigError, NothingFitsError among them; starts nothing."""
+    console = console or make_console()
+    if cluster is None:
+        raise ConfigError(
+            "give --cluster: a TOML file (docs/mapping.md), or a known device, nodes and devices of each, as in a100-80gb:2x8"
+        )
+    there = read_cluster(cluster)
+    tables, provenance = read_config(path, overrides, SHORTHAND)
+    jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance, elsewhere=True)
+    print_line(console, describe(there))
+    found: dict[str | None, Mapping] = {}
+    for job in jobs:
+        print_line(console)
+        if job.stage:
+            print_line(console, f"stage {job.stage}", "bold underline")
+        work = plannable(job)
+        if what_if:
+            scaling(console, there, work, what_if)
+            continue
+        found[job.stage] = report(console, job, work, there)
+    if write is not None and found:
+        from hybridflow.core.commands.written import write_config
+
+        write_config(path, write, {stage: settings(mapping, there) for stage, mapping in found.items()})
+        print_line(console)
+        print_line(console, f"written: {write}")
+    if timeline is not None and found:
+        from hybridflow.core.commands.pictures import draw_steps
+
+        draw_steps(timeline, list(found.items()))
+        print_line(console, f"drawn: {timeline}")
+
+
+def describe(cluster: Cluster) -> str:
+    kinds = [
+        f"{n.count} x {n.per_node} {n.device.name} ({n.memory / GB:.1f} of {n.device.memory_gb:g} GB usable, "
+        f"{'measured' if n.measured else 'tabled'} figures)"
+        for n in cluster.nodes
+    ]
+    return f"cluster: {' and '.join(kinds)}"
+
+
+def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Mapping:
+    """Print one stage's plan."""
+    best = plan_mapping(cluster, work.workload, work.models)
+    idle = cluster.devices - best.devices
+    rest = f", {idle} idle" if idle else ""
+    print_line(console, f"a step takes {seconds(best.seconds)} on {best.devices} devices{rest}", "bold")
+    for verb, time in zip(STAGES, best.stages, strict=True):
+        if time:
+            print_line(
+                console,
+                f"  {NAMES[verb]:<12}{seconds(time):>9}  {100 * time / best.seconds:3.0f}%  {_slowest(best, verb)}",
+            )
+    print_line(console)
+    print_table(
+        console,
+        ("pool", "role", "devices", "layout", "engine", *(NAMES[v] for v in STAGES)),
+        [row for pool in best.pools for row in _pool_rows(pool, cluster)],
+    )
+    print_line(console)
+    print_table(
+        console, ("GB per device", "at rest", "generation", "inference", "training", "usable", "tightest"),
+        [_memory_row(pool, cluster) for pool in best.pools],
+    )  # fmt: skip
+    print_line(console)
+    for other in best.others:
+        print_line(
+            console, f"next: {placement(other)}: {seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
+        )
+    written = as_written(job, work, cluster)
+    if isinstance(written, str):
+        print_line(console, f"as the config says it: does not fit: {written}")
+    else:
+        print_line(
+            console,
+            f"as the config says it: {seconds(written.seconds)} ({_more(written, best)}): {_why(written, best)}",
+        )
+    for remark in work.remarks:
+        print_line(console, f"note: {remark}", "yellow")
+    return best
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+
+
+def placement(mapping: Mapping) -> str:
+    """ "actor+ref on 8 | critic+reward on 8"."""
+    return " | ".join(f"{'+'.join(pool.names)} on {pool.entry.devices}" for pool in mapping.pools)
+
+
+def _more(other: Mapping, best: Mapping) -> str:
+    share = 100 * (other.seconds / best.seconds - 1)
+    return "the same" if abs(share) < 0.05 else f"{share:+.1f}%"
+
+
+def _why(other: Mapping, best: Mapping) -> str:
+    """Stage by stage, what differs."""
+    parts = [
+        f"{NAMES[v]} {seconds(mine)} instead of {seconds(ours)}"
+        for v, mine, ours in zip(STAGES, other.stages, best.stages, strict=True)
+        if abs(mine - ours) > 0.005 * best.seconds
+    ]
+    return ", ".join(parts) or "no stage differs by half a percent of the step"
+
+
+def _slowest(mapping: Mapping, verb: str) -> str:
+    """Which pool a stage waits for, and for what."""
+    stage = STAGES.index(verb)  # type: ignore[arg-type]
+    pool = max(mapping.pools, key=lambda p: p.entry.times[stage])
+    times = {c.option.model.name: _time(c, verb) for c in pool.entry.choices}
+    parts = [f"{name} {seconds(t)}" for name, t in sorted(times.items(), key=lambda x: -x[1]) if t]
+    wait = f"; {', '.join('+'.join(p.names) for p in mapping.pools if p is not pool and p.entry.times[stage])} waits"
+    return ", then ".join(parts) + (wait if any(p is not pool and p.entry.times[stage] for p in mapping.pools) else "")
+
+
+def _time(choice: Choice, verb: str) -> float:
+    if verb == "generate":
+        return choice.generate + choice.transition
+    return choice.option.infer if verb == "infer" else choice.option.train
+
+
+def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
+    rows = []
+    for at, choice in enumerate(pool.entry.choices):
+        pp, tp, dp = choice.option.layout
+        engine = ""
+        if choice.rollout is not None:
+            across, within = choice.rollout
+            engine = f"{pool.entry.devices // (across * within)} of pp {across} tp {within}"
+        times = [_time(choice, verb) for verb in STAGES]
+        cells = [seconds(t) if t else "" for t in times]
+        if choice.transition:
+            cells[0] += f" ({seconds(choice.transition)} of it weights)"
+        device = f"{pool.entry.devices} {cluster.nodes[pool.kind].device.name}"
+        rows.append((pool.names[0] if not at else "", choice.option.model.name, device if not at else "",
+                     f"pp {pp} tp {tp} dp {dp}", engine, *cells))  # fmt: skip
+    return rows
+
+
+def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
+    memory = cluster.nodes[pool.kind].memory
+    taken = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
+    resident = sum(b.resident for b in taken.values())
+    inference = max((b.inference for b in taken.values()), default=0.0)
+    training = max((b.training for b in taken.values()), default=0.0)
+    cells = ["", f"{resident / GB:.1f}", "", "", "", f"{memory / GB:.1f}", ""]
+    engines = [c for c in pool.entry.choices if c.rollout is not None]
+    if engines:
+        cells[2] = f"{memory / GB:.1f} ({max(c.cache_bytes for c in engines) / GB:.1f} of it cache)"
+    cells[3] = f"{(resident + inference) / GB:.1f}" if inference else ""
+    cells[4] = f"{(resident + training) / GB:.1f}" if training else ""
+    cells[0] = "+".join(pool.names)
+    tightest = max(taken, key=lambda n: max(taken[n].training, taken[n].inference))
+    phase = "trains" if taken[tightest].training >= taken[tightest].inference else "reads"
+    share = (resident + max(inference, training)) / memory
+    cells[6] = f"{100 * share:.0f}% while {tightest} {phase}"
+    return tuple(cells)
+
+
+def scaling(console: Console, cluster: Cluster, work: Plannable, sizes: Sequence[int]) -> None:
+    """Print the best mapping on other numbers of devices."""
+    rows: list[tuple[str, ...]] = []
+    first: tuple[int, float] | None = None
+    for size in sizes:
+        try:
+            best = plan_mapping(cluster.sized(size), work.workload, work.models, alternatives=0)
+        except NothingFitsError as error:
+            rows.append((str(size), "does not fit", "", "", "", "", error.problems[0]))
+            continue
+        rate = 1.0 / best.seconds
+        first = first or (size, rate)
+        efficiency = rate / first[1] * first[0] / size
+        stages = [seconds(t) if t else "" for t in best.stages]
+        rows.append((str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", placement(best)))
+    print_table(console, ("devices", "step", *(NAMES[v] for v in STAGES), "efficiency", "placement"), rows)

@@ -1,0 +1,214 @@
+"""`hybridflow plan`: what it prints, writes and draws; clusters from files; and messages for what cannot be."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from hybridflow.core.cli import main
+from hybridflow.core.commands.plan import plan, read_cluster, read_sizes
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.launch import load_config
+from hybridflow.core.mapping import NothingFitsError
+from hybridflow.core.mapping.cluster import DEVICES, Cluster, Efficiency
+
+LLAMA = (
+    '{ model_type = "llama", vocab_size = 32000, hidden_size = 2048, intermediate_size = 5504, num_hidden_layers = 8, '
+    "num_attention_heads = 16, max_position_embeddings = 4096 }"
+)
+CONFIG = f"""
+# of a reader
+algorithm = {{ name = "ppo", prompts_per_step = 256, mini_batch_size = 64 }}
+[run]
+steps = 4
+[pools]
+main = [2]
+[tokenizer]
+characters = "0123456789+="
+[data]
+source = "arithmetic"
+max_prompt_tokens = 512
+[sampling]
+max_tokens = 512  # long
+[rollout]
+name = "transformers"
+dtype = "bfloat16"
+[actor]
+micro_batch_tokens = 4096
+backend = {{ name = "fsdp", precision = "bf16" }}
+model.config = {LLAMA}
+[reward]
+model.config = {LLAMA}
+backend = {{ name = "fsdp", precision = "bf16" }}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "ppo.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def printed(*arguments, **options) -> str:
+    out = io.StringIO()
+    plan(*arguments, **options, console=Console(file=out, width=200, highlight=False, markup=False))
+    return out.getvalue()
+
+
+def test_the_plan_names_pools_times_memory_and_the_next_best(config):
+    text = printed(config, cluster="a100-80gb:1x8")
+    assert "cluster: 1 x 8 a100-80gb (72.0 of 80 GB usable, tabled figures)" in text
+    step = float(re.search(r"a step takes ([\d.]+) s on 8 devices", text)[1])
+    stages = [float(s) for s in re.findall(r"^  (?:generation|inference|training) +([\d.]+) s", text, re.M)]
+    assert len(stages) == 3 and sum(stages) == pytest.approx(step, rel=0.02)
+    for role in ("actor", "critic", "ref", "reward"):
+        assert re.search(rf"{role} .*pp 1 tp \d dp \d", text), role
+    assert "of it weights" in text and "of it cache" in text and "% while" in text
+    assert len(re.findall(r"^next: .* s \(\+[\d.]+%\): ", text, re.M)) == 3
+    assert re.search(r"^as the config says it: [\d.]+ s \(\+\d+.\d%\): generation", text, re.M)
+
+
+def test_what_does_not_fit_is_said_with_the_phase_and_the_numbers(config):
+    large = (
+        LLAMA.replace("hidden_size = 2048", "hidden_size = 8192")
+        .replace("5504", "28672")
+        .replace("layers = 8", "layers = 80")
+    )
+    large = large.replace("heads = 16", "heads = 64, num_key_value_heads = 8")
+    text = printed(config, [f"actor.model.config={large}"], cluster="a100-80gb:8x8")
+    assert re.search(
+        r"as the config says it: does not fit: actor needs [\d.]+ GB per device while it trains, of which", text
+    )
+    with pytest.raises(
+        NothingFitsError, match=r"actor \(69\.0 billion parameters\) fits nowhere: the least is .* GB per device"
+    ):
+        printed(config, [f"actor.model.config={large}"], cluster="a100-80gb:1x4")
+
+
+def test_the_written_config_runs_with_those_layouts_and_keeps_the_rest(config, tmp_path):
+    target = tmp_path / "planned.toml"
+    text = printed(config, cluster="a100-80gb:1x8", write=str(target))
+    assert f"written: {target}" in text
+    written = target.read_text()
+    assert "# of a reader" in written and "max_tokens = 512  # long" in written and "main = [2]" not in written
+    [job] = load_config(target, [])
+    devices = sum(pool.world for pool in job.pools.values())
+    assert devices == 8
+    again = printed(target, cluster="a100-80gb:1x8")
+    assert "as the config says it: " in again and "(the same)" in again
+
+
+def test_each_stage_of_a_config_gets_its_own(config, tmp_path):
+    staged = CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nalgorithm.prompts_per_step = 512\n"
+    config.write_text(staged)
+    target = tmp_path / "planned.toml"
+    text = printed(config, cluster="a100-80gb:1x8", write=str(target))
+    assert "stage one" in text and "stage two" in text
+    for job in load_config(target, []):
+        assert sum(pool.world for pool in job.pools.values()) == 8
+
+
+def test_other_numbers_of_devices_are_tabled(config):
+    text = printed(config, cluster="h100-80gb:1x8", what_if=[1, 2, 8, 16])
+    rows = [line.split() for line in text.splitlines() if re.match(r"(1|2|8|16) ", line)]
+    assert [row[0] for row in rows] == ["1", "2", "8", "16"]
+    assert "100%" in text
+    with pytest.raises(ConfigError, match="12 devices are not whole nodes of 8"):
+        printed(config, cluster="h100-80gb:1x8", what_if=[12])
+
+
+@pytest.mark.parametrize("name", ["step.svg", "step.png"])
+def test_a_step_is_drawn(config, tmp_path, name):
+    printed(config, cluster="a100-80gb:1x8", timeline=str(tmp_path / name))
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    assert name.endswith("png") or (b"actor" in drawn or b"seconds of a step" in drawn)
+    with pytest.raises(ConfigError, match=r"ends in \.svg or \.png"):
+        printed(config, cluster="a100-80gb:1x8", timeline=str(tmp_path / "step.jpeg"))
+
+
+def test_the_command_line_takes_them_all(config, capsys, tmp_path):
+    assert main(["plan", str(config), "--cluster", "a100-80gb:1x8", "algorithm.prompts_per_step=512"]) == 0
+    assert "a step takes" in capsys.readouterr().out
+    assert main(["plan", str(config)]) == 1
+    assert "give --cluster: a TOML file" in capsys.readouterr().err
+    assert main(["plan", str(config), "--cluster", "a100-80gb:1x8", "--what-if", "nodes=3"]) == 1
+    assert "write devices=64,128,256" in capsys.readouterr().err
+
+
+def test_a_backend_that_is_not_installed_here_can_be_planned_for(config, monkeypatch):
+    from hybridflow.core.plugins.descriptor import Descriptor
+
+    real = Descriptor.missing
+    monkeypatch.setattr(
+        Descriptor, "missing", lambda self: ["megatron.core"] if self.name == "megatron" else real(self)
+    )
+    megatron = ['actor.backend={ name = "megatron", precision = "bf16" }']
+    assert "a step takes" in printed(config, megatron, cluster="a100-80gb:1x8")
+    with pytest.raises(ConfigError, match=r"needs megatron\.core, not installed here"):
+        load_config(config, megatron)
+
+
+FILE = """
+[[nodes]]
+device = "mine"
+count = 2
+per_node = 4
+between_gbps = 100
+[devices.mine]
+memory_gb = 24
+tflops = 100
+bandwidth_gbs = 500
+link_gbs = 20
+[efficiency.mine]
+training = 0.4
+"""
+
+
+def test_a_cluster_of_ones_own_devices(tmp_path):
+    (tmp_path / "cluster.toml").write_text(FILE)
+    [nodes] = read_cluster(str(tmp_path / "cluster.toml")).nodes
+    assert (nodes.device.name, nodes.device.memory_gb, nodes.devices, nodes.between_gbs) == ("mine", 24, 8, 12.5)
+    assert nodes.efficiency == Efficiency(training=0.4) and nodes.measured
+    assert nodes.sizes() == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the cluster has no device; give it [[nodes]]"),
+        ('[[nodes]]\ndevice = "a100"', "nodes.0.device: no device is called 'a100'"),
+        ('[[nodes]]\ndevice = "a100-80gb"\ncount = 0', "nodes.0.count: must be at least 1, got 0"),
+        ('[[nodes]]\ndevice = "a100-80gb"\nbetween_gbps = 0', "between_gbps: must be above 0, got 0"),
+        ('[[nodes]]\ndevice = "a100-80gb"\nbandwidth = 1', "unknown key"),
+        (FILE.replace("link_gbs = 20", "link_gbs = 0"), "devices.mine.link_gbs: must be above 0, got 0"),
+        (FILE.replace("memory_gb = 24\n", ""), "memory_gb"),
+        (FILE.replace("training = 0.4", "training = 1.4"), "efficiency.mine.training: must be above 0 and at most 1, got 1.4"),
+        (FILE.replace("[efficiency.mine]", "[efficiency.yours]"), "efficiency.yours: no [[nodes]] are of this device"),
+        ("[[nodes", "cluster.toml:"),
+    ],
+    ids=["empty", "unknown", "none", "no-network", "key", "no-link", "no-memory", "share", "whose", "toml"],
+)  # fmt: skip
+def test_what_is_wrong_with_a_cluster_is_said(tmp_path, text, said):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(str(path))
+    assert said in str(caught.value)
+
+
+def test_a_cluster_in_a_word():
+    [nodes] = read_cluster("h100-80gb:16x8@3200").nodes
+    assert (nodes.devices, nodes.between_gbs, nodes.device) == (128, 400.0, DEVICES["h100-80gb"])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_cluster("nowhere.toml")
+    with pytest.raises(ConfigError, match="no device is called 'h1000'"):
+        read_cluster("h1000:1x8")
+    assert read_sizes("devices=8,16") == [8, 16] and read_sizes(None) == []
+    two = Cluster((nodes, nodes))
+    with pytest.raises(ConfigError, match="2 kinds of nodes"):
+        two.sized(8)

@@ -1,0 +1,76 @@
+"""What a step asks of its models, from the step itself."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from hybridflow.core.algorithm import Algorithm, Role
+from hybridflow.core.mapping.trace import TraceError, trace_step
+from hybridflow.core.plugins import registry
+
+
+def calls(name: str, **settings) -> dict[tuple[str, str], tuple[int, int]]:
+    found = registry().get("algorithm", name)
+    return {(t.role, t.verb): (t.sequences, t.times) for t in trace_step(found(found.Config(**settings)))}
+
+
+def test_ppo_generates_once_reads_with_four_models_and_trains_two():
+    assert calls("ppo", prompts_per_step=64, mini_batch_size=16, epochs=2, kl_coef=0.1) == {
+        ("actor", "generate"): (64, 1),
+        ("reward", "infer"): (64, 1),
+        ("ref", "infer"): (64, 1),
+        ("actor", "infer"): (64, 1),
+        ("critic", "infer"): (64, 1),
+        ("actor", "train"): (16, 8),
+        ("critic", "train"): (16, 8),
+    }
+
+
+def test_remax_generates_twice_and_grpo_has_no_critic():
+    assert calls("remax", prompts_per_step=32)["actor", "generate"] == (32, 2)
+    grpo = calls("grpo", prompts_per_step=8, group_size=4)
+    assert grpo == {("actor", "generate"): (32, 1), ("reward", "infer"): (32, 1), ("actor", "train"): (32, 1)}
+
+
+def test_safe_rlhf_has_six_models():
+    found = calls("safe_rlhf", prompts_per_step=64)
+    assert {role for role, _ in found} == {"actor", "critic", "cost_critic", "ref", "reward", "cost"}
+
+
+def test_an_unequal_last_mini_batch_is_a_task_of_its_own():
+    found = registry().get("algorithm", "ppo")
+    tasks = trace_step(found(found.Config(prompts_per_step=40, mini_batch_size=16)))
+    assert [(t.sequences, t.times) for t in tasks if (t.role, t.verb) == ("actor", "train")] == [(16, 2), (8, 1)]
+
+
+@pytest.mark.parametrize("name", registry().names("algorithm"))
+def test_every_algorithm_can_be_followed(name):
+    found = registry().get("algorithm", name)
+    algorithm = found(found.Config())
+    tasks = trace_step(algorithm)
+    trained = {r.name for r in algorithm.roles() if r.trained}
+    assert {t.role for t in tasks if t.verb == "train"} == trained
+    assert {t.role for t in tasks} == {r.name for r in algorithm.roles()}
+    updates = algorithm.updates_per_step()
+    role = "actor" if "actor" in trained else next(iter(trained))
+    if updates is not None:
+        assert sum(t.times for t in tasks if (t.role, t.verb) == (role, "train")) == updates
+
+
+class Odd(Algorithm):
+    """Its step looks at what only a real run has."""
+
+    Config = attrs.make_class("Config", [])
+
+    def roles(self):
+        return (Role("actor", trained=True, generates=True),)
+
+    def step(self, ctx):
+        batch = ctx.actor.generate(ctx.prompts(4))
+        assert batch["meta"].values[0]["answer"] == "4"
+
+
+def test_a_step_that_cannot_be_followed_says_why():
+    with pytest.raises(TraceError, match=r"Odd\.step could not be followed with made-up results: KeyError: 'answer'"):
+        trace_step(Odd(None))
