@@ -66,8 +66,9 @@ bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
 	.bench/verl/bin/pip install -q verl==0.9.1 torch==2.13.0
 	touch $@
 
+# One seed of four: make curves CURVES='--seeds 0 --only rloo remax reinforce_pp dpo'
 curves: $(VENV)/.done
-	$(PY) docs/make_curves.py
+	$(PY) docs/make_curves.py $(CURVES)
 
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
