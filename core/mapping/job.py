@@ -130,14 +130,14 @@ def _entry(planner: PoolPlanner, devices: int, choices: list[Choice], members: d
         if placed.generation is None or placed.rollout_pool:
             return "has its engines in a pool of their own, which is not planned"
         rollout = (placed.generation.pp, placed.generation.tp)
-        engine = planner.engine(model, choice.option.layout, rollout, have - resident)
+        engine = planner.engine(choice.option, devices, have - resident, rollout)
         if engine is None:
             return (
                 f"{model.name} has no room for its engine: {resident / 1e9:.1f} of {have / 1e9:.1f} GB per device are taken, "
                 f"the engine's weights and the cache of one sequence need more than the rest"
             )
-        made.append(attrs.evolve(engine, option=choice.option))
-        seconds += engine.generate + engine.transition
+        made.append(engine)
+        seconds += engine.seconds
     moved = planner.moved([c.option.model for c in choices])
     infer, train = sum(c.option.infer for c in choices), sum(c.option.train for c in choices)
     infer, train = (infer + moved, train) if infer else (infer, train + moved if train else 0.0)

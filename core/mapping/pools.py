@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import attrs
+import numpy as np
 
 from hybridflow.core.mapping.cluster import GB, Nodes
 from hybridflow.core.mapping.simulate import Bytes, Simulator
@@ -43,6 +45,21 @@ class Choice:
     cache_bytes: float = 0.0
     """Free for the engine's cache on each device."""
 
+    @property
+    def seconds(self) -> float:
+        """Of generation and the transition."""
+        return self.transition + self.generate
+
+
+@attrs.frozen
+class Candidate:
+    """A pool that may be part of a best mapping."""
+
+    devices: int
+    times: tuple[float, float, float]
+    picks: tuple[int, ...]
+    """Which of its models' options, those of models that generate last."""
+
 
 @attrs.frozen(eq=False)
 class Entry:
@@ -55,30 +72,34 @@ class Entry:
 
 
 @attrs.frozen(eq=False)
-class _Partial:
-    """Some models of a pool."""
+class _Combinations:
+    """Layouts of some models of a pool, a combination in each row."""
 
-    infer: float
-    train: float
-    resident: float
-    most: float
-    options: tuple[Option, ...]
+    times: np.ndarray
+    """[n, 2]: inference, training."""
+    resident: np.ndarray
+    """[n]: bytes that rest on a device."""
+    most: np.ndarray
+    """[n]: and more while one of them works."""
+    picks: np.ndarray
+    """[n, models]: which of a model's options."""
 
-    @property
-    def key(self) -> tuple[float, float, float, float]:
-        return self.infer, self.train, self.resident, self.most
+    def taken(self, rows: np.ndarray) -> _Combinations:
+        return _Combinations(self.times[rows], self.resident[rows], self.most[rows], self.picks[rows])
+
+    def front(self) -> _Combinations:
+        return self.taken(front(np.column_stack([self.times, self.resident, self.most])))
 
 
-def front(items: Iterable, key) -> list:
-    """Those that no other one is at least as good as in every figure; of equals the first."""
-    kept: list = []
-    keys: list[tuple] = []
-    for item in sorted(items, key=key):
-        mine = key(item)
-        if not any(all(a <= b for a, b in zip(other, mine, strict=True)) for other in keys):
-            kept.append(item)
-            keys.append(mine)
-    return kept
+def front(points: np.ndarray) -> np.ndarray:
+    """Rows of `points` [n, k] that no other row is at least as good as (as small) in every column; of equals the first."""
+    left = np.lexsort(points.T[::-1])
+    kept = []
+    while len(left):
+        best = left[0]  # nothing after it in this order can be better in all columns
+        kept.append(best)
+        left = left[~(points[left] >= points[best]).all(1)]
+    return np.array(kept, dtype=np.int64)
 
 
 def divisors(n: int) -> list[int]:
@@ -139,13 +160,10 @@ class PoolPlanner:
         at = (model.name, devices)
         if at in self._kept:
             return self._kept[at]
-        found = []
-        for layout in layouts(model, self.nodes, devices, self.most_dp(model)):
-            option = self.option(model, layout)
-            if option.bytes.resident + option.most <= self.nodes.memory:
-                found.append(option)
-        if not self.generates(model):
-            found = front(found, lambda o: (o.infer, o.train, o.bytes.resident, o.most))
+        every = (self.option(model, layout) for layout in layouts(model, self.nodes, devices, self.most_dp(model)))
+        found = [o for o in every if o.bytes.resident + o.most <= self.nodes.memory]
+        if found and not self.generates(model):
+            found = [found[i] for i in front(np.array([(o.infer, o.train, o.bytes.resident, o.most) for o in found]))]
         self._kept[at] = found
         return found
 
@@ -155,20 +173,33 @@ class PoolPlanner:
         train = sum(t.times * sim.update(model, t.sequences, layout) for t in self.workload.of(model.name, "train"))
         return Option(model, layout, infer, train, sim.bytes(model, layout))
 
-    def engine(self, model: PlannedModel, layout: Layout, rollout: tuple[int, int], free: float) -> Choice | None:
-        """The seconds of its generation per step with `free` bytes for its weights and cache; None where they are too few."""
-        sim = self.simulator
-        devices = layout[0] * layout[1] * layout[2]
-        cache = free - sim.engine_weights(model, layout, rollout)
-        seconds = 0.0
-        for task in self.workload.of(model.name, "generate"):
-            once = sim.generation(model, task.sequences, devices, rollout, cache)
-            if once is None:
-                return None
-            seconds += task.times * once
-        return Choice(
-            _NO_OPTION, rollout, sim.transition(model, layout, rollout) if model.trained else 0.0, seconds, cache
-        )
+    def generation(self, model: PlannedModel, devices: int, rollout: tuple[int, int], cache: Any) -> Any:
+        """Seconds of a step's generation with so many bytes of each device for the cache: a number, or an array."""
+        tasks = self.workload.of(model.name, "generate")
+        return sum(t.times * self.simulator.generation(model, t.sequences, devices, rollout, cache) for t in tasks)
+
+    def transition(self, option: Option, rollout: tuple[int, int]) -> float:
+        if not option.model.trained:
+            return 0.0
+        return self.simulator.transition(option.model, option.layout, rollout)
+
+    def engine(
+        self, option: Option, devices: int, free: float, rollout: tuple[int, int] | None = None
+    ) -> Choice | None:
+        """The option with the fastest engine in `free` bytes of each device, or the one given; None where none fits."""
+        best: Choice | None = None
+        for cut in rollouts(option.model, self.nodes, devices) if rollout is None else [rollout]:
+            cache = free - self.simulator.engine_weights(option.model, option.layout, cut)
+            found = Choice(
+                option,
+                cut,
+                self.transition(option, cut),
+                float(self.generation(option.model, devices, cut, cache)),
+                cache,
+            )
+            if found.generate < np.inf and (best is None or found.seconds < best.seconds):
+                best = found
+        return best
 
     def moved(self, members: Sequence[PlannedModel]) -> float:
         """Seconds of a step's columns to a pool in which nothing generates."""
@@ -177,63 +208,65 @@ class PoolPlanner:
             return 0.0
         return rows * self.workload.tokens * self.workload.row_bytes / self.simulator.machine.network_rate
 
-    def entries(self, members: tuple[PlannedModel, ...], devices: int) -> list[Entry]:
+    def candidates(self, members: tuple[PlannedModel, ...], devices: int) -> list[Candidate]:
         """The pools of these models on so many devices that no other is better than in all three stages."""
-        partials = [_Partial(0.0, 0.0, 0.0, 0.0, ())]
-        for model in (m for m in members if not self.generates(m)):
-            partials = self._with(partials, self.options(model, devices))
+        nothing = np.zeros(1)
+        found = _Combinations(np.zeros((1, 2)), nothing, nothing, np.zeros((1, 0), dtype=np.int64))
+        order = sorted(members, key=self.generates)  # those that generate last
+        for model in order:
+            found = self._with(found, self.options(model, devices))
+            if not self.generates(model):
+                found = found.front()
+        generation = np.zeros(len(found.resident))
+        for column, model in enumerate(order):
+            if self.generates(model):
+                generation += self._generation(model, devices, found, column)
         moved = self.moved(members)
-        generators = [m for m in members if self.generates(m)]
-        if not generators:
-            made = [
-                Entry(devices, (0.0, *_after(moved, p.infer, p.train)), tuple(map(Choice, p.options))) for p in partials
-            ]
-            return front(made, lambda e: e.times)
-        combined = [(p, ()) for p in partials]
-        for model in generators:
-            options = self.options(model, devices)
-            combined = [
-                (joined, (*mine, option))
-                for partial, mine in combined
-                for option in options
-                if (joined := self._joined(partial, option)) is not None
-            ]
-        made = []
-        for partial, mine in combined:
-            made += self._generating(devices, partial, mine)
-        return front(made, lambda e: e.times)
+        stages = [(g, *_after(moved, i, t)) for g, (i, t) in zip(generation, found.times, strict=True)]
+        points = np.array(stages).reshape(-1, 3)
+        rows = np.flatnonzero(np.isfinite(generation))
+        kept = rows[front(points[rows])]
+        return [Candidate(devices, tuple(map(float, points[row])), tuple(map(int, found.picks[row]))) for row in kept]  # type: ignore[arg-type]
 
-    def _joined(self, p: _Partial, o: Option) -> _Partial | None:
-        resident, most = p.resident + o.bytes.resident, max(p.most, o.most)
-        if resident + most > self.nodes.memory:
-            return None
-        return _Partial(p.infer + o.infer, p.train + o.train, resident, most, (*p.options, o))
+    def _with(self, found: _Combinations, options: list[Option]) -> _Combinations:
+        """Each combination with each option, where the memory is enough."""
+        times = np.array([(o.infer, o.train) for o in options]).reshape(-1, 2)
+        resident = np.array([o.bytes.resident for o in options])
+        most = np.array([o.most for o in options])
+        n, m = len(found.resident), len(options)
+        before, added = np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
+        joined = _Combinations(
+            found.times[before] + times[added],
+            found.resident[before] + resident[added],
+            np.maximum(found.most[before], most[added]),
+            np.column_stack([found.picks[before], added]),
+        )
+        return joined.taken(np.flatnonzero(joined.resident + joined.most <= self.nodes.memory))
 
-    def _with(self, partials: list[_Partial], options: list[Option]) -> list[_Partial]:
-        joined = (self._joined(p, o) for p in partials for o in options)
-        return front((j for j in joined if j is not None), lambda p: p.key)
+    def _generation(self, model: PlannedModel, devices: int, found: _Combinations, column: int) -> np.ndarray:
+        """[n]: seconds of the fastest engine of each combination, the transition too."""
+        seconds = np.full(len(found.resident), np.inf)
+        options, picked = self.options(model, devices), found.picks[:, column]
+        for rollout in rollouts(model, self.nodes, devices):
+            weights = np.array([self.simulator.engine_weights(model, o.layout, rollout) for o in options])
+            transitions = np.array([self.transition(o, rollout) for o in options])
+            cache = self.nodes.memory - found.resident - weights[picked]
+            seconds = np.minimum(seconds, transitions[picked] + self.generation(model, devices, rollout, cache))
+        return seconds
 
-    def _generating(self, devices: int, partial: _Partial, mine: tuple[Option, ...]) -> list[Entry]:
-        """The best engine for each generating model (its layout is given, so only its own time counts)."""
-        free = self.nodes.memory - partial.resident
-        choices = [Choice(o) for o in partial.options if o not in mine]
-        seconds = 0.0
-        for option in mine:
-            best: Choice | None = None
-            for rollout in rollouts(option.model, self.nodes, devices):
-                found = self.engine(option.model, option.layout, rollout, free)
-                if found and (best is None or found.generate + found.transition < best.generate + best.transition):
-                    best = found
-            if best is None:
-                return []
-            choices.append(attrs.evolve(best, option=option))
-            seconds += best.generate + best.transition
-        order = {m.name: i for i, m in enumerate(self.models)}
-        choices.sort(key=lambda c: order[c.option.model.name])
-        return [Entry(devices, (seconds, partial.infer, partial.train), tuple(choices))]
-
-
-_NO_OPTION: Option = None  # type: ignore[assignment]
+    def entry(self, members: tuple[PlannedModel, ...], candidate: Candidate) -> Entry:
+        """A candidate in full."""
+        devices = candidate.devices
+        order = sorted(members, key=self.generates)
+        options = {m.name: self.options(m, devices)[pick] for m, pick in zip(order, candidate.picks, strict=True)}
+        free = self.nodes.memory - sum(options[m.name].bytes.resident for m in order)
+        choices = []
+        for model in members:
+            option = options[model.name]
+            choice = self.engine(option, devices, free) if self.generates(model) else Choice(option)
+            assert choice is not None
+            choices.append(choice)
+        return Entry(devices, candidate.times, tuple(choices))
 
 
 def _after(moved: float, infer: float, train: float) -> tuple[float, float]:

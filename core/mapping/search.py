@@ -16,7 +16,7 @@ import numpy as np
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.mapping.cluster import Cluster
-from hybridflow.core.mapping.pools import Entry, PoolPlanner, front, gigabytes
+from hybridflow.core.mapping.pools import Candidate, Entry, PoolPlanner, front, gigabytes
 from hybridflow.core.mapping.workload import PlannedModel, Workload
 
 
@@ -90,7 +90,7 @@ def plan_mapping(
 class _Front:
     """The entries of a pool on one kind of nodes, as arrays sorted by inference time."""
 
-    def __init__(self, entries: list[Entry]):
+    def __init__(self, entries: list[Candidate]):
         self.entries = sorted(entries, key=lambda e: (e.times[1], e.devices))
         times = np.array([e.times for e in self.entries], dtype=float).reshape(-1, 3)
         self.generate, self.infer, self.train = times.T
@@ -130,8 +130,9 @@ class _Search:
         at = (tuple(m.name for m in members), kind)
         if at not in self.fronts:
             planner = self.planners[kind]
-            every = [e for size in planner.nodes.sizes() for e in planner.entries(members, size)]
-            self.fronts[at] = _Front(front(every, lambda e: (e.devices, *e.times)))
+            every = [e for size in planner.nodes.sizes() for e in planner.candidates(members, size)]
+            points = np.array([(e.devices, *e.times) for e in every]).reshape(-1, 4)
+            self.fronts[at] = _Front([every[i] for i in front(points)])
         return self.fronts[at]
 
     def _placement(self, placement: tuple[tuple[PlannedModel, ...], ...], bound: float) -> Mapping | None:
@@ -143,11 +144,14 @@ class _Search:
             chosen = self._allocate(fronts, kinds, min(bound, best.seconds if best else bound))
             if chosen is not None:
                 stages = tuple(max(e.times[s] for e in chosen) for s in range(3))
-                pools = tuple(Pool(e, k) for e, k in zip(chosen, kinds, strict=True))
+                pools = tuple(
+                    Pool(self.planners[kind].entry(members, candidate), kind)
+                    for members, candidate, kind in zip(placement, chosen, kinds, strict=True)
+                )
                 best = Mapping(pools, sum(stages), stages)  # type: ignore[arg-type]
         return best
 
-    def _allocate(self, fronts: list[_Front], kinds: Sequence[int], bound: float) -> list[Entry] | None:
+    def _allocate(self, fronts: list[_Front], kinds: Sequence[int], bound: float) -> list[Candidate] | None:
         """One entry of each front: the least sum of the stages' slowest, below `bound`, with the devices that there are.
 
         The entry of one pool (the one that generates) is tried after the other, then the time that training may take, from
@@ -164,7 +168,7 @@ class _Search:
         ]
         order = np.argsort(np.maximum(first.generate, floor[0]) + np.maximum(first.infer, floor[1])
                            + np.maximum(first.train, floor[2]), kind="stable")  # fmt: skip
-        chosen: list[Entry] | None = None
+        chosen: list[Candidate] | None = None
         generations = sorted({float(t) for i in others for t in fronts[i].generate if t > 0})
         trainings = sorted({float(t) for i in others for t in fronts[i].train})
         for at in order:
@@ -238,7 +242,7 @@ class _Search:
             least = []
             for planner in self.planners:
                 for size in planner.nodes.sizes():
-                    if planner.entries((model,), size):
+                    if planner.candidates((model,), size):
                         least = []
                         break
                     for layout in _all_layouts(planner, model, size):

@@ -7,8 +7,10 @@ All functions take the layout as (pp, tp, dp): ranks run tp first, then pp, then
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import attrs
+import numpy as np
 
 from hybridflow.core.mapping.cluster import GB, Nodes
 from hybridflow.core.mapping.workload import PlannedModel, Workload
@@ -43,7 +45,7 @@ class Machine:
         """Of a whole node."""
         return self.nodes.between_gbs * GB * self.nodes.efficiency.network
 
-    def ring(self, sent: float, ranks: int, step: int, times: float) -> float:
+    def ring(self, sent: Any, ranks: int, step: int, times: float) -> Any:
         """Seconds of a ring collective over `ranks` ranks that are `step` apart, in which each sends `sent` bytes in all, in
         `times` (ranks - 1) messages. Groups of one node work at the same time and share its way out."""
         if ranks == 1:
@@ -55,14 +57,14 @@ class Machine:
         slowest = min(self.link_rate, self.network_rate / together)
         return sent / slowest + times * (ranks - 1) * e.network_latency_us * US
 
-    def all_reduce(self, size: float, ranks: int, step: int = 1) -> float:
+    def all_reduce(self, size: Any, ranks: int, step: int = 1) -> Any:
         return self.ring(2.0 * (ranks - 1) / ranks * size, ranks, step, 2.0)
 
     def gather(self, size: float, ranks: int, step: int = 1) -> float:
         """All-gather or reduce-scatter of `size` bytes in all."""
         return self.ring((ranks - 1) / ranks * size, ranks, step, 1.0)
 
-    def send(self, size: float, step: int) -> float:
+    def send(self, size: Any, step: int) -> Any:
         """Of each rank to one that is `step` further."""
         e = self.nodes.efficiency
         if step < self.nodes.per_node:
@@ -152,36 +154,30 @@ class Simulator:
         touched = owned * (2 * model.optimizer_bytes + model.gradient_bytes + 2 * model.weight_bytes)
         return time + touched / self.machine.memory_rate + e.update_ms * 1e-3
 
-    def generation(
-        self, model: PlannedModel, sequences: int, devices: int, layout: tuple[int, int], free: float
-    ) -> float | None:
-        """On `devices` in replicas of (pp, tp), with `free` bytes of each for the cache; None where no sequence fits."""
+    def generation(self, model: PlannedModel, sequences: int, devices: int, layout: tuple[int, int], free: Any) -> Any:
+        """On `devices` in replicas of (pp, tp), with `free` bytes of each for the cache (a number, or an array of them);
+        infinite where no sequence fits."""
         pp, tp = layout
-        w, e = self.workload, self.machine.nodes.efficiency
+        w, e, machine = self.workload, self.machine.nodes.efficiency, self.machine
         mine = -(-sequences // (devices // (pp * tp)))
-        cut = min(tp, model.shape.kv_heads)
-        each = model.cache_bytes * w.tokens / (cut * pp)
-        fit = int(free // each)
-        if fit < 1:
-            return None
-        at_once = min(mine, fit)
-        waves = mine / at_once
+        cut = min(tp, model.shape.kv_heads) * pp
+        fit = np.floor_divide(free, model.cache_bytes * w.tokens / cut)
+        at_once = np.clip(fit, 1.0, mine)
         hidden = model.shape.hidden * model.rollout_bytes
         layers = model.shape.layers
-        prefill = (
-            mine * w.prompt_tokens * model.forward_flops(w.prompt_tokens) / (tp * pp * self.machine.flops * e.inference)
-        )
-        prefill += layers * 2.0 * self.machine.all_reduce(mine * w.prompt_tokens * hidden, tp) / pp
-        per_stage = max(1.0, at_once / pp)
+        rate = tp * pp * machine.flops * e.inference
+        prefill = mine * w.prompt_tokens * model.forward_flops(w.prompt_tokens) / rate
+        prefill += layers * 2.0 * machine.all_reduce(mine * w.prompt_tokens * hidden, tp) / pp
+        per_stage = np.maximum(1.0, at_once / pp)
         weights = model.params * model.rollout_bytes * model.read_share(per_stage) / tp
-        cached = at_once * (w.prompt_tokens + w.response_tokens / 2) * model.cache_bytes / (cut * pp)
-        reading = (weights + cached) / self.machine.memory_rate
-        computing = at_once * 2.0 * model.active_params / (tp * pp * self.machine.flops * e.inference)
-        step = max(reading, computing) + layers * 2.0 * self.machine.all_reduce(per_stage * hidden, tp)
+        cached = at_once * (w.prompt_tokens + w.response_tokens / 2) * model.cache_bytes / cut
+        step = np.maximum((weights + cached) / machine.memory_rate, at_once * 2.0 * model.active_params / rate)
+        step = step + layers * 2.0 * machine.all_reduce(per_stage * hidden, tp)
         if pp > 1:
-            step += pp * self.machine.send(per_stage * hidden, tp)
-        step += (e.decode_step_us + e.decode_layer_us * layers + e.sequence_us * at_once) * US
-        return prefill + waves * w.response_tokens * step + e.call_ms * 1e-3
+            step = step + pp * machine.send(per_stage * hidden, tp)
+        step = step + (e.decode_step_us + e.decode_layer_us * layers + e.sequence_us * at_once) * US
+        seconds = prefill + mine / at_once * w.response_tokens * step + e.call_ms * 1e-3
+        return np.where(fit >= 1.0, seconds, np.inf)
 
     def transition(self, model: PlannedModel, layout: tuple[int, int, int], rollout: tuple[int, int]) -> float:
         """Seconds of bringing trained weights to the engine."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -93,7 +93,7 @@ class PlannedModel(Storage):
         """Of one token's keys and values, all layers."""
         return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * self.rollout_bytes
 
-    def read_share(self, sequences: float) -> float:
+    def read_share(self, sequences: Any) -> Any:
         """Share of the weights that a decoding step reads: of a mixture only the experts that its tokens meet."""
         s = self.shape
         if not s.experts:
@@ -110,7 +110,7 @@ def _size(shape: tuple[int, ...]) -> int:
     return size
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class Workload:
     """One step of an algorithm."""
 
@@ -127,7 +127,14 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     def of(self, role: str, verb: Verb) -> tuple[Task, ...]:
-        return tuple(t for t in self.tasks if t.role == role and t.verb == verb)
+        return self._by_role.get((role, verb), ())
+
+    @cached_property
+    def _by_role(self) -> dict[tuple[str, str], tuple[Task, ...]]:
+        found: dict[tuple[str, str], tuple[Task, ...]] = {}
+        for task in self.tasks:
+            found[task.role, task.verb] = (*found.get((task.role, task.verb), ()), task)
+        return found
 
     def check(self, models: tuple[PlannedModel, ...]) -> None:
         """Raises ConfigError for a task of a role without a model, training of one that is not trained, or a name twice."""

@@ -121,7 +121,12 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.THREE_D, reads=BASE)
     def score(self, batch: Batch, column: str) -> Batch:
-        return _renamed(self._forward(batch, ["scores"]), column)
+        """`column` [rows], and its mean as a metric, as reward functions report theirs."""
+        outputs = self._forward(batch, ["scores"])
+        if not outputs:
+            return Batch({})
+        scores = torch.as_tensor(outputs["scores"].values)
+        return Batch({column: scores}, Metrics({column: (float(scores.double().sum()), float(len(scores)))}))
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
         """Nothing on a stage that is not the last: its result does not count."""

@@ -8,9 +8,13 @@ import types
 
 import numpy as np
 import pytest
+import torch
 
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.core.errors import ConfigError, PluginError, RewardError
 from hybridflow.core.rewards import FunctionReward, Reward, RewardSample, make_reward, reward_from, score_samples
+from hybridflow.core.testing import TinyRun
+from hybridflow.core.testing.runs import MODEL
 
 
 def sample(response, prompt="1+1=", **meta):
@@ -110,7 +114,6 @@ def test_what_is_no_finite_number_is_named(value):
 
 
 def test_numbers_of_every_kind_are_taken():
-    import torch
 
     values = [True, np.float64(0.5), torch.tensor(2.0)]
     assert score_samples(Batched(lambda s: values), SAMPLES, "mine").tolist() == [1, 0.5, 2]
@@ -123,3 +126,12 @@ def test_numbers_of_every_kind_are_taken():
 def test_a_batch_of_the_wrong_size_is_refused(given, words):
     with pytest.raises(RewardError, match=words):
         score_samples(Batched(lambda s: given), SAMPLES, "mine")
+
+
+def test_a_reward_that_is_a_model_reports_its_mean():
+    tables = {"reward": {"model": {"config": MODEL}}, "data": {"limit": 0}}
+    with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=4)), tables) as run:
+        batch = run.ctx.actor.generate(run.ctx.prompts(4))
+        scores = torch.as_tensor(run.ctx.reward.score(batch)["scores"].values)
+        assert len(set(scores.tolist())) > 1
+        assert run.ctx.finish()["reward/scores"] == pytest.approx(scores.double().mean().item())

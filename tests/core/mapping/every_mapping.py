@@ -81,9 +81,8 @@ def pool_times(members, nodes, devices, workload):
             for rollout in engines(model, nodes, devices):
                 free = nodes.memory - resident - sim.engine_weights(model, layout, rollout)
                 seconds = [sim.generation(model, t.sequences, devices, rollout, free) for t in mine]
-                if None not in seconds:
-                    total = sum(t.times * s for t, s in zip(mine, seconds, strict=True))
-                    best = min(best, total + (sim.transition(model, layout, rollout) if model.trained else 0.0))
+                total = float(sum(t.times * s for t, s in zip(mine, seconds, strict=True)))
+                best = min(best, total + (sim.transition(model, layout, rollout) if model.trained else 0.0))
             stages["generate"] += best
         if stages["generate"] == NEVER:
             continue
