@@ -9,8 +9,9 @@ from pathlib import Path
 from hybridflow.core.config.load import read_config
 from hybridflow.core.controller import Outcome, run_job
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job import STAGE, Job, resolve_jobs
+from hybridflow.core.job import STAGE, Job
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.mapping.placement import resolve_placed
 from hybridflow.core.running.reporting import goal_reached
 from hybridflow.core.running.session import prepare_all
 
@@ -20,7 +21,7 @@ DONE = "done.json"
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> list[Job]:
     """The jobs (stages, in order) of a TOML file with `key=value` overrides. Raises ConfigError with all problems."""
     tables, provenance = read_config(path, overrides, SHORTHAND)
-    return resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance)
+    return resolve_placed(tables, Path(path).stem, SHORTHAND, provenance)
 
 
 def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False) -> Outcome:

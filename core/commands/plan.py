@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,25 +12,13 @@ from hybridflow.core.config import read_config
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import Job, resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.mapping.cluster import GB, Cluster
+from hybridflow.core.mapping.cluster import GB, Cluster, read_cluster
 from hybridflow.core.mapping.job import Plannable, as_written, plannable, settings
 from hybridflow.core.mapping.pools import Choice
-from hybridflow.core.mapping.search import Mapping, NothingFitsError, Pool, plan_mapping
+from hybridflow.core.mapping.search import Mapping, NothingFitsError, Pool, describe, plan_mapping
 from hybridflow.core.mapping.workload import STAGES
 
-SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@([\d.]+))?")
 NAMES = {"generate": "generation", "infer": "inference", "train": "training"}
-
-
-def read_cluster(text: str) -> Cluster:
-    """A TOML file, or DEVICE:NODESxDEVICES[@GBIT/S]: "a100-80gb:2x8", "h100-80gb:16x8@3200". Raises ConfigError."""
-    if not Path(text).exists() and (found := SHORT.fullmatch(text)):
-        device, count, per_node, between = found.groups()
-        tables = {"device": device, "count": int(count), "per_node": int(per_node)}
-        return Cluster.from_tables(
-            {"nodes": [tables | ({"between_gbps": float(between)} if between else {})]}, "--cluster"
-        )
-    return Cluster.read(text)
 
 
 def read_sizes(text: str | None) -> list[int]:
@@ -58,7 +45,7 @@ def plan(
     there = read_cluster(cluster)
     tables, provenance = read_config(path, overrides, SHORTHAND)
     jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance, elsewhere=True)
-    print_line(console, describe(there))
+    print_line(console, kinds_of(there))
     found: dict[str | None, Mapping] = {}
     for job in jobs:
         print_line(console)
@@ -82,7 +69,7 @@ def plan(
         print_line(console, f"drawn: {timeline}")
 
 
-def describe(cluster: Cluster) -> str:
+def kinds_of(cluster: Cluster) -> str:
     kinds = [
         f"{n.count} x {n.per_node} {n.device.name} ({n.memory / GB:.1f} of {n.device.memory_gb:g} GB usable, "
         f"{'measured' if n.measured else 'tabled'} figures)"
@@ -117,7 +104,7 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
     print_line(console)
     for other in best.others:
         print_line(
-            console, f"next: {placement(other)}: {seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
+            console, f"next: {describe(other)}: {seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
         )
     written = as_written(job, work, cluster)
     if isinstance(written, str):
@@ -134,11 +121,6 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
 
 def seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
-
-
-def placement(mapping: Mapping) -> str:
-    """ "actor+ref on 8 | critic+reward on 8"."""
-    return " | ".join(f"{'+'.join(pool.names)} on {pool.entry.devices}" for pool in mapping.pools)
 
 
 def _more(other: Mapping, best: Mapping) -> str:
@@ -224,5 +206,5 @@ def scaling(console: Console, cluster: Cluster, work: Plannable, sizes: Sequence
         first = first or (size, rate)
         efficiency = rate / first[1] * first[0] / size
         stages = [seconds(t) if t else "" for t in best.stages]
-        rows.append((str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", placement(best)))
+        rows.append((str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", describe(best)))
     print_table(console, ("devices", "step", *(NAMES[v] for v in STAGES), "efficiency", "placement"), rows)

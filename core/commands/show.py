@@ -12,10 +12,11 @@ from rich.console import Console
 
 from hybridflow.core.commands.printing import make_console, print_line, print_table
 from hybridflow.core.config import DEFAULT, Provenance, field_docs, read_config
-from hybridflow.core.job import Job, resolve_jobs
+from hybridflow.core.job import Job
 from hybridflow.core.job.figures import figures, remarks
 from hybridflow.core.job.roles import REWARD_KEYS, PlacedModel, Rewards, role_table
 from hybridflow.core.job.schema import SHORTHAND, RoleSection, SamplingSection
+from hybridflow.core.mapping.placement import resolve_placed
 from hybridflow.core.plugins import registry
 
 DERIVED = "derived"
@@ -44,7 +45,7 @@ def show(path: str | Path, overrides: Sequence[str] = (), docs: bool = False, co
     """Print a config. Raises ConfigError with all of its problems, as `run` does; starts nothing."""
     console = console or make_console()
     tables, provenance = read_config(path, overrides, SHORTHAND)
-    for job in resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance):
+    for job in resolve_placed(tables, Path(path).stem, SHORTHAND, provenance):
         if job.stage:
             print_line(console, f"stage {job.stage}", "bold underline")
             print_line(console)
@@ -141,6 +142,7 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
     found = [
         Block("run", tuple(_run(job, of(job.run, "run")))),
         Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
+        Block("placement", tuple(of(job.placement, "placement"))),
         Block("pools", tuple(_pools(job, sources))),
         Block("data", tuple(of(job.data, "data"))),
         *(Block(name, tuple(of(config, name))) for name, config in job.more_data.items()),

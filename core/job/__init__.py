@@ -18,7 +18,7 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.checks import cross_checks
 from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, salvage
 from hybridflow.core.job.roles import PlacedModel, Rewards, RoleResolver
-from hybridflow.core.job.schema import RunSection, SamplingSection, ValidationSection
+from hybridflow.core.job.schema import PlacementSection, RunSection, SamplingSection, ValidationSection
 from hybridflow.core.job.stages import STAGE, shadowed_overrides, stage_tables, tokenizer_folder
 from hybridflow.core.rollout import SamplingParams
 from hybridflow.core.runtime import ResourcePool
@@ -40,6 +40,7 @@ class Job:
     runtime: str
     runtime_config: Any
     pools: dict[str, ResourcePool]
+    placement: PlacementSection
     models: dict[str, PlacedModel]
     scorers: dict[str, Rewards]
     """Roles that score by functions."""
@@ -154,6 +155,7 @@ def resolve_job(
         runtime=runtime.name if runtime else "",
         runtime_config=runtime.config if runtime else None,
         pools=pools or {"main": ResourcePool("main")},
+        placement=reader.section("placement", PlacementSection),
         models=resolver.models,
         scorers=resolver.scorers,
         data=data,

@@ -13,14 +13,14 @@ from hybridflow.core.reward_rules import FailureRule
 from hybridflow.core.rollout import MAX_BIAS, SamplingParams
 from hybridflow.core.training import OptimizerConfig
 
-SHORTHAND = frozenset({"algorithm", "runtime", "rollout", "*.backend"} | {
-    f"stages.*.{s}" for s in ("algorithm", "runtime", "rollout", "*.backend")
-})  # fmt: skip
+_BY_NAME = ("algorithm", "runtime", "rollout", "placement", "*.backend")
+SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{s}" for s in _BY_NAME)  # fmt: skip
 """Tables that may be given by their `name` alone: `rollout = "vllm"`."""
 
 SECTIONS = (
     "run",
     "runtime",
+    "placement",
     "pools",
     "algorithm",
     "data",
@@ -68,6 +68,17 @@ class RunSection:
     """End the run, before that step's checkpoint, when they differ by more."""
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")
     """Plugins of kind "tracker" that get the metrics; one that is not installed is left out with a note."""
+
+
+@attrs.frozen
+class PlacementSection:
+    """[placement]: who says where the models go; `placement = "auto"` for short."""
+
+    name: Literal["given", "auto"] = "given"
+    """given: [pools] and the roles' layouts. auto: the best that `hybridflow plan` finds on `cluster`, in place of them."""
+    cluster: str | None = None
+    """What there is: a TOML file, or DEVICE:NODESxDEVICES as in "a100-80gb:2x8" (docs/mapping.md). With given a config that
+    does not fit there is refused."""
 
 
 @attrs.frozen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -240,3 +241,17 @@ def known_device(name: str, own: Mapping[str, Device]) -> Device:
             f"[devices.{name}] with memory_gb, tflops, bandwidth_gbs and link_gbs"
         )
     return there[name]
+
+
+SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@([\d.]+))?")
+
+
+def read_cluster(text: str) -> Cluster:
+    """A TOML file, or DEVICE:NODESxDEVICES[@GBIT/S]: "a100-80gb:2x8", "h100-80gb:16x8@3200". Raises ConfigError."""
+    if not Path(text).exists() and (found := SHORT.fullmatch(text)):
+        device, count, per_node, between = found.groups()
+        tables = {"device": device, "count": int(count), "per_node": int(per_node)}
+        return Cluster.from_tables(
+            {"nodes": [tables | ({"between_gbps": float(between)} if between else {})]}, "--cluster"
+        )
+    return Cluster.read(text)

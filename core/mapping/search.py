@@ -58,6 +58,11 @@ class Mapping:
         return sum(pool.entry.devices for pool in self.pools)
 
 
+def describe(mapping: Mapping) -> str:
+    """ "actor+ref on 8 | critic+reward on 8"."""
+    return " | ".join(f"{'+'.join(pool.names)} on {pool.entry.devices}" for pool in mapping.pools)
+
+
 def partitions(items: Sequence) -> Iterator[tuple[tuple, ...]]:
     """All set partitions."""
     if not items:

@@ -1,0 +1,101 @@
+"""`placement = "auto"`, and configs that say what there is and do not fit there."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.core.commands.show import show
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.launch import load_config, run
+from hybridflow.core.testing.runs import MODEL
+from tests.core.mapping.test_plan_command import CONFIG
+
+OWN = """
+[[nodes]]
+device = "laptop"
+per_node = 1
+[devices.laptop]
+memory_gb = 4
+tflops = 0.05
+bandwidth_gbs = 10
+link_gbs = 5
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "ppo.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_auto_takes_the_planners_pools_and_layouts(config, capsys):
+    given = ["placement=auto", "placement.cluster=a100-80gb:1x4"]
+    [job] = load_config(config, given)
+    assert sum(pool.world for pool in job.pools.values()) == 4
+    for role, placed in job.models.items():
+        assert placed.layout.world == job.pools[placed.pool].world, role
+    show(config, given)
+    shown = capsys.readouterr().out
+    assert 'placement.name     "auto"' in shown
+    assert any(
+        line.split()[0] == "actor.layout.tp" and line.endswith("placement")
+        for line in shown.splitlines()
+        if line.strip()
+    )
+
+
+def test_auto_places_every_stage(config):
+    config.write_text(CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nalgorithm.prompts_per_step = 512\n")
+    jobs = load_config(config, ["placement=auto", "placement.cluster=a100-80gb:1x8"])
+    assert [sum(pool.world for pool in job.pools.values()) for job in jobs] == [8, 8]
+
+
+def test_auto_needs_to_know_what_there_is(config):
+    with pytest.raises(ConfigError, match=r"placement: auto needs placement\.cluster"):
+        load_config(config, ["placement=auto"])
+
+
+def test_a_config_that_does_not_fit_its_cluster_is_refused_with_what_does(config):
+    fits = ["placement.cluster=a100-80gb:1x2"]
+    load_config(config, fits)
+    too_large = [
+        "actor.micro_batch_tokens=2000000",
+        "algorithm.prompts_per_step=8192",
+        "algorithm.mini_batch_size=8192",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, [*fits, *too_large, "reward.micro_batch_tokens=4096", "placement.cluster=a100-80gb:4x8"])
+    said = str(caught.value)
+    assert "the config does not fit its cluster: actor needs" in said and "GB per device while it trains" in said
+    assert "this fits: " in said or "nothing fits: " in said
+    with pytest.raises(ConfigError, match=r"asks for 2 devices, and there are 1"):
+        load_config(config, ["placement.cluster=a100-80gb:1x1"])
+
+
+def test_a_run_that_places_itself_runs(tmp_path):
+    (tmp_path / "cluster.toml").write_text(OWN)
+    model = ", ".join(f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in MODEL.items()).replace(
+        "'", '"'
+    )
+    (tmp_path / "tiny.toml").write_text(f"""
+algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 2 }}
+runtime = "inline"
+placement = {{ name = "auto", cluster = "{tmp_path / "cluster.toml"}" }}
+reward = "exact_match"
+[run]
+folder = "{tmp_path / "runs"}"
+steps = 2
+trackers = ["jsonl"]
+[tokenizer]
+characters = "0123456789+="
+[data]
+source = "arithmetic"
+max_prompt_tokens = 8
+answer = "{{answer}}"
+[sampling]
+max_tokens = 3
+[actor]
+model.config = {{ {model} }}
+""")
+    assert run(tmp_path / "tiny.toml").step == 2
