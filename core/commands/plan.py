@@ -38,13 +38,15 @@ def plan(
 ) -> None:  # fmt: skip
     """Print the best mapping of each stage of a config. Raises ConfigError, NothingFitsError among them; starts nothing."""
     console = console or make_console()
-    if cluster is None:
-        raise ConfigError(
-            "give --cluster: a TOML file (docs/mapping.md), or a known device, nodes and devices of each, as in a100-80gb:2x8"
-        )
-    there = read_cluster(cluster)
     tables, provenance = read_config(path, overrides, SHORTHAND)
     jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance, elsewhere=True)
+    cluster = cluster or jobs[0].placement.cluster
+    if cluster is None:
+        raise ConfigError(
+            "which cluster? Give --cluster, or placement.cluster in the config: a TOML file (docs/mapping.md), or a known "
+            "device, nodes and devices of each, as in a100-80gb:2x8"
+        )
+    there = read_cluster(cluster)
     print_line(console, kinds_of(there))
     found: dict[str | None, Mapping] = {}
     for job in jobs:

@@ -135,7 +135,9 @@ def test_the_command_line_takes_them_all(config, capsys, tmp_path):
     assert main(["plan", str(config), "--cluster", "a100-80gb:1x8", "algorithm.prompts_per_step=512"]) == 0
     assert "a step takes" in capsys.readouterr().out
     assert main(["plan", str(config)]) == 1
-    assert "give --cluster: a TOML file" in capsys.readouterr().err
+    assert "which cluster? Give --cluster, or placement.cluster" in capsys.readouterr().err
+    assert main(["plan", str(config), "placement.cluster=h100-80gb:1x2"]) == 0
+    assert "on 2 devices" in capsys.readouterr().out
     assert main(["plan", str(config), "--cluster", "a100-80gb:1x8", "--what-if", "nodes=3"]) == 1
     assert "write devices=64,128,256" in capsys.readouterr().err
 
