@@ -148,9 +148,10 @@ class _Scoring:
 
 
 def at_last_token(score: float, sample: RewardSample) -> np.ndarray:
-    """float32 [T]: 0, and the score at the end."""
+    """float32 [T]: 0, and the score at the last token that the model wrote (none: nowhere)."""
     tokens = np.zeros(len(sample.response_ids), np.float32)
-    tokens[-1:] = score
+    written = np.arange(len(tokens)) if sample.written is None else np.flatnonzero(sample.written)
+    tokens[written[-1:]] = score
     return tokens
 
 

@@ -31,6 +31,8 @@ class RewardSample:
     """ "stop", "length" (cut at the limit) or "abort"."""
     episode_return: float | None = None
     """Sum of the rewards that an environment gave."""
+    written: np.ndarray | None = None
+    """bool [T]: tokens that the model wrote, not an environment; None: all."""
 
     @property
     def answer(self) -> str:

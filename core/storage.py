@@ -28,3 +28,11 @@ class Storage:
     """Of an activation, and of a gathered parameter."""
     recompute: bool = False
     """Keep the layers' inputs alone, and run a layer again for its gradients."""
+    replicas: int = attrs.field(default=1, validator=at_least(1))
+    """Groups that dp is cut into; what is spread is spread inside a group."""
+    keeps_gathered: bool = False
+    """Weights that were gathered for the forward stay until the backward."""
+    on_host: bool = False
+    """Weights, gradients and optimizer are in the host's memory all the time."""
+    adapter_rank: int = attrs.field(default=0, validator=non_negative)
+    """LoRA: gradients and optimizer are those of adapters of this rank; 0: of all weights."""

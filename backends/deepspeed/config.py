@@ -7,6 +7,8 @@ from typing import Any
 import attrs
 
 from hybridflow.core.huggingface.config import LoRAConfig
+from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.storage import Storage
 
 
@@ -54,4 +56,10 @@ class DeepSpeedConfig:
             optimizer_bytes=0 if self.offload_optimizer else 8 if wide else 12,
             compute_bytes=4 if wide else 2,
             recompute=self.activation_checkpointing,
+            on_host=self.offload_parameters,
+            adapter_rank=self.lora.rank if self.lora and trained else 0,
         )
+
+    def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
+        """For `hybridflow plan`: whether a model of this shape can be laid out so."""
+        return layout.tp == layout.pp == 1

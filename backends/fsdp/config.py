@@ -5,6 +5,8 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.core.huggingface.config import LoRAConfig
+from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.storage import Storage
 
 
@@ -33,11 +35,21 @@ class FSDPConfig:
 
     def storage(self, trained: bool) -> Storage:
         """For `hybridflow plan`."""
-        wide = self.precision == "fp32" or trained
+        wide = self.precision == "fp32" or (trained and self.lora is None)
         return Storage(
             sharding="fsdp",
             weight_bytes=4 if wide else 2,
             optimizer_bytes=8,
             compute_bytes=4 if self.precision == "fp32" else 2,
             recompute=self.activation_checkpointing,
+            replicas=self.replicas,
+            keeps_gathered=not self.reshard_after_forward,
+            on_host=self.cpu_offload,
+            adapter_rank=self.lora.rank if self.lora and trained else 0,
         )
+
+    def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
+        """For `hybridflow plan`: whether a model of this shape can be laid out so."""
+        sizes = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
+        whole = layout.tp == 1 or not (shape.experts or self.lora or any(size % layout.tp for size in sizes))
+        return whole and layout.pp == 1 and layout.dp % self.replicas == 0

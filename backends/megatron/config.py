@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 
+from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.storage import Storage
 
 
@@ -35,3 +37,9 @@ class MegatronConfig:
             compute_bytes=4 if wide else 2,
             recompute=self.recompute,
         )
+
+    def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
+        """For `hybridflow plan`: whether a model of this shape can be laid out so."""
+        if shape.experts or shape.kv_heads % layout.tp or (self.sequence_parallel and layout.tp == 1):
+            return False
+        return self.virtual_stages == 1 or (layout.pp > 1 and shape.layers % (layout.pp * self.virtual_stages) == 0)

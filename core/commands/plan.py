@@ -13,7 +13,7 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import Job, resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 from hybridflow.core.mapping.cluster import GB, Cluster, read_cluster
-from hybridflow.core.mapping.job import Plannable, as_written, plannable, settings
+from hybridflow.core.mapping.job import Misfit, NotPlanned, Plannable, as_written, plannable, settings
 from hybridflow.core.mapping.pools import Choice
 from hybridflow.core.mapping.search import Mapping, NothingFitsError, Pool, describe, plan_mapping
 from hybridflow.core.mapping.workload import STAGES
@@ -38,6 +38,10 @@ def plan(
 ) -> None:  # fmt: skip
     """Print the best mapping of each stage of a config. Raises ConfigError, NothingFitsError among them; starts nothing."""
     console = console or make_console()
+    if what_if and (write or timeline):
+        raise ConfigError("--what-if tables many plans; leave out --write and --timeline, which are of one")
+    if write and overrides:
+        raise ConfigError("--write keeps the file's own settings: put the overrides into it first, or leave them out")
     tables, provenance = read_config(path, overrides, SHORTHAND)
     jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance, elsewhere=True)
     cluster = cluster or jobs[0].placement.cluster
@@ -61,7 +65,7 @@ def plan(
     if write is not None and found:
         from hybridflow.core.commands.written import write_config
 
-        write_config(path, write, {stage: settings(mapping, there) for stage, mapping in found.items()})
+        write_config(path, write, {stage: settings(mapping, there) for stage, mapping in found.items()}, cluster)
         print_line(console)
         print_line(console, f"written: {write}")
     if timeline is not None and found:
@@ -109,8 +113,10 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
             console, f"next: {describe(other)}: {seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
         )
     written = as_written(job, work, cluster)
-    if isinstance(written, str):
-        print_line(console, f"as the config says it: does not fit: {written}")
+    if isinstance(written, Misfit):
+        print_line(console, f"as the config says it: does not fit: {written.why}")
+    elif isinstance(written, NotPlanned):
+        print_line(console, f"as the config says it: not known: {written.why}")
     else:
         print_line(
             console,

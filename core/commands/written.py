@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.mapping.job import forget_places, replace_places
 
 
-def write_config(source: str | Path, target: str | Path, stages: Mapping[str | None, Mapping[str, Any]]) -> None:
+def write_config(
+    source: str | Path, target: str | Path, stages: Mapping[str | None, Mapping[str, Any]], cluster: str
+) -> None:
     """`target` becomes `source` with the pools and the roles' layouts of each stage (None: of a file without stages) in place
-    of its own. Raises ConfigError where `target` cannot be written."""
+    of its own; a `placement` then says that they are given, for `cluster`. Raises ConfigError where `target` cannot be
+    written."""
     document: Any = tomlkit.parse(Path(source).read_text())
+    for table in (document, *document.get("stages", {}).values()):
+        if "placement" in table:
+            table["placement"] = _one({"name": "given", "cluster": cluster})
     if None not in stages:
         document.pop("pools", None)  # each stage has its own; a pool that is left over would be started
+        for table in document.values():
+            if isinstance(table, MutableMapping):
+                forget_places(table)
     for stage, tables in stages.items():
         place = document if stage is None else document["stages"][stage]
-        place["pools"] = _inline(tables["pools"])
-        for role, table in tables.items():
-            if role == "pools":
-                continue
-            if role not in place:
-                place[role] = tomlkit.table()
-            for key, value in table.items():
-                place[role][key] = _inline(value) if isinstance(value, Mapping) else value
+        replace_places(place, _inline(tables))
     try:
         Path(target).write_text(tomlkit.dumps(document))
     except OSError as error:
         raise ConfigError(f"--write {str(target)!r}: {error.strerror or error}") from error
 
 
-def _inline(values: Mapping[str, Any]) -> Any:
+def _inline(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables inside each table as inline ones."""
+    return {
+        key: {k: _one(v) for k, v in table.items()} if key != "pools" else _one(table) for key, table in values.items()
+    }
+
+
+def _one(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
     table = tomlkit.inline_table()
-    table.update(values)
+    table.update(value)
     return table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,14 @@ class Job:
 
 def resolve_jobs(
     tables: dict[str, Any], name: str, shorthand: frozenset[str], provenance: Provenance | None = None,
-    elsewhere: bool = False,
+    elsewhere: bool = False, unplaced: Container[str | None] = (),
 ) -> list[Job]:  # fmt: skip
     """The jobs of a configuration, in order. Raises ConfigError with all problems of all stages; with `elsewhere` plugins
-    whose requirements are not installed here are none."""
+    whose requirements are not installed here are none. `unplaced`: stages whose layouts are still to be found."""
     problems = [] if provenance is None else shadowed_overrides(tables, provenance)
-    readers = {stage: Reader(own, elsewhere) for stage, own in stage_tables(tables, shorthand).items()}
+    readers = {
+        stage: Reader(own, elsewhere, stage in unplaced) for stage, own in stage_tables(tables, shorthand).items()
+    }
     chosen = {stage: reader.algorithm() for stage, reader in readers.items()}
     algorithms = [algorithm for _, algorithm in chosen.values() if algorithm]
     roles = {role.name for algorithm in algorithms for role in algorithm.roles()}

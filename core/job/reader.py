@@ -39,10 +39,11 @@ class Reader:
     """`tables` as they count for one stage; `problems` are sentences, `failed` the sections that have one.
 
     `elsewhere`: it is to run on another machine; what a plugin needs may lack here (its own checks are then left out).
+    `unplaced`: its layouts are still to be found, and those that stand there are not looked at by backends.
     """
 
-    def __init__(self, tables: Mapping[str, Any], elsewhere: bool = False):
-        self.tables, self.elsewhere = dict(tables), elsewhere
+    def __init__(self, tables: Mapping[str, Any], elsewhere: bool = False, unplaced: bool = False):
+        self.tables, self.elsewhere, self.unplaced = dict(tables), elsewhere, unplaced
         self.problems: list[str] = []
         self.failed: set[str] = set()
         for name in SECTIONS:

@@ -213,7 +213,8 @@ class RoleResolver:
         if not backend.good or (engine and not engine.good):
             return None
         try:
-            found = backend.found.problems(backend.config, layout, kind) if backend.found else []
+            looks = backend.found is not None and not self.reader.unplaced
+            found = backend.found.problems(backend.config, layout, kind) if looks else []
         except (HybridFlowError, ValueError) as error:
             found = [str(error)]
         found = [*found, *self._size_problems(spec, layout)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import attrs
 
 from hybridflow.core.config import structure
+from hybridflow.core.config.load import load_toml
 from hybridflow.core.config.validators import at_least, fraction, non_negative, positive, share
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean
@@ -155,13 +155,7 @@ class Cluster:
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
         """From a TOML file (docs/mapping.md). Raises ConfigError that lists what is wrong with it."""
-        try:
-            tables = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path}: {error}") from error
-        return cls.from_tables(tables, str(path))
+        return cls.from_tables(load_toml(path), str(path))
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "cluster") -> Cluster:
@@ -243,7 +237,7 @@ def known_device(name: str, own: Mapping[str, Device]) -> Device:
     return there[name]
 
 
-SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@([\d.]+))?")
+SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 
 def read_cluster(text: str) -> Cluster:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import MutableMapping
 from typing import Any
 
 import attrs
 
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job import Job, PlacedModel
+from hybridflow.core.job.schema import USUAL_ROLES
 from hybridflow.core.mapping.cluster import Cluster
-from hybridflow.core.mapping.pools import Choice, Entry, PoolPlanner
+from hybridflow.core.mapping.pools import Choice, Entry, PoolPlanner, after
 from hybridflow.core.mapping.search import Mapping, Pool
 from hybridflow.core.mapping.trace import trace_step
 from hybridflow.core.mapping.workload import PlannedModel, Workload
+from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.storage import Storage
@@ -40,7 +44,7 @@ def plannable(job: Job) -> Plannable:
     if problems:
         raise ConfigError(problems)
     names = {m.name for m in models}
-    tasks = trace_step(job.algorithm)
+    tasks = trace_step(type(job.algorithm)(job.algorithm.config))  # its own state stays as it is
     functions = sorted({t.role for t in tasks} - names)
     if functions:
         remarks.append(f"reward functions take no time here: {', '.join(functions)}")
@@ -57,91 +61,129 @@ def _said(error: HybridFlowError) -> str:
 
 def _model(name: str, placed: PlacedModel, remarks: list[str]) -> PlannedModel:
     spec, trained = placed.spec, placed.role.trained
-    says = getattr(spec.backend_config, "storage", None)
+    config, shape = spec.backend_config, ModelShape.of(spec.model.hf_config)
+    says, takes = getattr(config, "storage", None), getattr(config, "takes", None)
     if says is None:
         remarks.append(
             f"{name}: the backend {spec.backend} does not say how it keeps a model (storage); planned as FSDP"
         )
     storage: Storage = says(trained) if says else Storage(sharding="fsdp")
     axes = str(registry().descriptor("training_backend", spec.backend).capabilities.get("axes", "dp")).split(", ")
-    engine: dict[str, Any] = {}
-    if spec.engine is not None:
-        can = registry().descriptor("rollout_engine", spec.engine).capabilities
-        wide = getattr(spec.engine_config, "dtype", "bfloat16") == "float32"
-        engine = {"rollout_bytes": 4 if wide else 2}
-        engine |= {} if can.get("tp") else {"max_rollout_tp": 1}
-        engine |= {} if can.get("pp") else {"max_rollout_pp": 1}
     return PlannedModel(
         name,
-        ModelShape.of(spec.model.hf_config),
+        shape,
         trained=trained,
         head="policy" if placed.role.kind == "policy" else "value",
         offload=spec.offload,
         micro_batch_tokens=spec.micro_batch_tokens,
-        **engine,
+        takes=takes and (lambda layout: takes(shape, ParallelLayout(*layout))),
+        **(_engine(name, placed, shape, remarks) if spec.engine is not None else {}),
         **({} if "tp" in axes else {"max_tp": 1}),
         **({} if "pp" in axes else {"max_pp": 1}),
         **attrs.asdict(storage),
     )
 
 
-def as_written(job: Job, work: Plannable, cluster: Cluster) -> Mapping | str:
-    """The mapping that the config itself says, on the cluster's first kind of nodes; or why it has none: too few devices, or
-    too little memory, with the numbers."""
-    planner = PoolPlanner(cluster.nodes[0], work.workload, work.models)
-    asked = sum(pool.world for pool in job.pools.values())
-    if asked > planner.nodes.devices:
-        return f"asks for {asked} devices, and there are {planner.nodes.devices}"
-    by_name = {m.name: m for m in work.models}
-    pools = []
-    for name, pool in job.pools.items():
-        members = {role: placed for role, placed in job.models.items() if placed.pool == name}
-        if not members:
+def _engine(name: str, placed: PlacedModel, shape: ModelShape, remarks: list[str]) -> dict[str, Any]:
+    """What is known of its engine's limits: from the settings that our engines share."""
+    spec = placed.spec
+    assert spec.engine is not None
+    can, config = registry().descriptor("rollout_engine", spec.engine).capabilities, spec.engine_config
+    width = 4 if getattr(config, "dtype", "bfloat16") == "float32" else 2
+    found: dict[str, Any] = {"rollout_bytes": width, "max_sequences": getattr(config, "max_sequences", 0) or 256}
+    cache = getattr(config, "kv_memory_gb", 0.0)
+    cache = cache or getattr(config, "kv_tokens", 0) * 2 * shape.layers * shape.kv_heads * shape.head_dim * width / 1e9
+    share = getattr(config, "gpu_memory", None)
+    if cache:
+        found["cache_gb"] = cache
+    elif share is not None:
+        found |= {"engine_share": share, "keeps_engine": placed.section.generation.keep}
+    if placed.section.generation.keep and "engine_share" not in found:
+        remarks.append(f"{name}: the engine's memory is taken to be free while models train (generation.keep = false)")
+    return found | ({} if can.get("tp") else {"max_rollout_tp": 1}) | ({} if can.get("pp") else {"max_rollout_pp": 1})
+
+
+@attrs.frozen
+class Misfit:
+    """Why a config does not fit a cluster."""
+
+    why: str
+
+
+@attrs.frozen
+class NotPlanned:
+    """Why nothing can be said of a config as it is."""
+
+    why: str
+
+
+def as_written(job: Job, work: Plannable, cluster: Cluster) -> Mapping | Misfit | NotPlanned:
+    """The mapping that the config itself says, its pools on the kinds of nodes on which it is fastest."""
+    if any(m.rollout_pool for m in job.models.values()):
+        return NotPlanned("its engines are in a pool of their own, which is not planned")
+    if any(m.layout.cp * m.layout.ep > 1 for m in job.models.values()):
+        return NotPlanned("context and expert parallelism are not planned")
+    pools = {n: p for n, p in job.pools.items() if any(m.pool == n for m in job.models.values())}
+    asked, there = sum(p.world for p in pools.values()), cluster.devices
+    if asked > there:
+        return Misfit(f"it asks for {asked} devices, and there are {there}")
+    planners = [PoolPlanner(nodes, work.workload, work.models) for nodes in cluster.nodes]
+    best: Mapping | None = None
+    misfit = Misfit("its pools do not fit the nodes of any kind")
+    for kinds in itertools.product(range(len(planners)), repeat=len(pools)):
+        used = [
+            sum(p.world for p, k in zip(pools.values(), kinds, strict=True) if k == kind)
+            for kind in range(len(planners))
+        ]
+        if any(u > planner.nodes.devices for u, planner in zip(used, planners, strict=True)):
             continue
-        choices = []
-        for role, placed in members.items():
-            layout = (placed.layout.pp, placed.layout.tp, placed.layout.dp * placed.layout.cp)
-            choices.append(Choice(planner.option(by_name[role], layout)))
-        entry = _entry(planner, pool.world, choices, members)
-        if isinstance(entry, str):
-            return entry
-        pools.append(Pool(entry, 0))
-    stages = tuple(max((p.entry.times[s] for p in pools), default=0.0) for s in range(3))
-    return Mapping(tuple(pools), sum(stages), stages)  # type: ignore[arg-type]
+        found = []
+        for (name, pool), kind in zip(pools.items(), kinds, strict=True):
+            members = {role: placed for role, placed in job.models.items() if placed.pool == name}
+            entry = _entry(planners[kind], pool.world, members, {m.name: m for m in work.models})
+            if isinstance(entry, Misfit):
+                misfit = entry
+                break
+            found.append(Pool(entry, kind))
+        else:
+            stages = tuple(max((p.entry.times[s] for p in found), default=0.0) for s in range(3))
+            if best is None or sum(stages) < best.seconds:
+                best = Mapping(tuple(found), sum(stages), stages)  # type: ignore[arg-type]
+    return best or misfit
 
 
-def _entry(planner: PoolPlanner, devices: int, choices: list[Choice], members: dict[str, PlacedModel]) -> Entry | str:
-    have = planner.nodes.memory
-    resident = sum(c.option.bytes.resident for c in choices)
+def _entry(
+    planner: PoolPlanner, devices: int, members: dict[str, PlacedModel], models: dict[str, PlannedModel]
+) -> Entry | Misfit:
+    options = [planner.option(models[r], (m.layout.pp, m.layout.tp, m.layout.dp)) for r, m in members.items()]
+    have = planner.memory([o.model for o in options])
+    resident = sum(o.bytes.resident for o in options)
     for stage, phase in (("training", "trains"), ("inference", "reads")):
-        for choice in choices:
-            need = resident + getattr(choice.option.bytes, stage)
+        for option in options:
+            need = resident + getattr(option.bytes, stage)
             if need > have:
-                return (
-                    f"{choice.option.model.name} needs {need / 1e9:.1f} GB per device while it {phase}, of which "
+                return Misfit(
+                    f"{option.model.name} needs {need / 1e9:.1f} GB per device while it {phase}, of which "
                     f"{resident / 1e9:.1f} GB are weights, gradients and optimizers, and {have / 1e9:.1f} GB are usable"
                 )
-    seconds, made = 0.0, []
-    for choice in choices:
-        model, placed = choice.option.model, members[choice.option.model.name]
-        if not planner.generates(model):
-            made.append(choice)
+    seconds, choices = 0.0, []
+    for option in options:
+        generation = members[option.model.name].generation
+        if not planner.generates(option.model) or generation is None:
+            choices.append(Choice(option))
             continue
-        if placed.generation is None or placed.rollout_pool:
-            return "has its engines in a pool of their own, which is not planned"
-        rollout = (placed.generation.pp, placed.generation.tp)
-        engine = planner.engine(choice.option, devices, have - resident, rollout)
+        engine = planner.engine(option, devices, resident, (generation.pp, generation.tp))
         if engine is None:
-            return (
-                f"{model.name} has no room for its engine: {resident / 1e9:.1f} of {have / 1e9:.1f} GB per device are taken, "
-                f"the engine's weights and the cache of one sequence need more than the rest"
+            return Misfit(
+                f"{option.model.name} has no room for its engine: {resident / 1e9:.1f} of {planner.nodes.memory / 1e9:.1f} GB "
+                "per device are taken, and the engine's weights and the cache of one sequence need more than the rest, or "
+                "than the engine's own limits (gpu_memory, kv_memory_gb) leave"
             )
-        made.append(engine)
+        choices.append(engine)
         seconds += engine.seconds
-    moved = planner.moved([c.option.model for c in choices])
-    infer, train = sum(c.option.infer for c in choices), sum(c.option.train for c in choices)
-    infer, train = (infer + moved, train) if infer else (infer, train + moved if train else 0.0)
-    return Entry(devices, (seconds, infer, train), tuple(made))
+    moved = planner.moved([o.model for o in options])
+    infer, train = after(moved, sum(o.infer for o in options), sum(o.train for o in options))
+    return Entry(devices, (seconds, infer, train), tuple(choices))
 
 
 def settings(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:
@@ -160,3 +202,34 @@ def settings(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:
                 table["generation"] = {"pp": choice.rollout[0], "tp": choice.rollout[1]}
             tables[choice.option.model.name] = table
     return tables
+
+
+def replace_places(tables: Any, settled: dict[str, Any]) -> None:
+    """Put `settings` into tables of a config, in place: sizes and pools are replaced; how an engine or a layout is otherwise
+    (grouping, keep, order) stays."""
+    for role, table in list(tables.items()):
+        if isinstance(table, MutableMapping) and (role in settled or role in USUAL_ROLES):
+            forget_places(table)
+    tables["pools"] = settled["pools"]
+    for role, own in settled.items():
+        if role == "pools":
+            continue
+        if not isinstance(tables.get(role), MutableMapping):
+            tables[role] = {}
+        for key, value in own.items():
+            there = tables[role].get(key)
+            if isinstance(value, dict) and isinstance(there, MutableMapping):
+                there.update(value)
+            else:
+                tables[role][key] = value
+
+
+def forget_places(table: Any) -> None:
+    """Drop a role's pool and sizes, in place."""
+    table.pop("pool", None)
+    for key, sizes in (("layout", ("pp", "tp", "dp", "cp", "ep")), ("generation", ("pp", "tp", "pool"))):
+        if isinstance(inner := table.get(key), MutableMapping):
+            for size in sizes:
+                inner.pop(size, None)
+            if not inner:
+                table.pop(key)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 from hybridflow.core.config import Provenance
-from hybridflow.core.errors import ConfigError
-from hybridflow.core.job import Job, resolve_jobs
-from hybridflow.core.mapping.cluster import Cluster, read_cluster
-from hybridflow.core.mapping.job import as_written, plannable, settings
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job import Job, resolve_jobs, stage_tables
+from hybridflow.core.mapping.cluster import read_cluster
+from hybridflow.core.mapping.job import Misfit, as_written, forget_places, plannable, replace_places, settings
 from hybridflow.core.mapping.search import NothingFitsError, describe, plan_mapping
 
+log = logging.getLogger(__name__)
 SOURCE = "placement"
 """Where `hybridflow show` says that such values came from."""
 
@@ -21,62 +24,74 @@ def resolve_placed(
 ) -> list[Job]:
     """The jobs of a configuration, placed by the planner where it says so. Raises ConfigError with all problems; of a config
     that names its cluster and does not fit there: the phase, the numbers, and the nearest placement that fits."""
-    jobs = resolve_jobs(tables, name, shorthand, provenance)
-    problems: list[str] = []
-    found: dict[str | None, dict[str, Any]] = {}
-    for job in jobs:
-        section = job.placement
-        prefix = f"stage {job.stage}: " if job.stage else ""
-        if section.cluster is None:
-            if section.name == "auto":
-                given = '{ name = "auto", cluster = "a100-80gb:2x8" }'
-                problems.append(f"{prefix}placement: auto needs placement.cluster, as {given}; see docs/mapping.md")
+    auto = {stage: own for stage, own in stage_tables(tables, shorthand).items() if _says_auto(own)}
+    if not auto:
+        jobs = resolve_jobs(tables, name, shorthand, provenance)
+        problems = [p for job in jobs for p in _misfits(job)]
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
+        return jobs
+    every = {stage: deepcopy(own) for stage, own in stage_tables(tables, shorthand).items()}
+    for stage in auto:
+        every[stage].pop("pools", None)
+        for table in every[stage].values():
+            if isinstance(table, dict):
+                forget_places(table)
+    problems = []
+    for job in resolve_jobs(_whole(every), name, shorthand, unplaced=auto):
+        if job.stage not in auto:
+            problems += _misfits(job)
             continue
-        cluster = read_cluster(section.cluster)
+        prefix = _prefix(job)
+        if job.placement.cluster is None:
+            given = '{ name = "auto", cluster = "a100-80gb:2x8" }'
+            problems.append(f"{prefix}placement: auto needs placement.cluster, as {given}; see docs/mapping.md")
+            continue
         try:
-            if section.name == "auto":
-                work = plannable(job)
-                found[job.stage] = settings(plan_mapping(cluster, work.workload, work.models, alternatives=0), cluster)
-            else:
-                problems += [prefix + problem for problem in _misfits(job, cluster)]
-        except ConfigError as error:
-            problems += [f"{prefix}placement: {problem}" for problem in error.problems]
+            cluster, work = read_cluster(job.placement.cluster), plannable(job)
+            settled = settings(plan_mapping(cluster, work.workload, work.models, alternatives=0), cluster)
+        except HybridFlowError as error:
+            said = error.problems if isinstance(error, ConfigError) else [str(error)]
+            problems += [f"{prefix}placement: {problem}" for problem in said]
+            continue
+        replace_places(every[job.stage], settled)
+        if provenance is not None:
+            provenance.record(settled if job.stage is None else {"stages": {job.stage: settled}}, SOURCE)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    if not found:
-        return jobs
-    return resolve_jobs(_with(tables, found, provenance), name, shorthand, provenance)
+    return resolve_jobs(_whole(every), name, shorthand)
 
 
-def _misfits(job: Job, cluster: Cluster) -> list[str]:
-    work = plannable(job)
+def _says_auto(own: Mapping[str, Any]) -> bool:
+    section = own.get("placement")
+    return isinstance(section, Mapping) and section.get("name") == "auto"
+
+
+def _whole(every: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
+    """The tables of a file whose stages say everything themselves."""
+    return every.get(None, {"stages": every})
+
+
+def _prefix(job: Job) -> str:
+    return f"stage {job.stage}: " if job.stage else ""
+
+
+def _misfits(job: Job) -> list[str]:
+    """Why it does not fit the cluster that it names; nothing where it names none, or cannot be planned."""
+    if job.placement.cluster is None:
+        return []
+    cluster = read_cluster(job.placement.cluster)
+    try:
+        work = plannable(job)
+    except HybridFlowError as error:
+        log.warning("%splacement: whether it fits is not known: %s", _prefix(job), error)
+        return []
     written = as_written(job, work, cluster)
-    if not isinstance(written, str):
+    if not isinstance(written, Misfit):
         return []
     try:
         best = plan_mapping(cluster, work.workload, work.models, alternatives=0)
         fits = f'this fits: {describe(best)} (`hybridflow plan` writes it; placement = "auto" takes it)'
     except NothingFitsError as error:
         fits = f"nothing fits: {error.problems[0]}"
-    return [f"placement: the config does not fit its cluster: {written}; {fits}"]
-
-
-def _with(
-    tables: dict[str, Any], found: Mapping[str | None, dict[str, Any]], provenance: Provenance | None
-) -> dict[str, Any]:
-    """`tables` with what was found in place of their own pools and layouts."""
-    made = dict(tables)
-    if None not in found:
-        made["stages"] = dict(made["stages"])
-        if set(found) == set(made["stages"]):
-            made.pop("pools", None)  # each stage has its own
-    for stage, settled in found.items():
-        place = made if stage is None else dict(made["stages"].get(stage, {}))
-        for role, table in settled.items():
-            own = place.get(role, {})
-            place[role] = table if role == "pools" else {**(own if isinstance(own, Mapping) else {}), **table}
-        if stage is not None:
-            made["stages"][stage] = place
-        if provenance is not None:
-            provenance.record(settled if stage is None else {"stages": {stage: settled}}, SOURCE)
-    return made
+    return [f"{_prefix(job)}placement: the config does not fit its cluster: {written.why}; {fits}"]

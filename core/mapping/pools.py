@@ -114,8 +114,11 @@ def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> li
         if tp > model.max_tp or devices % tp or check_tensor_parallel(model.shape, tp):
             continue
         for pp in divisors(model.shape.layers) if model.pipelined else [1]:
-            if pp <= model.max_pp and devices % (tp * pp) == 0 and devices // (tp * pp) <= most_dp:
-                found.append((pp, tp, devices // (tp * pp)))
+            layout = pp, tp, devices // (tp * pp)
+            if pp > model.max_pp or devices % (tp * pp) or layout[2] > most_dp:
+                continue
+            if model.takes is None or model.takes(layout):
+                found.append(layout)
     return found
 
 
@@ -171,7 +174,27 @@ class PoolPlanner:
         sim = self.simulator
         infer = sum(t.times * sim.inference(model, t.sequences, layout) for t in self.workload.of(model.name, "infer"))
         train = sum(t.times * sim.update(model, t.sequences, layout) for t in self.workload.of(model.name, "train"))
+        if model.offload:
+            once, twice = sim.moves(model, layout)
+            infer, train = infer + once * (infer > 0), train + twice * (train > 0)
         return Option(model, layout, infer, train, sim.bytes(model, layout))
+
+    def memory(self, members: Sequence[PlannedModel]) -> float:
+        """Usable bytes of a device while these models read and train: an engine may keep its share."""
+        kept = sum(
+            m.engine_share * self.nodes.device.memory_gb * GB for m in members if self.generates(m) and m.keeps_engine
+        )
+        return self.nodes.memory - kept
+
+    def cache(self, option: Option, rollout: tuple[int, int], resident: Any) -> Any:
+        """Bytes of a device for the cache of an engine beside `resident` bytes (a number, or an array)."""
+        model = option.model
+        weights = self.simulator.engine_weights(model, option.layout, rollout)
+        whole = model.params * model.rollout_bytes / (rollout[0] * rollout[1])
+        free = np.minimum(
+            self.nodes.memory - resident - weights, model.engine_share * self.nodes.device.memory_gb * GB - whole
+        )
+        return free if model.cache_gb is None else np.minimum(free, model.cache_gb * GB)
 
     def generation(self, model: PlannedModel, devices: int, rollout: tuple[int, int], cache: Any) -> Any:
         """Seconds of a step's generation with so many bytes of each device for the cache: a number, or an array."""
@@ -184,12 +207,13 @@ class PoolPlanner:
         return self.simulator.transition(option.model, option.layout, rollout)
 
     def engine(
-        self, option: Option, devices: int, free: float, rollout: tuple[int, int] | None = None
+        self, option: Option, devices: int, resident: float, rollout: tuple[int, int] | None = None
     ) -> Choice | None:
-        """The option with the fastest engine in `free` bytes of each device, or the one given; None where none fits."""
+        """The option with the fastest engine beside `resident` bytes of each device, or the one given; None where none
+        fits."""
         best: Choice | None = None
         for cut in rollouts(option.model, self.nodes, devices) if rollout is None else [rollout]:
-            cache = free - self.simulator.engine_weights(option.model, option.layout, cut)
+            cache = float(self.cache(option, cut, resident))
             found = Choice(
                 option,
                 cut,
@@ -214,7 +238,7 @@ class PoolPlanner:
         found = _Combinations(np.zeros((1, 2)), nothing, nothing, np.zeros((1, 0), dtype=np.int64))
         order = sorted(members, key=self.generates)  # those that generate last
         for model in order:
-            found = self._with(found, self.options(model, devices))
+            found = self._with(found, self.options(model, devices), self.memory(members))
             if not self.generates(model):
                 found = found.front()
         generation = np.zeros(len(found.resident))
@@ -222,13 +246,13 @@ class PoolPlanner:
             if self.generates(model):
                 generation += self._generation(model, devices, found, column)
         moved = self.moved(members)
-        stages = [(g, *_after(moved, i, t)) for g, (i, t) in zip(generation, found.times, strict=True)]
+        stages = [(g, *after(moved, i, t)) for g, (i, t) in zip(generation, found.times, strict=True)]
         points = np.array(stages).reshape(-1, 3)
         rows = np.flatnonzero(np.isfinite(generation))
         kept = rows[front(points[rows])]
         return [Candidate(devices, tuple(map(float, points[row])), tuple(map(int, found.picks[row]))) for row in kept]  # type: ignore[arg-type]
 
-    def _with(self, found: _Combinations, options: list[Option]) -> _Combinations:
+    def _with(self, found: _Combinations, options: list[Option], memory: float) -> _Combinations:
         """Each combination with each option, where the memory is enough."""
         times = np.array([(o.infer, o.train) for o in options]).reshape(-1, 2)
         resident = np.array([o.bytes.resident for o in options])
@@ -241,16 +265,18 @@ class PoolPlanner:
             np.maximum(found.most[before], most[added]),
             np.column_stack([found.picks[before], added]),
         )
-        return joined.taken(np.flatnonzero(joined.resident + joined.most <= self.nodes.memory))
+        return joined.taken(np.flatnonzero(joined.resident + joined.most <= memory))
 
     def _generation(self, model: PlannedModel, devices: int, found: _Combinations, column: int) -> np.ndarray:
         """[n]: seconds of the fastest engine of each combination, the transition too."""
         seconds = np.full(len(found.resident), np.inf)
         options, picked = self.options(model, devices), found.picks[:, column]
         for rollout in rollouts(model, self.nodes, devices):
-            weights = np.array([self.simulator.engine_weights(model, o.layout, rollout) for o in options])
             transitions = np.array([self.transition(o, rollout) for o in options])
-            cache = self.nodes.memory - found.resident - weights[picked]
+            cache = np.empty(len(picked))
+            for index, option in enumerate(options):
+                rows = picked == index
+                cache[rows] = self.cache(option, rollout, found.resident[rows])
             seconds = np.minimum(seconds, transitions[picked] + self.generation(model, devices, rollout, cache))
         return seconds
 
@@ -259,17 +285,17 @@ class PoolPlanner:
         devices = candidate.devices
         order = sorted(members, key=self.generates)
         options = {m.name: self.options(m, devices)[pick] for m, pick in zip(order, candidate.picks, strict=True)}
-        free = self.nodes.memory - sum(options[m.name].bytes.resident for m in order)
+        resident = sum(options[m.name].bytes.resident for m in order)
         choices = []
         for model in members:
             option = options[model.name]
-            choice = self.engine(option, devices, free) if self.generates(model) else Choice(option)
+            choice = self.engine(option, devices, resident) if self.generates(model) else Choice(option)
             assert choice is not None
             choices.append(choice)
         return Entry(devices, candidate.times, tuple(choices))
 
 
-def _after(moved: float, infer: float, train: float) -> tuple[float, float]:
+def after(moved: float, infer: float, train: float) -> tuple[float, float]:
     """What is moved comes before the first stage that there is."""
     return (infer + moved, train) if infer else (infer, train + moved if train else 0.0)
 

@@ -15,8 +15,8 @@ import attrs
 import numpy as np
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.mapping.cluster import Cluster
-from hybridflow.core.mapping.pools import Candidate, Entry, PoolPlanner, front, gigabytes
+from hybridflow.core.mapping.cluster import Cluster, Nodes
+from hybridflow.core.mapping.pools import Candidate, Entry, PoolPlanner, front, gigabytes, layouts
 from hybridflow.core.mapping.workload import PlannedModel, Workload
 
 
@@ -242,34 +242,41 @@ class _Search:
 
     def why_not(self) -> list[str]:
         """What is lacking: for each model alone, then for all together."""
-        problems = []
-        for model in self.models:
-            least = []
-            for planner in self.planners:
-                for size in planner.nodes.sizes():
-                    if planner.candidates((model,), size):
-                        least = []
-                        break
-                    for layout in _all_layouts(planner, model, size):
-                        option = planner.option(model, layout)
-                        need = option.bytes.resident + option.most
-                        least.append((need - planner.nodes.memory, need, planner.nodes, size, layout))
-                else:
-                    continue
-                break
-            if least:
-                _, need, nodes, size, (pp, tp, dp) = min(least, key=lambda x: x[0])
-                problems.append(
-                    f"{model.name} ({model.params / 1e9:.1f} billion parameters) fits nowhere: the least is "
-                    f"{gigabytes(need)} per device, on {size} {nodes.device.name} with pp {pp}, tp {tp}, dp {dp}, of which "
-                    f"{gigabytes(nodes.memory)} are usable; give it more or larger devices"
-                )
+        problems = [problem for model in self.models if (problem := self._alone(model))]
         return problems or [self._together()]
+
+    def _alone(self, model: PlannedModel) -> str | None:
+        """Why a model fits nowhere; None where it does, alone."""
+        least: list[tuple[float, float, Nodes, int, tuple[int, int, int]]] = []
+        for planner in self.planners:
+            for size in planner.nodes.sizes():
+                if planner.candidates((model,), size):
+                    return None
+                for layout in layouts(model, planner.nodes, size, planner.most_dp(model)):
+                    option = planner.option(model, layout)
+                    need = option.bytes.resident + option.most
+                    least.append((need - planner.memory((model,)), need, planner.nodes, size, layout))
+        head = f"{model.name} ({model.params / 1e9:.1f} billion parameters)"
+        if not least:
+            return (
+                f"{head}: its backend takes no layout of it on the sizes that a pool can have here; look at the settings that "
+                "ask for tp, pp or dp, and at sizes that tp must divide (heads, vocabulary)"
+            )
+        over, need, nodes, size, (pp, tp, dp) = min(least, key=lambda found: found[:2])
+        if over <= 0:
+            return (
+                f"{head} fits, and its engine does not: no layout leaves room for the engine's weights and the cache of one "
+                "sequence; give more devices, or the engine more memory"
+            )
+        return (
+            f"{head} fits nowhere: the least is {gigabytes(need)} per device, on {size} {nodes.device.name} with pp {pp}, "
+            f"tp {tp}, dp {dp}, of which {gigabytes(need - over)} are usable; give it more or larger devices"
+        )
 
     def _together(self) -> str:
         total = sum(
             min(p.simulator.bytes(m, layout).resident * size for p in self.planners for size in p.nodes.sizes()
-                for layout in _all_layouts(p, m, size))
+                for layout in layouts(m, p.nodes, size, p.most_dp(m)))
             for m in self.models
         )  # fmt: skip
         have = sum(nodes.devices * nodes.memory for nodes in self.cluster.nodes)
@@ -278,9 +285,3 @@ class _Search:
             f"take at least {gigabytes(total)} of the {gigabytes(have)} that are usable on {self.cluster.devices} devices, and "
             "activations and the cache come to that; give more devices, or set offload or recompute"
         )
-
-
-def _all_layouts(planner: PoolPlanner, model: PlannedModel, devices: int):
-    from hybridflow.core.mapping.pools import layouts
-
-    return layouts(model, planner.nodes, devices, planner.most_dp(model))

@@ -162,7 +162,7 @@ class Simulator:
         mine = -(-sequences // (devices // (pp * tp)))
         cut = min(tp, model.shape.kv_heads) * pp
         fit = np.floor_divide(free, model.cache_bytes * w.tokens / cut)
-        at_once = np.clip(fit, 1.0, mine)
+        at_once = np.clip(fit, 1.0, min(mine, model.max_sequences))
         hidden = model.shape.hidden * model.rollout_bytes
         layers = model.shape.layers
         rate = tp * pp * machine.flops * e.inference
@@ -209,29 +209,41 @@ class Simulator:
     # Memory
     def bytes(self, model: PlannedModel, layout: tuple[int, int, int]) -> Bytes:
         pp, tp, dp = layout
-        mine = model.params / (pp * tp)
-        over = _OVER_DP[model.sharding]
-        weights = mine * model.weight_bytes / dp ** over[0]
-        gradients = mine * model.gradient_bytes / dp ** over[1] if model.trained else 0.0
-        optimizer = mine * model.optimizer_bytes / dp ** over[2] if model.trained else 0.0
+        mine, learnt = model.params / (pp * tp), model.params / (pp * tp) * model.trained_share * model.trained
+        shards = max(1, dp // model.replicas)
+        weights, gradients, optimizer = (
+            parameters * size / shards**spread
+            for parameters, size, spread in zip(
+                (mine, learnt, learnt), (model.weight_bytes, model.gradient_bytes, model.optimizer_bytes),
+                _OVER_DP[model.sharding], strict=True,
+            )
+        )  # fmt: skip
+        if model.on_host:
+            weights = gradients = optimizer = 0.0
         gathered = 0.0
         if model.gathers:
-            largest = max(model.layer_params, model.shape.vocab * model.shape.hidden)
-            gathered = 2.0 * largest / tp * model.compute_bytes
-        resident = weights + optimizer + (gradients if model.pipelined else 0.0)  # Megatron keeps its buffers
-        training = gathered + (0.0 if model.pipelined else gradients)
+            largest = 2.0 * max(model.layer_params, model.shape.vocab * model.shape.hidden)
+            gathered = (model.params if model.keeps_gathered else largest) / tp * model.compute_bytes
+        buffers = gradients if model.pipelined else 0.0  # Megatron's stay
+        resident, training, inference = weights + optimizer + buffers, gathered + gradients - buffers, gathered
         if model.offload:
-            training, inference_base, resident = training + resident, weights + gathered, 0.0
-        else:
-            inference_base = gathered
-        tasks = self.workload.of(model.name, "train")
-        if tasks:
-            training += max(self.activations(model, t.sequences, layout, True) for t in tasks)
-        tasks = self.workload.of(model.name, "infer")
-        inference = inference_base + max(
-            (self.activations(model, t.sequences, layout, False) for t in tasks), default=0.0
-        )
-        return Bytes(resident, training, inference if tasks else 0.0)
+            resident, training, inference = 0.0, training + resident, inference + weights
+        updates, reads = self.workload.of(model.name, "train"), self.workload.of(model.name, "infer")
+        training += max((self.activations(model, t.sequences, layout, True) for t in updates), default=0.0)
+        inference += max((self.activations(model, t.sequences, layout, False) for t in reads), default=0.0)
+        return Bytes(resident, training if updates else 0.0, inference if reads else 0.0)
+
+    def moves(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:
+        """Seconds of a step that an offloaded model's weights, and what it trains with, take from the host (and back)."""
+        if not model.offload:
+            return 0.0, 0.0
+        pp, tp, dp = layout
+        spread = max(1, dp // model.replicas)
+        over = _OVER_DP[model.sharding]
+        weights = model.params / (pp * tp) * model.weight_bytes / spread ** over[0]
+        optimizer = model.params / (pp * tp) * model.trained_share * model.optimizer_bytes / spread ** over[2]
+        rate = self.machine.nodes.device.host_gbs * GB
+        return weights / rate, 2.0 * (weights + optimizer) / rate
 
     def activations(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int], train: bool) -> float:
         """Of one rank's micro-batches in flight, and the logits of one (arXiv:2205.05198: 34 bytes per token and hidden unit

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Literal
 
 import attrs
 
-from hybridflow.core.config.validators import at_least, positive
+from hybridflow.core.config.validators import at_least, fraction, positive
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.storage import Storage
@@ -47,6 +48,16 @@ class PlannedModel(Storage):
     max_pp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
     max_rollout_tp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
     max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
+    takes: Callable[[tuple[int, int, int]], bool] | None = attrs.field(default=None, kw_only=True, eq=False)
+    """Whether the backend takes a layout (pp, tp, dp) of this model, beside what the shape says; none: all."""
+    max_sequences: int = attrs.field(default=1 << 40, validator=at_least(1), kw_only=True)
+    """That an engine decodes at once."""
+    engine_share: float = attrs.field(default=1.0, validator=fraction, kw_only=True)
+    """Of a device's memory, at most, for an engine's weights and cache."""
+    cache_gb: float | None = attrs.field(default=None, validator=positive, kw_only=True)
+    """At most for its cache, in 10^9 bytes."""
+    keeps_engine: bool = attrs.field(default=False, kw_only=True)
+    """The engine's share of the memory stays taken while models train."""
 
     @property
     def gathers(self) -> bool:
@@ -78,6 +89,14 @@ class PlannedModel(Storage):
             expert = 3 * s.hidden * s.expert_intermediate
             layer -= (s.experts - s.experts_per_token) * expert
         return s.layers * layer + self.head_params
+
+    @cached_property
+    def trained_share(self) -> float:
+        """Of the parameters that have gradients and an optimizer: all, or adapters on every matrix of the layers."""
+        if not self.adapter_rank:
+            return 1.0
+        matrices = [shape for shape in self.shape.layer().values() if len(shape) == 2]
+        return min(1.0, self.shape.layers * self.adapter_rank * sum(map(sum, matrices)) / self.params)
 
     @property
     def head_params(self) -> int:

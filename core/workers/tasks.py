@@ -144,7 +144,9 @@ class RewardWorker(Worker):
         self.parts, self.tokenizer = parts, tokenizer
         self.rewards = [reward_from(p.function, p.options) for p in parts]
 
-    @register(Protocol.THREE_D, reads=("prompt_ids", "response_ids", "meta", "finish_reason", "episode_return"))
+    @register(
+        Protocol.THREE_D, reads=("prompt_ids", "response_ids", "meta", "finish_reason", "episode_return", "loss_mask")
+    )
     def score(self, batch: Batch, column: str) -> Batch:
         """`column` [rows] float32: the weighted sum; with several parts also rewards/<name>. Where a part is per token also
         token_`column` [rows, T]: each token's, with what counts for a whole response at its last. Raises RewardError."""
@@ -177,6 +179,9 @@ class RewardWorker(Worker):
         returns: Sequence[float | None] = [None] * batch.rows
         if "episode_return" in batch:
             returns = torch.as_tensor(batch["episode_return"].values).tolist()
+        written: Sequence[np.ndarray | None] = [None] * batch.rows
+        if "loss_mask" in batch:
+            written = [mask.numpy() > 0 for mask in batch["loss_mask"]]
         return [
             RewardSample(
                 prompt=self.tokenizer.decode(prompt.numpy()),
@@ -185,8 +190,9 @@ class RewardWorker(Worker):
                 meta=meta,
                 finish_reason=reason,
                 episode_return=returned,
+                written=mask,
             )
-            for prompt, response, meta, reason, returned in zip(
-                batch["prompt_ids"], batch["response_ids"], batch["meta"].values, reasons, returns, strict=True
+            for prompt, response, meta, reason, returned, mask in zip(
+                batch["prompt_ids"], batch["response_ids"], batch["meta"].values, reasons, returns, written, strict=True
             )
         ]

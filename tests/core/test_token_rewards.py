@@ -8,6 +8,7 @@ import torch
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
+from hybridflow.core.columns import tokens
 from hybridflow.core.errors import RewardError
 from hybridflow.core.reward_rules import FailureRule, score_by_rule
 from hybridflow.core.rewards import FunctionReward, RewardSample, score_samples
@@ -74,13 +75,13 @@ def test_the_parts_of_tokens_and_of_responses_add_up(importable):
     with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=4)), tables(parts=PARTS)) as run:
         batch = run.ctx.actor.generate(run.ctx.prompts(4))
         scored = run.ctx.reward.score(batch)
-        tokens, ids = list(scored["token_scores"]), list(batch["response_ids"])
-        for i, (each, row) in enumerate(zip(tokens, ids, strict=True)):
+        made, ids = list(scored["token_scores"]), list(batch["response_ids"])
+        for i, (each, row) in enumerate(zip(made, ids, strict=True)):
             want = 0.5 * row.float()
             want[-1] += 6.0
             torch.testing.assert_close(each, want)
             assert float(scored["rewards/own"].values[i]) == row.sum()
-        sums = torch.tensor([float(each.sum()) for each in tokens])
+        sums = torch.tensor([float(each.sum()) for each in made])
         torch.testing.assert_close(torch.as_tensor(scored["scores"].values), sums)
 
 
@@ -108,3 +109,21 @@ def test_one_setting_of_several_parts_belongs_to_each(importable):
         TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=2)), tables(parts=PARTS, per_token=True)),
     ):
         pass
+
+
+def test_what_counts_for_a_whole_response_is_at_the_last_token_that_the_model_wrote(importable):
+    parts = [{"name": "own", "function": f"{__name__}:nothing", "per_token": True}, PARTS[1]]
+    with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=4)), tables(parts=parts)) as run:
+        batch = run.ctx.actor.generate(run.ctx.prompts(4))
+        masks = [torch.ones(len(row), dtype=torch.uint8) for row in batch["response_ids"]]
+        for mask in masks:
+            mask[len(mask) // 2 + 1 :] = 0  # an environment's
+        scored = run.ctx.reward.score(batch.with_columns(loss_mask=tokens(masks, torch.uint8)))
+        for each, mask in zip(scored["token_scores"], masks, strict=True):
+            want = torch.zeros(len(mask))
+            want[len(mask) // 2] = 6.0
+            torch.testing.assert_close(each, want)
+
+
+def nothing(sample):
+    return [0.0] * len(sample.response_ids)

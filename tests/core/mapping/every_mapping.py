@@ -42,7 +42,8 @@ def layouts(model, nodes, devices, workload):
             or (rows and dp > min(rows))
         ):
             continue
-        yield pp, tp, dp
+        if model.takes is None or model.takes((pp, tp, dp)):
+            yield pp, tp, dp
 
 
 def engines(model, nodes, devices):
@@ -63,7 +64,10 @@ def pool_times(members, nodes, devices, workload):
     for chosen in itertools.product(*(list(layouts(m, nodes, devices, workload)) for m in members)):
         taken = [sim.bytes(m, layout) for m, layout in zip(members, chosen, strict=True)]
         resident = sum(b.resident for b in taken)
-        if resident + max(max(b.training, b.inference) for b in taken) > nodes.memory:
+        writers = {t.role for t in workload.tasks if t.verb == "generate"}
+        device = nodes.device.memory_gb * 1e9
+        kept = sum(m.engine_share * device for m in members if m.name in writers and m.keeps_engine)
+        if resident + max(max(b.training, b.inference) for b in taken) > nodes.memory - kept:
             continue
         stages = {"generate": 0.0, "infer": 0.0, "train": 0.0}
         generating = False
@@ -73,13 +77,21 @@ def pool_times(members, nodes, devices, workload):
                     stages["infer"] += task.times * sim.inference(model, task.sequences, layout)
                 elif task.role == model.name and task.verb == "train":
                     stages["train"] += task.times * sim.update(model, task.sequences, layout)
+            once, twice = sim.moves(model, layout)
+            verbs = {t.verb for t in workload.tasks if t.role == model.name}
+            stages["infer"] += once if "infer" in verbs else 0.0
+            stages["train"] += twice if "train" in verbs else 0.0
             mine = [t for t in workload.tasks if t.role == model.name and t.verb == "generate"]
             if not mine:
                 continue
             generating = True
             best = NEVER
             for rollout in engines(model, nodes, devices):
+                whole = model.params * model.rollout_bytes / (rollout[0] * rollout[1])
                 free = nodes.memory - resident - sim.engine_weights(model, layout, rollout)
+                free = min(free, model.engine_share * device - whole)
+                if model.cache_gb is not None:
+                    free = min(free, model.cache_gb * 1e9)
                 seconds = [sim.generation(model, t.sequences, devices, rollout, free) for t in mine]
                 total = float(sum(t.times * s for t, s in zip(mine, seconds, strict=True)))
                 best = min(best, total + (sim.transition(model, layout, rollout) if model.trained else 0.0))

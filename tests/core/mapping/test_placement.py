@@ -99,3 +99,68 @@ max_tokens = 3
 model.config = {{ {model} }}
 """)
     assert run(tmp_path / "tiny.toml").step == 2
+
+
+def test_only_what_is_known_not_to_fit_is_refused(config):
+    apart = ["pools.rollout=[2]", "actor.generation={pool='rollout'}", "placement.cluster=a100-80gb:1x8"]
+    load_config(config, apart)  # engines in a pool of their own are not planned
+    kinds = config.parent / "two.toml"
+    kinds.write_text('[[nodes]]\ndevice = "l4-24gb"\nper_node = 1\n[[nodes]]\ndevice = "a100-80gb"\nper_node = 8\n')
+    load_config(config, [f"placement.cluster={kinds}"])  # two devices: there are only of the second kind
+
+
+def test_auto_keeps_what_is_not_a_size_and_needs_no_sizes(config):
+    given = ["placement=auto", "placement.cluster=a100-80gb:1x8"]
+    odd = [
+        "actor.layout.tp=4",
+        "actor.layout.order='dp-tp-cp-pp'",
+        "actor.generation={tp=3, grouping='consecutive', keep=false}",
+    ]
+    [job] = load_config(config, [*given, *odd])
+    section = job.models["actor"].section
+    assert (section.layout.order, section.generation.grouping, section.generation.keep) == (
+        "dp-tp-cp-pp",
+        "consecutive",
+        False,
+    )
+    assert job.models["actor"].layout.world == job.pools["main"].world
+
+
+def test_auto_in_a_stage_leaves_the_others_as_they_are(config):
+    config.write_text(
+        CONFIG.replace("main = [2]", "main = [2]\nextra = [1]")
+        + "[stages.one]\nplacement = { name = 'auto', cluster = 'a100-80gb:1x8' }\n[stages.two.critic]\npool = 'extra'\n"
+    )
+    one, two = load_config(config, [])
+    assert sum(pool.world for pool in one.pools.values()) == 8
+    assert {n: p.world for n, p in two.pools.items()} == {"main": 2, "extra": 1} and two.models[
+        "critic"
+    ].pool == "extra"
+
+
+@pytest.mark.parametrize(
+    ("extra", "tp"),
+    [
+        (["actor.backend.lora={rank=8}"], {1}),
+        (["actor.model.config.num_key_value_heads=2"], {1, 2}),
+        (["actor.backend.replicas=4"], {1, 2}),
+    ],
+    ids=["lora", "kv-heads", "replicas"],
+)  # fmt: skip
+def test_layouts_are_those_that_the_backend_takes(config, extra, tp):
+    steps = ["algorithm.prompts_per_step=8", "algorithm.mini_batch_size=8"]
+    given = ["placement=auto", "placement.cluster=a100-80gb:1x8", *steps]
+    [job] = load_config(config, [*given, *extra])
+    layout = job.models["actor"].layout
+    assert layout.tp in tp
+    assert "replicas" not in extra[0] or layout.dp % 4 == 0
+
+
+def test_planning_leaves_the_algorithm_as_it_was(config):
+    given = [
+        "algorithm={name='safe_rlhf', prompts_per_step=256}",
+        "cost=exact_match",
+        "placement.cluster=a100-80gb:1x8",
+    ]
+    [job] = load_config(config, given)
+    assert not job.algorithm.multiplier.costs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from hybridflow.core.launch import load_config
 from hybridflow.core.mapping import NothingFitsError
 from hybridflow.core.mapping.cluster import DEVICES, Cluster, Efficiency
 
+ROOT = Path(__file__).resolve().parents[3]
 LLAMA = (
     '{ model_type = "llama", vocab_size = 32000, hidden_size = 2048, intermediate_size = 5504, num_hidden_layers = 8, '
     "num_attention_heads = 16, max_position_embeddings = 4096 }"
@@ -208,9 +210,47 @@ def test_a_cluster_in_a_word():
     assert (nodes.devices, nodes.between_gbs, nodes.device) == (128, 400.0, DEVICES["h100-80gb"])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_cluster("nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_cluster("h100-80gb:1x8@1.2.3")
     with pytest.raises(ConfigError, match="no device is called 'h1000'"):
         read_cluster("h1000:1x8")
     assert read_sizes("devices=8,16") == [8, 16] and read_sizes(None) == []
     two = Cluster((nodes, nodes))
     with pytest.raises(ConfigError, match="2 kinds of nodes"):
         two.sized(8)
+
+
+def test_write_says_given_and_takes_no_overrides(config, tmp_path):
+    config.write_text('placement = { name = "auto", cluster = "a100-80gb:1x4" }\n' + CONFIG)
+    target = tmp_path / "planned.toml"
+    printed(config, cluster="a100-80gb:1x8", write=str(target))
+    [job] = load_config(target, [])
+    assert job.placement.name == "given" and sum(pool.world for pool in job.pools.values()) == 8
+    with pytest.raises(ConfigError, match="put the overrides into it first"):
+        printed(config, ["run.steps=2"], cluster="a100-80gb:1x8", write=str(target))
+    with pytest.raises(ConfigError, match="--what-if tables many plans"):
+        printed(config, cluster="a100-80gb:1x8", write=str(target), what_if=[8])
+
+
+def test_common_sizes_do_not_stay_under_planned_stages(config, tmp_path):
+    source = (ROOT / "examples/arithmetic.toml").read_text()
+    assert "main = [1]" in source
+    config.write_text(source.replace("[actor]", "[actor]\ngeneration = { tp = 2 }", 1).replace("[1]", "[2]"))
+    target = tmp_path / "planned.toml"
+    printed(config, cluster="a100-80gb:1x2", write=str(target))
+    load_config(target, [])
+    load_config(config, ["placement=auto", "placement.cluster=a100-80gb:1x2"])
+
+
+def test_an_engines_own_limits_count(config):
+    free = printed(config, cluster="a100-80gb:1x8")
+    few = printed(config, ["rollout.max_sequences=1"], cluster="a100-80gb:1x8")
+    step = r"generation +([\d.]+) s"
+    assert float(re.search(step, few)[1]) > 2 * float(re.search(step, free)[1])
+
+
+def test_offloading_takes_time(config):
+    with_it = printed(config, ["actor.offload=true", "critic.offload=true"], cluster="a100-80gb:1x8")
+    without = printed(config, cluster="a100-80gb:1x8")
+    step = r"training +([\d.]+) s"
+    assert float(re.search(step, with_it)[1]) > float(re.search(step, without)[1])

@@ -25,6 +25,11 @@ def random_shape(draw: random.Random) -> ModelShape:
     )  # fmt: skip
 
 
+def odd_layouts(layout: tuple[int, int, int]) -> bool:
+    """What a backend may take."""
+    return layout[2] % 2 == 0 or layout[1] > 1
+
+
 def random_models(draw: random.Random, count: int) -> list[PlannedModel]:
     sharding = draw.choice(["3d", "3d-zero1", "fsdp", "zero1", "zero2", "zero3"])
     extra = dict(
@@ -33,7 +38,13 @@ def random_models(draw: random.Random, count: int) -> list[PlannedModel]:
         offload=draw.random() < 0.2,
         micro_batch_tokens=draw.choice([64, 4096]),
     )
-    made = [PlannedModel("actor", random_shape(draw), trained=True, **extra)]
+    engine = dict(max_sequences=draw.choice([2, 1 << 30]), keeps_engine=draw.random() < 0.3)
+    engine |= dict(engine_share=draw.choice([0.3, 1.0]) if engine["keeps_engine"] else draw.choice([0.5, 1.0]))
+    engine |= dict(
+        cache_gb=draw.choice([None, 0.01]),
+        takes=draw.choice([None, odd_layouts]),
+    )
+    made = [PlannedModel("actor", random_shape(draw), trained=True, **extra, **engine)]
     kinds = [("critic", True, "value"), ("ref", False, "policy"), ("reward", False, "value")]
     for name, trained, head in draw.sample(kinds, count - 1):
         made.append(PlannedModel(name, random_shape(draw), trained=trained, head=head, **extra))
@@ -123,6 +134,15 @@ def test_a_model_larger_than_everything_is_named_with_the_numbers():
     said = str(caught.value)
     assert "actor (0.2 billion parameters) fits nowhere: the least is" in said
     assert "GB per device, on 2 small with pp" in said and "of which 0.1 GB are usable" in said
+
+
+def test_a_backend_that_takes_no_layout_and_an_engine_without_room_are_told_so():
+    none = PlannedModel("actor", SMALL, trained=True, takes=lambda layout: False)
+    with pytest.raises(NothingFitsError, match="its backend takes no layout of it on the sizes"):
+        plan_mapping(cluster(), ONE, [none])
+    small = PlannedModel("actor", SMALL, trained=True, engine_share=0.001)
+    with pytest.raises(NothingFitsError, match="fits, and its engine does not"):
+        plan_mapping(cluster(), ONE, [small])
 
 
 def test_models_that_fit_alone_and_not_together_are_told_so():
