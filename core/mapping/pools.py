@@ -186,10 +186,9 @@ class PoolPlanner:
         )
         return self.nodes.memory - kept
 
-    def cache(self, option: Option, rollout: tuple[int, int], resident: Any) -> Any:
-        """Bytes of a device for the cache of an engine beside `resident` bytes (a number, or an array)."""
-        model = option.model
-        weights = self.simulator.engine_weights(model, option.layout, rollout)
+    def cache(self, model: PlannedModel, rollout: tuple[int, int], resident: Any, weights: Any) -> Any:
+        """Bytes of a device for the cache of an engine whose weights take `weights` bytes beside `resident` ones; numbers or
+        arrays."""
         whole = model.params * model.rollout_bytes / (rollout[0] * rollout[1])
         free = np.minimum(
             self.nodes.memory - resident - weights, model.engine_share * self.nodes.device.memory_gb * GB - whole
@@ -213,7 +212,8 @@ class PoolPlanner:
         fits."""
         best: Choice | None = None
         for cut in rollouts(option.model, self.nodes, devices) if rollout is None else [rollout]:
-            cache = float(self.cache(option, cut, resident))
+            weights = self.simulator.engine_weights(option.model, option.layout, cut)
+            cache = float(self.cache(option.model, cut, resident, weights))
             found = Choice(
                 option,
                 cut,
@@ -273,10 +273,8 @@ class PoolPlanner:
         options, picked = self.options(model, devices), found.picks[:, column]
         for rollout in rollouts(model, self.nodes, devices):
             transitions = np.array([self.transition(o, rollout) for o in options])
-            cache = np.empty(len(picked))
-            for index, option in enumerate(options):
-                rows = picked == index
-                cache[rows] = self.cache(option, rollout, found.resident[rows])
+            weights = np.array([self.simulator.engine_weights(model, o.layout, rollout) for o in options])
+            cache = self.cache(model, rollout, found.resident, weights[picked])
             seconds = np.minimum(seconds, transitions[picked] + self.generation(model, devices, rollout, cache))
         return seconds
 

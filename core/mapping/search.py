@@ -8,7 +8,7 @@ left out is never better than what is kept in any figure.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -100,9 +100,9 @@ class _Front:
         times = np.array([e.times for e in self.entries], dtype=float).reshape(-1, 3)
         self.generate, self.infer, self.train = times.T
         self.devices = np.array([e.devices for e in self.entries], dtype=np.int64)
-        self._stairs: dict[tuple[float, float], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        self._stairs: dict[tuple[float, float], tuple[list[float], list[int], list[int]]] = {}
 
-    def stairs(self, generate: float, train: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def stairs(self, generate: float, train: float) -> tuple[list[float], list[int], list[int]]:
         """Of entries within these times: (inference times, the least devices up to each, and which entry has them)."""
         at = (generate, train)
         if at not in self._stairs:
@@ -110,7 +110,7 @@ class _Front:
             devices = self.devices[good]
             least = np.minimum.accumulate(devices) if len(good) else devices
             first = np.concatenate([[True], least[1:] < least[:-1]]) if len(good) else np.zeros(0, bool)
-            self._stairs[at] = (self.infer[good][first], least[first], good[first])
+            self._stairs[at] = self.infer[good][first].tolist(), least[first].tolist(), good[first].tolist()
         return self._stairs[at]
 
 
@@ -211,22 +211,25 @@ class _Search:
     ) -> tuple[float, dict[int, int]] | None:  # fmt: skip
         """(the least time of inference, entry of each other pool), at least `infer` and below `below`; None where there are
         not enough devices."""
-        stairs = {j: fronts[j].stairs(generate, train) for j in others}
-        if any(len(times) == 0 for times, _, _ in stairs.values()):
-            return None
+        stairs = [(j, *fronts[j].stairs(generate, train)) for j in others]
 
         def pick(limit: float) -> dict[int, int] | None:
-            used = [0] * len(left)
+            """The least devices of each pool within `limit`, where they are there."""
+            used = list(left)
             picked = {}
-            for j, (times, devices, entries) in stairs.items():
-                step = int(np.searchsorted(times, limit, side="right")) - 1
+            for j, times, devices, entries in stairs:
+                step = bisect_right(times, limit) - 1
                 if step < 0:
                     return None
-                used[kinds[j]] += int(devices[step])
-                picked[j] = int(entries[step])
-            return picked if all(u <= have for u, have in zip(used, left, strict=True)) else None
+                used[kinds[j]] -= devices[step]
+                if used[kinds[j]] < 0:
+                    return None
+                picked[j] = entries[step]
+            return picked
 
-        limits = sorted({infer, *(float(t) for times, _, _ in stairs.values() for t in times if infer < t < below)})
+        if pick(below) is None:
+            return None
+        limits = sorted({infer, *(t for _, times, _, _ in stairs for t in times if infer < t < below)})
         low, high = 0, len(limits)
         while low < high:
             middle = (low + high) // 2
