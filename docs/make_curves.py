@@ -86,7 +86,7 @@ def label(name: str, seed: int) -> str:
     return f"{name.replace(' ', '-')}-{seed}"
 
 
-def config(name: str, seed: int, warm: Path | None) -> str:
+def config(name: str, seed: int, warm: Path | None, stop_at: float | None = None) -> str:
     """The TOML of a run; `warm`: the folder of the warm-up of its seed, None for that itself."""
     given = {
         "name": label(name, seed),
@@ -114,6 +114,8 @@ def config(name: str, seed: int, warm: Path | None) -> str:
         )
     given |= {"every": 10, "at_start": "true", "model": f'model.path = "{warm}"', "steps": 150}
     if name in ONLINE_AND_CONTROL:
+        if stop_at is not None:
+            given["validation"] = f"stop_at = {stop_at}"
         algorithm = name.split()[0]
         own = f'[algorithm]\nname = "{algorithm}"\n{ONLINE_AND_CONTROL[name]}\n'
         tables = f"optimizer = {{ lr = 3e-4 }}\n{EXACT}{MORE.get(algorithm, '')}{own}"
@@ -131,14 +133,14 @@ def config(name: str, seed: int, warm: Path | None) -> str:
     return BASE.substitute(given | more)
 
 
-def run(name: str, seed: int, warm: Path | None) -> Path:
+def run(name: str, seed: int, warm: Path | None, stop_at: float | None = None) -> Path:
     """Its folder; nothing is run that has ended already."""
     folder = RUNS / label(name, seed)
     if (folder / "seconds").exists():
         return folder
     RUNS.mkdir(parents=True, exist_ok=True)
     file = RUNS / f"{label(name, seed)}.toml"
-    file.write_text(config(name, seed, warm))
+    file.write_text(config(name, seed, warm, stop_at))
     started = time.monotonic()
     command = [sys.executable, "-m", "hybridflow.core.cli", "run", str(file), "--overwrite"]
     try:
@@ -171,12 +173,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[*ONLINE, *PAIRS], choices=[*ONLINE, *PAIRS])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at once, of one thread each")
+    parser.add_argument("--stop-at", type=float, help="end a run early at this share of held-out sums")
     arguments = parser.parse_args()
     names, seeds = arguments.only, arguments.seeds
     asked = [*names, CONTROL] if "safe_rlhf" in names else names
     with ThreadPoolExecutor(arguments.jobs) as pool:
         warm = dict(zip(seeds, pool.map(lambda seed: run("warm-up", seed, None), seeds), strict=True))
-        jobs = {(n, s): pool.submit(run, n, s, warm[s] / "export" / "actor") for n in asked for s in seeds}
+        jobs = {
+            (n, s): pool.submit(run, n, s, warm[s] / "export" / "actor", arguments.stop_at)
+            for n in asked
+            for s in seeds
+        }
         folders = {key: job.result() for key, job in jobs.items()}
     lines = ["| algorithm | score | from | to | gain, least | steps | seconds |", "|---|---|---|---|---|---|---|"]
     failed = []
