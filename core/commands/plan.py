@@ -181,23 +181,22 @@ def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
 
 
 def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
-    memory = cluster.nodes[pool.kind].memory
+    nodes = cluster.nodes[pool.kind]
     taken = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
     resident = sum(b.resident for b in taken.values())
-    inference = max((b.inference for b in taken.values()), default=0.0)
-    training = max((b.training for b in taken.values()), default=0.0)
-    cells = ["", f"{resident / GB:.1f}", "", "", "", f"{memory / GB:.1f}", ""]
     engines = [c for c in pool.entry.choices if c.rollout is not None]
-    if engines:
-        cells[2] = f"{memory / GB:.1f} ({max(c.cache_bytes for c in engines) / GB:.1f} of it cache)"
-    cells[3] = f"{(resident + inference) / GB:.1f}" if inference else ""
-    cells[4] = f"{(resident + training) / GB:.1f}" if training else ""
-    cells[0] = "+".join(pool.names)
+    kept = sum(c.option.model.kept_share for c in engines) * nodes.device.memory_gb * GB
+    generation = max((resident + c.weights_bytes + c.cache_bytes for c in engines), default=0.0)
+    most = {name: max(getattr(b, name) for b in taken.values()) for name in ("inference", "training")}
+    phases = {name: resident + kept + more if more else 0.0 for name, more in most.items()}
     tightest = max(taken, key=lambda n: max(taken[n].training, taken[n].inference))
     phase = "trains" if taken[tightest].training >= taken[tightest].inference else "reads"
-    share = (resident + max(inference, training)) / memory
-    cells[6] = f"{100 * share:.0f}% while {tightest} {phase}"
-    return tuple(cells)
+    cells = [f"{size / GB:.1f}" if size else "" for size in (generation, *phases.values())]
+    if engines:
+        cells[0] += f" ({max(c.cache_bytes for c in engines) / GB:.1f} of it cache)"
+    share = f"{100 * max(phases.values()) / nodes.memory:.0f}% while {tightest} {phase}"
+    kept_too = f", {kept / GB:.1f} of it the engine's" if kept else ""
+    return ("+".join(pool.names), f"{resident / GB:.1f}", *cells, f"{nodes.memory / GB:.1f}", share + kept_too)
 
 
 def scaling(console: Console, cluster: Cluster, work: Plannable, sizes: Sequence[int]) -> None:

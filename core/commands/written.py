@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,7 @@ def write_config(
         if "placement" in table:
             table["placement"] = _one({"name": "given", "cluster": cluster})
     if None not in stages:
-        document.pop("pools", None)  # each stage has its own; a pool that is left over would be started
-        for table in document.values():
-            if isinstance(table, MutableMapping):
-                forget_places(table)
+        forget_places(document)  # each stage has its own; a pool that is left over would be started
     for stage, tables in stages.items():
         place = document if stage is None else document["stages"][stage]
         replace_places(place, _inline(tables))

@@ -10,9 +10,9 @@ import attrs
 
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job import Job, PlacedModel
-from hybridflow.core.job.schema import USUAL_ROLES
+from hybridflow.core.job.schema import SECTIONS
 from hybridflow.core.mapping.cluster import Cluster
-from hybridflow.core.mapping.pools import Choice, Entry, PoolPlanner, after
+from hybridflow.core.mapping.pools import Choice, Entry, PoolPlanner, after, gigabytes
 from hybridflow.core.mapping.search import Mapping, Pool
 from hybridflow.core.mapping.trace import trace_step
 from hybridflow.core.mapping.workload import PlannedModel, Workload
@@ -163,8 +163,8 @@ def _entry(
             need = resident + getattr(option.bytes, stage)
             if need > have:
                 return Misfit(
-                    f"{option.model.name} needs {need / 1e9:.1f} GB per device while it {phase}, of which "
-                    f"{resident / 1e9:.1f} GB are weights, gradients and optimizers, and {have / 1e9:.1f} GB are usable"
+                    f"{option.model.name} needs {gigabytes(need)} per device while it {phase}, of which "
+                    f"{gigabytes(resident)} are weights, gradients and optimizers, and {gigabytes(have)} are usable"
                 )
     seconds, choices = 0.0, []
     for option in options:
@@ -175,7 +175,7 @@ def _entry(
         engine = planner.engine(option, devices, resident, (generation.pp, generation.tp))
         if engine is None:
             return Misfit(
-                f"{option.model.name} has no room for its engine: {resident / 1e9:.1f} of {planner.nodes.memory / 1e9:.1f} GB "
+                f"{option.model.name} has no room for its engine: {gigabytes(resident)} of {gigabytes(planner.nodes.memory)} "
                 "per device are taken, and the engine's weights and the cache of one sequence need more than the rest, or "
                 "than the engine's own limits (gpu_memory, kv_memory_gb) leave"
             )
@@ -207,9 +207,7 @@ def settings(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:
 def replace_places(tables: Any, settled: dict[str, Any]) -> None:
     """Put `settings` into tables of a config, in place: sizes and pools are replaced; how an engine or a layout is otherwise
     (grouping, keep, order) stays."""
-    for role, table in list(tables.items()):
-        if isinstance(table, MutableMapping) and (role in settled or role in USUAL_ROLES):
-            forget_places(table)
+    forget_places(tables)
     tables["pools"] = settled["pools"]
     for role, own in settled.items():
         if role == "pools":
@@ -224,12 +222,16 @@ def replace_places(tables: Any, settled: dict[str, Any]) -> None:
                 tables[role][key] = value
 
 
-def forget_places(table: Any) -> None:
-    """Drop a role's pool and sizes, in place."""
-    table.pop("pool", None)
-    for key, sizes in (("layout", ("pp", "tp", "dp", "cp", "ep")), ("generation", ("pp", "tp", "pool"))):
-        if isinstance(inner := table.get(key), MutableMapping):
-            for size in sizes:
-                inner.pop(size, None)
-            if not inner:
-                table.pop(key)
+def forget_places(tables: Any) -> None:
+    """Drop the pools, and of every table that is no section (so a role's) its pool and sizes, in place."""
+    tables.pop("pools", None)
+    for role, table in tables.items():
+        if role in SECTIONS or not isinstance(table, MutableMapping):
+            continue
+        table.pop("pool", None)
+        for key, sizes in (("layout", ("pp", "tp", "dp", "cp", "ep")), ("generation", ("pp", "tp", "pool"))):
+            if isinstance(inner := table.get(key), MutableMapping):
+                for size in sizes:
+                    inner.pop(size, None)
+                if not inner:
+                    table.pop(key)

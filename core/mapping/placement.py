@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.core.config import Provenance
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job import Job, resolve_jobs, stage_tables
+from hybridflow.core.job.stages import shadowed_overrides
 from hybridflow.core.mapping.cluster import read_cluster
 from hybridflow.core.mapping.job import Misfit, as_written, forget_places, plannable, replace_places, settings
 from hybridflow.core.mapping.search import NothingFitsError, describe, plan_mapping
@@ -33,11 +34,8 @@ def resolve_placed(
         return jobs
     every = {stage: deepcopy(own) for stage, own in stage_tables(tables, shorthand).items()}
     for stage in auto:
-        every[stage].pop("pools", None)
-        for table in every[stage].values():
-            if isinstance(table, dict):
-                forget_places(table)
-    problems = []
+        forget_places(every[stage])
+    problems = shadowed_overrides(tables, provenance) if provenance else []
     for job in resolve_jobs(_whole(every), name, shorthand, unplaced=auto):
         if job.stage not in auto:
             problems += _misfits(job)

@@ -42,6 +42,8 @@ class Choice:
     """(pp, tp) of an engine, for a model that generates."""
     transition: float = 0.0
     generate: float = 0.0
+    weights_bytes: float = 0.0
+    """Of the engine's weights on each device, beside the trained ones."""
     cache_bytes: float = 0.0
     """Free for the engine's cache on each device."""
 
@@ -181,10 +183,10 @@ class PoolPlanner:
 
     def memory(self, members: Sequence[PlannedModel]) -> float:
         """Usable bytes of a device while these models read and train: an engine may keep its share."""
-        kept = sum(
-            m.engine_share * self.nodes.device.memory_gb * GB for m in members if self.generates(m) and m.keeps_engine
+        return (
+            self.nodes.memory
+            - sum(m.kept_share for m in members if self.generates(m)) * self.nodes.device.memory_gb * GB
         )
-        return self.nodes.memory - kept
 
     def cache(self, model: PlannedModel, rollout: tuple[int, int], resident: Any, weights: Any) -> Any:
         """Bytes of a device for the cache of an engine whose weights take `weights` bytes beside `resident` ones; numbers or
@@ -219,6 +221,7 @@ class PoolPlanner:
                 cut,
                 self.transition(option, cut),
                 float(self.generation(option.model, devices, cut, cache)),
+                weights,
                 cache,
             )
             if found.generate < np.inf and (best is None or found.seconds < best.seconds):

@@ -207,19 +207,19 @@ class Simulator:
         return share
 
     # Memory
-    def bytes(self, model: PlannedModel, layout: tuple[int, int, int]) -> Bytes:
+    def _held(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, ...]:
+        """Bytes of a rank's weights, gradients and optimizer."""
         pp, tp, dp = layout
-        mine, learnt = model.params / (pp * tp), model.params / (pp * tp) * model.trained_share * model.trained
+        mine = model.params / (pp * tp)
+        learnt = mine * model.trained_share * model.trained
         shards = max(1, dp // model.replicas)
-        weights, gradients, optimizer = (
-            parameters * size / shards**spread
-            for parameters, size, spread in zip(
-                (mine, learnt, learnt), (model.weight_bytes, model.gradient_bytes, model.optimizer_bytes),
-                _OVER_DP[model.sharding], strict=True,
-            )
-        )  # fmt: skip
-        if model.on_host:
-            weights = gradients = optimizer = 0.0
+        every = zip((mine, learnt, learnt), (model.weight_bytes, model.gradient_bytes, model.optimizer_bytes),
+                    _OVER_DP[model.sharding], strict=True)  # fmt: skip
+        return tuple(parameters * size / shards**spread for parameters, size, spread in every)
+
+    def bytes(self, model: PlannedModel, layout: tuple[int, int, int]) -> Bytes:
+        tp = layout[1]
+        weights, gradients, optimizer = (0.0, 0.0, 0.0) if model.on_host else self._held(model, layout)
         gathered = 0.0
         if model.gathers:
             largest = 2.0 * max(model.layer_params, model.shape.vocab * model.shape.hidden)
@@ -237,11 +237,7 @@ class Simulator:
         """Seconds of a step that an offloaded model's weights, and what it trains with, take from the host (and back)."""
         if not model.offload:
             return 0.0, 0.0
-        pp, tp, dp = layout
-        spread = max(1, dp // model.replicas)
-        over = _OVER_DP[model.sharding]
-        weights = model.params / (pp * tp) * model.weight_bytes / spread ** over[0]
-        optimizer = model.params / (pp * tp) * model.trained_share * model.optimizer_bytes / spread ** over[2]
+        weights, _, optimizer = self._held(model, layout)
         rate = self.machine.nodes.device.host_gbs * GB
         return weights / rate, 2.0 * (weights + optimizer) / rate
 

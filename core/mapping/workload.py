@@ -60,6 +60,11 @@ class PlannedModel(Storage):
     """The engine's share of the memory stays taken while models train."""
 
     @property
+    def kept_share(self) -> float:
+        """Of a device's memory, that its engine keeps while models read and train."""
+        return self.engine_share if self.keeps_engine else 0.0
+
+    @property
     def gathers(self) -> bool:
         """Whether weights are gathered layer by layer."""
         return self.sharding in ("fsdp", "zero3")

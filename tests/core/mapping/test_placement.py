@@ -164,3 +164,9 @@ def test_planning_leaves_the_algorithm_as_it_was(config):
     ]
     [job] = load_config(config, given)
     assert not job.algorithm.multiplier.costs
+
+
+def test_an_override_that_every_stage_replaces_is_told_under_auto_too(config):
+    config.write_text(CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nrun.steps = 2\n")
+    with pytest.raises(ConfigError, match=r"run\.steps: given on the command line, and every stage has its own"):
+        load_config(config, ["placement=auto", "placement.cluster=a100-80gb:1x8", "run.steps=9"])

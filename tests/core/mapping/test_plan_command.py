@@ -249,6 +249,17 @@ def test_an_engines_own_limits_count(config):
     assert float(re.search(step, few)[1]) > 2 * float(re.search(step, free)[1])
 
 
+def test_what_an_engine_keeps_is_in_the_memory_of_the_other_phases(config):
+    keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.25"]
+    row = r"^actor.* (\d+)% while \w+ \w+(, [\d.]+ of it the engine's)?$"
+    share, told = re.search(row, printed(config, keeps, cluster="a100-80gb:1x8"), re.M).groups()
+    dropped = re.search(
+        row, printed(config, [*keeps, "actor.generation.keep=false"], cluster="a100-80gb:1x8"), re.M
+    ).groups()
+    assert told == ", 20.0 of it the engine's" and dropped[1] is None
+    assert int(share) - int(dropped[0]) in (27, 28, 29)  # 20 of 72 GB
+
+
 def test_offloading_takes_time(config):
     with_it = printed(config, ["actor.offload=true", "critic.offload=true"], cluster="a100-80gb:1x8")
     without = printed(config, cluster="a100-80gb:1x8")
