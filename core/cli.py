@@ -73,6 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--write", metavar="FILE", help="write the config with these pools and layouts")
     plan.add_argument("--what-if", metavar="devices=N,...", help="table other numbers of devices: devices=64,128,256")
     plan.add_argument("--timeline", metavar="FILE", help="draw the step: a file ending in .svg or .png")
+    calibrate = add("calibrate", _calibrate, "Measure this machine: a cluster file for plan, in under two minutes.")
+    calibrate.add_argument(
+        "config", nargs="?", help="a TOML file: its backend, engine, runtime and devices are measured"
+    )
+    calibrate.add_argument("overrides", nargs="*", metavar="key=value", help="for example actor.backend.precision=bf16")
+    calibrate.add_argument(
+        "--devices", type=int, metavar="N", help="default: those of the config's pool main, or all GPUs here, or 1"
+    )
+    calibrate.add_argument("--name", help="what the device is called in the file")
+    calibrate.add_argument("--write", metavar="FILE", help="write the cluster file; else it is printed")
     reshard = add("reshard", _reshard, "Say what it costs to bring weights from a training layout to a rollout layout.")
     reshard.add_argument(
         "--from", dest="source", required=True, metavar="LAYOUT",
@@ -107,6 +117,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     a = arguments
     plan(a.config, a.overrides, a.cluster, a.write, read_sizes(a.what_if), a.timeline)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from hybridflow.core.commands.calibrate import run_calibrate
+
+    a = arguments
+    run_calibrate(a.config, a.overrides, a.devices, a.name, a.write)
     return 0
 
 

@@ -84,6 +84,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
         validate_if_due(run, ended=True)
         if export:
             session.export(job.folder)
+        report.ended()
         return Outcome("finished", run.step, report.validations)
 
 

@@ -32,6 +32,14 @@ class Storage:
     """Groups that dp is cut into; what is spread is spread inside a group."""
     keeps_gathered: bool = False
     """Weights that were gathered for the forward stay until the backward."""
+    whole_below: int = attrs.field(default=0, validator=non_negative)
+    """Layers of fewer parameters are gathered all at once and stay until the end of the call."""
+    keeps_gradients: bool = False
+    """Gradients, and the buffer below, stay between steps."""
+    bucket_elements: int = attrs.field(default=0, validator=non_negative)
+    """Gradients are reduced, and weights fetched ahead, so many at a time, in a buffer."""
+    live_elements: int = attrs.field(default=0, validator=non_negative)
+    """zero3: so many weights stay gathered between calls."""
     on_host: bool = False
     """Weights, gradients and optimizer are in the host's memory all the time."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)

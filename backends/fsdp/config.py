@@ -44,6 +44,7 @@ class FSDPConfig:
             recompute=self.activation_checkpointing,
             replicas=self.replicas,
             keeps_gathered=not self.reshard_after_forward,
+            whole_below=self.wrap_min_parameters,
             on_host=self.cpu_offload,
             adapter_rank=self.lora.rank if self.lora and trained else 0,
         )

@@ -78,7 +78,7 @@ def plan(
 def kinds_of(cluster: Cluster) -> str:
     kinds = [
         f"{n.count} x {n.per_node} {n.device.name} ({n.memory / GB:.1f} of {n.device.memory_gb:g} GB usable, "
-        f"{'measured' if n.measured else 'tabled'} figures)"
+        f"{n.figures} figures)"
         for n in cluster.nodes
     ]
     return f"cluster: {' and '.join(kinds)}"
@@ -122,9 +122,23 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
             console,
             f"as the config says it: {seconds(written.seconds)} ({_more(written, best)}): {_why(written, best)}",
         )
-    for remark in work.remarks:
+    for remark in (*work.remarks, *_otherwise_measured(work, cluster)):
         print_line(console, f"note: {remark}", "yellow")
     return best
+
+
+def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
+    """Models whose backend or engine is not the one that a device was measured with."""
+    found: dict[str, None] = {}
+    for nodes in (n for n in cluster.nodes if n.measured):
+        for model, (backend, engine) in work.runs_on.items():
+            assert nodes.measured is not None
+            for mine, theirs in ((backend, nodes.measured[0]), (engine, nodes.measured[1])):
+                if mine and mine != theirs:
+                    found[
+                        f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
+                    ] = None
+    return list(found)
 
 
 def seconds(value: float) -> str:

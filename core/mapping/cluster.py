@@ -71,7 +71,9 @@ class Efficiency:
     inference: float = attrs.field(default=0.5, validator=fraction)
     """The same in a forward pass, also of a prompt."""
     memory: float = attrs.field(default=0.8, validator=fraction)
-    """Of the memory's bandwidth, when decoding and in the optimizer."""
+    """Of the memory's bandwidth, when decoding."""
+    optimizer: float = attrs.field(default=0.8, validator=fraction)
+    """Of the memory's bandwidth, in an optimizer step."""
     link: float = attrs.field(default=0.8, validator=fraction)
     """Of the links inside a node."""
     network: float = attrs.field(default=0.8, validator=fraction)
@@ -88,14 +90,25 @@ class Efficiency:
     """Of one decoding step, whatever it decodes: launches."""
     decode_layer_us: float = attrs.field(default=0.0, validator=non_negative)
     """Of one layer of a decoding step."""
+    decode_tp_layer_us: float = attrs.field(default=0.0, validator=non_negative)
+    """The same more of a layer that is cut by tensor parallelism."""
     sequence_us: float = attrs.field(default=25.0, validator=non_negative)
     """The engine's own work per sequence and decoding step: scheduling, sampling."""
     micro_batch_us: float = attrs.field(default=0.0, validator=non_negative)
     """Of one layer of a micro-batch, forward: launches."""
+    tp_layer_us: float = attrs.field(default=0.0, validator=non_negative)
+    """The same more of a layer that is cut by tensor parallelism."""
+    activation_passes: float = attrs.field(default=0.0, validator=non_negative)
+    """How often a layer's hidden states go through the memory in a forward pass, beside its matrix products: norms, rotations,
+    residuals. 0 where `training` and `inference` include it."""
+    logit_passes: float = attrs.field(default=0.0, validator=non_negative)
+    """The same of the logits, in float32."""
     update_ms: float = attrs.field(default=0.0, validator=non_negative)
     """Of an update, whatever it updates."""
     call_ms: float = attrs.field(default=0.0, validator=non_negative)
     """Of one call of a role: dispatch."""
+    sync_ms: float = attrs.field(default=0.0, validator=non_negative)
+    """Of one transition of weights to the engine, whatever they weigh."""
 
 
 @attrs.frozen
@@ -109,12 +122,19 @@ class Nodes:
     between_gbs: float = attrs.field(validator=positive)
     """Of one machine to the others, 10^9 bytes per second in each direction."""
     efficiency: Efficiency = attrs.field(factory=Efficiency)
-    measured: bool = False
-    """Whether the efficiencies were measured (`hybridflow calibrate`)."""
+    given: bool = False
+    """Whether somebody gave the efficiencies."""
+    measured: tuple[str, str] | None = None
+    """The backend and the engine with which `hybridflow calibrate` found them."""
 
     @property
     def devices(self) -> int:
         return self.count * self.per_node
+
+    @property
+    def figures(self) -> str:
+        """Where they are from, for a reader."""
+        return "measured" if self.measured else "given" if self.given else "tabled"
 
     @property
     def memory(self) -> float:
@@ -179,10 +199,15 @@ class Cluster:
                     nodes.between_gbps / 8,
                     file.efficiency.get(nodes.device, Efficiency()),
                     nodes.device in file.efficiency,
+                    (by.backend, by.engine) if (by := file.measured.get(nodes.device)) else None,
                 )
             )
         if not file.nodes:
             problems.append(f"{where}: the cluster has no device; give it [[nodes]] with device, count and per_node")
+        problems += [
+            f"{where}: measured.{n}: there is no [efficiency.{n}]; calibrate writes both" for n in file.measured
+            if n not in file.efficiency
+        ]  # fmt: skip
         problems += [f"{where}: efficiency.{n}: no [[nodes]] are of this device" for n in file.efficiency
                      if n not in {nodes.device for nodes in file.nodes}]  # fmt: skip
         if problems:
@@ -217,6 +242,18 @@ class NodesSection:
 
 
 @attrs.frozen
+class MeasuredSection:
+    """[measured.NAME]: how a device's efficiencies were found."""
+
+    backend: str
+    engine: str
+    on: str = ""
+    """Date, devices and versions."""
+    error: float = attrs.field(default=0.0, validator=non_negative)
+    """Mean error of the simulators on the calibration's own samples."""
+
+
+@attrs.frozen
 class ClusterFile:
     """A cluster's TOML file."""
 
@@ -224,6 +261,8 @@ class ClusterFile:
     devices: dict[str, Device] = attrs.field(factory=dict)
     efficiency: dict[str, Efficiency] = attrs.field(factory=dict)
     """By device."""
+    measured: dict[str, MeasuredSection] = attrs.field(factory=dict)
+    """By device; `hybridflow calibrate` writes it."""
 
 
 def known_device(name: str, own: Mapping[str, Device]) -> Device:
@@ -235,6 +274,14 @@ def known_device(name: str, own: Mapping[str, Device]) -> Device:
             f"[devices.{name}] with memory_gb, tflops, bandwidth_gbs and link_gbs"
         )
     return there[name]
+
+
+def device_called(text: str) -> Device | None:
+    """The known device that a driver calls so: "NVIDIA A100-SXM4-80GB"; None for others."""
+    words = set(re.split(r"[^a-z0-9]+", text.lower().replace("rtx 4090", "rtx4090")))
+    found = [d for n, d in DEVICES.items() if (kind := n.rpartition("-")) and kind[0] in words]
+    exact = [d for d in found if d.name.rpartition("-")[2] in words]
+    return next(iter(exact or found), None)
 
 
 SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")

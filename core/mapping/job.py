@@ -15,7 +15,7 @@ from hybridflow.core.mapping.cluster import Cluster
 from hybridflow.core.mapping.pools import Choice, Entry, PoolPlanner, after, gigabytes
 from hybridflow.core.mapping.search import Mapping, Pool
 from hybridflow.core.mapping.trace import trace_step
-from hybridflow.core.mapping.workload import PlannedModel, Workload
+from hybridflow.core.mapping.workload import MANY, PlannedModel, Workload
 from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.shapes import ModelShape
@@ -30,6 +30,8 @@ class Plannable:
     models: tuple[PlannedModel, ...]
     remarks: tuple[str, ...] = ()
     """What is not accounted for."""
+    runs_on: dict[str, tuple[str, str | None]] = attrs.field(factory=dict)
+    """Model -> its backend and its engine."""
 
 
 def plannable(job: Job) -> Plannable:
@@ -38,7 +40,7 @@ def plannable(job: Job) -> Plannable:
     models, problems = [], []
     for name, placed in job.models.items():
         try:
-            models.append(_model(name, placed, remarks))
+            models.append(planned_model(name, placed, remarks))
         except HybridFlowError as error:
             problems.append(f"{name}.model: {_said(error)}")
     if problems:
@@ -52,14 +54,16 @@ def plannable(job: Job) -> Plannable:
         remarks.append("the lengths of given responses are not known: sampling.max_tokens stands for them")
     kept = tuple(t for t in tasks if t.role in names)
     work = Workload(kept, max(1, job.data.max_prompt_tokens), max(1, job.sampling.max_tokens))
-    return Plannable(work, tuple(models), tuple(remarks))
+    runs_on = {name: (placed.spec.backend, placed.spec.engine) for name, placed in job.models.items()}
+    return Plannable(work, tuple(models), tuple(remarks), runs_on)
 
 
 def _said(error: HybridFlowError) -> str:
     return "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
 
 
-def _model(name: str, placed: PlacedModel, remarks: list[str]) -> PlannedModel:
+def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> PlannedModel:
+    """A job's model as the planner sees it; `remarks` gets what is not accounted for."""
     spec, trained = placed.spec, placed.role.trained
     config, shape = spec.backend_config, ModelShape.of(spec.model.hf_config)
     says, takes = getattr(config, "storage", None), getattr(config, "takes", None)
@@ -78,8 +82,8 @@ def _model(name: str, placed: PlacedModel, remarks: list[str]) -> PlannedModel:
         micro_batch_tokens=spec.micro_batch_tokens,
         takes=takes and (lambda layout: takes(shape, ParallelLayout(*layout))),
         **(_engine(name, placed, shape, remarks) if spec.engine is not None else {}),
-        **({} if "tp" in axes else {"max_tp": 1}),
-        **({} if "pp" in axes else {"max_pp": 1}),
+        max_tp=MANY if "tp" in axes else 1,
+        max_pp=MANY if "pp" in axes else 1,
         **attrs.asdict(storage),
     )
 

@@ -33,8 +33,16 @@ class Machine:
         return self.nodes.device.tflops * 1e12
 
     @cached_property
+    def memory_peak(self) -> float:
+        return self.nodes.device.bandwidth_gbs * GB
+
+    @cached_property
     def memory_rate(self) -> float:
-        return self.nodes.device.bandwidth_gbs * GB * self.nodes.efficiency.memory
+        return self.memory_peak * self.nodes.efficiency.memory
+
+    @cached_property
+    def optimizer_rate(self) -> float:
+        return self.memory_peak * self.nodes.efficiency.optimizer
 
     @cached_property
     def link_rate(self) -> float:
@@ -104,9 +112,18 @@ class Simulator:
         return count, -(-mine // count)
 
     def _layer_times(self, model: PlannedModel, tp: int, sequences: int) -> tuple[float, float]:
-        """Seconds of the tensor-parallel collectives of one layer's forward, and of its launches."""
+        """Seconds of the tensor-parallel collectives of one layer's forward, and of the rest that is no matrix product."""
+        e = self.machine.nodes.efficiency
         size = sequences * self.workload.tokens * model.shape.hidden * model.compute_bytes
-        return 2.0 * self.machine.all_reduce(size, tp), self.machine.nodes.efficiency.micro_batch_us * US
+        rest = (
+            e.micro_batch_us + e.tp_layer_us * (tp > 1)
+        ) * US + e.activation_passes * size / self.machine.memory_peak
+        return 2.0 * self.machine.all_reduce(size, tp), rest
+
+    def _logits_time(self, model: PlannedModel, tp: int, tokens: int) -> float:
+        """Of one forward pass: softmax and the like."""
+        size = tokens * model.shape.vocab / tp * 4.0 * (model.head == "policy")
+        return self.machine.nodes.efficiency.logit_passes * size / self.machine.memory_peak
 
     def _passes(
         self, model: PlannedModel, sequences: int, layout: tuple[int, int, int], passes: float, rate: float
@@ -115,20 +132,21 @@ class Simulator:
         pp, tp, dp = layout
         count, each = self.micro_batches(model, sequences, dp)
         tokens = each * self.workload.tokens
-        head = 2.0 * model.head_params
-        slowest = (model.forward_flops(self.workload.tokens) - head) / pp + head  # the last stage has the head
-        flops = passes * tokens * slowest / tp
-        shared, launches = self._layer_times(model, tp, each)
+        said = each * self.workload.response_tokens  # the head, which the last stage has, sees no other positions
+        slowest = tokens * model.trunk_flops(self.workload.tokens) / pp + said * 2.0 * model.head_params
+        flops = passes * slowest / tp
+        shared, rest = self._layer_times(model, tp, each)
         repeated = 1.0 if passes == 1 else passes - 1  # the backward pass has as many collectives as the forward
         layers = model.shape.layers / pp
-        stage = flops / rate + layers * (shared * repeated + launches * passes)
+        stage = flops / rate + layers * (shared * repeated + rest * passes)
+        stage += self._logits_time(model, tp, said) * min(passes, 3.0)
         if pp > 1:
             directions = 1.0 if passes == 1 else 2.0
             stage += directions * self.machine.send(tokens * model.shape.hidden * model.compute_bytes, tp)
-        if model.gathers:
-            whole = model.params / tp * model.compute_bytes
-            stage += (1.0 if passes == 1 else 2.0) * self.machine.gather(whole, dp, tp)
-        return (count + pp - 1) * stage
+        gather = self.machine.gather(model.params / tp * model.compute_bytes, dp, tp) if model.gathers else 0.0
+        if model.gathers_at_once:
+            return (count + pp - 1) * stage + gather
+        return (count + pp - 1) * (stage + (1.0 if passes == 1 else 2.0) * gather)
 
     # Times
     def inference(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
@@ -152,7 +170,7 @@ class Simulator:
         time += reduction * (1.0 - e.overlap)
         owned = mine if model.sharding == "3d" else mine / dp
         touched = owned * (2 * model.optimizer_bytes + model.gradient_bytes + 2 * model.weight_bytes)
-        return time + touched / self.machine.memory_rate + e.update_ms * 1e-3
+        return time + touched / self.machine.optimizer_rate + e.update_ms * 1e-3
 
     def generation(self, model: PlannedModel, sequences: int, devices: int, layout: tuple[int, int], free: Any) -> Any:
         """On `devices` in replicas of (pp, tp), with `free` bytes of each for the cache (a number, or an array of them);
@@ -166,7 +184,7 @@ class Simulator:
         hidden = model.shape.hidden * model.rollout_bytes
         layers = model.shape.layers
         rate = tp * pp * machine.flops * e.inference
-        prefill = mine * w.prompt_tokens * model.forward_flops(w.prompt_tokens) / rate
+        prefill = mine * w.prompt_tokens * model.trunk_flops(w.prompt_tokens) / rate
         prefill += layers * 2.0 * machine.all_reduce(mine * w.prompt_tokens * hidden, tp) / pp
         per_stage = np.maximum(1.0, at_once / pp)
         weights = model.params * model.rollout_bytes * model.read_share(per_stage) / tp
@@ -175,18 +193,19 @@ class Simulator:
         step = step + layers * 2.0 * machine.all_reduce(per_stage * hidden, tp)
         if pp > 1:
             step = step + pp * machine.send(per_stage * hidden, tp)
-        step = step + (e.decode_step_us + e.decode_layer_us * layers + e.sequence_us * at_once) * US
+        layer = e.decode_layer_us + e.decode_tp_layer_us * (tp > 1)
+        step = step + (e.decode_step_us + layer * layers + e.sequence_us * at_once) * US
         seconds = prefill + mine / at_once * w.response_tokens * step + e.call_ms * 1e-3
         return np.where(fit >= 1.0, seconds, np.inf)
 
     def transition(self, model: PlannedModel, layout: tuple[int, int, int], rollout: tuple[int, int]) -> float:
         """Seconds of bringing trained weights to the engine."""
-        received = self.received(model, layout, rollout)
+        received, fixed = self.received(model, layout, rollout), self.machine.nodes.efficiency.sync_ms * 1e-3
         pp, tp, dp = layout
         spans = dp if model.gathers else 1
         if pp * tp * spans <= self.machine.nodes.per_node:
-            return received / self.machine.link_rate
-        return received * self.machine.nodes.per_node / self.machine.network_rate
+            return fixed + received / self.machine.link_rate
+        return fixed + received * self.machine.nodes.per_node / self.machine.network_rate
 
     def received(self, model: PlannedModel, layout: tuple[int, int, int], rollout: tuple[int, int]) -> float:
         """Bytes that a rank lacks of its generation shard: under zero-redundancy grouping (t p - t_g p_g) / (t_g p_g t p) M."""
@@ -196,7 +215,7 @@ class Simulator:
     def _kept(self, model: PlannedModel, layout: tuple[int, int, int], rollout: tuple[int, int]) -> float:
         """Bytes of a rank's training shard that lie in its generation shard."""
         pp, tp, dp = layout
-        size = model.params * model.rollout_bytes
+        size = float(model.params * model.rollout_bytes)
         if model.gathers:
             return size / (pp * tp * dp) if rollout[0] * rollout[1] <= pp * tp * dp else 0.0
         share = size
@@ -218,20 +237,78 @@ class Simulator:
         return tuple(parameters * size / shards**spread for parameters, size, spread in every)
 
     def bytes(self, model: PlannedModel, layout: tuple[int, int, int]) -> Bytes:
-        tp = layout[1]
         weights, gradients, optimizer = (0.0, 0.0, 0.0) if model.on_host else self._held(model, layout)
-        gathered = 0.0
-        if model.gathers:
-            largest = 2.0 * max(model.layer_params, model.shape.vocab * model.shape.hidden)
-            gathered = (model.params if model.keeps_gathered else largest) / tp * model.compute_bytes
-        buffers = gradients if model.pipelined else 0.0  # Megatron's stay
-        resident, training, inference = weights + optimizer + buffers, gathered + gradients - buffers, gathered
+        resident = weights + optimizer
+        if model.gradients_stay:
+            resident += gradients + self._bucket(model) * model.trained
+        if model.sharding == "zero3":
+            resident += min(model.live_elements, model.params) * model.compute_bytes
+        updates, reads = self.workload.of(model.name, "train"), self.workload.of(model.name, "infer")
+        training = max((self._update_bytes(model, t.sequences, layout, gradients) for t in updates), default=0.0)
+        inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
         if model.offload:
             resident, training, inference = 0.0, training + resident, inference + weights
-        updates, reads = self.workload.of(model.name, "train"), self.workload.of(model.name, "infer")
-        training += max((self.activations(model, t.sequences, layout, True) for t in updates), default=0.0)
-        inference += max((self.activations(model, t.sequences, layout, False) for t in reads), default=0.0)
         return Bytes(resident, training if updates else 0.0, inference if reads else 0.0)
+
+    def _gathered(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:
+        """Bytes of whole weights in a forward pass, and in a backward pass."""
+        if not model.gathers:
+            return 0.0, 0.0
+        whole = model.params / layout[1] * model.compute_bytes
+        if model.sharding == "zero3":
+            ahead = max(self._bucket(model), model.layer_params * model.compute_bytes)
+            return 2.0 * ahead, ahead  # in a forward pass what they were fetched in is there too
+        if model.gathers_at_once:
+            return 2.0 * whole, whole  # in a forward pass what they were gathered in is there too
+        layer = model.layer_params / layout[1] * model.compute_bytes
+        others = whole - model.shape.layers * layer
+        if model.keeps_gathered:
+            return whole + layer, whole + layer
+        return others + 3.0 * layer, others + 3.0 * layer  # one at work, the next, and what the last was gathered in
+
+    def _read_bytes(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
+        """More while it reads."""
+        _, working, logits = self.activations(model, sequences, layout)
+        return self._gathered(model, layout)[0] + max(working, 2.0 * logits)
+
+    def _bucket(self, model: PlannedModel) -> float:
+        """Bytes of the buffer in which gradients are reduced, and weights fetched ahead."""
+        return min(model.bucket_elements, model.params) * model.compute_bytes
+
+    def _update_bytes(
+        self, model: PlannedModel, sequences: int, layout: tuple[int, int, int], gradients: float
+    ) -> float:
+        """More while it trains: the most of the forward pass, the beginning and the end of the backward pass, and the reduction
+        of gradients. `gradients`: of this rank's share."""
+        _, tp, dp = layout
+        count, _ = self.micro_batches(model, sequences, dp)
+        kept, working, logits = self.activations(model, sequences, layout)
+        forward, backward = self._gathered(model, layout)
+        embedding = model.shape.vocab * model.shape.hidden / tp * model.compute_bytes * model.trained_share
+        begun = kept + (working if model.recompute else 0.0) + 3.0 * logits + (embedding if logits else 0.0)
+        if model.sharding == "zero3":
+            return backward + max(kept + 2.0 * logits, begun)
+        if not model.gathers:
+            unreduced = 0.0 if model.gradients_stay else gradients
+            reduced = 2.0 * self._bucket(model) + unreduced / (dp if model.sharding == "zero1" else 1)
+            return max(max(kept + 2.0 * logits, begun) + unreduced * (count > 1), reduced)
+        whole = model.params / tp * model.trained_share
+        unreduced = whole * model.compute_bytes if count > 1 or model.gathers_at_once else gradients
+        phases = [
+            forward + kept + 2.0 * logits,
+            backward + begun,
+            backward + unreduced + 2.0 * embedding,
+        ]
+        if count > 1:
+            phases.append(backward + unreduced + begun)
+        if count > 1 or model.gathers_at_once:
+            group = 1.0 if model.gathers_at_once else max(model.layer_params, model.head_params) / model.params
+            sent = group * whole * model.gradient_bytes
+            kept_back = unreduced if group < 1.0 else 0.0
+            phases += (
+                [unreduced + sent, kept_back + sent * (2.0 + 1.0 / dp)] if dp > 1 else []
+            )  # gloo reduces in a copy
+        return max(phases)
 
     def moves(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:
         """Seconds of a step that an offloaded model's weights, and what it trains with, take from the host (and back)."""
@@ -241,23 +318,31 @@ class Simulator:
         rate = self.machine.nodes.device.host_gbs * GB
         return weights / rate, 2.0 * (weights + optimizer) / rate
 
-    def activations(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int], train: bool) -> float:
-        """Of one rank's micro-batches in flight, and the logits of one (arXiv:2205.05198: 34 bytes per token and hidden unit
-        of a layer in 16 bits with attention that keeps no scores; of those 24 are cut by tp)."""
+    def activations(
+        self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]
+    ) -> tuple[float, float, float]:
+        """Bytes of one rank's: what the micro-batches in flight keep for the backward pass, what one layer works with, and the
+        float32 logits of a micro-batch.
+
+        A layer of a Llama-like model keeps, per token, 10 numbers for each hidden unit (two residuals, two norms before and
+        after their weights; queries, keys, values and what attention gives, fewer under GQA) and 4 for each
+        intermediate one (gate, its activation, up, their product); attention keeps no scores. tp cuts all but the residuals and
+        norms.
+        """
         pp, tp, dp = layout
         count, each = self.micro_batches(model, sequences, dp)
-        tokens, hidden = each * self.workload.tokens, model.shape.hidden
-        one = tokens * hidden * (10 + 24 / tp) * model.compute_bytes / 2
-        logits = tokens * model.shape.vocab / tp * 4 if model.head == "policy" else 0.0
-        if not train:
-            return one + logits
-        layers = -(-model.shape.layers // pp)
-        in_flight = min(count, pp)
-        if model.recompute:
-            kept = in_flight * layers * tokens * hidden * model.compute_bytes + one
+        tokens, shape = each * self.workload.tokens, model.shape
+        attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        if shape.experts:
+            inner = shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate
         else:
-            kept = in_flight * layers * one
-        return kept + 2.0 * logits
+            inner = shape.intermediate
+        one = tokens * (6 * shape.hidden + (attention + 4 * inner) / tp) * model.compute_bytes
+        said = each * self.workload.response_tokens
+        logits = said * shape.vocab / tp * 4.0 if model.head == "policy" else 0.0
+        layers = -(-shape.layers // pp) * min(count, pp)
+        kept = layers * (tokens * shape.hidden * model.compute_bytes if model.recompute else one)
+        return kept, one, logits
 
     def engine_weights(self, model: PlannedModel, layout: tuple[int, int, int], rollout: tuple[int, int]) -> float:
         """Bytes that the engine's weights take beside the trained ones: what is the same in both is kept once where the

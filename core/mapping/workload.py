@@ -17,6 +17,9 @@ Verb = Literal["generate", "infer", "train"]
 STAGES: tuple[Verb, ...] = ("generate", "infer", "train")
 """A step's stages, one after the other (arXiv:2409.19256, section 2): generation, preparation, training."""
 
+MANY = 1 << 20
+"""Of ranks: no limit."""
+
 
 @attrs.frozen
 class Task:
@@ -44,9 +47,9 @@ class PlannedModel(Storage):
     offload: bool = attrs.field(default=False, kw_only=True)
     """Weights and optimizer wait in the host's memory while other models work."""
     micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1), kw_only=True)
-    max_tp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
-    max_pp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
-    max_rollout_tp: int = attrs.field(default=1 << 20, validator=at_least(1), kw_only=True)
+    max_tp: int = attrs.field(default=MANY, validator=at_least(1), kw_only=True)
+    max_pp: int = attrs.field(default=MANY, validator=at_least(1), kw_only=True)
+    max_rollout_tp: int = attrs.field(default=MANY, validator=at_least(1), kw_only=True)
     max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
     takes: Callable[[tuple[int, int, int]], bool] | None = attrs.field(default=None, kw_only=True, eq=False)
     """Whether the backend takes a layout (pp, tp, dp) of this model, beside what the shape says; none: all."""
@@ -68,6 +71,16 @@ class PlannedModel(Storage):
     def gathers(self) -> bool:
         """Whether weights are gathered layer by layer."""
         return self.sharding in ("fsdp", "zero3")
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Between steps: Megatron's are in buffers of their own."""
+        return self.pipelined or self.keeps_gradients
+
+    @property
+    def gathers_at_once(self) -> bool:
+        """Whether all weights are gathered once per call, for all its micro-batches."""
+        return self.gathers and self.layer_params < self.whole_below
 
     @property
     def pipelined(self) -> bool:
@@ -107,10 +120,10 @@ class PlannedModel(Storage):
     def head_params(self) -> int:
         return self.shape.hidden * (self.shape.vocab if self.head == "policy" else 1)
 
-    def forward_flops(self, tokens: float) -> float:
-        """Of one token of a sequence of `tokens`: 2 per weight, and causal attention."""
+    def trunk_flops(self, tokens: float) -> float:
+        """Of one token of a sequence of `tokens`, without the head: 2 per weight, and causal attention."""
         s = self.shape
-        return 2.0 * self.active_params + 2.0 * s.layers * s.heads * s.head_dim * tokens
+        return 2.0 * (self.active_params - self.head_params) + 2.0 * s.layers * s.heads * s.head_dim * tokens
 
     @property
     def cache_bytes(self) -> int:

@@ -13,6 +13,7 @@ from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job import Job
 from hybridflow.core.metrics import Metrics
 from hybridflow.core.plugins import registry
+from hybridflow.core.running.foresight import Foresight
 from hybridflow.core.running.timeline import seconds_per_phase
 from hybridflow.core.tracking import Tracker
 
@@ -49,6 +50,7 @@ class Reporter:
         self._task: TaskID | None = None
         self._last_line = 0.0
         self._warned = False
+        self.foresight = Foresight.of(job)
 
     def __enter__(self) -> Reporter:
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
@@ -119,6 +121,9 @@ class Reporter:
         values["seconds/step"] = seconds
         phases = seconds_per_phase(run.session.timeline.take())
         values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
+        if self.foresight is not None:
+            self.foresight.add(values)
+            values["seconds/predicted"] = self.foresight.seconds
         self._log(run, values)
         self._line(run.step, values)
         self._check_mismatch(run.step, values)
@@ -139,6 +144,11 @@ class Reporter:
                 "tokens"
             )
         self._warned = above
+
+    def ended(self) -> None:
+        """Predicted against measured times, where they are known."""
+        for line in self.foresight.lines() if self.foresight is not None else ():
+            self.say(line)
 
     @property
     def reached(self) -> bool:
@@ -172,7 +182,12 @@ class Reporter:
             f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}" for label, value in shown.items()
         )
         slowest = sorted(
-            ((v, k) for k, v in values.items() if k.startswith("seconds/") and k != "seconds/step"), reverse=True
+            (
+                (v, k)
+                for k, v in values.items()
+                if k.startswith("seconds/") and k not in ("seconds/step", "seconds/predicted")
+            ),
+            reverse=True,
         )
         phases = " ".join(f"{k.removeprefix('seconds/')} {v:.2f}" for v, k in slowest[:3])
         line = f"{line}  {values['seconds/step']:.2f} s ({phases})"

@@ -177,7 +177,7 @@ def test_a_cluster_of_ones_own_devices(tmp_path):
     (tmp_path / "cluster.toml").write_text(FILE)
     [nodes] = read_cluster(str(tmp_path / "cluster.toml")).nodes
     assert (nodes.device.name, nodes.device.memory_gb, nodes.devices, nodes.between_gbs) == ("mine", 24, 8, 12.5)
-    assert nodes.efficiency == Efficiency(training=0.4) and nodes.measured
+    assert nodes.efficiency == Efficiency(training=0.4) and nodes.figures == "given"
     assert nodes.sizes() == [1, 2, 4, 8]
 
 

@@ -148,7 +148,7 @@ def test_a_backend_that_takes_no_layout_and_an_engine_without_room_are_told_so()
 def test_models_that_fit_alone_and_not_together_are_told_so():
     models = [PlannedModel("actor", SMALL, trained=True), PlannedModel("critic", SMALL, trained=True, head="value")]
     work = Workload((*ONE.tasks, Task("critic", "train", 8)), 16, 16)
-    one = cluster(0.06, per_node=1)
+    one = cluster(0.085, per_node=1)
     plan_mapping(one, ONE, models[:1])
     with pytest.raises(NothingFitsError, match="each model fits alone, and no placement of all 2 does"):
         plan_mapping(one, work, models)
