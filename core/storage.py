@@ -38,8 +38,6 @@ class Storage:
     """Gradients, and the buffer below, stay between steps."""
     bucket_elements: int = attrs.field(default=0, validator=non_negative)
     """Gradients are reduced, and weights fetched ahead, so many at a time, in a buffer."""
-    live_elements: int = attrs.field(default=0, validator=non_negative)
-    """zero3: so many weights stay gathered between calls."""
     on_host: bool = False
     """Weights, gradients and optimizer are in the host's memory all the time."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)

@@ -11,9 +11,6 @@ from hybridflow.core.parallel import ParallelLayout
 from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.storage import Storage
 
-LIVE_ELEMENTS = 1_000_000_000
-"""DeepSpeed's default of stage3_max_live_parameters."""
-
 
 @attrs.frozen
 class DeepSpeedConfig:
@@ -59,7 +56,6 @@ class DeepSpeedConfig:
             optimizer_bytes=0 if self.offload_optimizer else 12,  # masters beside float32 weights, too
             keeps_gradients=self.stage == 3,
             bucket_elements=self.bucket_elements,
-            live_elements=int(self.zero.get("stage3_max_live_parameters", LIVE_ELEMENTS)),
             compute_bytes=4 if wide else 2,
             recompute=self.activation_checkpointing,
             on_host=self.offload_parameters,

@@ -241,8 +241,6 @@ class Simulator:
         resident = weights + optimizer
         if model.gradients_stay:
             resident += gradients + self._bucket(model) * model.trained
-        if model.sharding == "zero3":
-            resident += min(model.live_elements, model.params) * model.compute_bytes
         updates, reads = self.workload.of(model.name, "train"), self.workload.of(model.name, "infer")
         training = max((self._update_bytes(model, t.sequences, layout, gradients) for t in updates), default=0.0)
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
@@ -264,7 +262,7 @@ class Simulator:
         others = whole - model.shape.layers * layer
         if model.keeps_gathered:
             return whole + layer, whole + layer
-        return others + 3.0 * layer, others + 3.0 * layer  # one at work, the next, and what the last was gathered in
+        return others + 2.0 * layer, others + 2.0 * layer  # one at work and the next
 
     def _read_bytes(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
         """More while it reads."""
@@ -287,7 +285,7 @@ class Simulator:
         embedding = model.shape.vocab * model.shape.hidden / tp * model.compute_bytes * model.trained_share
         begun = kept + (working if model.recompute else 0.0) + 3.0 * logits + (embedding if logits else 0.0)
         if model.sharding == "zero3":
-            return backward + max(kept + 2.0 * logits, begun)
+            return max(forward + kept + 2.0 * logits, backward + begun)
         if not model.gathers:
             unreduced = 0.0 if model.gradients_stay else gradients
             reduced = 2.0 * self._bucket(model) + unreduced / (dp if model.sharding == "zero1" else 1)
