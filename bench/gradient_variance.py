@@ -1,6 +1,6 @@
 """Variance of the policy gradient over its squared mean, of critic-free algorithms at G = 8 on one warmed-up policy.
 
-python bench/gradient_variance.py [--batches 64]
+python bench/gradient_variance.py [--batches 64] [--warm-up 0.6]
 
 Every estimator sees the same batches (8 prompts, 8 responses each, of the arithmetic task, without KL). Its loss is
 REINFORCE's, -A log p summed over a response's tokens and averaged over responses, with its own advantages. variance: the mean
@@ -56,10 +56,14 @@ def gradient(worker, batch, loss) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=64)
-    batches = parser.parse_args().batches
+    parser.add_argument(
+        "--warm-up", type=float, help="held-out score at which the warm-up ends; default: the example's, 0.6"
+    )
+    arguments = parser.parse_args()
+    until = () if arguments.warm_up is None else (f"stages.warm-up.validation.stop_at={arguments.warm_up}",)
     with tempfile.TemporaryDirectory() as folder:
-        launch(ROOT / "examples" / "arithmetic.toml", [f"run.folder={folder}", "runtime.name=inline", *WARM_UP])
-        measure(Path(folder) / "arithmetic" / "warm-up" / "export" / "actor", batches)
+        launch(ROOT / "examples" / "arithmetic.toml", [f"run.folder={folder}", "runtime.name=inline", *WARM_UP, *until])
+        measure(Path(folder) / "arithmetic" / "warm-up" / "export" / "actor", arguments.batches)
 
 
 def measure(warm: Path, batches: int) -> None:
