@@ -2,7 +2,7 @@
 allocator, of models of 220 and 245 MB in float32 on two processes under FSDP2 and, in the environment of `make test-engines`,
 ZeRO.
 
-python bench/memory.py                                   FSDP2; five minutes on two cores
+python bench/memory.py                                   FSDP2; ten minutes on two cores
 .venv-engines/bin/python bench/memory.py zero            ZeRO 1 to 3
 
 Counted from the building of the model on, so without what the process had before. What another thread (of a collective) frees

@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.mapping.search import Mapping
+from hybridflow.core.mapping.workload import STAGES
 
 COLOURS = ("#4878a8", "#e0a458", "#6aa56e", "#b5697a", "#8a78b0", "#7f8c8d")
 
@@ -48,7 +49,7 @@ def _draw(area, mapping: Mapping, colour: dict[str, str]) -> None:
         for stage, begin in enumerate(begins):
             at = begin
             for choice in pool.entry.choices:
-                own = (choice.generate + choice.transition, choice.option.infer, choice.option.train)[stage]
+                own = choice.time(STAGES[stage])
                 if own:
                     area.barh(row, own, left=at, color=colour[choice.option.model.name], height=0.6, edgecolor="white")
                 at += own

@@ -14,11 +14,9 @@ from hybridflow.core.job import Job, resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 from hybridflow.core.mapping.cluster import GB, Cluster, read_cluster
 from hybridflow.core.mapping.job import Misfit, NotPlanned, Plannable, as_written, plannable, settings
-from hybridflow.core.mapping.pools import Choice
+from hybridflow.core.mapping.pools import seconds
 from hybridflow.core.mapping.search import Mapping, NothingFitsError, Pool, describe, plan_mapping
-from hybridflow.core.mapping.workload import STAGES
-
-NAMES = {"generate": "generation", "infer": "inference", "train": "training"}
+from hybridflow.core.mapping.workload import STAGE_NAMES, STAGES
 
 
 def read_sizes(text: str | None) -> list[int]:
@@ -94,12 +92,12 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
         if time:
             print_line(
                 console,
-                f"  {NAMES[verb]:<12}{seconds(time):>9}  {100 * time / best.seconds:3.0f}%  {_slowest(best, verb)}",
+                f"  {STAGE_NAMES[verb]:<12}{seconds(time):>9}  {100 * time / best.seconds:3.0f}%  {_slowest(best, verb)}",
             )
     print_line(console)
     print_table(
         console,
-        ("pool", "role", "devices", "layout", "engine", *(NAMES[v] for v in STAGES)),
+        ("pool", "role", "devices", "layout", "engine", *(STAGE_NAMES[v] for v in STAGES)),
         [row for pool in best.pools for row in _pool_rows(pool, cluster)],
     )
     print_line(console)
@@ -129,20 +127,13 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
 
 def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
     """Models whose backend or engine is not the one that a device was measured with."""
-    found: dict[str, None] = {}
-    for nodes in (n for n in cluster.nodes if n.measured):
-        for model, (backend, engine) in work.runs_on.items():
-            assert nodes.measured is not None
-            for mine, theirs in ((backend, nodes.measured[0]), (engine, nodes.measured[1])):
-                if mine and mine != theirs:
-                    found[
-                        f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
-                    ] = None
-    return list(found)
-
-
-def seconds(value: float) -> str:
-    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    return [
+        f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
+        for nodes in cluster.nodes
+        for model, runs_on in work.runs_on.items()
+        for mine, theirs in zip(runs_on, nodes.measured or runs_on, strict=True)
+        if mine and mine != theirs
+    ]
 
 
 def _more(other: Mapping, best: Mapping) -> str:
@@ -153,7 +144,7 @@ def _more(other: Mapping, best: Mapping) -> str:
 def _why(other: Mapping, best: Mapping) -> str:
     """Stage by stage, what differs."""
     parts = [
-        f"{NAMES[v]} {seconds(mine)} instead of {seconds(ours)}"
+        f"{STAGE_NAMES[v]} {seconds(mine)} instead of {seconds(ours)}"
         for v, mine, ours in zip(STAGES, other.stages, best.stages, strict=True)
         if abs(mine - ours) > 0.005 * best.seconds
     ]
@@ -164,16 +155,10 @@ def _slowest(mapping: Mapping, verb: str) -> str:
     """Which pool a stage waits for, and for what."""
     stage = STAGES.index(verb)  # type: ignore[arg-type]
     pool = max(mapping.pools, key=lambda p: p.entry.times[stage])
-    times = {c.option.model.name: _time(c, verb) for c in pool.entry.choices}
+    times = {c.option.model.name: c.time(verb) for c in pool.entry.choices}
     parts = [f"{name} {seconds(t)}" for name, t in sorted(times.items(), key=lambda x: -x[1]) if t]
     wait = f"; {', '.join('+'.join(p.names) for p in mapping.pools if p is not pool and p.entry.times[stage])} waits"
     return ", then ".join(parts) + (wait if any(p is not pool and p.entry.times[stage] for p in mapping.pools) else "")
-
-
-def _time(choice: Choice, verb: str) -> float:
-    if verb == "generate":
-        return choice.generate + choice.transition
-    return choice.option.infer if verb == "infer" else choice.option.train
 
 
 def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
@@ -184,7 +169,7 @@ def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
         if choice.rollout is not None:
             across, within = choice.rollout
             engine = f"{pool.entry.devices // (across * within)} of pp {across} tp {within}"
-        times = [_time(choice, verb) for verb in STAGES]
+        times = [choice.time(verb) for verb in STAGES]
         cells = [seconds(t) if t else "" for t in times]
         if choice.transition:
             cells[0] += f" ({seconds(choice.transition)} of it weights)"
@@ -228,4 +213,4 @@ def scaling(console: Console, cluster: Cluster, work: Plannable, sizes: Sequence
         efficiency = rate / first[1] * first[0] / size
         stages = [seconds(t) if t else "" for t in best.stages]
         rows.append((str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", describe(best)))
-    print_table(console, ("devices", "step", *(NAMES[v] for v in STAGES), "efficiency", "placement"), rows)
+    print_table(console, ("devices", "step", *(STAGE_NAMES[v] for v in STAGES), "efficiency", "placement"), rows)

@@ -100,7 +100,7 @@ def calibrate(given: Mapping[str, Any], devices: int, name: str | None = None, s
         with Session(job, prepare(job), say) as session:
             session.say("measuring the machine")
             wide = any(m.compute_bytes == 4 for m in models.values())
-            probe = session._group(MachineProbe, session.pools["main"], name="machine")
+            probe = session.make_group(MachineProbe, session.pools["main"], name="machine")
             figures = probe.measure("float32" if wide else "bfloat16").result()
             session.say(f"measuring {len(job.models)} models")
             job.algorithm.step(session.context())
@@ -139,7 +139,7 @@ def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
                 "intermediate_size": hidden * 8 // 3 // 64 * 64, "max_position_embeddings": 4096,
                 "tie_word_embeddings": True,
             }  # fmt: skip
-            roles[f"{name}_tp{tp}" if tp > 1 else name] = {
+            roles[f"{name}_tp{tp}_engine{generation}"] = {
                 "model": {"config": config},
                 "backend": backend,
                 "layout": {"tp": tp},
@@ -203,7 +203,7 @@ def described(found: Sequence[MachineFigures], kind: str, name: str | None) -> D
 def _measured_links(found: Sequence[MachineFigures], device: Device) -> Efficiency:
     """Where the fit begins: what the links themselves say."""
     links = [f.link_rate / GB for f in found if f.link_rate is not None]
-    start = {"usable": 0.9, "network": 0.8} | {k: v for k, v in START.items()}
+    start = dict(START)
     if links:
         start |= {
             "link": min(1.0, min(links) / device.link_gbs),

@@ -52,6 +52,10 @@ class Choice:
         """Of generation and the transition."""
         return self.transition + self.generate
 
+    def time(self, verb: str) -> float:
+        """Seconds of a stage."""
+        return {"generate": self.seconds, "infer": self.option.infer, "train": self.option.train}[verb]
+
 
 @attrs.frozen
 class Candidate:
@@ -299,6 +303,11 @@ class PoolPlanner:
 def after(moved: float, infer: float, train: float) -> tuple[float, float]:
     """What is moved comes before the first stage that there is."""
     return (infer + moved, train) if infer else (infer, train + moved if train else 0.0)
+
+
+def seconds(value: float) -> str:
+    """For readers."""
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
 
 
 def gigabytes(size: float) -> str:

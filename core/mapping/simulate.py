@@ -303,9 +303,8 @@ class Simulator:
             group = 1.0 if model.gathers_at_once else max(model.layer_params, model.head_params) / model.params
             sent = group * whole * model.gradient_bytes
             kept_back = unreduced if group < 1.0 else 0.0
-            phases += (
-                [unreduced + sent, kept_back + sent * (2.0 + 1.0 / dp)] if dp > 1 else []
-            )  # gloo reduces in a copy
+            if dp > 1:  # gloo reduces in a copy
+                phases += [unreduced + sent, kept_back + sent * (2.0 + 1.0 / dp)]
         return max(phases)
 
     def moves(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:

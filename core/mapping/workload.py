@@ -16,6 +16,8 @@ from hybridflow.core.storage import Storage
 Verb = Literal["generate", "infer", "train"]
 STAGES: tuple[Verb, ...] = ("generate", "infer", "train")
 """A step's stages, one after the other (arXiv:2409.19256, section 2): generation, preparation, training."""
+STAGE_NAMES: dict[str, str] = {"generate": "generation", "infer": "inference", "train": "training"}
+"""For readers."""
 
 MANY = 1 << 20
 """Of ranks: no limit."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job import Job
 from hybridflow.core.mapping.cluster import read_cluster
 from hybridflow.core.mapping.job import as_written, plannable
+from hybridflow.core.mapping.pools import seconds
 from hybridflow.core.mapping.search import Mapping as Placed
+from hybridflow.core.mapping.workload import STAGE_NAMES, STAGES
 
-STAGES = {"generate": "generation", "infer": "inference", "train": "training"}
 METHODS = {
     "generate": "generate", "episodes": "generate", "logprobs": "infer", "values": "infer", "score": "infer", "loss": "infer",
     "update": "train",
@@ -24,8 +25,8 @@ SKIPPED = 1
 class Foresight:
     """Predicted seconds of a step and of each role's work, and what they were."""
 
-    def __init__(self, seconds: float, work: Mapping[tuple[str, str], float]):
-        self.seconds, self.work = seconds, dict(work)
+    def __init__(self, step: float, work: Mapping[tuple[str, str], float]):
+        self.seconds, self.work = step, dict(work)
         """(role, "generate", "infer" or "train") -> seconds of a step."""
         self._steps: list[Mapping[str, float]] = []
 
@@ -36,7 +37,7 @@ class Foresight:
             return None
         try:
             found = as_written(job, plannable(job), read_cluster(job.placement.cluster))
-        except HybridFlowError:  # said at the start
+        except HybridFlowError:  # core.mapping.placement has said so, and why
             return None
         return cls(found.seconds, _work(found)) if isinstance(found, Placed) else None
 
@@ -51,32 +52,25 @@ class Foresight:
             return []
         step = statistics.median(s["seconds/step"] for s in steps)
         said = [
-            f"a step took {_seconds(step)} (median), {_seconds(self.seconds)} were predicted ({_off(self.seconds, step)})"
+            f"a step took {seconds(step)} (median), {seconds(self.seconds)} were predicted ({_off(self.seconds, step)})"
         ]
         for (role, verb), predicted in self.work.items():
             measured = statistics.median(_spent(s, role, verb) for s in steps)
             if measured:
                 off = _off(predicted, measured)
-                said.append(f"  {role} {STAGES[verb]}: {_seconds(measured)}, predicted {_seconds(predicted)} ({off})")
+                said.append(
+                    f"  {role} {STAGE_NAMES[verb]}: {seconds(measured)}, predicted {seconds(predicted)} ({off})"
+                )
         return said
 
 
 def _work(mapping: Placed) -> dict[tuple[str, str], float]:
     choices = [c for pool in mapping.pools for c in pool.entry.choices]
-    every: Iterable[tuple[tuple[str, str], float]] = (
-        ((c.option.model.name, verb), time)
-        for c in choices
-        for verb, time in (("generate", c.seconds), ("infer", c.option.infer), ("train", c.option.train))
-    )
-    return {key: time for key, time in every if time}
+    return {(c.option.model.name, verb): time for c in choices for verb in STAGES if (time := c.time(verb))}
 
 
 def _spent(values: Mapping[str, float], role: str, verb: str) -> float:
     return sum(values.get(f"seconds/{role}/{method}", 0.0) for method, of in METHODS.items() if of == verb)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
 
 
 def _off(predicted: float, measured: float) -> str:

@@ -105,7 +105,7 @@ class Session:
             self.say(f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}")
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
         main = self.pools[job.main_pool]
-        self.tasks = self._group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
+        self.tasks = self.make_group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
         with said_meanwhile(self.say, lambda: f"still building {', '.join(job.models)}"):
             self._build(main)
 
@@ -121,17 +121,17 @@ class Session:
             model = attrs.evolve(role, engine=None) if apart else role
             generation = None if apart else placed.generation
             options: dict[str, Any] = {"layout": placed.layout, "generation": generation}
-            group = self._group(ModelWorker, self.pools[placed.pool], model, name=name, **options)
+            group = self.make_group(ModelWorker, self.pools[placed.pool], model, name=name, **options)
             building.append((name, group.build()))
             if placed.rollout_pool is not None and placed.generation is not None:
                 options = {"layout": placed.generation.train, "generation": placed.generation}
                 pool = self.pools[placed.rollout_pool]
-                engines = self._group(RolloutWorker, pool, role, name=f"{name}.rollout", **options)
+                engines = self.make_group(RolloutWorker, pool, role, name=f"{name}.rollout", **options)
                 building.append((engines.name, engines.build()))
                 self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
             self.groups[name] = (placed.role, group)
         for name, scorer in job.scorers.items():
-            group = self._group(RewardWorker, main, scorer.parts, tokenizer, name=name)
+            group = self.make_group(RewardWorker, main, scorer.parts, tokenizer, name=name)
             self.groups[name] = (scorer.role, group)
         self.parameters = {}
         for name, built in building:
@@ -144,7 +144,8 @@ class Session:
         for name, rollout in self.rollouts.items():
             self.say(f"{name}: {sync_line([rollout.connect()])}")
 
-    def _group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
+    def make_group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
+        """One worker per rank of the pool, with the run's seed and timeline."""
         return WorkerGroup(worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options)
 
     def context(self) -> StepContext:

@@ -126,7 +126,7 @@ def test_two_devices_are_measured_with_their_link_and_tensor_parallelism(tmp_pat
 
 
 def tiny(folder, cluster) -> str:
-    model = json.dumps(MODEL).replace('":', '" =').replace("true", "true")
+    model = json.dumps(MODEL).replace('":', '" =')
     return f"""
 algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 2 }}
 runtime = "inline"
@@ -151,6 +151,18 @@ def test_a_run_that_knows_its_cluster_says_what_was_predicted(tmp_path, capsys):
     lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     predicted = {json.loads(line)["seconds/predicted"] for line in lines}
     assert len(lines) == 3 and len(predicted) == 1 and predicted.pop() > 0
+
+
+def test_every_cut_has_models_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "_cuts", lambda *_: [(1, 1), (1, 2)])  # a backend without tp, an engine with it
+    models = probing_job({"run": {"device": "cpu"}}, 2, str(tmp_path)).models
+    assert len(models) == 6 and {m.generation.tp for m in models.values()} == {1, 2}
+
+
+def test_a_measured_section_without_efficiencies_is_told(tmp_path):
+    (tmp_path / "odd.toml").write_text(OWN + '[measured.laptop]\nbackend = "fsdp"\nengine = "vllm"\n')
+    with pytest.raises(ConfigError, match=r"measured\.laptop: there is no \[efficiency\.laptop\]"):
+        Cluster.read(tmp_path / "odd.toml")
 
 
 def test_the_models_are_cut_as_the_backend_and_the_engine_can(tmp_path):
