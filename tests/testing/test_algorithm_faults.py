@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from testing.expect import caught
@@ -72,12 +73,15 @@ class BadMetric(SFT):
 
 
 class OwnRandomness(SFT):
-    """Draws from torch's generator, whose state is in no checkpoint."""
+    """Draws from a generator of its own, whose state is in no checkpoint: after a resume it begins anew."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.random = np.random.default_rng(0)
 
     def step(self, ctx):
-        batch = ctx.prompts(self.config.batch_size)
-        kept = torch.randperm(self.config.batch_size)[:2].numpy()
-        ctx.actor.update((batch.take(kept), self.losses()["actor"]))
+        kept = self.random.permutation(self.config.batch_size)[:2]
+        ctx.actor.update((ctx.prompts(self.config.batch_size).take(kept), self.losses()["actor"]))
 
 
 class ForgetsItsState(SFT):
