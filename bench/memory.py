@@ -1,9 +1,10 @@
 """What `hybridflow plan` says a device's memory holds, beside what it holds: the bytes of all tensors of a rank, counted at the
-allocator, of models of 220 and 245 MB in float32 on two processes under FSDP2 and, in the environment of `make test-engines`,
+allocator, of models of 180 to 250 MB in float32 on two processes under FSDP2 and, in the environment of `make test-engines`,
 ZeRO.
 
-python bench/memory.py                                   FSDP2; ten minutes on two cores
-.venv-engines/bin/python bench/memory.py zero            ZeRO 1 to 3
+python bench/memory.py                                   FSDP2; 25 minutes on two cores
+python bench/memory.py --model "62M deep"                one of the models
+.venv-engines/bin/python bench/memory.py --zero          ZeRO 1 to 3
 
 Counted from the building of the model on, so without what the process had before. What another thread (of a collective) frees
 the count does not see: at the beginning of each phase it is set to the tensors that are there. The median
@@ -13,6 +14,7 @@ hold its buffer. One JSON line per figure; exits 1 when a bar is missed.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import os
@@ -50,8 +52,17 @@ MODELS = {
         "model_type": "llama", "vocab_size": 8000, "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16,
         "num_key_value_heads": 4, "intermediate_size": 2816, "max_position_embeddings": 1024, "tie_word_embeddings": False,
     },
+    "62M deep": {
+        "model_type": "qwen3", "vocab_size": 24000, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1536, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+    },
+    "45M wide": {
+        "model_type": "llama", "vocab_size": 100000, "hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "intermediate_size": 1152, "max_position_embeddings": 1024, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
-"""The formulas were written with the first at hand; the second is for what they say of others."""
+"""The formulas were written with the first at hand, mended by the second and the third (tp); the fourth changed nothing."""
 FSDP = (
     # model, backend, tp, sequences, prompt tokens, response tokens, micro_batch_tokens
     ("55M tied", {}, 1, 8, 64, 64, 4096),
@@ -66,6 +77,13 @@ FSDP = (
     ("61M GQA", {}, 2, 16, 32, 96, 1024),
     ("61M GQA", {"wrap_min_parameters": 1_000_000, "precision": "bf16"}, 1, 16, 64, 64, 2048),
     ("61M GQA", {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000}, 1, 16, 64, 64, 512),
+    ("62M deep", {}, 1, 16, 64, 64, 4096),
+    ("62M deep", {"precision": "bf16"}, 2, 16, 32, 96, 2048),
+    ("62M deep", {"wrap_min_parameters": 1_000_000}, 1, 16, 64, 64, 1024),
+    ("62M deep", {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000}, 1, 32, 96, 32, 4096),
+    ("45M wide", {}, 1, 64, 32, 96, 4096),
+    ("45M wide", {}, 2, 32, 32, 96, 4096),
+    ("45M wide", {"precision": "bf16"}, 1, 64, 32, 96, 4096),
 )
 ZERO = (
     ("55M tied", {"stage": 1}, 1, 8, 64, 64, 4096),
@@ -76,6 +94,10 @@ ZERO = (
     ("55M tied", {"stage": 3}, 1, 32, 128, 128, 8192),
     ("61M GQA", {"stage": 2}, 1, 16, 96, 32, 1024),
     ("61M GQA", {"stage": 3, "precision": "bf16"}, 1, 16, 64, 64, 2048),
+    ("62M deep", {"stage": 3, "precision": "bf16"}, 1, 16, 64, 64, 4096),
+    ("62M deep", {"stage": 2}, 1, 16, 64, 64, 1024),
+    ("62M deep", {"stage": 3}, 1, 16, 96, 32, 2048),
+    ("45M wide", {"stage": 2}, 1, 64, 32, 96, 4096),
 )
 
 
@@ -160,9 +182,15 @@ def measure(name: str, case: tuple) -> tuple[dict[str, float], dict[str, float]]
 
 
 def main() -> int:
-    name, cases = ("deepspeed", ZERO) if "zero" in sys.argv[1:] else ("fsdp", FSDP)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zero", action="store_true", help="DeepSpeed's ZeRO in place of FSDP2")
+    parser.add_argument("--model", choices=tuple(MODELS), help="this one alone")
+    wanted = parser.parse_args()
+    name, cases = ("deepspeed", ZERO) if wanted.zero else ("fsdp", FSDP)
     good = True
     for case in cases:
+        if wanted.model not in (None, case[0]):
+            continue
         predicted, measured = measure(name, case)
         size, backend, tp, sequences, prompt, response, micro = case
         options = "".join(f" {k}={v}" for k, v in backend.items())

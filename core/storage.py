@@ -7,6 +7,9 @@ import attrs
 from hybridflow.core.config.validators import at_least, non_negative
 
 SHARDINGS = ("3d", "3d-zero1", "fsdp", "zero1", "zero2", "zero3")
+LOGITS_AT_ONCE = 1 << 28
+"""Logits (tokens times vocabulary) that a pass of our backends holds in float32 at once: 1 GiB, and as much again in the
+backward, which makes those of a longer micro-batch again."""
 
 
 @attrs.frozen(slots=False, kw_only=True)
@@ -42,3 +45,8 @@ class Storage:
     """Weights, gradients and optimizer are in the host's memory all the time."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
     """LoRA: gradients and optimizer are those of adapters of this rank; 0: of all weights."""
+    gathers_logits: bool = False
+    """Every tp rank has the logits of the whole vocabulary."""
+    logits_at_once: int = attrs.field(default=LOGITS_AT_ONCE, validator=at_least(1))
+    """Logits of a micro-batch that a rank has at the same time; those of a longer one are made in pieces, in the backward
+    again."""

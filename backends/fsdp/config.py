@@ -46,6 +46,7 @@ class FSDPConfig:
             keeps_gathered=not self.reshard_after_forward,
             whole_below=self.wrap_min_parameters,
             on_host=self.cpu_offload,
+            gathers_logits=True,
             adapter_rank=self.lora.rank if self.lora and trained else 0,
         )
 

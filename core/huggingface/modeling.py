@@ -16,10 +16,9 @@ from transformers.utils import logging as hf_logging
 
 from hybridflow.core.errors import ModelError
 from hybridflow.core.model import ModelSpec
+from hybridflow.core.storage import LOGITS_AT_ONCE
 from hybridflow.core.training import MicroBatch
 
-LOGITS_AT_ONCE = 1 << 28
-"""Logits (tokens times vocabulary) that a forward holds in float32 at once: 1 GiB, and as much again in the backward."""
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout")
 
 

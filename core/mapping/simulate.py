@@ -122,7 +122,7 @@ class Simulator:
 
     def _logits_time(self, model: PlannedModel, tp: int, tokens: int) -> float:
         """Of one forward pass: softmax and the like."""
-        size = tokens * model.shape.vocab / tp * 4.0 * (model.head == "policy")
+        size = tokens * model.logits_of_a_token(tp) * 4.0
         return self.machine.nodes.efficiency.logit_passes * size / self.machine.memory_peak
 
     def _passes(
@@ -133,13 +133,17 @@ class Simulator:
         count, each = self.micro_batches(model, sequences, dp)
         tokens = each * self.workload.tokens
         said = each * self.workload.response_tokens  # the head, which the last stage has, sees no other positions
-        slowest = tokens * model.trunk_flops(self.workload.tokens) / pp + said * 2.0 * model.head_params
-        flops = passes * slowest / tp
+        again = said * model.logits_of_a_token(tp) > model.logits_at_once
+        head_passes = 1.0 if passes == 1 else 3.0 + again  # what recomputes layers does not recompute the head
+        flops = passes * tokens * model.trunk_flops(self.workload.tokens) / pp
+        flops = (flops + head_passes * said * 2.0 * model.head_params) / tp
         shared, rest = self._layer_times(model, tp, each)
         repeated = 1.0 if passes == 1 else passes - 1  # the backward pass has as many collectives as the forward
         layers = model.shape.layers / pp
         stage = flops / rate + layers * (shared * repeated + rest * passes)
-        stage += self._logits_time(model, tp, said) * min(passes, 3.0)
+        stage += self._logits_time(model, tp, said) * head_passes
+        if model.gathers_logits and tp > 1:
+            stage += (1 + again) * self.machine.gather(said * model.shape.vocab * model.compute_bytes, tp)
         if pp > 1:
             directions = 1.0 if passes == 1 else 2.0
             stage += directions * self.machine.send(tokens * model.shape.hidden * model.compute_bytes, tp)
@@ -252,22 +256,28 @@ class Simulator:
         """Bytes of whole weights in a forward pass, and in a backward pass."""
         if not model.gathers:
             return 0.0, 0.0
-        whole = model.params / layout[1] * model.compute_bytes
+        _, tp, dp = layout
+        whole = model.params / tp * model.compute_bytes
+        ranks = dp // model.replicas > 1  # one alone copies its weights, and fetches nothing
         if model.sharding == "zero3":
             ahead = max(self._bucket(model), model.layer_params * model.compute_bytes)
             return 2.0 * ahead, ahead  # in a forward pass what they were fetched in is there too
         if model.gathers_at_once:
-            return 2.0 * whole, whole  # in a forward pass what they were gathered in is there too
-        layer = model.layer_params / layout[1] * model.compute_bytes
+            return (1.0 + ranks) * whole, whole  # in a forward pass what they were gathered in is there too
+        layer = model.layer_params / tp * model.compute_bytes
         others = whole - model.shape.layers * layer
         if model.keeps_gathered:
-            return whole + layer, whole + layer
-        return others + 2.0 * layer, others + 2.0 * layer  # one at work and the next
+            return whole + ranks * layer, whole + ranks * layer
+        return others + (1.0 + ranks) * layer, others + (1.0 + ranks) * layer  # one at work and the next
 
     def _read_bytes(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
         """More while it reads."""
         _, working, logits = self.activations(model, sequences, layout)
-        return self._gathered(model, layout)[0] + max(working, 2.0 * logits)
+        return self._gathered(model, layout)[0] + max(working, self._forward_logits(model, layout[1], logits))
+
+    def _forward_logits(self, model: PlannedModel, tp: int, logits: float) -> float:
+        """With their softmax, and under tp what they are gathered from."""
+        return logits * (2.0 + (model.gathers_logits and tp > 1) / tp)
 
     def _bucket(self, model: PlannedModel) -> float:
         """Bytes of the buffer in which gradients are reduced, and weights fetched ahead."""
@@ -281,19 +291,20 @@ class Simulator:
         _, tp, dp = layout
         count, _ = self.micro_batches(model, sequences, dp)
         kept, working, logits = self.activations(model, sequences, layout)
+        ended = kept + self._forward_logits(model, tp, logits)
         forward, backward = self._gathered(model, layout)
         embedding = model.shape.vocab * model.shape.hidden / tp * model.compute_bytes * model.trained_share
         begun = kept + (working if model.recompute else 0.0) + 3.0 * logits + (embedding if logits else 0.0)
         if model.sharding == "zero3":
-            return max(forward + kept + 2.0 * logits, backward + begun)
+            return max(forward + ended, backward + begun)
         if not model.gathers:
             unreduced = 0.0 if model.gradients_stay else gradients
             reduced = 2.0 * self._bucket(model) + unreduced / (dp if model.sharding == "zero1" else 1)
-            return max(max(kept + 2.0 * logits, begun) + unreduced * (count > 1), reduced)
+            return max(max(ended, begun) + unreduced * (count > 1), reduced)
         whole = model.params / tp * model.trained_share
         unreduced = whole * model.compute_bytes if count > 1 or model.gathers_at_once else gradients
         phases = [
-            forward + kept + 2.0 * logits,
+            forward + ended,
             backward + begun,
             backward + unreduced + 2.0 * embedding,
         ]
@@ -319,7 +330,7 @@ class Simulator:
         self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]
     ) -> tuple[float, float, float]:
         """Bytes of one rank's: what the micro-batches in flight keep for the backward pass, what one layer works with, and the
-        float32 logits of a micro-batch.
+        float32 logits of a micro-batch that are there at once.
 
         A layer of a Llama-like model keeps, per token, 10 numbers for each hidden unit (two residuals, two norms before and
         after their weights; queries, keys, values and what attention gives, fewer under GQA) and 4 for each
@@ -335,8 +346,7 @@ class Simulator:
         else:
             inner = shape.intermediate
         one = tokens * (6 * shape.hidden + (attention + 4 * inner) / tp) * model.compute_bytes
-        said = each * self.workload.response_tokens
-        logits = said * shape.vocab / tp * 4.0 if model.head == "policy" else 0.0
+        logits = 4.0 * min(each * self.workload.response_tokens * model.logits_of_a_token(tp), model.logits_at_once)
         layers = -(-shape.layers // pp) * min(count, pp)
         kept = layers * (tokens * shape.hidden * model.compute_bytes if model.recompute else one)
         return kept, one, logits

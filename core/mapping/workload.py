@@ -122,6 +122,10 @@ class PlannedModel(Storage):
     def head_params(self) -> int:
         return self.shape.hidden * (self.shape.vocab if self.head == "policy" else 1)
 
+    def logits_of_a_token(self, tp: int) -> float:
+        """On one rank."""
+        return self.shape.vocab / (1 if self.gathers_logits else tp) if self.head == "policy" else 0.0
+
     def trunk_flops(self, tokens: float) -> float:
         """Of one token of a sequence of `tokens`, without the head: 2 per weight, and causal attention."""
         s = self.shape

@@ -14,6 +14,8 @@ from hybridflow.core.resharding.shapes import ModelShape
 SHAPES = {
     "tied": ModelShape(768, 6, 12, 12, 64, 2048, 16384, tied=True, qkv_bias=True),
     "gqa": ModelShape(1024, 4, 16, 4, 64, 2816, 8000),
+    "deep": ModelShape(512, 12, 8, 2, 64, 1536, 24000),
+    "wide": ModelShape(384, 4, 6, 2, 64, 1152, 100000, tied=True),
 }
 BY_LAYER = {"wrap_min_parameters": 1_000_000}
 MEASURED = [
@@ -30,6 +32,14 @@ MEASURED = [
     ("gqa", "fsdp", {}, 2, (16, 32, 96), 1024, 369, 845),
     ("gqa", "fsdp", BY_LAYER | {"precision": "bf16"}, 1, (16, 64, 64), 2048, 369, 701),
     ("gqa", "fsdp", BY_LAYER | {"activation_checkpointing": True}, 1, (16, 64, 64), 512, 369, 857),
+    ("deep", "fsdp", {}, 1, (16, 64, 64), 4096, 365, 1532),
+    ("deep", "fsdp", {}, 2, (16, 32, 96), 2048, 365, 1665),
+    ("deep", "fsdp", {"precision": "bf16"}, 2, (16, 32, 96), 2048, 365, 1305),
+    ("deep", "fsdp", BY_LAYER, 1, (16, 64, 64), 1024, 365, 1203),
+    ("deep", "fsdp", BY_LAYER | {"activation_checkpointing": True}, 1, (32, 96, 32), 4096, 365, 773),
+    ("wide", "fsdp", {}, 1, (64, 32, 96), 4096, 272, 4366),
+    ("wide", "fsdp", {}, 2, (32, 32, 96), 4096, 272, 4015),
+    ("wide", "fsdp", {"precision": "bf16"}, 1, (64, 32, 96), 4096, 272, 3958),
     ("tied", "deepspeed", {"stage": 1}, 1, (8, 64, 64), 4096, 551, 1072),
     ("tied", "deepspeed", {"stage": 2}, 1, (8, 64, 64), 4096, 551, 1007),
     ("tied", "deepspeed", {"stage": 2}, 1, (32, 128, 128), 8192, 551, 2541),
@@ -37,6 +47,10 @@ MEASURED = [
     ("tied", "deepspeed", {"stage": 3}, 1, (8, 64, 64), 4096, 751, 1349),
     ("tied", "deepspeed", {"stage": 3}, 1, (32, 128, 128), 8192, 751, 2961),
     ("gqa", "deepspeed", {"stage": 2}, 1, (16, 96, 32), 1024, 615, 1182),
+    ("deep", "deepspeed", {"stage": 2}, 1, (16, 64, 64), 1024, 608, 1437),
+    ("deep", "deepspeed", {"stage": 3}, 1, (16, 96, 32), 2048, 814, 1870),
+    ("deep", "deepspeed", {"stage": 3, "precision": "bf16"}, 1, (16, 64, 64), 4096, 650, 1248),
+    ("wide", "deepspeed", {"stage": 2}, 1, (64, 32, 96), 4096, 453, 4366),
 ]
 
 
@@ -76,5 +90,7 @@ def test_an_update_of_a_model_that_is_kept_whole_by_hand():
     assert found.inference == max(layer, 2 * logits)
     again = bytes_of(attrs.evolve(model, recompute=True), 1, (1, 3, 2), 1)
     assert again.training == 5 * 4 * 4 + layer + 3 * logits + 10 * 4 * 4
+    pieces = bytes_of(attrs.evolve(model, logits_at_once=10), 1, (1, 3, 2), 1)  # one token's at a time
+    assert pieces.training == layer + 3 * 10 * 4 + 10 * 4 * 4
     several = bytes_of(attrs.evolve(model, micro_batch_tokens=5), 1, (2, 3, 2), 1)
     assert several.training == found.training + weights * 4  # gradients of the first micro-batch
