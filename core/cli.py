@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from hybridflow.core.errors import ConfigError, HybridFlowError
 
@@ -49,6 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hybridflow {version('hybridflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    overrides: Any = {"nargs": "*", "default": [], "metavar": "key=value"}
+
     def add(name: str, function, text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(command=function)
@@ -61,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = add(name, function, text)
         command.add_argument("config", help="a TOML file")
-        command.add_argument("overrides", nargs="*", metavar="key=value", help="for example actor.optimizer.lr=1e-5")
+        command.add_argument("overrides", **overrides, help="for example actor.optimizer.lr=1e-5")
     commands.choices["show"].add_argument("--docs", action="store_true", help="say what each setting means")
     run = commands.choices["run"]
     run.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run's folder")
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument(
         "config", nargs="?", help="a TOML file: its backend, engine, runtime and devices are measured"
     )
-    calibrate.add_argument("overrides", nargs="*", metavar="key=value", help="for example actor.backend.precision=bf16")
+    calibrate.add_argument("overrides", **overrides, help="for example actor.backend.precision=bf16")
     calibrate.add_argument(
         "--devices", type=int, metavar="N", help="default: those of the config's pool main, or all GPUs here, or 1"
     )

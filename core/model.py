@@ -42,8 +42,9 @@ class ModelSpec:
         return self.hf_config.get("max_position_embeddings")
 
 
-def resolve_model(config: ModelConfig, kind: str, role: str) -> ModelSpec:
-    """Read the model's config.json, or take the inline one. Raises ModelError with what is missing."""
+def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = True) -> ModelSpec:
+    """Read the model's config.json, or take the inline one. Raises ModelError with what is missing; without `weights` it
+    is enough that a folder has a config.json."""
     if (config.path is None) == (config.config is None):
         raise ModelError(
             f"{role}.model needs exactly one of `path` (a Hugging Face folder) and `config` (random weights); "
@@ -59,7 +60,7 @@ def resolve_model(config: ModelConfig, kind: str, role: str) -> ModelSpec:
     if not (folder / "config.json").is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"{role}.model.path: {str(folder)!r} has no config.json (it has {found})")
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         raise ModelError(f"{role}.model.path: {str(folder)!r} has no *.safetensors weights")
     try:
         fields = json.loads((folder / "config.json").read_text())

@@ -106,8 +106,7 @@ def cluster_toml(found: Calibration) -> str:
     versions = f"torch {torch.__version__}, hybridflow {version('hybridflow')}"
     document["measured"] = {
         device.name: {
-            "backend": nodes.measured[0],
-            "engine": nodes.measured[1],
+            **attrs.asdict(nodes.measured),
             "on": f"{datetime.date.today()}, {nodes.per_node} devices of {platform.node()}, {versions}",
             "error": float(f"{abs(found.errors()).mean():.2g}"),
         }

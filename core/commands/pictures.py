@@ -39,8 +39,12 @@ def draw_steps(target: str | Path, plans: list[tuple[str | None, Mapping]]) -> N
         figure.legend(
             handles=[Patch(color=colour[n], label=n) for n in names], loc="outside lower center", ncols=6, frameon=False
         )
-        figure.savefig(target, metadata={"Date": None} if Path(target).suffix == ".svg" else None)
-        pyplot.close(figure)
+        try:
+            figure.savefig(target, metadata={"Date": None} if Path(target).suffix == ".svg" else None)
+        except OSError as error:
+            raise ConfigError(f"--timeline {str(target)!r}: {error.strerror or error}") from error
+        finally:
+            pyplot.close(figure)
 
 
 def _draw(area, mapping: Mapping, colour: dict[str, str]) -> None:

@@ -12,8 +12,10 @@ from hybridflow.core.config import read_config
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import Job, resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.job.stages import shadowed_overrides
 from hybridflow.core.mapping.cluster import GB, Cluster, read_cluster
-from hybridflow.core.mapping.job import Misfit, NotPlanned, Plannable, as_written, plannable, settings
+from hybridflow.core.mapping.job import Misfit, NotPlanned, Plannable, as_written, check_ranks, plannable, settings
+from hybridflow.core.mapping.placement import whole, without_places
 from hybridflow.core.mapping.pools import seconds
 from hybridflow.core.mapping.search import Mapping, NothingFitsError, Pool, describe, plan_mapping
 from hybridflow.core.mapping.workload import STAGE_NAMES, STAGES
@@ -41,7 +43,10 @@ def plan(
     if write and overrides:
         raise ConfigError("--write keeps the file's own settings: put the overrides into it first, or leave them out")
     tables, provenance = read_config(path, overrides, SHORTHAND)
-    jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance, elsewhere=True)
+    every, auto = without_places(tables, SHORTHAND)
+    if problems := shadowed_overrides(tables, provenance):
+        raise ConfigError(problems)
+    jobs = resolve_jobs(whole(every), Path(path).stem, SHORTHAND, elsewhere=True, unplaced=auto)
     cluster = cluster or jobs[0].placement.cluster
     if cluster is None:
         raise ConfigError(
@@ -56,16 +61,20 @@ def plan(
         if job.stage:
             print_line(console, f"stage {job.stage}", "bold underline")
         work = plannable(job)
+        check_ranks(job, there)
         if what_if:
             scaling(console, there, work, what_if)
             continue
-        found[job.stage] = report(console, job, work, there)
+        found[job.stage] = report(console, job, work, there, given=job.stage not in auto)
     if write is not None and found:
         from hybridflow.core.commands.written import write_config
 
-        write_config(path, write, {stage: settings(mapping, there) for stage, mapping in found.items()}, cluster)
+        kept = write_config(path, write, {stage: settings(mapping, there) for stage, mapping in found.items()}, cluster)
         print_line(console)
-        print_line(console, f"written: {write}")
+        print_line(
+            console,
+            f"written: {write}" + ("" if kept else " (its comments could not be kept)"),
+        )
     if timeline is not None and found:
         from hybridflow.core.commands.pictures import draw_steps
 
@@ -82,8 +91,8 @@ def kinds_of(cluster: Cluster) -> str:
     return f"cluster: {' and '.join(kinds)}"
 
 
-def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Mapping:
-    """Print one stage's plan."""
+def report(console: Console, job: Job, work: Plannable, cluster: Cluster, given: bool) -> Mapping:
+    """Print one stage's plan; `given`: the config has a placement of its own, to compare it with."""
     best = plan_mapping(cluster, work.workload, work.models)
     idle = cluster.devices - best.devices
     rest = f", {idle} idle" if idle else ""
@@ -110,8 +119,10 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
         print_line(
             console, f"next: {describe(other)}: {seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
         )
-    written = as_written(job, work, cluster)
-    if isinstance(written, Misfit):
+    written = as_written(job, work, cluster) if given else None
+    if written is None:
+        print_line(console, "as the config says it: the same (placement = auto)")
+    elif isinstance(written, Misfit):
         print_line(console, f"as the config says it: does not fit: {written.why}")
     elif isinstance(written, NotPlanned):
         print_line(console, f"as the config says it: not known: {written.why}")
@@ -120,20 +131,35 @@ def report(console: Console, job: Job, work: Plannable, cluster: Cluster) -> Map
             console,
             f"as the config says it: {seconds(written.seconds)} ({_more(written, best)}): {_why(written, best)}",
         )
-    for remark in (*work.remarks, *_otherwise_measured(work, cluster)):
+    for remark in (*work.remarks, *_kinds_to_choose(best, cluster), *_otherwise_measured(work, cluster)):
         print_line(console, f"note: {remark}", "yellow")
     return best
 
 
-def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
-    """Models whose backend or engine is not the one that a device was measured with."""
+def _kinds_to_choose(best: Mapping, cluster: Cluster) -> list[str]:
+    """What the config has no word for."""
+    if len({pool.kind for pool in best.pools}) < 2:
+        return []
+    on = ", ".join(f"{'+'.join(pool.names)} on {cluster.nodes[pool.kind].device.name}" for pool in best.pools)
     return [
-        f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
-        for nodes in cluster.nodes
-        for model, runs_on in work.runs_on.items()
-        for mine, theirs in zip(runs_on, nodes.measured or runs_on, strict=True)
-        if mine and mine != theirs
+        f"a config does not say which kind of device a pool gets, and Ray takes any that are free: see that it is {on}"
     ]
+
+
+def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
+    """Models whose backend, engine or precision is not the one that a device was measured with."""
+    found = []
+    for nodes in cluster.nodes:
+        for model, own in work.runs_on.items():
+            measured = nodes.measured or own
+            pairs = [(own.backend, measured.backend), (own.engine, measured.engine)]
+            pairs += [(f"{own.bits}-bit numbers", f"{measured.bits}-bit numbers")] if measured.bits else []
+            found += [
+                f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
+                for mine, theirs in pairs
+                if mine and mine != theirs
+            ]
+    return found
 
 
 def _more(other: Mapping, best: Mapping) -> str:

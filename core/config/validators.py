@@ -24,6 +24,11 @@ def _validator(accepts: Callable[[Any], bool], must: str, advice: str) -> Valida
 positive: Validator = _validator(lambda value: value > 0, "above 0", "give a number above 0")
 """value > 0."""
 
+positive_figure: Validator = _validator(
+    lambda value: 0 < value < float("inf"), "above 0 and finite", "give the figure of the data sheet"
+)
+"""0 < value < infinity."""
+
 non_negative: Validator = _validator(
     lambda value: value >= 0, "0 or more", "give 0 to turn it off, or a positive number"
 )

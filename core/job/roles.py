@@ -298,7 +298,7 @@ class RoleResolver:
         try:
             if config.path is not None and config.path.startswith(STAGE) and config.config is None:
                 return self._from_stage(config, kind, role)
-            return resolve_model(config, kind, role)
+            return resolve_model(config, kind, role, weights=not self.reader.elsewhere)
         except ConfigError as error:
             self.reader.problems += error.problems
         except HybridFlowError as error:

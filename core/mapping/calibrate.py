@@ -18,7 +18,7 @@ from scipy.optimize import least_squares
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import Job, resolve_jobs
-from hybridflow.core.mapping.cluster import GB, Device, Efficiency, Nodes, device_called
+from hybridflow.core.mapping.cluster import GB, Device, Efficiency, Nodes, RunsOn, device_called
 from hybridflow.core.mapping.job import planned_model
 from hybridflow.core.mapping.probes import Sample
 from hybridflow.core.mapping.simulate import Simulator
@@ -116,7 +116,8 @@ def calibrate(given: Mapping[str, Any], devices: int, name: str | None = None, s
     first = Nodes(device, 1, devices, between_gbs=25.0)
     spec = next(iter(job.models.values())).spec
     efficiency = fit(probed, attrs.evolve(first, efficiency=_measured_links(figures, device)))
-    nodes = attrs.evolve(first, efficiency=efficiency, given=True, measured=(spec.backend, spec.engine or ""))
+    measured = RunsOn(spec.backend, spec.engine or "", 32 if wide else 16)
+    nodes = attrs.evolve(first, efficiency=efficiency, given=True, measured=measured)
     return Calibration(nodes, tuple(probed))
 
 

@@ -11,7 +11,7 @@ import attrs
 
 from hybridflow.core.config import structure
 from hybridflow.core.config.load import load_toml
-from hybridflow.core.config.validators import at_least, fraction, non_negative, positive, share
+from hybridflow.core.config.validators import at_least, fraction, non_negative, positive_figure, share
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean
 
@@ -22,17 +22,17 @@ GB = 1e9
 class Device:
     """One accelerator, by its data sheet; in a cluster's file [devices.NAME]."""
 
-    memory_gb: float = attrs.field(validator=positive)
+    memory_gb: float = attrs.field(validator=positive_figure)
     """Its memory, in 10^9 bytes."""
-    tflops: float = attrs.field(validator=positive)
+    tflops: float = attrs.field(validator=positive_figure)
     """Dense matrix products in bf16, 10^12 operations per second."""
-    bandwidth_gbs: float = attrs.field(validator=positive)
+    bandwidth_gbs: float = attrs.field(validator=positive_figure)
     """Of its memory, 10^9 bytes per second."""
-    link_gbs: float = attrs.field(validator=positive)
+    link_gbs: float = attrs.field(validator=positive_figure)
     """To the other devices of its node, 10^9 bytes per second in each direction."""
-    host_gbs: float = attrs.field(default=25.0, validator=positive)
+    host_gbs: float = attrs.field(default=25.0, validator=positive_figure)
     """To the memory of its host, for offloading."""
-    fp8_tflops: float | None = attrs.field(default=None, validator=positive)
+    fp8_tflops: float | None = attrs.field(default=None, validator=positive_figure)
     """Dense matrix products in fp8, where it has them."""
     name: str = attrs.field(default="", kw_only=True)
 
@@ -112,6 +112,16 @@ class Efficiency:
 
 
 @attrs.frozen
+class RunsOn:
+    """What times hold for."""
+
+    backend: str
+    engine: str | None
+    bits: int = 0
+    """Of a number that is computed with; 0: not known."""
+
+
+@attrs.frozen
 class Nodes:
     """Equal machines."""
 
@@ -119,13 +129,13 @@ class Nodes:
     count: int = attrs.field(validator=at_least(1))
     per_node: int = attrs.field(validator=at_least(1))
     """Devices of one machine."""
-    between_gbs: float = attrs.field(validator=positive)
+    between_gbs: float = attrs.field(validator=positive_figure)
     """Of one machine to the others, 10^9 bytes per second in each direction."""
     efficiency: Efficiency = attrs.field(factory=Efficiency)
     given: bool = False
     """Whether somebody gave the efficiencies."""
-    measured: tuple[str, str] | None = None
-    """The backend and the engine with which `hybridflow calibrate` found them."""
+    measured: RunsOn | None = None
+    """With what `hybridflow calibrate` found them."""
 
     @property
     def devices(self) -> int:
@@ -199,7 +209,7 @@ class Cluster:
                     nodes.between_gbps / 8,
                     file.efficiency.get(nodes.device, Efficiency()),
                     nodes.device in file.efficiency,
-                    (by.backend, by.engine) if (by := file.measured.get(nodes.device)) else None,
+                    RunsOn(by.backend, by.engine, by.bits) if (by := file.measured.get(nodes.device)) else None,
                 )
             )
         if not file.nodes:
@@ -237,7 +247,7 @@ class NodesSection:
     """Machines."""
     per_node: int = attrs.field(default=8, validator=at_least(1))
     """Devices of each."""
-    between_gbps: float = attrs.field(default=200.0, validator=positive)
+    between_gbps: float = attrs.field(default=200.0, validator=positive_figure)
     """Of one machine to the others, 10^9 bits per second in each direction."""
 
 
@@ -247,6 +257,8 @@ class MeasuredSection:
 
     backend: str
     engine: str
+    bits: int = attrs.field(default=0, validator=attrs.validators.in_((0, 8, 16, 32)))
+    """Of the numbers that were computed with; 0: not known."""
     on: str = ""
     """Date, devices and versions."""
     error: float = attrs.field(default=0.0, validator=non_negative)
@@ -289,10 +301,15 @@ SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")
 
 def read_cluster(text: str) -> Cluster:
     """A TOML file, or DEVICE:NODESxDEVICES[@GBIT/S]: "a100-80gb:2x8", "h100-80gb:16x8@3200". Raises ConfigError."""
-    if not Path(text).exists() and (found := SHORT.fullmatch(text)):
+    if Path(text).exists():
+        return Cluster.read(text)
+    if found := SHORT.fullmatch(text):
         device, count, per_node, between = found.groups()
         tables = {"device": device, "count": int(count), "per_node": int(per_node)}
         return Cluster.from_tables(
             {"nodes": [tables | ({"between_gbps": float(between)} if between else {})]}, "--cluster"
         )
-    return Cluster.read(text)
+    raise ConfigError(
+        f"--cluster {text!r}: is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write a-cluster.toml, or h100-80gb:2x8, or "
+        "h100-80gb:2x8@3200 (docs/mapping.md)"
+    )

@@ -11,7 +11,7 @@ import attrs
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job import Job, PlacedModel
 from hybridflow.core.job.schema import SECTIONS
-from hybridflow.core.mapping.cluster import Cluster
+from hybridflow.core.mapping.cluster import Cluster, RunsOn
 from hybridflow.core.mapping.pools import Choice, Entry, PoolPlanner, after, gigabytes
 from hybridflow.core.mapping.search import Mapping, Pool
 from hybridflow.core.mapping.trace import trace_step
@@ -30,8 +30,17 @@ class Plannable:
     models: tuple[PlannedModel, ...]
     remarks: tuple[str, ...] = ()
     """What is not accounted for."""
-    runs_on: dict[str, tuple[str, str | None]] = attrs.field(factory=dict)
-    """Model -> its backend and its engine."""
+    runs_on: dict[str, RunsOn] = attrs.field(factory=dict)
+
+
+def check_ranks(job: Job, cluster: Cluster) -> None:
+    """Raises ConfigError for more devices than the job's runtime can use."""
+    one = registry().descriptor("runtime", job.runtime).capabilities.get("collectives") == "one rank"
+    if one and cluster.devices > 1:
+        raise ConfigError(
+            f"runtime: {job.runtime} runs models on one rank, and the cluster has {cluster.devices} devices; plan for one "
+            f"({cluster.nodes[0].device.name}:1x1), or set another runtime"
+        )
 
 
 def plannable(job: Job) -> Plannable:
@@ -54,7 +63,10 @@ def plannable(job: Job) -> Plannable:
         remarks.append("the lengths of given responses are not known: sampling.max_tokens stands for them")
     kept = tuple(t for t in tasks if t.role in names)
     work = Workload(kept, max(1, job.data.max_prompt_tokens), max(1, job.sampling.max_tokens))
-    runs_on = {name: (placed.spec.backend, placed.spec.engine) for name, placed in job.models.items()}
+    runs_on = {
+        m.name: RunsOn(job.models[m.name].spec.backend, job.models[m.name].spec.engine, 8 * m.compute_bytes)
+        for m in models
+    }
     return Plannable(work, tuple(models), tuple(remarks), runs_on)
 
 
@@ -162,13 +174,14 @@ def _entry(
     options = [planner.option(models[r], (m.layout.pp, m.layout.tp, m.layout.dp)) for r, m in members.items()]
     have = planner.memory([o.model for o in options])
     resident = sum(o.bytes.resident for o in options)
-    for stage, phase in (("training", "trains"), ("inference", "reads")):
+    for at, (stage, phase) in enumerate((("training", "trains"), ("inference", "reads"))):
         for option in options:
             need = resident + getattr(option.bytes, stage)
             if need > have:
                 return Misfit(
                     f"{option.model.name} needs {gigabytes(need)} per device while it {phase}, of which "
-                    f"{gigabytes(resident)} are weights, gradients and optimizers, and {gigabytes(have)} are usable"
+                    f"{gigabytes(resident + option.bytes.fetched[at])} are weights, gradients and optimizers, and "
+                    f"{gigabytes(have)} are usable{planner.engines_keep([o.model for o in options])}"
                 )
     seconds, choices = 0.0, []
     for option in options:

@@ -12,7 +12,15 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job import Job, resolve_jobs, stage_tables
 from hybridflow.core.job.stages import shadowed_overrides
 from hybridflow.core.mapping.cluster import read_cluster
-from hybridflow.core.mapping.job import Misfit, as_written, forget_places, plannable, replace_places, settings
+from hybridflow.core.mapping.job import (
+    Misfit,
+    as_written,
+    check_ranks,
+    forget_places,
+    plannable,
+    replace_places,
+    settings,
+)
 from hybridflow.core.mapping.search import NothingFitsError, describe, plan_mapping
 
 log = logging.getLogger(__name__)
@@ -25,18 +33,15 @@ def resolve_placed(
 ) -> list[Job]:
     """The jobs of a configuration, placed by the planner where it says so. Raises ConfigError with all problems; of a config
     that names its cluster and does not fit there: the phase, the numbers, and the nearest placement that fits."""
-    auto = {stage: own for stage, own in stage_tables(tables, shorthand).items() if _says_auto(own)}
+    every, auto = without_places(tables, shorthand)
     if not auto:
         jobs = resolve_jobs(tables, name, shorthand, provenance)
         problems = [p for job in jobs for p in _misfits(job)]
         if problems:
             raise ConfigError(list(dict.fromkeys(problems)))
         return jobs
-    every = {stage: deepcopy(own) for stage, own in stage_tables(tables, shorthand).items()}
-    for stage in auto:
-        forget_places(every[stage])
     problems = shadowed_overrides(tables, provenance) if provenance else []
-    for job in resolve_jobs(_whole(every), name, shorthand, unplaced=auto):
+    for job in resolve_jobs(whole(every), name, shorthand, unplaced=auto):
         if job.stage not in auto:
             problems += _misfits(job)
             continue
@@ -47,6 +52,7 @@ def resolve_placed(
             continue
         try:
             cluster, work = read_cluster(job.placement.cluster), plannable(job)
+            check_ranks(job, cluster)
             settled = settings(plan_mapping(cluster, work.workload, work.models, alternatives=0), cluster)
         except HybridFlowError as error:
             said = error.problems if isinstance(error, ConfigError) else [str(error)]
@@ -57,7 +63,18 @@ def resolve_placed(
             provenance.record(settled if job.stage is None else {"stages": {job.stage: settled}}, SOURCE)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return resolve_jobs(_whole(every), name, shorthand)
+    return resolve_jobs(whole(every), name, shorthand)
+
+
+def without_places(
+    tables: Mapping[str, Any], shorthand: frozenset[str]
+) -> tuple[dict[str | None, dict[str, Any]], list[str | None]]:
+    """(tables of each stage, the stages that say placement = "auto"): these without pools and sizes."""
+    every = {stage: deepcopy(dict(own)) for stage, own in stage_tables(tables, shorthand).items()}
+    auto = [stage for stage, own in every.items() if _says_auto(own)]
+    for stage in auto:
+        forget_places(every[stage])
+    return every, auto
 
 
 def _says_auto(own: Mapping[str, Any]) -> bool:
@@ -65,7 +82,7 @@ def _says_auto(own: Mapping[str, Any]) -> bool:
     return isinstance(section, Mapping) and section.get("name") == "auto"
 
 
-def _whole(every: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
+def whole(every: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
     """The tables of a file whose stages say everything themselves."""
     return every.get(None, {"stages": every})
 

@@ -192,6 +192,16 @@ class PoolPlanner:
             - sum(m.kept_share for m in members if self.generates(m)) * self.nodes.device.memory_gb * GB
         )
 
+    def engines_keep(self, members: Sequence[PlannedModel]) -> str:
+        """For messages: what of the memory is not usable for that, and how it would be."""
+        kept = {
+            m.name: m.kept_share * self.nodes.device.memory_gb for m in members if self.generates(m) and m.kept_share
+        }
+        if not kept:
+            return ""
+        ways = " or ".join(f"{name}.generation.keep = false" for name in kept)
+        return f" ({sum(kept.values()):.1f} GB more are kept by engines: set {ways}, or a smaller gpu_memory)"
+
     def cache(self, model: PlannedModel, rollout: tuple[int, int], resident: Any, weights: Any) -> Any:
         """Bytes of a device for the cache of an engine whose weights take `weights` bytes beside `resident` ones; numbers or
         arrays."""

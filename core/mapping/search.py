@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.mapping.cluster import Cluster, Nodes
+from hybridflow.core.mapping.cluster import Cluster
 from hybridflow.core.mapping.pools import Candidate, Entry, PoolPlanner, front, gigabytes, layouts
 from hybridflow.core.mapping.workload import PlannedModel, Workload
 
@@ -250,7 +250,7 @@ class _Search:
 
     def _alone(self, model: PlannedModel) -> str | None:
         """Why a model fits nowhere; None where it does, alone."""
-        least: list[tuple[float, float, Nodes, int, tuple[int, int, int]]] = []
+        least: list[tuple[float, float, PoolPlanner, int, tuple[int, int, int]]] = []
         for planner in self.planners:
             for size in planner.nodes.sizes():
                 if planner.candidates((model,), size):
@@ -258,22 +258,24 @@ class _Search:
                 for layout in layouts(model, planner.nodes, size, planner.most_dp(model)):
                     option = planner.option(model, layout)
                     need = option.bytes.resident + option.most
-                    least.append((need - planner.memory((model,)), need, planner.nodes, size, layout))
+                    least.append((need - planner.memory((model,)), need, planner, size, layout))
         head = f"{model.name} ({model.params / 1e9:.1f} billion parameters)"
         if not least:
             return (
                 f"{head}: its backend takes no layout of it on the sizes that a pool can have here; look at the settings that "
-                "ask for tp, pp or dp, and at sizes that tp must divide (heads, vocabulary)"
+                "ask for tp, pp or dp, at sizes that tp must divide (heads, vocabulary), and whether it takes such models"
+                + (" (this one is a mixture of experts)" if model.shape.experts else "")
             )
-        over, need, nodes, size, (pp, tp, dp) = min(least, key=lambda found: found[:2])
+        over, need, planner, size, (pp, tp, dp) = min(least, key=lambda found: found[:2])
         if over <= 0:
             return (
                 f"{head} fits, and its engine does not: no layout leaves room for the engine's weights and the cache of one "
                 "sequence; give more devices, or the engine more memory"
             )
         return (
-            f"{head} fits nowhere: the least is {gigabytes(need)} per device, on {size} {nodes.device.name} with pp {pp}, "
-            f"tp {tp}, dp {dp}, of which {gigabytes(need - over)} are usable; give it more or larger devices"
+            f"{head} fits nowhere: the least is {gigabytes(need)} per device, on {size} {planner.nodes.device.name} with pp "
+            f"{pp}, tp {tp}, dp {dp}, and {gigabytes(need - over)} are usable{planner.engines_keep([model])}; give it more or "
+            "larger devices"
         )
 
     def _together(self) -> str:

@@ -90,6 +90,8 @@ class Bytes:
     """More while it trains."""
     inference: float = 0.0
     """More while it reads."""
+    fetched: tuple[float, float] = (0.0, 0.0)
+    """Of these, what an offloaded model brings from the host to train, and to read."""
 
 
 @attrs.frozen(slots=False)
@@ -248,9 +250,10 @@ class Simulator:
         updates, reads = self.workload.of(model.name, "train"), self.workload.of(model.name, "infer")
         training = max((self._update_bytes(model, t.sequences, layout, gradients) for t in updates), default=0.0)
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
+        fetched = (resident, weights) if model.offload else (0.0, 0.0)
         if model.offload:
-            resident, training, inference = 0.0, training + resident, inference + weights
-        return Bytes(resident, training if updates else 0.0, inference if reads else 0.0)
+            resident, training, inference = 0.0, training + fetched[0], inference + fetched[1]
+        return Bytes(resident, training if updates else 0.0, inference if reads else 0.0, fetched)
 
     def _gathered(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:
         """Bytes of whole weights in a forward pass, and in a backward pass."""

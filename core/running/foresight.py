@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Mapping
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job import Job
-from hybridflow.core.mapping.cluster import read_cluster
+from hybridflow.core.mapping.cluster import DEVICES, read_cluster
 from hybridflow.core.mapping.job import as_written, plannable
 from hybridflow.core.mapping.pools import seconds
 from hybridflow.core.mapping.search import Mapping as Placed
 from hybridflow.core.mapping.workload import STAGE_NAMES, STAGES
 
+log = logging.getLogger(__name__)
 METHODS = {
     "generate": "generate", "episodes": "generate", "logprobs": "infer", "values": "infer", "score": "infer", "loss": "infer",
     "update": "train",
@@ -36,9 +38,12 @@ class Foresight:
         if job.placement.cluster is None:
             return None
         try:
-            found = as_written(job, plannable(job), read_cluster(job.placement.cluster))
+            cluster = read_cluster(job.placement.cluster)
+            found = as_written(job, plannable(job), cluster)
         except HybridFlowError:  # core.mapping.placement has said so, and why
             return None
+        if job.device == "cpu" and all(nodes.device == DEVICES.get(nodes.device.name) for nodes in cluster.nodes):
+            log.warning("placement.cluster %r is no cluster of CPUs, on which this runs", job.placement.cluster)
         return cls(found.seconds, _work(found)) if isinstance(found, Placed) else None
 
     def add(self, values: Mapping[str, float]) -> None:

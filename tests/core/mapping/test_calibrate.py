@@ -18,7 +18,7 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.launch import run
 from hybridflow.core.mapping import PlannedModel, calibrate
 from hybridflow.core.mapping.calibrate import START, Probed, fit, probing_job
-from hybridflow.core.mapping.cluster import Cluster, Device, Efficiency, Nodes, device_called
+from hybridflow.core.mapping.cluster import Cluster, Device, Efficiency, Nodes, RunsOn, device_called
 from hybridflow.core.mapping.probes import VERBS, Sample
 from hybridflow.core.resharding.shapes import ModelShape
 from hybridflow.core.testing.runs import MODEL
@@ -102,7 +102,7 @@ def test_a_machine_is_measured_and_its_file_is_planned_on(tmp_path):
     cluster = Cluster.read(target)
     [nodes] = cluster.nodes
     assert (nodes.device.name, nodes.count, nodes.per_node) == ("mine", 1, 1)
-    assert nodes.figures == "measured" and nodes.measured == ("fsdp", "transformers")
+    assert nodes.figures == "measured" and nodes.measured == RunsOn("fsdp", "transformers", 32)
     assert 1e-4 < nodes.device.tflops < 100 and 0.1 < nodes.device.bandwidth_gbs < 10_000
     assert nodes.efficiency.tp_layer_us == 0.0 and nodes.efficiency.call_ms > 0.0
     config.write_text(tiny(tmp_path, target))

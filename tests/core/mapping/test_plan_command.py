@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from hybridflow.core.cli import main
+from hybridflow.core.commands import written
 from hybridflow.core.commands.plan import plan, read_cluster, read_sizes
+from hybridflow.core.commands.written import write_config
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.launch import load_config
 from hybridflow.core.mapping import NothingFitsError
 from hybridflow.core.mapping.cluster import DEVICES, Cluster, Efficiency
+from hybridflow.core.mapping.job import replace_places
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = (
@@ -187,15 +192,16 @@ def test_a_cluster_of_ones_own_devices(tmp_path):
         ("", "the cluster has no device; give it [[nodes]]"),
         ('[[nodes]]\ndevice = "a100"', "nodes.0.device: no device is called 'a100'"),
         ('[[nodes]]\ndevice = "a100-80gb"\ncount = 0', "nodes.0.count: must be at least 1, got 0"),
-        ('[[nodes]]\ndevice = "a100-80gb"\nbetween_gbps = 0', "between_gbps: must be above 0, got 0"),
+        ('[[nodes]]\ndevice = "a100-80gb"\nbetween_gbps = 0', "between_gbps: must be above 0 and finite, got 0"),
         ('[[nodes]]\ndevice = "a100-80gb"\nbandwidth = 1', "unknown key"),
-        (FILE.replace("link_gbs = 20", "link_gbs = 0"), "devices.mine.link_gbs: must be above 0, got 0"),
+        (FILE.replace("link_gbs = 20", "link_gbs = 0"), "devices.mine.link_gbs: must be above 0 and finite, got 0"),
+        (FILE.replace("memory_gb = 24", "memory_gb = inf"), "devices.mine.memory_gb: must be above 0 and finite, got inf"),
         (FILE.replace("memory_gb = 24\n", ""), "memory_gb"),
         (FILE.replace("training = 0.4", "training = 1.4"), "efficiency.mine.training: must be above 0 and at most 1, got 1.4"),
         (FILE.replace("[efficiency.mine]", "[efficiency.yours]"), "efficiency.yours: no [[nodes]] are of this device"),
         ("[[nodes", "cluster.toml:"),
     ],
-    ids=["empty", "unknown", "none", "no-network", "key", "no-link", "no-memory", "share", "whose", "toml"],
+    ids=["empty", "unknown", "none", "no-network", "key", "no-link", "endless", "no-memory", "share", "whose", "toml"],
 )  # fmt: skip
 def test_what_is_wrong_with_a_cluster_is_said(tmp_path, text, said):
     path = tmp_path / "cluster.toml"
@@ -208,9 +214,9 @@ def test_what_is_wrong_with_a_cluster_is_said(tmp_path, text, said):
 def test_a_cluster_in_a_word():
     [nodes] = read_cluster("h100-80gb:16x8@3200").nodes
     assert (nodes.devices, nodes.between_gbs, nodes.device) == (128, 400.0, DEVICES["h100-80gb"])
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"is no file, and not DEVICE:NODESxDEVICES"):
         read_cluster("nowhere.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"is no file, and not DEVICE:NODESxDEVICES"):
         read_cluster("h100-80gb:1x8@1.2.3")
     with pytest.raises(ConfigError, match="no device is called 'h1000'"):
         read_cluster("h1000:1x8")
@@ -240,6 +246,138 @@ def test_common_sizes_do_not_stay_under_planned_stages(config, tmp_path):
     printed(config, cluster="a100-80gb:1x2", write=str(target))
     load_config(target, [])
     load_config(config, ["placement=auto", "placement.cluster=a100-80gb:1x2"])
+
+
+FOR_READERS = """# head
+[pools]  # how many
+main = [1]
+
+# about the tokenizer
+[tokenizer]
+characters = "0"  # digits
+
+# the cut
+[actor.layout]
+tp = 1  # whole
+
+# of ref
+[ref]
+pool = "main"
+"""
+PLANNED = {
+    "pools": {"actor": [8], "critic": [4]},
+    "actor": {"pool": "actor", "layout": {"pp": 1, "tp": 2, "dp": 4}, "generation": {"pp": 1, "tp": 2}},
+    "ref": {"pool": "critic", "layout": {"pp": 1, "tp": 1, "dp": 4}},
+}
+
+
+def test_comments_stay_where_they_were(tmp_path):
+    source, target = tmp_path / "source.toml", tmp_path / "target.toml"
+    source.write_text(FOR_READERS, newline="\r\n")
+    assert write_config(source, target, {None: PLANNED}, "a100-80gb:1x8")
+    text = target.read_bytes().decode()
+    assert text.count("\n") == text.count("\r\n")
+    text = text.replace("\r", "")
+    assert "# head\n[pools]  # how many\nactor = [8]\ncritic = [4]\n\n# about the tokenizer\n[tokenizer]" in text
+    assert 'characters = "0"  # digits\n\n# the cut\n' in text and "tp = 2  # whole" in text
+    assert "\n\n# of ref\n[ref]\n" in text
+    assert tomllib.loads(text) == PLANNED | {"tokenizer": {"characters": "0"}}
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "actor.layout.tp = 1\nactor.generation.tp = 1",
+        'actor.layout.tp = 1\nactor.generation.tp = 1\nactor.model.path = "x"',
+        "actor.layout = { tp = 1 }\nactor.generation = { tp = 1 }",
+        'pools.main = [1]\nactor.pool = "main"\nactor.generation.tp = 1',
+        "[stages.c.actor.layout]\ntp = 1\n[stages.c.actor.generation]\ntp = 1\nkeep = true",
+    ],
+)
+def test_stages_in_every_writing_are_written(tmp_path, stage):
+    source, target = tmp_path / "source.toml", tmp_path / "target.toml"
+    source.write_text(f"# common\n[pools]\nmain = [2]\n# of c\n[stages.c]\nalgorithm = 'grpo'  # here\n{stage}\n")
+    assert write_config(source, target, {"c": PLANNED}, "a100-80gb:1x8")
+    text = target.read_text()
+    assert "# common\n# of c\n" in text and "# here" in text and "main" not in text
+    [(name, found)] = tomllib.loads(text)["stages"].items()
+    expected = tomllib.loads(source.read_text())["stages"]["c"]
+    replace_places(expected, PLANNED)
+    assert name == "c" and found == expected and found["actor"]["layout"] == PLANNED["actor"]["layout"]
+
+
+def test_where_comments_cannot_stay_the_values_do(tmp_path, monkeypatch):
+    source, target = tmp_path / "source.toml", tmp_path / "target.toml"
+    source.write_text(FOR_READERS)
+    monkeypatch.setattr(written, "_become", lambda document, wanted: document.clear())
+    assert not write_config(source, target, {None: PLANNED}, "a100-80gb:1x8")
+    assert tomllib.loads(target.read_text()) == PLANNED | {"tokenizer": {"characters": "0"}}
+
+
+def test_what_cannot_be_written_or_drawn_is_said(config, tmp_path):
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(ConfigError, match=r"--write .*No such file or directory"):
+        printed(config, cluster="a100-80gb:1x1", write=str(nowhere / "plan.toml"))
+    with pytest.raises(ConfigError, match=r"--timeline .*No such file or directory"):
+        printed(config, cluster="a100-80gb:1x1", timeline=str(nowhere / "step.svg"))
+
+
+def test_a_runtime_of_one_rank_is_planned_on_one_device(config):
+    assert "on 1 devices" in printed(config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x1")
+    said = "inline runs models on one rank, and the cluster has 8 devices; plan for one .h100-80gb:1x1., or set another"
+    with pytest.raises(ConfigError, match=said):
+        printed(config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x8")
+    with pytest.raises(ConfigError, match=said):
+        load_config(config, ["runtime=inline", "placement=auto", "placement.cluster=h100-80gb:1x8"])
+
+
+def test_sizes_that_auto_replaces_are_not_looked_at(config):
+    auto = ["placement=auto", "placement.cluster=h100-80gb:1x4", "actor.layout.tp=3", "ref.pool=nowhere"]
+    assert "as the config says it: the same (placement = auto)" in printed(config, auto)
+    load_config(config, auto)
+
+
+def test_a_model_is_planned_without_its_weights(config, tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tomllib.loads(f"model = {LLAMA}")["model"]))
+    config.write_text(CONFIG.replace(f"model.config = {LLAMA}", f"model.path = '{folder}'"))
+    digits = ["tokenizer.characters=0123456789+="]
+    assert "a step takes" in printed(config, digits, cluster="a100-80gb:1x8")
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors weights"):
+        load_config(config, digits)
+
+
+def test_an_offloaded_model_that_does_not_fit_is_told_with_its_weights(config):
+    offload = ["actor.offload=true", "actor.micro_batch_tokens=4000000", "pools.main=[1]"]
+    said = re.search(
+        r"actor needs ([\d.]+) GB per device while it trains, of which ([\d.]+) are weights",
+        printed(config, offload, cluster="l4-24gb:1x8").replace(" GB are", " are"),
+    )
+    assert 5 < float(said[2]) < float(said[1]) / 2  # 0.47 billion parameters at 12 bytes
+
+
+def test_what_an_engine_keeps_is_said_where_nothing_fits(config):
+    keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.85"]
+    with pytest.raises(
+        NothingFitsError, match=r"68\.0 GB more are kept by engines: set actor\.generation\.keep = false"
+    ):
+        printed(config, keeps, cluster="a100-80gb:1x1")
+
+
+def test_the_kinds_of_several_pools_are_said(config, tmp_path):
+    kinds = "".join(
+        f'[[nodes]]\ndevice = "{name}"\nper_node = 1\n[devices.{name}]\nmemory_gb = 16\ntflops = {tflops}\n'
+        "bandwidth_gbs = 1000\nlink_gbs = 100\n"
+        for name, tflops in (("one", 100), ("two", 60))
+    )
+    (tmp_path / "two.toml").write_text(kinds)
+    text = printed(config, cluster=str(tmp_path / "two.toml"))
+    said = re.search(
+        r"^note: a config does not say which kind of device a pool gets.*: see that it is (.*)$", text, re.M
+    )
+    assert "actor" in said[1] and said[1].count("on one") == said[1].count("on two") == 1
+    assert "which kind" not in printed(config, cluster="a100-80gb:1x8")
 
 
 def test_an_engines_own_limits_count(config):

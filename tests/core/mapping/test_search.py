@@ -133,7 +133,7 @@ def test_a_model_larger_than_everything_is_named_with_the_numbers():
         plan_mapping(cluster(0.1), ONE, [PlannedModel("actor", huge, trained=True)])
     said = str(caught.value)
     assert "actor (0.2 billion parameters) fits nowhere: the least is" in said
-    assert "GB per device, on 2 small with pp" in said and "of which 0.1 GB are usable" in said
+    assert "GB per device, on 2 small with pp" in said and "and 0.1 GB are usable; give it more" in said
 
 
 def test_a_backend_that_takes_no_layout_and_an_engine_without_room_are_told_so():
