@@ -128,44 +128,45 @@ class Simulator:
         return self.machine.nodes.efficiency.logit_passes * size / self.machine.memory_peak
 
     def _passes(
-        self, model: PlannedModel, sequences: int, layout: tuple[int, int, int], passes: float, rate: float
+        self, model: PlannedModel, sequences: int, layout: tuple[int, int, int], rate: float, train: bool = False
     ) -> float:
-        """Seconds of `sequences` through the pipeline; `passes`: forward 1, with backward 3, with recomputation 4."""
+        """Seconds of `sequences` through the pipeline: of one forward pass, or of an update's passes. A backward pass takes as
+        long as a forward for the gradients of activations, and again for those of the weights that are trained."""
         pp, tp, dp = layout
         count, each = self.micro_batches(model, sequences, dp)
         tokens = each * self.workload.tokens
         said = each * self.workload.response_tokens  # the head, which the last stage has, sees no other positions
-        again = said * model.logits_of_a_token(tp) > model.logits_at_once
-        head_passes = 1.0 if passes == 1 else 3.0 + again  # what recomputes layers does not recompute the head
+        again = train and said * model.logits_of_a_token(tp) > model.logits_at_once
+        forwards = 1.0 + (train and model.recompute)
+        passes = forwards + (1.0 + model.trained_share if train else 0.0)
+        head_passes = 1.0 + again + (1.0 + (not model.adapter_rank) if train else 0.0)  # `recompute` is of the layers
         flops = passes * tokens * model.trunk_flops(self.workload.tokens) / pp
         flops = (flops + head_passes * said * 2.0 * model.head_params) / tp
         shared, rest = self._layer_times(model, tp, each)
-        repeated = 1.0 if passes == 1 else passes - 1  # the backward pass has as many collectives as the forward
+        repeated = forwards + train  # the backward pass has as many collectives as a forward
         layers = model.shape.layers / pp
         stage = flops / rate + layers * (shared * repeated + rest * passes)
         stage += self._logits_time(model, tp, said) * head_passes
         if model.gathers_logits and tp > 1:
             stage += (1 + again) * self.machine.gather(said * model.shape.vocab * model.compute_bytes, tp)
         if pp > 1:
-            directions = 1.0 if passes == 1 else 2.0
-            stage += directions * self.machine.send(tokens * model.shape.hidden * model.compute_bytes, tp)
+            stage += (1 + train) * self.machine.send(tokens * model.shape.hidden * model.compute_bytes, tp)
         gather = self.machine.gather(model.params / tp * model.compute_bytes, dp, tp) if model.gathers else 0.0
         if model.gathers_at_once:
             return (count + pp - 1) * stage + gather
-        return (count + pp - 1) * (stage + (1.0 if passes == 1 else 2.0) * gather)
+        return (count + pp - 1) * (stage + (1 + train) * gather)
 
     # Times
     def inference(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
         e = self.machine.nodes.efficiency
-        return self._passes(model, sequences, layout, 1.0, self.machine.flops * e.inference) + e.call_ms * 1e-3
+        return self._passes(model, sequences, layout, self.machine.flops * e.inference) + e.call_ms * 1e-3
 
     def update(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
         """One optimizer step on `sequences`."""
         pp, tp, dp = layout
         e = self.machine.nodes.efficiency
-        passes = 4.0 if model.recompute else 3.0
-        time = self._passes(model, sequences, layout, passes, self.machine.flops * e.training)
-        mine = model.params / (pp * tp)
+        time = self._passes(model, sequences, layout, self.machine.flops * e.training, train=True)
+        mine = model.params / (pp * tp) * model.trained_share
         step = tp * pp
         if model.sharding == "3d":
             reduction = self.machine.all_reduce(mine * model.gradient_bytes, dp, step)

@@ -1,0 +1,73 @@
+"""The simulators' seconds, by hand."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from hybridflow.core.mapping import Device, Nodes, PlannedModel, Task, Workload
+from hybridflow.core.mapping.cluster import Efficiency
+from hybridflow.core.mapping.simulate import Simulator
+from hybridflow.core.resharding.shapes import ModelShape
+
+SHAPE = ModelShape(4, 2, 2, 2, 2, 8, 10)
+"""2 layers of hidden 4, 2 heads of 2, intermediate 8, vocabulary 10."""
+LAYER = 4 * 16 + 3 * 32 + 2 * 4  # q, k, v, o; gate, up, down; norms
+HEAD = 4 * 10
+ACTOR = PlannedModel("actor", SHAPE, trained=True, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, compute_bytes=4)
+NOTHING = {f.name: 0.0 for f in attrs.fields(Efficiency) if f.name.endswith(("_us", "_ms", "_passes", "overlap"))}
+NODES = Nodes(
+    Device(memory_gb=1, tflops=1e-9, bandwidth_gbs=1e-6, link_gbs=1e-6),  # 1,000 operations, and bytes, per second
+    1,
+    2,
+    between_gbs=1.0,
+    efficiency=Efficiency(training=0.5, inference=0.25, optimizer=1.0, link=0.5, **NOTHING),
+)
+SIMULATOR = Simulator.of(NODES, Workload((Task("actor", "train", 6),), 3, 2))
+TRUNK = 5 * (2 * 2 * LAYER + 2 * 2 * 2 * 2 * 5)  # tokens x (2 per weight; attention of 2 layers of 2 heads of 2 over 5)
+LOGITS = 2 * 2 * HEAD
+OPTIMIZER = 28.0  # bytes of a parameter: moments and weight read and written, its gradient read
+
+
+def updated(model: PlannedModel, tp: int = 1, dp: int = 1, sequences: int = 6) -> float:
+    return SIMULATOR.update(model, sequences, (1, tp, dp)) * 1000
+
+
+def test_a_forward_pass_and_an_update():
+    assert SIMULATOR.inference(ACTOR, 6, (1, 1, 1)) * 1000 == pytest.approx(6 * (TRUNK + LOGITS) / 0.25)
+    expected = 6 * 3 * (TRUNK + LOGITS) / 0.5 + ACTOR.params * OPTIMIZER
+    assert updated(ACTOR) == pytest.approx(expected)
+
+
+def test_what_is_done_again():
+    layers = updated(attrs.evolve(ACTOR, recompute=True)) - updated(ACTOR)
+    assert layers == pytest.approx(6 * TRUNK / 0.5)  # not the head
+    pieces = updated(attrs.evolve(ACTOR, logits_at_once=60)) - updated(ACTOR)  # of 6 x 2 x 10
+    assert pieces == pytest.approx(6 * LOGITS / 0.5)
+    alone = attrs.evolve(ACTOR, logits_at_once=60, micro_batch_tokens=15)  # 3 sequences: 60 logits at once
+    assert updated(alone) == pytest.approx(updated(ACTOR))
+
+
+def test_adapters_have_gradients_of_their_own_weights_alone():
+    adapters = attrs.evolve(ACTOR, adapter_rank=1)
+    assert 0 < adapters.trained_share < 1
+    forward_and_back = 6 * ((2 + adapters.trained_share) * TRUNK + 2 * LOGITS) / 0.5
+    expected = forward_and_back + ACTOR.params * adapters.trained_share * OPTIMIZER
+    assert updated(adapters) == pytest.approx(expected)
+
+
+def test_tensor_parallelism_sends_hidden_states_and_logits_where_they_are_gathered():
+    whole, halves = updated(ACTOR), updated(ACTOR, tp=2)
+    compute = 6 * 3 * (TRUNK + LOGITS) / 0.5 / 2 + ACTOR.params / 2 * OPTIMIZER
+    states = 2 * 2 * 2 * (2 * 0.5) * (6 * 5 * 4 * 4) / 0.5  # layers x passes x two all-reduces, each of twice a half
+    assert halves == pytest.approx(compute + states) and halves != whole
+    gathered = updated(attrs.evolve(ACTOR, gathers_logits=True), tp=2)
+    assert gathered - halves == pytest.approx(6 * 2 * 10 * 4 * 0.5 / 0.5)
+
+
+def test_data_parallelism_reduces_gradients_of_what_is_trained():
+    reduced = updated(ACTOR, dp=2) - updated(ACTOR, sequences=3)
+    assert reduced == pytest.approx(2 * 0.5 * ACTOR.params * 4 / 0.5)
+    adapters = attrs.evolve(ACTOR, adapter_rank=1)
+    less = updated(adapters, dp=2) - updated(adapters, sequences=3)
+    assert less == pytest.approx(reduced * adapters.trained_share)
