@@ -30,7 +30,7 @@ WORK = Workload(
     1024,
     1024,
 )  # fmt: skip
-KEEPS = {"recompute": True, "micro_batch_tokens": 2048, "max_pp": 16}
+KEEPS = {"recompute": True, "shares_weights": True, "micro_batch_tokens": 2048, "max_pp": 16}
 
 EFFICIENCY = Efficiency(
     training=0.5, inference=0.5, memory=0.7, link=0.3, network=0.6, overlap=0.2, network_latency_us=100.0, sequence_us=10.0,

@@ -45,6 +45,10 @@ class Storage:
     """Weights, gradients and optimizer are in the host's memory all the time."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
     """LoRA: gradients and optimizer are those of adapters of this rank; 0: of all weights."""
+    shares_weights: bool = False
+    """What is the same in the engine's weights, of the same dtype, is kept once (arXiv:2409.19256, section 5.3)."""
+    moves: bool = True
+    """Models with `offload` leave the device."""
     gathers_logits: bool = False
     """Every tp rank has the logits of the whole vocabulary."""
     logits_at_once: int = attrs.field(default=LOGITS_AT_ONCE, validator=at_least(1))

@@ -59,6 +59,7 @@ class DeepSpeedConfig:
             compute_bytes=4 if wide else 2,
             recompute=self.activation_checkpointing,
             on_host=self.offload_parameters,
+            moves=trained or self.stage != 3,
             adapter_rank=self.lora.rank if self.lora and trained else 0,
         )
 

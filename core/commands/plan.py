@@ -47,16 +47,20 @@ def plan(
     if problems := shadowed_overrides(tables, provenance):
         raise ConfigError(problems)
     jobs = resolve_jobs(whole(every), Path(path).stem, SHORTHAND, elsewhere=True, unplaced=auto)
-    cluster = cluster or jobs[0].placement.cluster
-    if cluster is None:
+    clusters = {job.stage: cluster or job.placement.cluster for job in jobs}
+    if None in clusters.values():
         raise ConfigError(
             "which cluster? Give --cluster, or placement.cluster in the config: a TOML file (docs/mapping.md), or a known "
             "device, nodes and devices of each, as in a100-80gb:2x8"
         )
-    there = read_cluster(cluster)
-    print_line(console, kinds_of(there))
     found: dict[str | None, Mapping] = {}
+    settled: dict[str | None, dict] = {}
+    said = None
     for job in jobs:
+        there = read_cluster(str(clusters[job.stage]))
+        if said != clusters[job.stage]:
+            print_line(console, kinds_of(there))
+            said = clusters[job.stage]
         print_line(console)
         if job.stage:
             print_line(console, f"stage {job.stage}", "bold underline")
@@ -66,10 +70,11 @@ def plan(
             scaling(console, there, work, what_if)
             continue
         found[job.stage] = report(console, job, work, there, given=job.stage not in auto)
+        settled[job.stage] = settings(found[job.stage], there)
     if write is not None and found:
         from hybridflow.core.commands.written import write_config
 
-        kept = write_config(path, write, {stage: settings(mapping, there) for stage, mapping in found.items()}, cluster)
+        kept = write_config(path, write, settled, cluster)
         print_line(console)
         print_line(
             console,
@@ -210,7 +215,7 @@ def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
     taken = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
     resident = sum(b.resident for b in taken.values())
     engines = [c for c in pool.entry.choices if c.rollout is not None]
-    kept = sum(c.option.model.kept_share for c in engines) * nodes.device.memory_gb * GB
+    kept = sum(c.option.model.kept(nodes.device.memory_gb) for c in engines)
     generation = max((resident + c.weights_bytes + c.cache_bytes for c in engines), default=0.0)
     most = {name: max(getattr(b, name) for b in taken.values()) for name in ("inference", "training")}
     phases = {name: resident + kept + more if more else 0.0 for name, more in most.items()}

@@ -18,11 +18,11 @@ from hybridflow.core.mapping.job import forget_places, replace_places
 
 
 def write_config(
-    source: str | Path, target: str | Path, stages: Mapping[str | None, Mapping[str, Any]], cluster: str
+    source: str | Path, target: str | Path, stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None
 ) -> bool:
     """`target` becomes `source` with the pools and the roles' layouts of each stage (None: of a file without stages) in place
-    of its own; a `placement` then says that they are given, for `cluster`. False where comments could not be kept. Raises
-    ConfigError where `target` cannot be written."""
+    of its own; a `placement` then says that they are given, for `cluster` (None: for its own).
+    False where comments could not be kept. Raises ConfigError where `target` cannot be written."""
     with open(source, newline="") as file:
         text = file.read()
     wanted = tomllib.loads(text)
@@ -36,10 +36,12 @@ def write_config(
     return written is not None
 
 
-def _settle(tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str) -> None:
+def _settle(tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None) -> None:
     for table in (tables, *tables.get("stages", {}).values()):
         if "placement" in table:
-            table["placement"] = {"name": "given", "cluster": cluster}
+            own = table["placement"].get("cluster") if isinstance(table["placement"], Mapping) else None
+            named = {"cluster": cluster or own} if cluster or own else {}
+            table["placement"] = {"name": "given", **named}
     if None not in stages:
         forget_places(tables)  # each stage has its own; a pool that is left over would be started
     for stage, settled in stages.items():

@@ -188,7 +188,8 @@ def described(found: Sequence[MachineFigures], kind: str, name: str | None) -> D
     """A known device by its data sheet; any other by what was measured, the slowest rank's."""
     known = device_called(found[0].name) if kind == "cuda" else None
     if known is not None:
-        return attrs.evolve(known, name=name or known.name)
+        memory = min(known.memory_gb, min(f.memory_bytes for f in found) / GB)  # others of that name have less
+        return attrs.evolve(known, name=name or known.name, memory_gb=memory)
     links = [f.link_rate for f in found if f.link_rate is not None]
     rate = min(f.memory_rate for f in found) / GB
     return Device(

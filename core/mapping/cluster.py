@@ -34,29 +34,35 @@ class Device:
     """To the memory of its host, for offloading."""
     fp8_tflops: float | None = attrs.field(default=None, validator=positive_figure)
     """Dense matrix products in fp8, where it has them."""
+    fp32_tflops: float | None = attrs.field(default=None, validator=positive_figure, kw_only=True)
+    """Matrix products in float32, without TF32; none: as `tflops`."""
     name: str = attrs.field(default="", kw_only=True)
 
 
 def _known(*rows: tuple[Any, ...]) -> dict[str, Device]:
-    return {name: Device(*figures, name=name) for name, *figures in rows}
+    """name, memory_gb, tflops, fp32_tflops, bandwidth_gbs, link_gbs, and host_gbs and fp8_tflops where they are not usual."""
+    return {
+        name: Device(memory, tflops, *others, fp32_tflops=wide, name=name)
+        for name, memory, tflops, wide, *others in rows
+    }
 
 
 DEVICES = _known(
-    ("a100-40gb", 40, 312, 1555, 300),
-    ("a100-80gb", 80, 312, 2039, 300),
-    ("a800-80gb", 80, 312, 2039, 200),
-    ("h100-80gb", 80, 989, 3350, 450, 55, 1979),
-    ("h800-80gb", 80, 989, 3350, 200, 55, 1979),
-    ("h20-96gb", 96, 148, 4000, 450, 55, 296),
-    ("h200-141gb", 141, 989, 4800, 450, 55, 1979),
-    ("b200-180gb", 180, 2250, 7700, 900, 55, 4500),
-    ("mi250x-128gb", 128, 383, 3277, 250),
-    ("mi300x-192gb", 192, 1307, 5300, 448, 55, 2615),
-    ("l40s-48gb", 48, 362, 864, 32, 25, 733),
-    ("l4-24gb", 24, 121, 300, 32, 25, 242),
-    ("a10g-24gb", 24, 70, 600, 32),
-    ("rtx4090-24gb", 24, 165, 1008, 32, 25, 330),
-    ("v100-32gb", 32, 125, 900, 150, 12),
+    ("a100-40gb", 40, 312, 19.5, 1555, 300),
+    ("a100-80gb", 80, 312, 19.5, 2039, 300),
+    ("a800-80gb", 80, 312, 19.5, 2039, 200),
+    ("h100-80gb", 80, 989, 67, 3350, 450, 55, 1979),
+    ("h800-80gb", 80, 989, 67, 3350, 200, 55, 1979),
+    ("h20-96gb", 96, 148, 44, 4000, 450, 55, 296),
+    ("h200-141gb", 141, 989, 67, 4800, 450, 55, 1979),
+    ("b200-180gb", 180, 2250, 75, 7700, 900, 55, 4500),
+    ("mi250x-128gb", 128, 383, 95.7, 3277, 250),
+    ("mi300x-192gb", 192, 1307, 163.4, 5300, 448, 55, 2615),
+    ("l40s-48gb", 48, 362, 91.6, 864, 32, 25, 733),
+    ("l4-24gb", 24, 121, 30.3, 300, 32, 25, 242),
+    ("a10g-24gb", 24, 70, 31.2, 600, 32),
+    ("rtx4090-24gb", 24, 165, 82.6, 1008, 32, 25, 330),
+    ("v100-32gb", 32, 125, 15.7, 900, 150, 12),
 )
 """Data sheets' figures: memory, dense bf16 (V100: fp16), memory bandwidth, link per direction (half of what NVLink sheets say,
 which count both), host link, fp8."""

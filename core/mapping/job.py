@@ -84,38 +84,44 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
             f"{name}: the backend {spec.backend} does not say how it keeps a model (storage); planned as FSDP"
         )
     storage: Storage = says(trained) if says else Storage(sharding="fsdp")
+    if storage.on_host or (trained and not storage.optimizer_bytes):
+        remarks.append(f"{name}: what it has in the host's memory all the time takes no time to come from there, here")
+    if spec.offload and not storage.moves:
+        remarks.append(f"{name}: its backend does not offload it as it is; planned as staying on the device")
     axes = str(registry().descriptor("training_backend", spec.backend).capabilities.get("axes", "dp")).split(", ")
     return PlannedModel(
         name,
         shape,
         trained=trained,
         head="policy" if placed.role.kind == "policy" else "value",
-        offload=spec.offload,
+        offload=spec.offload and storage.moves,
         micro_batch_tokens=spec.micro_batch_tokens,
         takes=takes and (lambda layout: takes(shape, ParallelLayout(*layout))),
-        **(_engine(name, placed, shape, remarks) if spec.engine is not None else {}),
+        **(_engine(name, placed, remarks) if spec.engine is not None else {}),
         max_tp=MANY if "tp" in axes else 1,
         max_pp=MANY if "pp" in axes else 1,
         **attrs.asdict(storage),
     )
 
 
-def _engine(name: str, placed: PlacedModel, shape: ModelShape, remarks: list[str]) -> dict[str, Any]:
+def _engine(name: str, placed: PlacedModel, remarks: list[str]) -> dict[str, Any]:
     """What is known of its engine's limits: from the settings that our engines share."""
     spec = placed.spec
     assert spec.engine is not None
     can, config = registry().descriptor("rollout_engine", spec.engine).capabilities, spec.engine_config
     width = 4 if getattr(config, "dtype", "bfloat16") == "float32" else 2
     found: dict[str, Any] = {"rollout_bytes": width, "max_sequences": getattr(config, "max_sequences", 0) or 256}
-    cache = getattr(config, "kv_memory_gb", 0.0)
-    cache = cache or getattr(config, "kv_tokens", 0) * 2 * shape.layers * shape.kv_heads * shape.head_dim * width / 1e9
-    share = getattr(config, "gpu_memory", None)
+    cache, tokens = getattr(config, "kv_memory_gb", 0.0), getattr(config, "kv_tokens", 0)
+    share, keeps = getattr(config, "gpu_memory", None), placed.section.generation.keep
     if cache:
-        found["cache_gb"] = cache
+        found |= {"cache_gb": cache, "keeps_engine": keeps}
+    elif tokens:
+        found["cache_tokens"] = tokens
     elif share is not None:
-        found |= {"engine_share": share, "keeps_engine": placed.section.generation.keep}
-    if placed.section.generation.keep and "engine_share" not in found:
-        remarks.append(f"{name}: the engine's memory is taken to be free while models train (generation.keep = false)")
+        found |= {"engine_share": share, "keeps_engine": keeps}
+    if keeps and "engine_share" not in found:
+        what = "the engine's weights are" if cache else "the engine's memory is"
+        remarks.append(f"{name}: {what} taken to be free while models train (as with generation.keep = false)")
     return found | ({} if can.get("tp") else {"max_rollout_tp": 1}) | ({} if can.get("pp") else {"max_rollout_pp": 1})
 
 
@@ -174,13 +180,13 @@ def _entry(
     options = [planner.option(models[r], (m.layout.pp, m.layout.tp, m.layout.dp)) for r, m in members.items()]
     have = planner.memory([o.model for o in options])
     resident = sum(o.bytes.resident for o in options)
-    for at, (stage, phase) in enumerate((("training", "trains"), ("inference", "reads"))):
+    for stage, phase in (("training", "trains"), ("inference", "reads")):
         for option in options:
             need = resident + getattr(option.bytes, stage)
             if need > have:
                 return Misfit(
                     f"{option.model.name} needs {gigabytes(need)} per device while it {phase}, of which "
-                    f"{gigabytes(resident + option.bytes.fetched[at])} are weights, gradients and optimizers, and "
+                    f"{gigabytes(resident + option.bytes.fetched)} are weights, gradients and optimizers, and "
                     f"{gigabytes(have)} are usable{planner.engines_keep([o.model for o in options])}"
                 )
     seconds, choices = 0.0, []

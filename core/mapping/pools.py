@@ -162,7 +162,7 @@ class PoolPlanner:
 
     def most_dp(self, model: PlannedModel) -> int:
         shared = [t.sequences for t in self.workload.tasks if t.role == model.name and t.verb != "generate"]
-        return min(shared, default=1 << 40)
+        return max(shared, default=1 << 40)
 
     def options(self, model: PlannedModel, devices: int) -> list[Option]:
         """Every layout that fits alone; of models that do not generate those that are not dominated."""
@@ -180,27 +180,23 @@ class PoolPlanner:
         sim = self.simulator
         infer = sum(t.times * sim.inference(model, t.sequences, layout) for t in self.workload.of(model.name, "infer"))
         train = sum(t.times * sim.update(model, t.sequences, layout) for t in self.workload.of(model.name, "train"))
-        if model.offload:
-            once, twice = sim.moves(model, layout)
-            infer, train = infer + once * (infer > 0), train + twice * (train > 0)
+        moves = sim.moves(model, layout)
+        infer += moves * sum(t.times for t in self.workload.of(model.name, "infer"))
+        train += moves * sum(t.times for t in self.workload.of(model.name, "train"))
         return Option(model, layout, infer, train, sim.bytes(model, layout))
 
     def memory(self, members: Sequence[PlannedModel]) -> float:
         """Usable bytes of a device while these models read and train: an engine may keep its share."""
-        return (
-            self.nodes.memory
-            - sum(m.kept_share for m in members if self.generates(m)) * self.nodes.device.memory_gb * GB
-        )
+        return self.nodes.memory - sum(m.kept(self.nodes.device.memory_gb) for m in members if self.generates(m))
 
     def engines_keep(self, members: Sequence[PlannedModel]) -> str:
         """For messages: what of the memory is not usable for that, and how it would be."""
-        kept = {
-            m.name: m.kept_share * self.nodes.device.memory_gb for m in members if self.generates(m) and m.kept_share
-        }
+        device = self.nodes.device.memory_gb
+        kept = {m.name: m.kept(device) / GB for m in members if self.generates(m) and m.keeps_engine}
         if not kept:
             return ""
         ways = " or ".join(f"{name}.generation.keep = false" for name in kept)
-        return f" ({sum(kept.values()):.1f} GB more are kept by engines: set {ways}, or a smaller gpu_memory)"
+        return f" ({sum(kept.values()):.1f} GB more are kept by engines: set {ways}, or give them less)"
 
     def cache(self, model: PlannedModel, rollout: tuple[int, int], resident: Any, weights: Any) -> Any:
         """Bytes of a device for the cache of an engine whose weights take `weights` bytes beside `resident` ones; numbers or
@@ -209,7 +205,11 @@ class PoolPlanner:
         free = np.minimum(
             self.nodes.memory - resident - weights, model.engine_share * self.nodes.device.memory_gb * GB - whole
         )
-        return free if model.cache_gb is None else np.minimum(free, model.cache_gb * GB)
+        free = free if model.cache_gb is None else np.minimum(free, model.cache_gb * GB)
+        if model.cache_tokens is None:
+            return free
+        cut = min(rollout[1], model.shape.kv_heads) * rollout[0]
+        return np.minimum(free, model.cache_tokens * model.cache_bytes / cut)
 
     def generation(self, model: PlannedModel, devices: int, rollout: tuple[int, int], cache: Any) -> Any:
         """Seconds of a step's generation with so many bytes of each device for the cache: a number, or an array."""
@@ -219,7 +219,8 @@ class PoolPlanner:
     def transition(self, option: Option, rollout: tuple[int, int]) -> float:
         if not option.model.trained:
             return 0.0
-        return self.simulator.transition(option.model, option.layout, rollout)
+        moves = self.simulator.moves(option.model, option.layout)
+        return self.simulator.transition(option.model, option.layout, rollout) + moves
 
     def engine(
         self, option: Option, devices: int, resident: float, rollout: tuple[int, int] | None = None

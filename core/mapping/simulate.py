@@ -28,9 +28,10 @@ class Machine:
 
     nodes: Nodes
 
-    @cached_property
-    def flops(self) -> float:
-        return self.nodes.device.tflops * 1e12
+    def flops(self, width: int) -> float:
+        """Peak of matrix products of numbers of `width` bytes."""
+        device = self.nodes.device
+        return (device.fp32_tflops if width == 4 and device.fp32_tflops else device.tflops) * 1e12
 
     @cached_property
     def memory_peak(self) -> float:
@@ -90,8 +91,8 @@ class Bytes:
     """More while it trains."""
     inference: float = 0.0
     """More while it reads."""
-    fetched: tuple[float, float] = (0.0, 0.0)
-    """Of these, what an offloaded model brings from the host to train, and to read."""
+    fetched: float = 0.0
+    """Of both, what an offloaded model brings from the host and back."""
 
 
 @attrs.frozen(slots=False)
@@ -151,31 +152,38 @@ class Simulator:
             stage += (1 + again) * self.machine.gather(said * model.shape.vocab * model.compute_bytes, tp)
         if pp > 1:
             stage += (1 + train) * self.machine.send(tokens * model.shape.hidden * model.compute_bytes, tp)
-        gather = self.machine.gather(model.params / tp * model.compute_bytes, dp, tp) if model.gathers else 0.0
-        if model.gathers_at_once:
+        whole = model.params / tp * model.compute_bytes
+        gather = self.machine.gather(whole, model.shards(dp), tp) if model.gathers else 0.0
+        if model.gathers_at_once or model.keeps_gathered:
             return (count + pp - 1) * stage + gather
         return (count + pp - 1) * (stage + (1 + train) * gather)
 
     # Times
     def inference(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
         e = self.machine.nodes.efficiency
-        return self._passes(model, sequences, layout, self.machine.flops * e.inference) + e.call_ms * 1e-3
+        return (
+            self._passes(model, sequences, layout, self.machine.flops(model.compute_bytes) * e.inference)
+            + e.call_ms * 1e-3
+        )
 
     def update(self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]) -> float:
         """One optimizer step on `sequences`."""
         pp, tp, dp = layout
         e = self.machine.nodes.efficiency
-        time = self._passes(model, sequences, layout, self.machine.flops * e.training, train=True)
-        mine = model.params / (pp * tp) * model.trained_share
-        step = tp * pp
+        time = self._passes(model, sequences, layout, self.machine.flops(model.compute_bytes) * e.training, train=True)
+        mine = model.stage_params(pp) / tp * model.trained_share
+        step, shards = tp * pp, model.shards(dp)
         if model.sharding == "3d":
             reduction = self.machine.all_reduce(mine * model.gradient_bytes, dp, step)
         else:
-            reduction = self.machine.gather(mine * model.gradient_bytes, dp, step)
+            reduction = self.machine.gather(mine * model.gradient_bytes, shards, step)
+            if model.sharding in ("zero2", "zero3"):  # of each micro-batch
+                reduction *= self.micro_batches(model, sequences, dp)[0]
             if not model.gathers:
-                reduction += self.machine.gather(mine * model.compute_bytes, dp, step)
+                reduction += self.machine.gather(mine * model.compute_bytes, shards, step)
+            reduction += self.machine.all_reduce(mine / shards * model.gradient_bytes, dp // shards, step * shards)
         time += reduction * (1.0 - e.overlap)
-        owned = mine if model.sharding == "3d" else mine / dp
+        owned = mine if model.sharding == "3d" else mine / shards
         touched = owned * (2 * model.optimizer_bytes + model.gradient_bytes + 2 * model.weight_bytes)
         return time + touched / self.machine.optimizer_rate + e.update_ms * 1e-3
 
@@ -190,7 +198,7 @@ class Simulator:
         at_once = np.clip(fit, 1.0, min(mine, model.max_sequences))
         hidden = model.shape.hidden * model.rollout_bytes
         layers = model.shape.layers
-        rate = tp * pp * machine.flops * e.inference
+        rate = tp * pp * machine.flops(model.rollout_bytes) * e.inference
         prefill = mine * w.prompt_tokens * model.trunk_flops(w.prompt_tokens) / rate
         prefill += layers * 2.0 * machine.all_reduce(mine * w.prompt_tokens * hidden, tp) / pp
         per_stage = np.maximum(1.0, at_once / pp)
@@ -209,7 +217,7 @@ class Simulator:
         """Seconds of bringing trained weights to the engine."""
         received, fixed = self.received(model, layout, rollout), self.machine.nodes.efficiency.sync_ms * 1e-3
         pp, tp, dp = layout
-        spans = dp if model.gathers else 1
+        spans = model.shards(dp) if model.gathers else 1
         if pp * tp * spans <= self.machine.nodes.per_node:
             return fixed + received / self.machine.link_rate
         return fixed + received * self.machine.nodes.per_node / self.machine.network_rate
@@ -224,7 +232,8 @@ class Simulator:
         pp, tp, dp = layout
         size = float(model.params * model.rollout_bytes)
         if model.gathers:
-            return size / (pp * tp * dp) if rollout[0] * rollout[1] <= pp * tp * dp else 0.0
+            ranks = pp * tp * model.shards(dp)
+            return size / ranks if rollout[0] * rollout[1] <= ranks else 0.0
         share = size
         for mine, theirs in zip((pp, tp), rollout, strict=True):
             if mine % theirs and theirs % mine:
@@ -236,9 +245,8 @@ class Simulator:
     def _held(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, ...]:
         """Bytes of a rank's weights, gradients and optimizer."""
         pp, tp, dp = layout
-        mine = model.params / (pp * tp)
+        mine, shards = model.stage_params(pp) / tp, model.shards(dp)
         learnt = mine * model.trained_share * model.trained
-        shards = max(1, dp // model.replicas)
         every = zip((mine, learnt, learnt), (model.weight_bytes, model.gradient_bytes, model.optimizer_bytes),
                     _OVER_DP[model.sharding], strict=True)  # fmt: skip
         return tuple(parameters * size / shards**spread for parameters, size, spread in every)
@@ -251,9 +259,8 @@ class Simulator:
         updates, reads = self.workload.of(model.name, "train"), self.workload.of(model.name, "infer")
         training = max((self._update_bytes(model, t.sequences, layout, gradients) for t in updates), default=0.0)
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
-        fetched = (resident, weights) if model.offload else (0.0, 0.0)
-        if model.offload:
-            resident, training, inference = 0.0, training + fetched[0], inference + fetched[1]
+        fetched = resident if model.offload else 0.0
+        resident, training, inference = resident - fetched, training + fetched, inference + fetched
         return Bytes(resident, training if updates else 0.0, inference if reads else 0.0, fetched)
 
     def _gathered(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:
@@ -262,7 +269,7 @@ class Simulator:
             return 0.0, 0.0
         _, tp, dp = layout
         whole = model.params / tp * model.compute_bytes
-        ranks = dp // model.replicas > 1  # one alone copies its weights, and fetches nothing
+        ranks = model.shards(dp) > 1  # one alone copies its weights, and fetches nothing
         if model.sharding == "zero3":
             ahead = max(self._bucket(model), model.layer_params * model.compute_bytes)
             return 2.0 * ahead, ahead  # in a forward pass what they were fetched in is there too
@@ -322,13 +329,9 @@ class Simulator:
                 phases += [unreduced + sent, kept_back + sent * (2.0 + 1.0 / dp)]
         return max(phases)
 
-    def moves(self, model: PlannedModel, layout: tuple[int, int, int]) -> tuple[float, float]:
-        """Seconds of a step that an offloaded model's weights, and what it trains with, take from the host (and back)."""
-        if not model.offload:
-            return 0.0, 0.0
-        weights, _, optimizer = self._held(model, layout)
-        rate = self.machine.nodes.device.host_gbs * GB
-        return weights / rate, 2.0 * (weights + optimizer) / rate
+    def moves(self, model: PlannedModel, layout: tuple[int, int, int]) -> float:
+        """Seconds that an offloaded model takes from the host and back, in each of its calls."""
+        return 2.0 * self.bytes(model, layout).fetched / (self.machine.nodes.device.host_gbs * GB)
 
     def activations(
         self, model: PlannedModel, sequences: int, layout: tuple[int, int, int]
@@ -356,9 +359,8 @@ class Simulator:
         return kept, one, logits
 
     def engine_weights(self, model: PlannedModel, layout: tuple[int, int, int], rollout: tuple[int, int]) -> float:
-        """Bytes that the engine's weights take beside the trained ones: what is the same in both is kept once where the
-        backend keeps whole tensors of the engine's dtype."""
+        """Bytes that the engine's weights take beside the trained ones."""
         size = model.params * model.rollout_bytes / (rollout[0] * rollout[1])
-        if model.gathers or model.weight_bytes != model.rollout_bytes or model.offload:
+        if not model.shares_weights or model.weight_bytes != model.rollout_bytes or model.offload:
             return size
         return size - self._kept(model, layout, rollout)

@@ -61,13 +61,20 @@ class PlannedModel(Storage):
     """Of a device's memory, at most, for an engine's weights and cache."""
     cache_gb: float | None = attrs.field(default=None, validator=positive, kw_only=True)
     """At most for its cache, in 10^9 bytes."""
+    cache_tokens: int | None = attrs.field(default=None, validator=at_least(1), kw_only=True)
+    """That an engine's cache has room for, at most."""
     keeps_engine: bool = attrs.field(default=False, kw_only=True)
-    """The engine's share of the memory stays taken while models train."""
+    """The engine's memory, as far as its settings limit it, stays taken while models train."""
 
-    @property
-    def kept_share(self) -> float:
-        """Of a device's memory, that its engine keeps while models read and train."""
-        return self.engine_share if self.keeps_engine else 0.0
+    def kept(self, device_gb: float) -> float:
+        """Bytes of a device that its engine keeps while models read and train."""
+        if not self.keeps_engine:
+            return 0.0
+        return 1e9 * (self.engine_share * device_gb if self.cache_gb is None else self.cache_gb)
+
+    def shards(self, dp: int) -> int:
+        """Ranks that share one copy of what is spread over dp."""
+        return max(1, dp // self.replicas)
 
     @property
     def gathers(self) -> bool:
@@ -99,6 +106,13 @@ class PlannedModel(Storage):
         embedding = self.shape.vocab * self.shape.hidden
         heads = embedding * (not self.shape.tied) if self.head == "policy" else self.shape.hidden
         return self.shape.layers * self.layer_params + embedding + heads + self.shape.hidden
+
+    def stage_params(self, pp: int) -> float:
+        """Of the largest of `pp` stages: the embedding is in the first, the head in the last."""
+        if pp == 1:
+            return self.params
+        embedding = self.shape.vocab * self.shape.hidden
+        return self.shape.layers / pp * self.layer_params + embedding
 
     @cached_property
     def active_params(self) -> int:

@@ -39,7 +39,7 @@ def layouts(model, nodes, devices, workload):
         if (
             model.shape.layers % pp
             or (pp > 1 and model.sharding not in ("3d", "3d-zero1"))
-            or (rows and dp > min(rows))
+            or (rows and dp > max(rows))
         ):
             continue
         if model.takes is None or model.takes((pp, tp, dp)):
@@ -66,21 +66,19 @@ def pool_times(members, nodes, devices, workload):
         resident = sum(b.resident for b in taken)
         writers = {t.role for t in workload.tasks if t.verb == "generate"}
         device = nodes.device.memory_gb * 1e9
-        kept = sum(m.engine_share * device for m in members if m.name in writers and m.keeps_engine)
+        stays = [m for m in members if m.name in writers and m.keeps_engine]
+        kept = sum(m.engine_share * device if m.cache_gb is None else m.cache_gb * 1e9 for m in stays)
         if resident + max(max(b.training, b.inference) for b in taken) > nodes.memory - kept:
             continue
         stages = {"generate": 0.0, "infer": 0.0, "train": 0.0}
         generating = False
         for model, layout in zip(members, chosen, strict=True):
+            moves = sim.moves(model, layout)
             for task in workload.tasks:
                 if task.role == model.name and task.verb == "infer":
-                    stages["infer"] += task.times * sim.inference(model, task.sequences, layout)
+                    stages["infer"] += task.times * (moves + sim.inference(model, task.sequences, layout))
                 elif task.role == model.name and task.verb == "train":
-                    stages["train"] += task.times * sim.update(model, task.sequences, layout)
-            once, twice = sim.moves(model, layout)
-            verbs = {t.verb for t in workload.tasks if t.role == model.name}
-            stages["infer"] += once if "infer" in verbs else 0.0
-            stages["train"] += twice if "train" in verbs else 0.0
+                    stages["train"] += task.times * (moves + sim.update(model, task.sequences, layout))
             mine = [t for t in workload.tasks if t.role == model.name and t.verb == "generate"]
             if not mine:
                 continue
@@ -92,9 +90,12 @@ def pool_times(members, nodes, devices, workload):
                 free = min(free, model.engine_share * device - whole)
                 if model.cache_gb is not None:
                     free = min(free, model.cache_gb * 1e9)
+                if model.cache_tokens is not None:
+                    parts = rollout[0] * min(rollout[1], model.shape.kv_heads)
+                    free = min(free, model.cache_tokens * model.cache_bytes / parts)
                 seconds = [sim.generation(model, t.sequences, devices, rollout, free) for t in mine]
                 total = float(sum(t.times * s for t, s in zip(mine, seconds, strict=True)))
-                best = min(best, total + (sim.transition(model, layout, rollout) if model.trained else 0.0))
+                best = min(best, total + (moves + sim.transition(model, layout, rollout) if model.trained else 0.0))
             stages["generate"] += best
         if stages["generate"] == NEVER:
             continue

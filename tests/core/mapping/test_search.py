@@ -37,11 +37,14 @@ def random_models(draw: random.Random, count: int) -> list[PlannedModel]:
         recompute=draw.random() < 0.5,
         offload=draw.random() < 0.2,
         micro_batch_tokens=draw.choice([64, 4096]),
+        replicas=draw.choice([1, 1, 2]) if sharding == "fsdp" else 1,
+        shares_weights=draw.random() < 0.5,
     )
     engine = dict(max_sequences=draw.choice([2, 1 << 30]), keeps_engine=draw.random() < 0.3)
     engine |= dict(engine_share=draw.choice([0.3, 1.0]) if engine["keeps_engine"] else draw.choice([0.5, 1.0]))
     engine |= dict(
         cache_gb=draw.choice([None, 0.01]),
+        cache_tokens=draw.choice([None, 4096]),
         takes=draw.choice([None, odd_layouts]),
     )
     made = [PlannedModel("actor", random_shape(draw), trained=True, **extra, **engine)]

@@ -7,6 +7,7 @@ import pytest
 
 from hybridflow.core.mapping import Device, Nodes, PlannedModel, Task, Workload
 from hybridflow.core.mapping.cluster import Efficiency
+from hybridflow.core.mapping.pools import PoolPlanner
 from hybridflow.core.mapping.simulate import Simulator
 from hybridflow.core.resharding.shapes import ModelShape
 
@@ -71,3 +72,61 @@ def test_data_parallelism_reduces_gradients_of_what_is_trained():
     adapters = attrs.evolve(ACTOR, adapter_rank=1)
     less = updated(adapters, dp=2) - updated(adapters, sequences=3)
     assert less == pytest.approx(reduced * adapters.trained_share)
+
+
+def test_replicas_gather_and_reduce_among_few():
+    gathers = attrs.evolve(ACTOR, sharding="fsdp")
+    two = updated(gathers, dp=2) - updated(gathers, sequences=3)
+    params = ACTOR.params
+    assert two == pytest.approx(2 * params * 4 * 0.5 / 0.5 + params * 4 * 0.5 / 0.5 - params / 2 * OPTIMIZER)
+    apart = updated(attrs.evolve(gathers, replicas=2), dp=2) - updated(gathers, sequences=3)
+    assert apart == pytest.approx(2 * params * 4 * 0.5 / 0.5)  # nothing is gathered, gradients are all-reduced
+
+
+def test_weights_that_stay_are_gathered_once_and_zero_reduces_every_micro_batch():
+    several = attrs.evolve(ACTOR, sharding="fsdp", micro_batch_tokens=5)
+    gathered = ACTOR.params * 4 * 0.5 / 0.5
+    again = updated(several, dp=2) - updated(attrs.evolve(several, keeps_gathered=True), dp=2)
+    assert again == pytest.approx((2 * 3 - 1) * gathered)  # of three micro-batches
+    zero = attrs.evolve(several, sharding="zero2")
+    assert updated(zero, dp=2) - updated(attrs.evolve(zero, micro_batch_tokens=100), dp=2) == pytest.approx(
+        2 * gathered
+    )
+    once = attrs.evolve(several, sharding="zero1")
+    assert updated(once, dp=2) == pytest.approx(updated(attrs.evolve(once, micro_batch_tokens=100), dp=2))
+
+
+def test_numbers_of_four_bytes_have_a_peak_of_their_own():
+    device = attrs.evolve(NODES.device, fp32_tflops=NODES.device.tflops / 10)
+    own = Simulator.of(attrs.evolve(NODES, device=device), SIMULATOR.workload)
+    half = attrs.evolve(ACTOR, compute_bytes=2)
+    assert own.inference(ACTOR, 6, (1, 1, 1)) == pytest.approx(10 * own.inference(half, 6, (1, 1, 1)))
+    assert SIMULATOR.inference(ACTOR, 6, (1, 1, 1)) == pytest.approx(SIMULATOR.inference(half, 6, (1, 1, 1)))
+
+
+def test_the_largest_stage_counts():
+    piped = attrs.evolve(ACTOR, sharding="3d")
+    assert piped.stage_params(1) == piped.params == 2 * LAYER + 2 * HEAD + 4
+    assert piped.stage_params(2) == LAYER + HEAD
+    one = SIMULATOR.bytes(attrs.evolve(piped, trained=False), (2, 1, 1))
+    assert one.resident == pytest.approx((LAYER + HEAD) * 4)
+
+
+def test_an_offloaded_model_comes_and_goes_in_every_call():
+    slow = attrs.evolve(NODES, device=attrs.evolve(NODES.device, host_gbs=1e-6))
+    tasks = (Task("actor", "infer", 6, 2), Task("actor", "train", 6, 3), Task("actor", "generate", 6))
+    offloaded = attrs.evolve(ACTOR, offload=True)
+    planner = PoolPlanner(slow, Workload(tasks, 3, 2), (ACTOR, offloaded))
+    stays, moves = (planner.option(m, (1, 1, 1)) for m in (ACTOR, offloaded))
+    call = 2 * ACTOR.params * (4 + 4 + 8) / 1000  # weights, gradients that stay, moments
+    assert (moves.infer - stays.infer, moves.train - stays.train) == pytest.approx((2 * call, 3 * call))
+    assert planner.transition(moves, (1, 1)) - planner.transition(stays, (1, 1)) == pytest.approx(call)
+    assert moves.bytes.resident == 0 and moves.bytes.fetched == stays.bytes.resident
+    assert moves.bytes.training == stays.bytes.training + stays.bytes.resident
+
+
+def test_a_cache_of_tokens_has_them_whatever_its_cut():
+    limited = attrs.evolve(ACTOR, cache_tokens=10, rollout_bytes=4)
+    planner = PoolPlanner(NODES, SIMULATOR.workload, (limited,))
+    cache = [planner.cache(limited, (1, tp), 0.0, 0.0) for tp in (1, 2)]
+    assert cache == [10 * limited.cache_bytes, 10 * limited.cache_bytes / 2]
