@@ -1,7 +1,7 @@
 """What `hybridflow plan` says a step takes, beside what it takes: calibrates this machine, then runs GRPO and PPO on models
 of 0.8M and 20M parameters in the layouts that two processes allow, all with one calibration.
 
-python bench/predictions.py [--rounds 5] [--keep FOLDER]     about 20 minutes on two cores
+python bench/predictions.py [--rounds 5] [--keep FOLDER]     about half an hour on two cores
 
 Every round runs every configuration once, for four steps, of which the first is not counted; the best step of all rounds
 counts. A configuration's spread is that of its rounds' best. One JSON line per figure; exits 1 when a bar is missed.
@@ -102,10 +102,11 @@ def compare(folder: Path, rounds: int) -> int:
         hybridflow("calibrate", "--devices", str(PROCESSES), "--write", str(cluster))
     paths = {(work, layout): config(folder, work, layout) for work, layout in itertools.product(WORK, LAYOUTS)}
     found: dict[tuple, list[list[dict[str, float]]]] = {key: [] for key in paths}
-    for _ in range(rounds):
+    for at in range(rounds):
         for key, path in paths.items():
             hybridflow("run", str(path), "--overwrite")
             found[key].append(steps_of(path))
+        print(f"round {at + 1} of {rounds}", file=sys.stderr, flush=True)
     best = {key: [min(step["seconds/step"] for step in steps) for steps in runs] for key, runs in found.items()}
     predicted = {key: runs[0][0]["seconds/predicted"] for key, runs in found.items()}
     errors = []
