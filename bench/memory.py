@@ -78,6 +78,7 @@ FSDP = (
     ("61M GQA", {"wrap_min_parameters": 1_000_000, "precision": "bf16"}, 1, 16, 64, 64, 2048),
     ("61M GQA", {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000}, 1, 16, 64, 64, 512),
     ("62M deep", {}, 1, 16, 64, 64, 4096),
+    ("62M deep", {}, 2, 16, 32, 96, 2048),
     ("62M deep", {"precision": "bf16"}, 2, 16, 32, 96, 2048),
     ("62M deep", {"wrap_min_parameters": 1_000_000}, 1, 16, 64, 64, 1024),
     ("62M deep", {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000}, 1, 32, 96, 32, 4096),
