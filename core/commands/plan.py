@@ -76,10 +76,7 @@ def plan(
 
         kept = write_config(path, write, settled, cluster)
         print_line(console)
-        print_line(
-            console,
-            f"written: {write}" + ("" if kept else " (its comments could not be kept)"),
-        )
+        print_line(console, f"written: {write}{'' if kept else ' (its comments could not be kept)'}")
     if timeline is not None and found:
         from hybridflow.core.commands.pictures import draw_steps
 

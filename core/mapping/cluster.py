@@ -64,8 +64,8 @@ DEVICES = _known(
     ("rtx4090-24gb", 24, 165, 82.6, 1008, 32, 25, 330),
     ("v100-32gb", 32, 125, 15.7, 900, 150, 12),
 )
-"""Data sheets' figures: memory, dense bf16 (V100: fp16), memory bandwidth, link per direction (half of what NVLink sheets say,
-which count both), host link, fp8."""
+"""Data sheets' figures: memory, dense bf16 (V100: fp16), float32, memory bandwidth, link per direction (half of what NVLink
+sheets say, which count both), host link, fp8."""
 
 
 @attrs.frozen
@@ -316,6 +316,6 @@ def read_cluster(text: str) -> Cluster:
             {"nodes": [tables | ({"between_gbps": float(between)} if between else {})]}, "--cluster"
         )
     raise ConfigError(
-        f"--cluster {text!r}: is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write a-cluster.toml, or h100-80gb:2x8, or "
+        f"the cluster {text!r} is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write a-cluster.toml, or h100-80gb:2x8, or "
         "h100-80gb:2x8@3200 (docs/mapping.md)"
     )

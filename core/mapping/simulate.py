@@ -331,6 +331,8 @@ class Simulator:
 
     def moves(self, model: PlannedModel, layout: tuple[int, int, int]) -> float:
         """Seconds that an offloaded model takes from the host and back, in each of its calls."""
+        if not model.offload:
+            return 0.0
         return 2.0 * self.bytes(model, layout).fetched / (self.machine.nodes.device.host_gbs * GB)
 
     def activations(
