@@ -8,7 +8,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import AGGREGATIONS, PolicyLoss
-from hybridflow.core.config.validators import positive
+from hybridflow.core.validators import positive
 
 
 @attrs.frozen

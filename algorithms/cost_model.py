@@ -11,8 +11,8 @@ import torch
 
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.reward_model import RewardModel
-from hybridflow.core.config.validators import at_least
-from hybridflow.core.loss import Loss, Term
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.validators import at_least
 
 
 @attrs.frozen

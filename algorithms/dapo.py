@@ -10,8 +10,8 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import AGGREGATIONS
-from hybridflow.core.batch import Batch
-from hybridflow.core.config.validators import at_least, non_negative, positive
+from hybridflow.core.validators import at_least, non_negative, positive
+from hybridflow.core.values.batch import Batch
 
 
 @attrs.frozen

@@ -9,9 +9,10 @@ import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
-from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.config.validators import at_least, positive
-from hybridflow.core.loss import Loss, Term
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.validators import at_least, positive
 
 
 @attrs.frozen

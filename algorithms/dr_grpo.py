@@ -7,7 +7,7 @@ import attrs
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import AGGREGATIONS, one_of
-from hybridflow.core.config.validators import at_least
+from hybridflow.core.validators import at_least
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import PolicyLoss, one_of
-from hybridflow.core.config.validators import positive
+from hybridflow.core.validators import positive
 
 
 @attrs.frozen

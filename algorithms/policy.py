@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
-from hybridflow.core.config.validators import at_least, non_negative, positive
-from hybridflow.core.loss import Loss, Term
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.validators import at_least, non_negative, positive
 
 one_of = attrs.validators.in_
 AGGREGATIONS = one_of(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))

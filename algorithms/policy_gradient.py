@@ -10,9 +10,10 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
 from hybridflow.algorithms.sft import NextTokenLoss
-from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.batch import Batch
-from hybridflow.core.loss import Loss
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.values.batch import Batch
 
 
 class PolicyGradient(Algorithm):

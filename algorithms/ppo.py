@@ -11,9 +11,9 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
-from hybridflow.core.algorithm import Role
-from hybridflow.core.config.validators import at_least, fraction, positive
-from hybridflow.core.loss import Loss, Term
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.validators import at_least, fraction, positive
 
 
 @attrs.frozen

@@ -7,7 +7,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import AGGREGATIONS, RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
-from hybridflow.core.config.validators import at_least
+from hybridflow.core.validators import at_least
 
 
 @attrs.frozen

@@ -9,8 +9,8 @@ import torch
 
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.ppo import PPO, PPOConfig, ValueLoss
-from hybridflow.core.algorithm import Role
-from hybridflow.core.config.validators import at_least, non_negative, positive
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.validators import at_least, non_negative, positive
 
 
 @attrs.frozen

@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.config.validators import at_least
-from hybridflow.core.loss import Loss, Term
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.validators import at_least
 
 
 @attrs.frozen

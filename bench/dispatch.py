@@ -26,10 +26,10 @@ from common import ROOT, Peer, emit, paired, timed
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.backends.ray.runtime import RayRuntime
 from hybridflow.core import run
-from hybridflow.core.batch import Batch
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.worker import Worker, register
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.worker import Worker, register
+from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.values.batch import Batch
 
 WORKERS = 2
 SMALL = (2, 128)

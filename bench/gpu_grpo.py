@@ -33,7 +33,7 @@ def main() -> int:
         command = [
             sys.executable,
             "-m",
-            "hybridflow.core.cli",
+            "hybridflow.cli.main",
             "run",
             str(config),
             f"run.folder={folder}",

@@ -26,7 +26,7 @@ from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.core.launch import run as launch
-from hybridflow.core.testing import TinyRun
+from hybridflow.kit.testing import TinyRun
 
 PROMPTS, GROUP = 8, 8
 WARM_UP = ("stages.grpo.run.steps=1", "stages.grpo.validation.every=1", "stages.grpo.algorithm.prompts_per_step=8")
@@ -109,7 +109,7 @@ def measure(warm: Path, batches: int) -> None:
 
 
 def column_of(rows: list[torch.Tensor]):
-    from hybridflow.core.columns import tokens
+    from hybridflow.core.values.columns import tokens
 
     return tokens(rows, torch.float32)
 

@@ -47,7 +47,8 @@ def make_model(folder: Path) -> None:
     """The one set of weights that both train, with a character tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridflow.core.data.tokenizer import TokenizerConfig, build_tokenizer
+    from hybridflow.core.data.build_tokenizer import build_tokenizer
+    from hybridflow.core.data.tokenizer import TokenizerConfig
 
     fields = {k: v for k, v in MODEL.items() if k != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL["model_type"], **fields))
@@ -124,7 +125,7 @@ def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[float]:
     path = folder / "ours.toml"
     path.write_text(config(folder, steps, ranks))
     environment = {**os.environ, **MODES[mode], "PYTHONPATH": str(HERE)}
-    command = [sys.executable, "-m", "hybridflow.core.cli", "run", str(path), "--overwrite"]
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", str(path), "--overwrite"]
     command += ["runtime.threads=1"] if ranks > 1 else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
     if done.returncode:

@@ -17,10 +17,10 @@ import time
 import attrs
 from common import emit
 
-from hybridflow.core.mapping import Cluster, Mapping, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
-from hybridflow.core.mapping.cluster import Efficiency
-from hybridflow.core.mapping.pools import PoolPlanner
-from hybridflow.core.resharding.shapes import BUILT_IN
+from hybridflow.kit.huggingface.shapes import PUBLISHED
+from hybridflow.planner import Cluster, Mapping, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
+from hybridflow.planner.cluster import Efficiency
+from hybridflow.planner.pools import PoolPlanner
 
 WORK = Workload(
     (
@@ -56,7 +56,7 @@ TOLERANCE = 1.03
 
 
 def models(actor: str, critic: str) -> list[PlannedModel]:
-    policy, value = BUILT_IN[f"llama-{actor}"], BUILT_IN[f"llama-{critic}"]
+    policy, value = PUBLISHED[f"llama-{actor}"], PUBLISHED[f"llama-{critic}"]
     return [
         PlannedModel("actor", policy, trained=True, **KEEPS),
         PlannedModel("critic", value, trained=True, head="value", **KEEPS),

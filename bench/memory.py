@@ -32,15 +32,15 @@ import torch
 from common import emit
 
 import hybridflow.core.running.session as session
-from hybridflow.core.job import resolve_jobs
-from hybridflow.core.mapping.cluster import Cluster
-from hybridflow.core.mapping.job import planned_model
-from hybridflow.core.mapping.probes import Likelihood, made_up
-from hybridflow.core.mapping.simulate import Simulator
-from hybridflow.core.mapping.workload import Task, Workload
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.worker import register
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.worker import register
+from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.planner.calibration.probes import Likelihood, made_up
+from hybridflow.planner.cluster import Cluster
+from hybridflow.planner.jobs import planned_model
+from hybridflow.planner.times import Simulator
+from hybridflow.planner.workload import Task, Workload
 
 BAR = 0.1
 MODELS = {

@@ -13,10 +13,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 from common import emit, timed
 
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.resharding.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
 from hybridflow.core.resharding.plan import plan_reshard
-from hybridflow.core.resharding.shapes import BUILT_IN
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.kit.huggingface.shapes import PUBLISHED
+from hybridflow.kit.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
 
 BARS = {64: 2.0, 1024: 30.0, 16384: 60.0}
 """Ranks -> seconds."""
@@ -24,7 +24,7 @@ TP = 8
 
 
 def plan(kind: str, ranks: int) -> None:
-    shape = BUILT_IN["llama-70b"]
+    shape = PUBLISHED["llama-70b"]
     if kind == "megatron":
         train = ParallelLayout(pp=8, tp=8, dp=ranks // 64)
         source = megatron_layout(shape, train)

@@ -74,7 +74,7 @@ generation.tp = {layout[1]}
 
 
 def hybridflow(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "hybridflow.core.cli", *arguments], check=True, stdout=subprocess.DEVNULL,
+    subprocess.run([sys.executable, "-m", "hybridflow.cli.main", *arguments], check=True, stdout=subprocess.DEVNULL,
                    stderr=subprocess.DEVNULL)  # fmt: skip
 
 

@@ -36,13 +36,13 @@ ENGINES = ("everything", "replica", "planned")
 def plans(tp: int) -> dict:
     import torch
 
-    from hybridflow.core.parallel import ParallelLayout, generation_layout
-    from hybridflow.core.resharding.gather import gather_plan
-    from hybridflow.core.resharding.layouts import engine_layout, megatron_layout, zero3_layout
+    from hybridflow.cli.gather import gather_plan
     from hybridflow.core.resharding.plan import plan_reshard
-    from hybridflow.core.resharding.shapes import ModelShape
+    from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+    from hybridflow.kit.huggingface.shapes import llama_shape
+    from hybridflow.kit.layouts import engine_layout, megatron_layout, zero3_layout
 
-    shape = ModelShape(1024, 4, 16, 16, 64, 2816, 12288)
+    shape = llama_shape(1024, 4, 16, 16, 64, 2816, 12288)
     params, train = shape.params(torch.float32), ParallelLayout(tp=WORLD)
     held = megatron_layout(shape, train, params)
     targets = {
@@ -136,7 +136,7 @@ def work(rank: int, store: str, answers) -> None:
     import torch
     import torch.distributed as dist
 
-    from hybridflow.core.resharding.transport import Link
+    from hybridflow.core.contracts.transport import Link
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)

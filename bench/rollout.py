@@ -79,7 +79,8 @@ class Contestant:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from hybridflow.core.model import ModelSpec, hf_config_of
+        from hybridflow.core.values.model import ModelSpec
+        from hybridflow.kit.huggingface.models import hf_config_of
 
         torch.set_num_threads(1)
         self.name, self.requests, self.logs = name, requests, logs
@@ -187,10 +188,10 @@ class Engine(Contestant):
         import torch
         import torch.distributed as dist
 
-        from hybridflow.core.parallel import ParallelLayout, generation_layout
+        from hybridflow.core.contracts.worker import RankContext
         from hybridflow.core.plugins import registry
         from hybridflow.core.serving.build import build_engine
-        from hybridflow.core.worker import RankContext
+        from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         layout = ParallelLayout()
@@ -201,7 +202,7 @@ class Engine(Contestant):
         self.copy_weights(0)
 
     def copy_weights(self, at: int) -> None:
-        from hybridflow.core.weights import Box
+        from hybridflow.core.values.weights import Box
 
         self.engine.begin_update(at)
         for name in self.engine.layout().params:
@@ -210,7 +211,7 @@ class Engine(Contestant):
         self.engine.end_update()
 
     def sample(self, prompts, wanted, kind: str, at: int):
-        from hybridflow.core.rollout import Request, SamplingParams
+        from hybridflow.core.contracts.rollout import Request, SamplingParams
 
         started = time.perf_counter()
         requests = [

@@ -6,60 +6,147 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.core.algorithm import Algorithm, Role
-    from hybridflow.core.batch import Batch
-    from hybridflow.core.columns import Column, tokens
-    from hybridflow.core.data import DataSource
-    from hybridflow.core.environment import Answer, Environment
+    from hybridflow.core.contracts.algorithm import Algorithm
+    from hybridflow.core.contracts.capabilities import (
+        CommandCapabilities,
+        EngineCapabilities,
+        RuntimeCapabilities,
+        TrainingCapabilities,
+        TransportCapabilities,
+    )
+    from hybridflow.core.contracts.command import Command
+    from hybridflow.core.contracts.data_source import DataSource
+    from hybridflow.core.contracts.environment import Answer, Environment
+    from hybridflow.core.contracts.footprint import Collective, EngineLimits, Execution, Footprint, Phase
+    from hybridflow.core.contracts.loss import Counts, Loss, Term
+    from hybridflow.core.contracts.planner import Plan, Planner, Prediction
+    from hybridflow.core.contracts.protocol import Protocol, TransferProtocol
+    from hybridflow.core.contracts.reward import Reward, RewardSample
+    from hybridflow.core.contracts.role import Role
+    from hybridflow.core.contracts.rollout import Completion, EngineSettings, Request, RolloutEngine, SamplingParams
+    from hybridflow.core.contracts.runtime import ResourcePool, Runtime, RuntimeSettings
+    from hybridflow.core.contracts.step import StepContext
+    from hybridflow.core.contracts.tracker import Tracker
+    from hybridflow.core.contracts.training import MicroBatch, OptimizerConfig, TrainingBackend, TrainingSettings
+    from hybridflow.core.contracts.transport import Transport
+    from hybridflow.core.contracts.worker import RankContext, Worker, register
     from hybridflow.core.errors import HybridFlowError
-    from hybridflow.core.group import Pool, WorkerGroup
+    from hybridflow.core.groups.group import Pool, WorkerGroup
     from hybridflow.core.launch import load_config, run
-    from hybridflow.core.loss import Counts, Loss, Term
-    from hybridflow.core.metrics import Metrics
-    from hybridflow.core.parallel import ParallelLayout, generation_layout
-    from hybridflow.core.protocols import Protocol, TransferProtocol
     from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
-    from hybridflow.core.resharding.transport import Transport
-    from hybridflow.core.rewards import Reward, RewardSample
-    from hybridflow.core.rollout import Completion, Request, RolloutEngine, SamplingParams
-    from hybridflow.core.runtime import ResourcePool, Runtime
-    from hybridflow.core.training import MicroBatch, OptimizerConfig, TrainingBackend
-    from hybridflow.core.weights import Box, Param, WeightLayout
-    from hybridflow.core.worker import Worker, register
+    from hybridflow.core.values.batch import Batch
+    from hybridflow.core.values.columns import Column, tokens
+    from hybridflow.core.values.metrics import Metrics
+    from hybridflow.core.values.model import ModelSpec
+    from hybridflow.core.values.model_shape import ModelShape, ModelSize
+    from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
+    from hybridflow.core.values.weights import Box, Param, WeightLayout
 
 _HOME = {
-    "algorithm": ("Algorithm", "Role"),
-    "batch": ("Batch",),
-    "columns": ("Column", "tokens"),
-    "data": ("DataSource",),
-    "environment": ("Answer", "Environment"),
     "errors": ("HybridFlowError",),
-    "group": ("Pool", "WorkerGroup"),
-    "loss": ("Counts", "Loss", "Term"),
-    "metrics": ("Metrics",),
-    "parallel": ("ParallelLayout", "generation_layout"),
-    "protocols": ("Protocol", "TransferProtocol"),
+    "values.batch": ("Batch",),
+    "values.columns": ("Column", "tokens"),
+    "values.metrics": ("Metrics",),
+    "values.parallel": ("GenerationLayout", "ParallelLayout", "generation_layout"),
+    "values.weights": ("Box", "Param", "WeightLayout"),
+    "values.model": ("ModelSpec",),
+    "values.model_shape": ("ModelShape", "ModelSize"),
+    "contracts.role": ("Role",),
+    "contracts.step": ("StepContext",),
+    "contracts.algorithm": ("Algorithm",),
+    "contracts.loss": ("Counts", "Loss", "Term"),
+    "contracts.reward": ("Reward", "RewardSample"),
+    "contracts.environment": ("Answer", "Environment"),
+    "contracts.data_source": ("DataSource",),
+    "contracts.capabilities": (
+        "CommandCapabilities",
+        "EngineCapabilities",
+        "RuntimeCapabilities",
+        "TrainingCapabilities",
+        "TransportCapabilities",
+    ),
+    "contracts.footprint": ("Collective", "EngineLimits", "Execution", "Footprint", "Phase"),
+    "contracts.training": ("MicroBatch", "OptimizerConfig", "TrainingBackend", "TrainingSettings"),
+    "contracts.rollout": ("Completion", "EngineSettings", "Request", "RolloutEngine", "SamplingParams"),
+    "contracts.runtime": ("ResourcePool", "Runtime", "RuntimeSettings"),
+    "contracts.transport": ("Transport",),
+    "contracts.protocol": ("Protocol", "TransferProtocol"),
+    "contracts.worker": ("RankContext", "Worker", "register"),
+    "contracts.tracker": ("Tracker",),
+    "contracts.planner": ("Plan", "Planner", "Prediction"),
+    "contracts.command": ("Command",),
+    "groups.group": ("Pool", "WorkerGroup"),
     "resharding.plan": ("ReshardPlan", "plan_reshard"),
-    "resharding.transport": ("Transport",),
-    "rewards": ("Reward", "RewardSample"),
-    "rollout": ("Completion", "Request", "RolloutEngine", "SamplingParams"),
-    "runtime": ("ResourcePool", "Runtime"),
-    "training": ("MicroBatch", "OptimizerConfig", "TrainingBackend"),
-    "weights": ("Box", "Param", "WeightLayout"),
-    "worker": ("Worker", "register"),
+    "launch": ("load_config", "run"),
 }
-_WHERE = {name: module for module, names in _HOME.items() for name in names} | {
-    "load_config": "launch",
-    "run": "launch",
-}
+_WHERE = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [  # noqa: RUF022  (in the order of the modules)
-    "Algorithm", "Role", "Batch", "Column", "tokens", "DataSource", "Answer", "Environment", "HybridFlowError", "Pool",
-    "WorkerGroup", "Counts", "Loss", "Term", "Metrics", "ParallelLayout", "generation_layout", "Protocol",
-    "TransferProtocol", "ReshardPlan", "plan_reshard", "Transport", "Reward",
-    "RewardSample", "Completion", "Request", "RolloutEngine", "SamplingParams", "ResourcePool", "Runtime", "MicroBatch",
-    "OptimizerConfig", "TrainingBackend", "Box", "Param", "WeightLayout", "Worker", "register", "load_config", "run",
-]  # fmt: skip
+__all__ = [
+    "Algorithm",
+    "Answer",
+    "Batch",
+    "Box",
+    "Collective",
+    "Column",
+    "Command",
+    "CommandCapabilities",
+    "Completion",
+    "Counts",
+    "DataSource",
+    "EngineCapabilities",
+    "EngineLimits",
+    "EngineSettings",
+    "Environment",
+    "Execution",
+    "Footprint",
+    "GenerationLayout",
+    "HybridFlowError",
+    "Loss",
+    "Metrics",
+    "MicroBatch",
+    "ModelShape",
+    "ModelSize",
+    "ModelSpec",
+    "OptimizerConfig",
+    "ParallelLayout",
+    "Param",
+    "Phase",
+    "Plan",
+    "Planner",
+    "Pool",
+    "Prediction",
+    "Protocol",
+    "RankContext",
+    "Request",
+    "ReshardPlan",
+    "ResourcePool",
+    "Reward",
+    "RewardSample",
+    "Role",
+    "RolloutEngine",
+    "Runtime",
+    "RuntimeCapabilities",
+    "RuntimeSettings",
+    "SamplingParams",
+    "StepContext",
+    "Term",
+    "Tracker",
+    "TrainingBackend",
+    "TrainingCapabilities",
+    "TrainingSettings",
+    "TransferProtocol",
+    "Transport",
+    "TransportCapabilities",
+    "WeightLayout",
+    "Worker",
+    "WorkerGroup",
+    "generation_layout",
+    "load_config",
+    "plan_reshard",
+    "register",
+    "run",
+    "tokens",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,15 +10,15 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.algorithm import Role
-from hybridflow.core.batch import Batch
-from hybridflow.core.group import Future, WorkerGroup
-from hybridflow.core.loss import Loss
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.rollout import SamplingParams
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.groups.group import Future, WorkerGroup
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
 
 if TYPE_CHECKING:
-    from hybridflow.core.resharding.pools import SeparateRollout
+    from hybridflow.core.rollouts.separate import SeparateRollout
 
 
 class RoleHandle:

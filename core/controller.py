@@ -6,28 +6,15 @@ import time
 
 import attrs
 
-from hybridflow.core.context import StepContext
 from hybridflow.core.errors import WorkerDied
-from hybridflow.core.job import Job
+from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.reporting import Reporter
+from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
-
-
-@attrs.define
-class Run:
-    """A run as the controller knows it, and as observers see it."""
-
-    job: Job
-    session: Session
-    ctx: StepContext
-    report: Reporter
-    checkpoints: Checkpoints
-    step: int = 0
-    """Steps that are over."""
 
 
 @attrs.frozen
@@ -60,13 +47,13 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
     checkpoints = Checkpoints(job.folder / "checkpoints", job.run.keep_checkpoints)
     with session, StopSignal() as stop:
-        run = Run(job, session, session.context(), report, checkpoints)
+        run = Run(job, session, session.context(), checkpoints)
         if resume and checkpoints.steps():
             restore(run, algorithm)
         report.begin(run.step, session.parameters)
-        validate_if_due(run)
+        validate_if_due(run, report)
 
-        while run.step < job.run.steps and not report.reached:
+        while run.step < job.run.steps and not run.reached:
             run.ctx.step = run.step + 1
             started = time.perf_counter()
             algorithm.step(run.ctx)
@@ -75,17 +62,17 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
             values = report.step(run, metrics, time.perf_counter() - started)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
 
-            validate_if_due(run)  # before the checkpoint, which so has what it found
+            validate_if_due(run, report)  # before the checkpoint, which so has what it found
             if due(run.step, job.run.checkpoint_every) or stop.requested:
                 checkpoint(run, algorithm)
             if stop.requested and run.step < job.run.steps:
                 report.say(f"told to stop: the checkpoint of step {run.step} is written; go on with --resume")
-                return Outcome("stopped", run.step, report.validations)
-        validate_if_due(run, ended=True)
+                return Outcome("stopped", run.step, run.validations)
+        validate_if_due(run, report, ended=True)
         if export:
             session.export(job.folder)
         report.ended()
-        return Outcome("finished", run.step, report.validations)
+        return Outcome("finished", run.step, run.validations)
 
 
 def due(step: int, every: int) -> bool:
@@ -99,7 +86,7 @@ def checkpoint(run: Run, algorithm) -> None:
         "algorithm": algorithm.state_dict(),
         "counters": run.ctx.counters,
         "data": run.session.tasks.state().result(),
-        "validations": run.report.validations,
+        "validations": run.validations,
     }
     folder = run.checkpoints.write(run.step, state, run.session.save)
     registry().notify("hybridflow_checkpoint", run=run, step=run.step, folder=folder)
@@ -112,5 +99,5 @@ def restore(run: Run, algorithm) -> None:
     run.session.tasks.set_state(state["data"]).result()
     algorithm.load_state_dict(state["algorithm"])
     run.ctx.counters = state["counters"]
-    run.report.validations = {int(at): values for at, values in state["validations"].items()}
+    run.validations = {int(step): values for step, values in state["validations"].items()}
     run.step = state["step"]

@@ -9,10 +9,11 @@ from pathlib import Path
 from hybridflow.core.config.load import read_config
 from hybridflow.core.controller import Outcome, run_job
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job import STAGE, Job
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.models import with_exports
+from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.mapping.placement import resolve_placed
-from hybridflow.core.running.reporting import goal_reached
+from hybridflow.core.running.run import goal_reached
 from hybridflow.core.running.session import prepare_all
 
 DONE = "done.json"
@@ -35,9 +36,8 @@ def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, o
         if resume and (done := _read_done(job)) is not None:
             outcome = done
         else:
-            current = load_config(path, overrides)[at]  # exports of earlier stages are there now
-            needed = any(f"{STAGE}{job.stage}" in str(later.tables) for later in jobs[at + 1 :])
-            outcome = run_job(current, prepared[at], resume, overwrite, export=current.run.export or needed)
+            needed = any(later.follows_stage(job) for later in jobs[at + 1 :])
+            outcome = run_job(with_exports(job), prepared[at], resume, overwrite, export=job.run.export or needed)
             if outcome.state != "finished":
                 return outcome
             (job.folder / DONE).write_text(json.dumps({"step": outcome.step, "validations": outcome.validations}))

@@ -142,7 +142,7 @@ def run(name: str, seed: int, warm: Path | None, stop_at: float | None = None) -
     file = RUNS / f"{label(name, seed)}.toml"
     file.write_text(config(name, seed, warm, stop_at))
     started = time.monotonic()
-    command = [sys.executable, "-m", "hybridflow.core.cli", "run", str(file), "--overwrite"]
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", str(file), "--overwrite"]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from hybridflow.core.parallel import ParallelLayout, generation_layout
 from hybridflow.core.resharding.plan import plan_reshard
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
 
 FIGURE = Path(__file__).with_name("grouping.svg")
 TRAIN, TP = ParallelLayout(tp=4, dp=2), 2

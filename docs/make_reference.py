@@ -12,20 +12,19 @@ from typing import Any, get_args, get_type_hints
 
 import attrs
 
-from hybridflow.core.commands.listing import spell
-from hybridflow.core.commands.show import render
+from hybridflow.cli.plugins import spell
+from hybridflow.cli.show import render
 from hybridflow.core.config import describe, field_docs
-from hybridflow.core.data import DataConfig
+from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.reward import FailureRule
+from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.data.tokenizer import TokenizerConfig
-from hybridflow.core.environment import EnvironmentSection
 from hybridflow.core.errors import PluginError
 from hybridflow.core.job import schema
 from hybridflow.core.job.reader import DEFAULT_PLUGINS
-from hybridflow.core.model import ModelConfig
+from hybridflow.core.job.schema import EnvironmentSection, SyncConfig
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.reward_rules import FailureRule
-from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.values.model import ModelConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 MARK = "<!-- What follows is written by docs/make_reference.py. -->\n"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.core.data import DataConfig, DataSource
-from hybridflow.core.environment import Answer, Environment, Start, Turn
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
+from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
 
 CALL = re.compile(r"\[(\d{1,4})\*(\d{1,4})=$")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hybridflow.core.batch import Batch, PromisedTable, View
-from hybridflow.core.workers.wire import Decoder, Encoder
+from hybridflow.core.groups.wire import Decoder, Encoder
+from hybridflow.core.values.batch import Batch, PromisedTable, View
 
 
 class CountingStore:

@@ -102,8 +102,8 @@ def runtime(runtime_name, request):
 
 @pytest.fixture(scope="module")
 def launch(runtime):
-    from hybridflow.core.group import Pool
-    from hybridflow.core.runtime import ResourcePool
+    from hybridflow.core.contracts.runtime import ResourcePool
+    from hybridflow.core.groups.group import Pool
 
     pools: dict[str, Pool] = {}
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from training_jobs import Setup, make_worker, mine, parameters, said_by
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.loss import Loss
-from hybridflow.core.rollout import SamplingParams
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.model_worker import ModelWorker
 
 
@@ -89,8 +89,8 @@ def misfit(rank: int, world: int, setup: Setup) -> tuple[str, bool]:
     """An engine of another model: what is said, and whether the engine was touched."""
     import attrs
 
-    from hybridflow.core.resharding.engine import HybridEngine
-    from hybridflow.core.weights import Param, WeightLayout
+    from hybridflow.core.rollouts.same_ranks import HybridEngine
+    from hybridflow.core.values.weights import Param, WeightLayout
 
     worker = make_worker(rank, setup)
     theirs = worker.engine.layout()

@@ -16,10 +16,10 @@ from training_check import close, output_ranks, step_like_torch
 from training_jobs import Setup, load_and_train, make_worker, mine, parameters, save_after
 from training_reference import Blend, ValueLoss, load, make_batch
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.huggingface.config import LoRAConfig
-from hybridflow.core.loss import Loss
-from hybridflow.core.metrics import Metrics
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.kit.huggingface.config import LoRAConfig
 
 LORA = LoRAConfig(rank=4, alpha=12.0)
 SOME = LoRAConfig(rank=3, alpha=3.0, target_modules=("q_proj", "layers.1.mlp.down_proj"))

@@ -8,9 +8,9 @@ import torch
 from training_jobs import Setup, train
 from training_reference import hf_loss, load, make_batch
 
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.parallel import ParallelLayout
 
 
 def output_ranks(layout: ParallelLayout) -> list[int]:

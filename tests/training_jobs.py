@@ -10,18 +10,19 @@ import numpy as np
 import torch
 from training_reference import make_batch, spec_of
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.huggingface import modeling
-from hybridflow.core.loss import Loss
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.job.job import ModelRole
+from hybridflow.core.job.schema import SyncConfig
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.testing.passes import memoryless
-from hybridflow.core.training import OptimizerConfig
-from hybridflow.core.worker import RankContext
-from hybridflow.core.workers.model_worker import ModelRole, ModelWorker
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.kit.huggingface import modeling
+from hybridflow.kit.testing.passes import memoryless
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, eps=1e-3)
 """Without so large an eps AdamW blows rounding errors of gradients near 0 up to lr."""
@@ -234,7 +235,7 @@ def failing_update(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
 
 def synced_training(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int) -> list[float]:
     """The largest difference of trainer and engine logprobs, before training and after each update."""
-    from hybridflow.core.rollout import SamplingParams
+    from hybridflow.core.contracts.rollout import SamplingParams
 
     worker = make_worker(rank, setup)
     rows = mine(worker, batch)
@@ -252,7 +253,7 @@ def synced_training(rank: int, world: int, setup: Setup, batch: Batch, loss: Los
 
 def broken_transfer(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> dict[str, Any]:
     """A transfer that fails on rank 0 alone, what the engines say then, and the next one."""
-    from hybridflow.core.rollout import SamplingParams
+    from hybridflow.core.contracts.rollout import SamplingParams
 
     worker = make_worker(rank, setup)
     engine = worker.engine

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
-from hybridflow.core.loss import Loss, Term
-from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.job.models import resolve_model
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.model import ModelConfig, ModelSpec
 
 MODELS = {
     "qwen2-tied": ("qwen2", True, 68),

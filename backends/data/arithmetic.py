@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.errors import ConfigError
 
 SUMS = 100 * 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridflow.core.data import DataConfig
+from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.errors import DataError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.backends.data.files import data_path
-from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.errors import DataError
 from hybridflow.core.names import did_you_mean
 

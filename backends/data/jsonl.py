@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.backends.data.files import data_file
-from hybridflow.core.data import DataConfig, DataSource
-from hybridflow.core.data.text import shorten
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.errors import DataError
+from hybridflow.core.values.text import shorten
 
 
 class JsonlSource(DataSource):

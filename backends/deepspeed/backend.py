@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridflow.core.huggingface.config import lora_problems
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.resharding.layouts import zero3_layout
-from hybridflow.core.state import MOMENTS, StatePart, flat_parts, load_state, save_state
-from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
-from hybridflow.core.weights import Box, Param, Shard, WeightLayout
+from hybridflow.core.contracts.training import LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
+from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state, save_state
+from hybridflow.kit.huggingface.config import lora_problems
+from hybridflow.kit.layouts import zero3_layout
 
 if TYPE_CHECKING:
-    from hybridflow.core.huggingface.lora import Adapters
+    from hybridflow.kit.huggingface.lora import Adapters
 
 
 class DeepSpeedBackend(TrainingBackend):
@@ -43,7 +43,7 @@ class DeepSpeedBackend(TrainingBackend):
         return found + lora_problems(config.lora)
 
     def build(self) -> None:
-        from hybridflow.core.huggingface.modeling import RoleModel, build_hf_model, canonical, ties_of
+        from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, canonical, ties_of
 
         context, config, trained = self.context, self.config, self.optimizer_config is not None
         lora = config.lora if trained else None
@@ -55,7 +55,7 @@ class DeepSpeedBackend(TrainingBackend):
         self.module.requires_grad_(trained)
         self._adapters: Adapters | None = None
         if lora is not None:
-            from hybridflow.core.huggingface.lora import Adapters
+            from hybridflow.kit.huggingface.lora import Adapters
 
             self._adapters = Adapters(self.module, lora, self.model_spec.init_seed)
         if config.activation_checkpointing and trained:
@@ -301,7 +301,7 @@ class DeepSpeedBackend(TrainingBackend):
                     kept.copy_(whole.flatten()[start : start + kept.numel()])
 
     def export_hf(self, folder: Path) -> None:
-        from hybridflow.core.huggingface.export import export_role
+        from hybridflow.kit.huggingface.export import export_role
 
         hf = self.module.hf
         generation = getattr(hf, "generation_config", None)

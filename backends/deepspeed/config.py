@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import torch
 
-from hybridflow.core.huggingface.config import LoRAConfig
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.storage import Storage
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import WeightLayout
+from hybridflow.kit.footprints import KnownSettings, Zero
+from hybridflow.kit.huggingface.config import LoRAConfig
+from hybridflow.kit.layouts import zero3_layout
 
 
 @attrs.frozen
-class DeepSpeedConfig:
+class DeepSpeedConfig(KnownSettings):
     """DeepSpeed's ZeRO (arXiv:1910.02054) on Hugging Face models."""
 
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
@@ -47,11 +50,10 @@ class DeepSpeedConfig:
         if self.adam == "cpu" and not self.offload_optimizer:
             raise ValueError("adam 'cpu' steps on the CPU: set offload_optimizer = true, or adam = 'torch'")
 
-    def storage(self, trained: bool) -> Storage:
-        """For `hybridflow plan`."""
+    def sharding(self, trained: bool) -> Zero:
         wide = self.precision == "fp32"
-        return Storage(
-            sharding=f"zero{self.stage}",
+        return Zero(
+            stage=self.stage,
             weight_bytes=4 if wide else 2,
             optimizer_bytes=0 if self.offload_optimizer else 12,  # masters beside float32 weights, too
             keeps_gradients=self.stage == 3,
@@ -64,5 +66,9 @@ class DeepSpeedConfig:
         )
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        """For `hybridflow plan`: whether a model of this shape can be laid out so."""
-        return layout.tp == layout.pp == 1
+        return layout.world == layout.dp
+
+    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
+        if self.stage == 3:
+            return zero3_layout(shape.params(dtype), layout.world, shape.ties)
+        return super().planned_layout(shape, layout, dtype)

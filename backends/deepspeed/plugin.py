@@ -1,16 +1,11 @@
 """Registers the DeepSpeed training backend."""
 
-from typing import Any
-
+from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
-CAPABILITIES: dict[str, Any] = {
-    "axes": "dp",
-    "lora": True,
-    "models": "policy, value, score",
-    "offload": True,
-    "precision": "fp32, bf16",
-}
+CAPABILITIES = TrainingCapabilities(
+    axes=frozenset({"dp"}), precisions=frozenset({"fp32", "bf16"}), adapters=True, offload=True
+)
 
 
 @hookimpl

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
-from hybridflow.core.huggingface.config import lora_problems
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.state import StatePart, load_state, save_state
-from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
-from hybridflow.core.weights import Box, Param, Shard, WeightLayout
+from hybridflow.core.contracts.training import LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
+from hybridflow.kit.checkpoint import StatePart, load_state, save_state
+from hybridflow.kit.huggingface.config import lora_problems
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-    from hybridflow.core.huggingface.lora import Adapters
+    from hybridflow.kit.huggingface.lora import Adapters
 
 
 class FSDPBackend(TrainingBackend):
@@ -44,7 +44,7 @@ class FSDPBackend(TrainingBackend):
     def build(self) -> None:
         from hybridflow.backends.fsdp import sharding
         from hybridflow.backends.fsdp.optimizer import ShardedAdamW
-        from hybridflow.core.huggingface.modeling import RoleModel, build_hf_model, ties_of
+        from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
 
         context, config, trained = self.context, self.config, self.optimizer_config is not None
         bf16, lora = config.precision == "bf16", config.lora if trained else None
@@ -54,7 +54,7 @@ class FSDPBackend(TrainingBackend):
         self.module.requires_grad_(trained)
         self._adapters: Adapters | None = None
         if lora is not None:
-            from hybridflow.core.huggingface.lora import Adapters
+            from hybridflow.kit.huggingface.lora import Adapters
 
             self._adapters = Adapters(self.module, lora, self.model_spec.init_seed)
         if config.activation_checkpointing and trained:
@@ -86,7 +86,7 @@ class FSDPBackend(TrainingBackend):
 
     def _canonical(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters under the names of the exported safetensors, tied ones once; and adapters."""
-        from hybridflow.core.huggingface.modeling import canonical
+        from hybridflow.kit.huggingface.modeling import canonical
 
         for name, parameter in self.module.named_parameters():
             yield canonical(name), parameter
@@ -225,7 +225,7 @@ class FSDPBackend(TrainingBackend):
             self.optimizer.set_step(self.version)
 
     def export_hf(self, folder: Path) -> None:
-        from hybridflow.core.huggingface.export import export_role
+        from hybridflow.kit.huggingface.export import export_role
 
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         hf = self.module.hf

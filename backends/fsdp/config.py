@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import attrs
+import torch
 
-from hybridflow.core.huggingface.config import LoRAConfig
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.storage import Storage
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.kit.footprints import FullyShardedLayers, KnownSettings
+from hybridflow.kit.huggingface.config import LoRAConfig
+from hybridflow.kit.layouts import fsdp_layout, tensor_shard
 
 
 @attrs.frozen
-class FSDPConfig:
+class FSDPConfig(KnownSettings):
     """PyTorch FSDP2 on Hugging Face models."""
 
     precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
@@ -33,11 +36,9 @@ class FSDPConfig:
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the model's own weights; needs peft, and tp 1."""
 
-    def storage(self, trained: bool) -> Storage:
-        """For `hybridflow plan`."""
+    def sharding(self, trained: bool) -> FullyShardedLayers:
         wide = self.precision == "fp32" or (trained and self.lora is None)
-        return Storage(
-            sharding="fsdp",
+        return FullyShardedLayers(
             weight_bytes=4 if wide else 2,
             optimizer_bytes=8,
             compute_bytes=4 if self.precision == "fp32" else 2,
@@ -51,7 +52,14 @@ class FSDPConfig:
         )
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        """For `hybridflow plan`: whether a model of this shape can be laid out so."""
         sizes = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
         whole = layout.tp == 1 or not (shape.experts or self.lora or any(size % layout.tp for size in sizes))
-        return whole and layout.pp == 1 and layout.dp % self.replicas == 0
+        return whole and layout.pp == layout.cp == 1 and layout.dp % self.replicas == 0
+
+    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
+        params = shape.params(dtype)
+
+        def tensor(name: str, tp_rank: int) -> Box:
+            return tensor_shard(name, params[name].shape, shape, layout.tp, tp_rank)
+
+        return fsdp_layout(params, layout, self.replicas, tensor, shape.ties)

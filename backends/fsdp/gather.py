@@ -8,7 +8,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.weights import Box
+from hybridflow.core.values.weights import Box
 
 BUCKET_BYTES = 64 << 20
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hybridflow.backends.fsdp.sharding import local
-from hybridflow.core.state import MOMENTS
-from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.kit.checkpoint import MOMENTS
 
 
 class ShardedAdamW:

@@ -1,16 +1,11 @@
 """Registers the FSDP2 training backend."""
 
-from typing import Any
-
+from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
-CAPABILITIES: dict[str, Any] = {
-    "axes": "dp, tp",
-    "lora": True,
-    "models": "policy, value, score",
-    "offload": True,
-    "precision": "fp32, bf16",
-}
+CAPABILITIES = TrainingCapabilities(
+    axes=frozenset({"dp", "tp"}), precisions=frozenset({"fp32", "bf16"}), adapters=True, offload=True
+)
 
 
 @hookimpl
@@ -22,6 +17,7 @@ def hybridflow_plugins():
             factory="hybridflow.backends.fsdp.backend:FSDPBackend",
             config="hybridflow.backends.fsdp.config:FSDPConfig",
             capabilities=CAPABILITIES,
+            default=True,
             requires=("transformers", "safetensors"),
             extra="fsdp",
         )

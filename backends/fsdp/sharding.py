@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.core.errors import ModelError
-from hybridflow.core.huggingface.modeling import RoleModel
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.layouts import chunked
-from hybridflow.core.weights import Box
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.modeling import RoleModel
+from hybridflow.kit.layouts import chunked
 
 COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")

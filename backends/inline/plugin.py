@@ -1,5 +1,6 @@
 """Registers the inline runtime."""
 
+from hybridflow.core.contracts.capabilities import RuntimeCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 
@@ -11,6 +12,6 @@ def hybridflow_plugins():
             name="inline",
             factory="hybridflow.backends.inline.runtime:InlineRuntime",
             config="hybridflow.backends.inline.runtime:InlineConfig",
-            capabilities={"processes": False, "collectives": "one rank", "debugger": True},
+            capabilities=RuntimeCapabilities(processes=False, max_ranks=1, debugger=True),
         )
     ]

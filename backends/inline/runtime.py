@@ -15,12 +15,12 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
-from hybridflow.core.workers.host import Host
+from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime, RuntimeSettings
+from hybridflow.core.groups.host import Host
 
 
 @attrs.frozen
-class InlineConfig:
+class InlineConfig(RuntimeSettings):
     """The inline runtime."""
 
     threads: int = attrs.field(default=0)

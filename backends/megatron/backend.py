@@ -18,12 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hybridflow.backends.megatron.cpu import no_warnings_of_what_is_meant, on_cpu
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.state import MOMENTS, StatePart, flat_parts, load_state, save_state
-from hybridflow.core.training import LossFunction, MicroBatch, TrainingBackend
-from hybridflow.core.weights import Box, WeightLayout
+from hybridflow.core.contracts.training import LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.core.workers.micro_batch import dummy_micro_batch
+from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state, save_state
+from hybridflow.kit.huggingface.shapes import shape_of
 
 Finish = Callable[[int, dict[str, torch.Tensor]], torch.Tensor]
 """(number of the micro-batch, outputs) -> a scalar; called on the last stage."""
@@ -60,13 +60,13 @@ class MegatronBackend(TrainingBackend):
     def _build(self) -> None:
         from hybridflow.backends.megatron import modules, weights
         from hybridflow.backends.megatron.groups import group_collection
-        from hybridflow.core.huggingface.modeling import hf_config
+        from hybridflow.kit.huggingface.modeling import hf_config
 
         context, config, spec = self.context, self.config, self.model_spec
         self._hf_config = hf_config(spec)
         self._megatron = modules.transformer_config(self._hf_config, config, context.layout, context.device)
         self._dtype = self._megatron.params_dtype
-        shape = ModelShape.of(self._hf_config.to_dict())
+        shape = shape_of(self._hf_config.to_dict())
         self._shape = weights.RoleShape(shape, spec.kind, context.layout, config.virtual_stages, config.vocab_multiple)
         self._groups = group_collection(context)
         _prepare_random(context.seed)
@@ -302,7 +302,7 @@ class MegatronBackend(TrainingBackend):
     def export_hf(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-        from hybridflow.core.huggingface.export import export_role
+        from hybridflow.kit.huggingface.export import export_role
 
         policy = self.model_spec.kind == "policy"
         auto: Any = AutoModelForCausalLM if policy else AutoModelForSequenceClassification

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import attrs
+import torch
 
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.storage import Storage
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import WeightLayout
+from hybridflow.kit.footprints import KnownSettings, ThreeD
+from hybridflow.kit.layouts import megatron_layout
 
 
 @attrs.frozen
-class MegatronConfig:
+class MegatronConfig(KnownSettings):
     """Megatron-Core's GPTModel (arXiv:1909.08053, 2104.04473) with its distributed optimizer."""
 
     precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
@@ -27,11 +30,10 @@ class MegatronConfig:
     vocab_multiple: int = attrs.field(default=128, validator=attrs.validators.ge(1))
     """Each tp rank's part of the vocabulary is padded to a multiple of this."""
 
-    def storage(self, trained: bool) -> Storage:
-        """For `hybridflow plan`."""
+    def sharding(self, trained: bool) -> ThreeD:
         wide = self.precision == "fp32"
-        return Storage(
-            sharding="3d-zero1",
+        return ThreeD(
+            distributed_optimizer=True,
             weight_bytes=4 if wide else 2,
             optimizer_bytes=8 if wide else 12,
             compute_bytes=4 if wide else 2,
@@ -39,7 +41,9 @@ class MegatronConfig:
         )
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        """For `hybridflow plan`: whether a model of this shape can be laid out so."""
         if shape.experts or shape.kv_heads % layout.tp or (self.sequence_parallel and layout.tp == 1):
             return False
         return self.virtual_stages == 1 or (layout.pp > 1 and shape.layers % (layout.pp * self.virtual_stages) == 0)
+
+    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
+        return megatron_layout(shape, layout, shape.params(dtype), self.virtual_stages, self.vocab_multiple)

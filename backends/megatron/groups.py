@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridflow.core.worker import RankContext
+from hybridflow.core.contracts.worker import RankContext
 
 
 def group_collection(context: RankContext) -> Any:

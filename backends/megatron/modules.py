@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.core.errors import ModelError
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.values.parallel import ParallelLayout
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 

@@ -15,9 +15,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from hybridflow.core.huggingface import modeling
-from hybridflow.core.huggingface.modeling import pick, spread
-from hybridflow.core.training import MicroBatch
+from hybridflow.core.contracts.training import MicroBatch
+from hybridflow.kit.huggingface import modeling
+from hybridflow.kit.huggingface.modeling import pick, spread
 
 
 def role_outputs(

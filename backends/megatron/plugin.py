@@ -1,16 +1,11 @@
 """Registers the Megatron training backend."""
 
-from typing import Any
-
+from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
-CAPABILITIES: dict[str, Any] = {
-    "axes": "dp, tp, pp",
-    "lora": False,
-    "models": "policy, value, score",
-    "offload": True,
-    "precision": "fp32, bf16",
-}
+CAPABILITIES = TrainingCapabilities(
+    axes=frozenset({"dp", "tp", "pp"}), precisions=frozenset({"fp32", "bf16"}), adapters=False, offload=True
+)
 
 
 @hookimpl

@@ -10,12 +10,12 @@ import attrs
 import torch
 
 from hybridflow.core.errors import ModelError
-from hybridflow.core.huggingface.modeling import build_hf_model
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.layouts import megatron_layout
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.huggingface.modeling import build_hf_model
+from hybridflow.kit.layouts import megatron_layout
 
 Piece = tuple[str, tuple[int, ...], Box, int]
 """(canonical name, its shape, box, place): the box's elements, in row-major order, stand from `place` on in the flat

@@ -11,7 +11,7 @@ import ray
 
 
 class RayStore:
-    """Blocks as objects of Ray's store; read without a copy, so whoever hands out tensors copies (core/workers/wire.py)."""
+    """Blocks as objects of Ray's store; read without a copy, so whoever hands out tensors copies (core/groups/wire.py)."""
 
     def put(self, block: list) -> Any:
         return ray.put(block)
@@ -30,7 +30,7 @@ class HostActor:
     def __init__(self, pool: str, rank: int, world: int, environment: dict[str, str], path: list[str]):
         os.environ.update(environment)
         sys.path.extend(p for p in path if p not in sys.path)
-        from hybridflow.core.workers.host import Host
+        from hybridflow.core.groups.host import Host
         from hybridflow.core.workers.memory import keep_freed_memory
 
         keep_freed_memory()

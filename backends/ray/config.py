@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import attrs
 
+from hybridflow.core.contracts.runtime import RuntimeSettings
+
 
 @attrs.frozen
-class RayConfig:
+class RayConfig(RuntimeSettings):
     """A local Ray by itself, or an existing cluster by its address."""
 
     address: str | None = None
@@ -21,3 +23,8 @@ class RayConfig:
     """Seconds that a pool's processes may take to be placed and to join their process group."""
     temp_dir: str | None = None
     """Ray's folder for sockets and logs; none: Ray's own choice (/tmp/ray)."""
+
+    @property
+    def remote(self) -> bool:  # type: ignore[override]
+        """Whether processes may start elsewhere: in a cluster that runs already."""
+        return self.address is not None

@@ -1,5 +1,6 @@
 """Registers the Ray runtime."""
 
+from hybridflow.core.contracts.capabilities import RuntimeCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 
@@ -11,7 +12,8 @@ def hybridflow_plugins():
             name="ray",
             factory="hybridflow.backends.ray.runtime:RayRuntime",
             config="hybridflow.backends.ray.config:RayConfig",
-            capabilities={"processes": True, "collectives": "any number of ranks", "cluster": True},
+            capabilities=RuntimeCapabilities(cluster=True),
+            default=True,
             requires=("ray",),
             extra="ray",
         )

@@ -19,8 +19,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.backends.ray import reaper
 from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
+from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
-from hybridflow.core.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.workers.memory import keep_freed_memory
 
 LOCAL_RESOURCE = "hybridflow_rank"

@@ -9,8 +9,8 @@ from typing import Any
 
 from hybridflow.backends.rewards.sandbox import Limits, run_program
 from hybridflow.core.config import structure
+from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import RewardError
-from hybridflow.core.rewards import Reward, RewardSample
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import RewardError
-from hybridflow.core.rewards import Reward, RewardSample
 
 
 class EnvironmentReward(Reward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hybridflow.core.rewards import Reward, RewardSample
+from hybridflow.core.contracts.reward import Reward, RewardSample
 
 
 class ExactMatch(Reward):

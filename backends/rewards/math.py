@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 from hybridflow.backends.rewards.verifier import Verifier
+from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
-from hybridflow.core.rewards import Reward, RewardSample
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 _BOXED_NUMBER = re.compile(r"\\boxed\s*\{([^{}]*)\}")

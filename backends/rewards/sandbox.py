@@ -21,8 +21,8 @@ from pathlib import Path
 
 import attrs
 
-from hybridflow.core.config.validators import at_least, positive
 from hybridflow.core.errors import RewardError
+from hybridflow.core.validators import at_least, positive
 
 JAIL = Path(__file__).with_name("jail.py")
 REFUSED = 125

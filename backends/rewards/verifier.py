@@ -18,8 +18,8 @@ import time
 import weakref
 from typing import Any
 
-from hybridflow.core.data.text import shorten
 from hybridflow.core.errors import RewardError
+from hybridflow.core.values.text import shorten
 
 START_S = 120.0
 """Seconds for the process to start and import sympy."""

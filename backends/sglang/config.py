@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import attrs
 
-from hybridflow.core.config.arguments import annotated_fields, known_arguments, package_folder
-from hybridflow.core.config.validators import at_least, fraction, positive
-from hybridflow.core.serving.config import ProcessConfig
+from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.validators import at_least, fraction, positive
+from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
+from hybridflow.kit.hosting.settings import ProcessConfig
 
 OURS = frozenset({
     "model_path", "tokenizer_path", "skip_tokenizer_init", "load_format", "dtype", "device", "random_seed", "tp_size",
@@ -53,3 +54,20 @@ class SGLangConfig(ProcessConfig):
     """Size of such a bucket, in 10^6 bytes."""
     engine_args: dict[str, Any] = attrs.field(factory=dict, validator=known_arguments("SGLang", argument_names, OURS))
     """Further arguments of SGLang's ServerArgs, checked against the names that the installed version has."""
+
+    @property
+    def own_process(self) -> bool:
+        """Always: a scheduler of its own that fails takes the process that started it along."""
+        return True
+
+    def limits(self) -> EngineLimits:
+        """What it takes of a device."""
+        return EngineLimits(
+            weight_bytes=4 if self.dtype == "float32" else 2,
+            max_sequences=self.max_sequences,
+            cache_tokens=self.kv_tokens or None,
+            memory_share=None if self.kv_tokens else self.gpu_memory,
+        )
+
+    def one_of(self, engines: int) -> Self:
+        return attrs.evolve(self, gpu_memory=min(self.gpu_memory, 0.5 / engines))

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 import torch
 
 from hybridflow.backends.sglang.shims import FOLDER, variables
-from hybridflow.core.plugins.diagnosis import Row, has_gpu, import_row, installed
+from hybridflow.kit.diagnosis import Row, has_gpu, import_row, installed
 
 ON_GPU = "pip install 'hybridflow[sglang]'"
 ON_CPU = "pip install 'hybridflow[sglang-cpu]' && pip install --no-deps sglang==0.5.23"

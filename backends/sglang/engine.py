@@ -1,4 +1,4 @@
-"""SGLang as a rollout engine. It must run in a process of its own (core/serving/hosted.py): a scheduler of SGLang's that
+"""SGLang as a rollout engine. It must run in a process of its own (kit/hosting/hosted.py): a scheduler of SGLang's that
 fails kills the process that made it.
 
 This module is imported to check a config, so SGLang itself is imported when the engine starts.
@@ -21,19 +21,20 @@ import torch
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.sampler import BACKEND
 from hybridflow.backends.sglang.shims import variables
+from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.model import policy_config, write_config
-from hybridflow.core.resharding.whole import WholeParameters
-from hybridflow.core.rollout import Completion, Request
-from hybridflow.core.serving.continuous import ContinuousEngine
-from hybridflow.core.weights import Box, WeightLayout
+from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.kit.continuous import ContinuousEngine
+from hybridflow.kit.hosting.hostable import Hostable
+from hybridflow.kit.huggingface.models import policy_config, write_config
+from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_TOKENS = 65536
 LOOK_S = 0.2
 GROUP = "hybridflow"
 
 
-class SGLangEngine(ContinuousEngine):
+class SGLangEngine(ContinuousEngine, Hostable):
     """A plugin of kind "rollout_engine", name "sglang". One object drives all devices of a replica.
 
     Weights may change while sequences run: SGLang pauses them, forgets their keys and values, and goes on with the new

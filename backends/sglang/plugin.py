@@ -1,5 +1,6 @@
 """Registers SGLang."""
 
+from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 
@@ -11,12 +12,18 @@ def hybridflow_plugins():
             name="sglang",
             factory="hybridflow.backends.sglang.engine:SGLangEngine",
             config="hybridflow.backends.sglang.config:SGLangConfig",
-            capabilities={
-                "tp": True, "devices": "cpu, cuda", "abort": True, "sleep": "cuda", "continuous": True, "inflight": True,
-                "grouping": "consecutive", "verify": False, "process": "own",
-            },
+            capabilities=EngineCapabilities(
+                tp=True,
+                abort=True,
+                sleeps_on=frozenset({"cuda"}),
+                continuous=True,
+                weights_in_flight=True,
+                grouping="consecutive",
+                views=False,
+                process="own",
+            ),
             requires=("sglang",),
             diagnosis="hybridflow.backends.sglang.diagnosis:diagnose",
             remedy="pip install 'hybridflow[sglang]' on a machine with GPUs; hybridflow doctor has the line for one without",
         )
-    ]  # fmt: skip
+    ]

@@ -52,7 +52,7 @@ def _sampler() -> Any:
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
 
-    from hybridflow.core.sampling import draw, uniforms
+    from hybridflow.kit.sampling import draw, uniforms
 
     class SeededSampler(Sampler):
         """Logprobs are log softmax(logits / temperature) before biases and filters, and random numbers follow from a

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from hybridflow.core.tracking import Tracker
+from hybridflow.core.contracts.tracker import Tracker
 
 
 class JsonlTracker(Tracker):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from hybridflow.core.tracking import Tracker
+from hybridflow.core.contracts.tracker import Tracker
 
 
 class TensorBoardTracker(Tracker):

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import attrs
+import torch
 
-from hybridflow.core.serving.config import ProcessConfig
+from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import GenerationLayout
+from hybridflow.core.values.weights import WeightLayout
+from hybridflow.kit.hosting.settings import ProcessConfig
+from hybridflow.kit.layouts import engine_layout
 
 
 def _one_of(*allowed: str):
@@ -41,3 +47,14 @@ class TransformersEngineConfig(ProcessConfig):
     sync_every: int = attrs.field(default=0, validator=_not_negative)
     """Tokens decoded between looks at what has finished. 0: 16 on a GPU, where each look waits for the device, and 1
     on CPU (more while no sequence can stop before its length limit)."""
+
+    def limits(self) -> EngineLimits:
+        """What it takes of a device."""
+        return EngineLimits(
+            weight_bytes=4 if self.dtype == "float32" else 2,
+            max_sequences=self.max_sequences or 256,
+            cache_gb=self.kv_memory_gb or None,
+        )
+
+    def planned_layout(self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype) -> WeightLayout:
+        return engine_layout(shape, generation, shape.params(dtype))

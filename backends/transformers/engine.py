@@ -14,17 +14,18 @@ from hybridflow.backends.transformers.llama import LlamaWeights, unfit
 from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.scheduler import Run, burst_margin
 from hybridflow.backends.transformers.weights import WeightStore
+from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.model import policy_config, saved_parameters
-from hybridflow.core.rollout import Completion, Request
-from hybridflow.core.serving.continuous import ContinuousEngine
-from hybridflow.core.weights import Box, WeightLayout
+from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.kit.continuous import ContinuousEngine
+from hybridflow.kit.hosting.hostable import Hostable
+from hybridflow.kit.huggingface.models import policy_config, saved_parameters
 
 FEWEST_SLOTS = 8
 """Rows reserved at least, for requests that come while the first ones run."""
 
 
-class TransformersEngine(ContinuousEngine):
+class TransformersEngine(ContinuousEngine, Hostable):
     """Llama-like models run on our decoder, other causal models on Hugging Face's code; both sample alike.
 
     Under tensor parallelism (our decoder alone) the ranks of a replica make the same calls with the same requests: each

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.errors import ModelError
-from hybridflow.core.parallel import GenerationLayout
-from hybridflow.core.resharding.layouts import check_tensor_parallel, engine_layout, tensor_shard
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import GenerationLayout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.huggingface.shapes import shape_of
+from hybridflow.kit.layouts import engine_layout, tensor_shard
 
 
 @attrs.frozen(eq=False)
@@ -49,8 +50,8 @@ class Split:
                 f"only the fast decoder has tensor parallelism, and it is not used here: {unfit}; the generation "
                 f"layout has tp {tp}: it must be 1"
             )
-        shape = ModelShape.of(hf_config.to_dict())
-        if problems := check_tensor_parallel(shape, tp):
+        shape = shape_of(hf_config.to_dict())
+        if problems := shape.tensor_parallel_problems(tp):
             raise ModelError(f"the rollout model cannot be cut into {tp} parts: {'; '.join(problems)}")
         ranks = next(stage for replica in generation.replicas for stage in replica if context.rank in stage)
         if list(ranks) != sorted(ranks):  # as process groups have them

@@ -1,5 +1,6 @@
 """Registers the embedded rollout engine."""
 
+from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 
@@ -11,11 +12,16 @@ def hybridflow_plugins():
             name="transformers",
             factory="hybridflow.backends.transformers.engine:TransformersEngine",
             config="hybridflow.backends.transformers.config:TransformersEngineConfig",
-            capabilities={
-                "tp": True, "devices": "cpu, cuda", "abort": True, "sleep": True, "continuous": True, "inflight": True,
-                "process": "either",
-            },
+            capabilities=EngineCapabilities(
+                tp=True,
+                abort=True,
+                sleeps_on=frozenset({"cpu", "cuda"}),
+                continuous=True,
+                weights_in_flight=True,
+                process="either",
+            ),
+            default=True,
             requires=("transformers",),
             extra="transformers",
         )
-    ]  # fmt: skip
+    ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.core.sampling import invert, uniforms
+from hybridflow.kit.sampling import invert, uniforms
 
 
 class Sampler:

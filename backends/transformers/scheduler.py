@@ -11,8 +11,8 @@ import torch
 
 from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.backends.transformers.sampler import Sampler
+from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.rollout import Completion, Request
 
 """What a completion says of prefix tokens that came without their log-probabilities or versions."""
 MAX_BURST = 64

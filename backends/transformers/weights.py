@@ -9,7 +9,7 @@ import torch
 
 from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
 
 
 @attrs.frozen(eq=False)

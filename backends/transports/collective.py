@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.resharding.transport import Link, Pending, Transport
+from hybridflow.core.contracts.transport import Link, Pending, Transport
 
 
 class Collective(Transport):
     """A plugin of kind "transport", name "collective"."""
 
     @classmethod
-    def problem(cls, link: Link) -> str | None:
+    def problem(cls, link: Link, config: Any = None) -> str | None:
         return None if link.grouped else "source and target are not in one process group"
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:

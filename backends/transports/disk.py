@@ -7,26 +7,35 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.resharding.transport import Link, Mailbox
+from hybridflow.core.contracts.transport import Link, Mailbox
+
+
+@attrs.frozen
+class DiskConfig:
+    """Settings of the transport "disk"."""
+
+    folder: str
+    """A folder that all ranks see."""
 
 
 class Disk(Mailbox):
     """A plugin of kind "transport", name "disk"."""
 
-    needs_folder = True
+    Config = DiskConfig
 
     @classmethod
-    def problem(cls, link: Link) -> str | None:
-        if link.folder is None:
-            return "there is no folder that all ranks see; set sync.folder"
-        return None if os.access(link.folder, os.W_OK) else f"{link.folder} is not a folder to write to"
+    def problem(cls, link: Link, config: Any = None) -> str | None:
+        if config is None:
+            return "there is no folder that all ranks see; set sync.transport.folder"
+        return None if os.access(config.folder, os.W_OK) else f"{config.folder} is not a folder to write to"
 
     def put(self, message: torch.Tensor) -> Any:
-        assert self.link.folder is not None
-        path = Path(self.link.folder) / f"weights-{secrets.token_hex(8)}"
+        assert self.config is not None
+        path = Path(self.config.folder) / f"weights-{secrets.token_hex(8)}"
         part = path.with_suffix(".part")
         try:
             message.cpu().numpy().tofile(part)

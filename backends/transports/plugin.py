@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from hybridflow.core.contracts.capabilities import TransportCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
+
+HERE = "hybridflow.backends.transports"
+BUILT_IN = (
+    ("shared_memory", f"{HERE}.shared_memory:SharedMemory"),
+    ("collective", f"{HERE}.collective:Collective"),
+    ("store", f"{HERE}.store:ObjectStore"),
+    ("disk", f"{HERE}.disk:Disk"),
+)
+"""In the order in which `transport = "auto"` tries them."""
 
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
-    here = "hybridflow.backends.transports"
     return [
-        Descriptor("transport", "collective", f"{here}.collective:Collective"),
-        Descriptor("transport", "shared_memory", f"{here}.shared_memory:SharedMemory"),
-        Descriptor("transport", "store", f"{here}.store:ObjectStore"),
-        Descriptor("transport", "disk", f"{here}.disk:Disk"),
+        Descriptor("transport", name, factory, capabilities=TransportCapabilities(order=at))
+        for at, (name, factory) in enumerate(BUILT_IN)
     ]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.core.resharding.transport import Link, Mailbox
+from hybridflow.core.contracts.transport import Link, Mailbox
 
 FOLDER = Path("/dev/shm")
 PREFIX = "hybridflow-weights-"
@@ -22,15 +22,15 @@ PREFIX = "hybridflow-weights-"
 class SharedMemory(Mailbox):
     """A plugin of kind "transport", name "shared_memory"."""
 
-    def __init__(self, link: Link):
-        super().__init__(link)
+    def __init__(self, link: Link, config: Any = None):
+        super().__init__(link, config)
         self._lent: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         """Path -> its descriptor, locked for as long as this process lives."""
         sweep()
 
     @classmethod
-    def problem(cls, link: Link) -> str | None:
+    def problem(cls, link: Link, config: Any = None) -> str | None:
         if not link.one_node:
             return f"the ranks are on {len(set(link.nodes.values()))} nodes"
         return None if FOLDER.is_dir() or link.device.type == "cuda" else f"{FOLDER} is not there"

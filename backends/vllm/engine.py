@@ -18,16 +18,17 @@ import torch.distributed as dist
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.patches import a_guest, end, own_shared_memory
-from hybridflow.core.model import policy_config, write_config
-from hybridflow.core.resharding.whole import WholeParameters
-from hybridflow.core.rollout import Completion, Request
-from hybridflow.core.serving.continuous import ContinuousEngine
-from hybridflow.core.weights import Box, WeightLayout
+from hybridflow.core.contracts.rollout import Completion, Request
+from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.kit.continuous import ContinuousEngine
+from hybridflow.kit.hosting.hostable import Hostable
+from hybridflow.kit.huggingface.models import policy_config, write_config
+from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_GB = 1.0
 
 
-class VLLMEngine(ContinuousEngine):
+class VLLMEngine(ContinuousEngine, Hostable):
     """A plugin of kind "rollout_engine", name "vllm".
 
     Under tensor parallelism the ranks of a replica make the same calls with the same requests, and each reads its stream to

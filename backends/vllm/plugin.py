@@ -1,5 +1,6 @@
 """Registers vLLM."""
 
+from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 
@@ -11,12 +12,17 @@ def hybridflow_plugins():
             name="vllm",
             factory="hybridflow.backends.vllm.engine:VLLMEngine",
             config="hybridflow.backends.vllm.config:VLLMConfig",
-            capabilities={
-                "tp": True, "devices": "cpu, cuda", "abort": True, "sleep": "cuda", "continuous": True,
-                "grouping": "consecutive", "verify": False, "process": "either",
-            },
+            capabilities=EngineCapabilities(
+                tp=True,
+                abort=True,
+                sleeps_on=frozenset({"cuda"}),
+                continuous=True,
+                grouping="consecutive",
+                views=False,
+                process="either",
+            ),
             requires=("vllm",),
             diagnosis="hybridflow.backends.vllm.diagnosis:diagnose",
             remedy="pip install 'hybridflow[vllm]' on a machine with GPUs; hybridflow doctor has the line for one without",
         )
-    ]  # fmt: skip
+    ]

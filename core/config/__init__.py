@@ -21,11 +21,12 @@ from hybridflow.core.config.load import (
     merge,
     nest,
     parse_override,
+    parse_value,
     read_config,
 )
 from hybridflow.core.config.structure import converter, describe, structure
-from hybridflow.core.config.validators import at_least, fraction, non_negative, positive
 from hybridflow.core.names import nearest
+from hybridflow.core.validators import at_least, fraction, non_negative, positive
 
 __all__ = [
     "COMMAND_LINE",
@@ -44,6 +45,7 @@ __all__ = [
     "nest",
     "non_negative",
     "parse_override",
+    "parse_value",
     "positive",
     "read_config",
     "structure",

@@ -63,10 +63,11 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"override {text!r}: write it without dashes, {key.lstrip('-')}={value}")
     if not key or not all(key.split(".")):
         raise ConfigError(f"override {text!r}: {key!r} is not a dotted key such as actor.optimizer.lr")
-    return key, _parse_value(value.strip())
+    return key, parse_value(value.strip())
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """The value of an override: TOML, else a Python float, else a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except ValueError:

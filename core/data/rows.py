@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hybridflow.core.data.text import shorten
 from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.core.names import did_you_mean
+from hybridflow.core.values.text import shorten
 
 if TYPE_CHECKING:
-    from hybridflow.core.data import DataConfig, DataSource
+    from hybridflow.core.contracts.data_source import DataConfig, DataSource
 
 
 @attrs.frozen(eq=False)
@@ -48,7 +48,7 @@ class Rows(Sequence):
     """The rows of a source after `pattern`, rendered on access. Raises DataError that names row and field."""
 
     def __init__(self, source: DataSource, config: DataConfig):
-        if problems := config.problems():
+        if problems := data_problems(config):
             raise ConfigError(problems)
         self.source, self.config = source, config
         self._matches = self._find_matches() if config.pattern else None
@@ -190,3 +190,36 @@ def _no_field(field: str, row: Mapping[str, Any], setting: str, i: int) -> DataE
 
 def _fields(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
+
+
+def data_problems(config: DataConfig) -> list[str]:
+    """What is wrong with this configuration, each with what to do."""
+    found = []
+    for name in ("prompt", "response", "rejected", "answer"):
+        if (template := getattr(config, name)) is not None:
+            found += template_problems(name, template)
+    if config.rejected is not None and config.response is None and config.messages is None:
+        found.append("data.rejected is the worse of two responses; give the better one too, data.response")
+    if config.unsafe and (len(config.unsafe) != 2 or config.rejected is None):
+        found.append(
+            "data.unsafe names two fields, one of the response and one of the rejected one (data.rejected); got "
+            f"{list(config.unsafe)}"
+        )
+    if config.messages is not None and config.prompt != "{prompt}":
+        found.append("data.messages and data.prompt are both given; keep one of them")
+    if config.messages is not None and config.bos:
+        found.append("data.bos = true with data.messages would give two bos tokens; leave it to the chat template")
+    if (config.pattern is None) != (config.pattern_field is None):
+        found.append("data.pattern (a regex) and data.pattern_field (the field it searches) go together; give both")
+    if config.pattern is not None:
+        try:
+            if not re.compile(config.pattern).groupindex:
+                found.append(f"data.pattern {config.pattern!r} has no named group; write one as (?P<name>...)")
+        except re.error as error:
+            found.append(f"data.pattern {config.pattern!r} is not a regular expression: {error}")
+    if config.overlong not in ("error", "drop"):
+        found.append(f'data.overlong is {config.overlong!r}; it must be "error" or "drop"')
+    for name in ("max_prompt_tokens", "limit", "seed"):
+        if getattr(config, name) < 0:
+            found.append(f"data.{name} is {getattr(config, name)}; it cannot be negative")
+    return found

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.core.data.text import shorten
 from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.errors import DataError, ModelError
+from hybridflow.core.values.text import shorten
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 """First tokens, in this order, of the tokenizers made here: ids 0, 1 and 2."""

@@ -8,19 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.core.contracts.runtime import runtime_settings
 from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.job.figures import mini_batch_rows
+from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 
-if TYPE_CHECKING:
-    from hybridflow.core.job import Job
-
-Check = Callable[["Job"], Iterator[str]]
+Check = Callable[[Job], Iterator[str]]
 CHECKS: list[tuple[frozenset[str], Check]] = []
 
 
@@ -37,29 +34,11 @@ def cross_checks(job: Job, failed: set[str]) -> list[str]:
     return [problem for sections, check in CHECKS if not sections & failed for problem in check(job)]
 
 
-def _capability(kind: str, name: str | None, what: str) -> Any:
-    if name is None:
-        return None
-    try:
-        return registry().descriptor(kind, name).capabilities.get(what)
-    except HybridFlowError:  # its problem is said where it is named
-        return None
-
-
 # The run
 @_reads("run")
 def staleness(job: Job) -> Iterator[str]:
     if job.run.max_staleness:
         yield (f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it")
-
-
-@_reads("run")
-def trackers(job: Job) -> Iterator[str]:
-    for name in job.run.trackers:
-        try:
-            registry().descriptor("tracker", name)
-        except HybridFlowError as error:
-            yield f"run.trackers: {error}"
 
 
 @_reads("run")
@@ -74,8 +53,8 @@ def folder(job: Job) -> Iterator[str]:
 # Devices
 @_reads("run", "runtime")
 def device(job: Job) -> Iterator[str]:
-    """A runtime without an address starts its processes on this machine."""
-    if job.run.device != "cuda" or getattr(job.runtime_config, "address", None) is not None:
+    """A runtime that is not remote starts its processes on this machine."""
+    if job.run.device != "cuda" or runtime_settings(job.runtime_config).remote:
         return
     if not torch.cuda.is_available():
         yield "run.device: is cuda, and this machine has none that torch can use; set cpu or auto"
@@ -83,17 +62,17 @@ def device(job: Job) -> Iterator[str]:
 
 @_reads("run", "runtime", "pools")
 def local_devices(job: Job) -> Iterator[str]:
-    if getattr(job.runtime_config, "address", None) is not None:
+    if runtime_settings(job.runtime_config).remote:
         return
+    can = registry().runtime_capabilities(job.runtime)
     for pool in job.pools.values():
-        if len(pool.devices_per_node) > 1 and _capability("runtime", job.runtime, "cluster"):
+        if len(pool.devices_per_node) > 1 and can.cluster:
             yield (
                 f"pools.{pool.name}: is over {len(pool.devices_per_node)} nodes, and runtime {job.runtime} has this "
                 f"machine alone; give the cluster's runtime.address, or pools.{pool.name} = [{pool.world}]"
             )
     have, wanted = torch.cuda.device_count(), sum(pool.world for pool in job.pools.values())
-    one_rank = _capability("runtime", job.runtime, "collectives") == "one rank"
-    if job.device == "cuda" and have and wanted > have and not one_rank:
+    if job.device == "cuda" and have and wanted > have and can.max_ranks != 1:
         yield (
             f"pools: have {wanted} devices in all, and this machine has {have} CUDA device{'s' if have > 1 else ''}; "
             "make the pools smaller, let roles share one, set run.device = cpu, or give a cluster's runtime.address"
@@ -101,14 +80,14 @@ def local_devices(job: Job) -> Iterator[str]:
 
 
 @_reads("runtime", "pools")
-def one_rank(job: Job) -> Iterator[str]:
-    if _capability("runtime", job.runtime, "collectives") != "one rank":
-        return
+def max_ranks(job: Job) -> Iterator[str]:
+    most = registry().runtime_capabilities(job.runtime).max_ranks
     for pool in job.pools.values():
-        if pool.world > 1:
+        if most is not None and pool.world > most:
+            ranks = "one rank" if most == 1 else f"at most {most} ranks"
             yield (
-                f"pools.{pool.name}: has {pool.world} devices, and runtime {job.runtime} runs models on one rank; set "
-                f"pools.{pool.name} = [1], or another runtime ({_others(job.runtime)})"
+                f"pools.{pool.name}: has {pool.world} devices, and runtime {job.runtime} runs models on {ranks}; set "
+                f"pools.{pool.name} = [{most}], or another runtime ({_others(job.runtime)})"
             )
 
 
@@ -125,19 +104,21 @@ def unused_pools(job: Job) -> Iterator[str]:
 
 @_reads("run")
 def able_devices(job: Job) -> Iterator[str]:
-    """Plugins that say on which devices they work ("cpu, cuda")."""
+    """Plugins that say on which devices they work."""
     for role, model in job.models.items():
-        plugins = (("training_backend", model.spec.backend), ("rollout_engine", model.spec.engine))
-        for kind, name in plugins:
-            able = _capability(kind, name, "devices")
-            if isinstance(able, str) and job.device not in [d.strip() for d in able.split(",")]:
-                yield f"{role}: {kind} {name} works on {able}, and run.device is {job.device}; choose another of them"
+        able = {f"training_backend {model.spec.backend}": registry().training_capabilities(model.spec.backend).devices}
+        if model.spec.engine is not None:
+            able[f"rollout_engine {model.spec.engine}"] = registry().engine_capabilities(model.spec.engine).devices
+        for plugin, devices in able.items():
+            if job.device not in devices:
+                works = ", ".join(sorted(devices))
+                yield f"{role}: {plugin} works on {works}, and run.device is {job.device}; choose another of them"
 
 
 # Sizes
 @_reads("algorithm")
 def enough_rows(job: Job) -> Iterator[str]:
-    rows, mini = job.algorithm.rows_per_step, mini_batch_rows(job.algorithm)
+    rows, mini = job.algorithm.rows_per_step, job.algorithm.rows_per_update
     for name, model in job.models.items():
         dp = model.layout.dp
         if rows is not None and rows < dp:

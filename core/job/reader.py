@@ -8,18 +8,15 @@ from typing import Any, TypeVar
 
 import attrs
 
-from hybridflow.core.algorithm import Algorithm
 from hybridflow.core.config import merge, structure
-from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.errors import ConfigError, HybridFlowError, PluginError
 from hybridflow.core.job.schema import SECTIONS, USUAL_ROLES, RoleSection, RunSection
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
-from hybridflow.core.runtime import ResourcePool
 
 T = TypeVar("T")
-
-DEFAULT_PLUGINS = {"runtime": "ray", "rollout": "transformers", "backend": "fsdp"}
-"""What a table without a `name` means."""
 
 
 @attrs.frozen
@@ -63,15 +60,19 @@ class Reader:
         return cls() if made is None else made
 
     def plugin(self, kind: str, table: Mapping[str, Any], path: str) -> Choice | None:
-        """The plugin that a table with a `name` asks for, or None with problems noted."""
-        name = table.get("name")
+        """The plugin that a table asks for by its `name`, else the default one; None with problems noted."""
+        try:
+            name = table["name"] if "name" in table else registry().default(kind)
+        except PluginError as error:
+            self.problems.append(f"{path}: {error}")
+            return None
         if not isinstance(name, str):
             self.problems.append(
                 f"{path}.name: give the name of a {kind} plugin ({', '.join(registry().names(kind))})"
                 + ("" if name is None else f", got {name!r}")
             )
             return None
-        settings = scoped(kind, table)
+        settings = scoped(kind, {**table, "name": name})
         del settings["name"]
         try:
             there = not self.elsewhere or ":" in name or not registry().descriptor(kind, name).missing()
@@ -103,7 +104,7 @@ class Reader:
             self.fail(
                 "algorithm",
                 f"algorithm: {choice.name!r} is {choice.found!r}; it must be a class derived from "
-                "hybridflow.core.algorithm.Algorithm",
+                "hybridflow.core.contracts.algorithm.Algorithm",
             )
             return choice.name, None
         try:

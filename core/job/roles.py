@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
-from hybridflow.core.algorithm import Role
 from hybridflow.core.config import merge
-from hybridflow.core.errors import ConfigError, HybridFlowError, PluginError
-from hybridflow.core.job.reader import DEFAULT_PLUGINS, Reader, keys_of, salvage
-from hybridflow.core.job.schema import LayoutSection, RoleSection, SamplingSection
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import engine_settings
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, RewardPart, Rewards, SyncSpec
+from hybridflow.core.job.models import resolve_model
+from hybridflow.core.job.reader import Reader, keys_of, salvage
+from hybridflow.core.job.schema import LayoutSection, RoleSection, SamplingSection, SyncConfig
 from hybridflow.core.job.stages import STAGE
-from hybridflow.core.model import ModelConfig, ModelSpec, resolve_model
 from hybridflow.core.names import did_you_mean
-from hybridflow.core.parallel import GenerationLayout, ParallelLayout, generation_layout
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.rewards import reward_from
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.serving.build import own_process
-from hybridflow.core.workers.model_worker import ModelRole
-from hybridflow.core.workers.tasks import RewardPart
-
-if TYPE_CHECKING:
-    from hybridflow.core.job import Job
+from hybridflow.core.plugins.resolve import reward_from
+from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
 
 MODEL_KEYS = ("pool", "layout", "generation", "sync", "backend", "optimizer", "micro_batch_tokens", "offload")
 REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
-
-
-@attrs.frozen
-class PlacedModel:
-    """A model role: what it runs, and where."""
-
-    role: Role
-    spec: ModelRole
-    layout: ParallelLayout
-    pool: str
-    section: RoleSection = attrs.field(factory=RoleSection)
-    """Its table as it counts: its own, over the actor's where it inherits."""
-    generation: GenerationLayout | None = None
-    """Of a model that generates: the ranks of `rollout_pool`, or its own, in replicas of the rollout engine."""
-    rollout_pool: str | None = None
-    """Where its engines run, if not on its own ranks."""
-
-
-@attrs.frozen
-class Rewards:
-    """A role that scores by functions."""
-
-    role: Role
-    parts: tuple[RewardPart, ...]
-    section: RoleSection = attrs.field(factory=RoleSection)
 
 
 def inherits(role: Role) -> bool:
@@ -73,7 +44,7 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
         inherited.pop("model", None)
     backend, actors = own.get("backend"), inherited.get("backend")
     if isinstance(backend, Mapping) and isinstance(actors, Mapping):
-        actors_name = actors.get("name", DEFAULT_PLUGINS["backend"])
+        actors_name = actors.get("name") or registry().default("training_backend")
         if backend.get("name", actors_name) != actors_name:
             names = registry().names("training_backend")
             inherited["backend"] = {k: v for k, v in actors.items() if k in names and isinstance(v, Mapping)}
@@ -203,11 +174,9 @@ class RoleResolver:
         layout = None if pool is None or bad & {"layout", "pool"} else self._layout(role.name, section.layout, pool)
         backend = engine = None
         if "backend" not in bad:
-            table = {"name": DEFAULT_PLUGINS["backend"], **section.backend}
-            backend = self.reader.plugin("training_backend", table, f"{role.name}.backend")
+            backend = self.reader.plugin("training_backend", section.backend, f"{role.name}.backend")
         if generates:
-            table = {"name": DEFAULT_PLUGINS["rollout"], **self.reader.tables.get("rollout", {})}
-            engine = self.reader.plugin("rollout_engine", table, "rollout")
+            engine = self.reader.plugin("rollout_engine", self.reader.tables.get("rollout", {}), "rollout")
         if spec is None or layout is None or backend is None or (generates and engine is None):
             return None
         if not backend.good or (engine and not engine.good):
@@ -218,18 +187,14 @@ class RoleResolver:
         except (HybridFlowError, ValueError) as error:
             found = [str(error)]
         found = [*found, *self._size_problems(spec, layout)]
-        generation = None
-        if engine is not None:
-            found += _heads_problems(spec, "generation.tp", section.generation.tp)
-            hosted = own_process(engine.name, engine.config)
-            if getattr(engine.config, "restarts", 0) and not hosted:
-                found.append(
-                    "rollout.restarts: is for an engine in a process of its own; set rollout.own_process = true"
-                )
-            generation = self._generation(section, engine.name, hosted, layout, found)
+        generation = sync = None
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
-            found += _transport_problems(section.sync, apart)
+            found += _heads_problems(spec, "generation.tp", section.generation.tp)
+            settings = engine_settings(engine.config)
+            found += [f"rollout.{problem}" for problem in settings.problems()]
+            generation = self._generation(section, engine.name, settings.own_process, layout, found)
+            sync = self._sync(role.name, section.sync, apart, found)
         self.reader.problems += [
             f"{role.name}.{p}" if p.startswith(("layout.", "generation", "sync.")) else f"{role.name}: {p}"
             for p in found
@@ -244,16 +209,35 @@ class RoleResolver:
             engine_config=engine.config if engine else None,
             temperature=self.sampling.temperature or 1.0,
             offload=section.offload,
-            sync=section.sync,
+            sync=sync or SyncSpec(),
             keep_engine=section.generation.keep,
         )
-        return None if found else PlacedModel(role, model, layout, section.pool, section, generation, apart)
+        good = not found and (engine is None or sync is not None)
+        return PlacedModel(role, model, layout, section.pool, section, generation, apart) if good else None
+
+    def _sync(self, role: str, section: SyncConfig, apart: str | None, problems: list[str]) -> SyncSpec | None:
+        """The transport that carries the weights; apart: the pool of the engines, if they have one of their own."""
+        spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
+        name = section.transport.get("name", AUTO)
+        if name == AUTO:
+            strange = [key for key in section.transport if key != "name"]
+            problems += [f"sync.transport.{key}: belongs to a transport; give its name too" for key in strange]
+            return spec
+        choice = self.reader.plugin("transport", section.transport, f"{role}.sync.transport")
+        if choice is None or not choice.good:
+            return None
+        if apart is not None and not choice.found.crosses_pools:
+            problems.append(
+                f"sync.transport: {name} moves weights inside one pool, and generation.pool is {apart!r}; leave it out, or "
+                "name another (auto takes what works)"
+            )
+        return attrs.evolve(spec, transport=choice.name, transport_config=choice.config)
 
     def _generation(
         self, role: RoleSection, engine: str, apart: bool, layout: ParallelLayout, problems: list[str]
     ) -> GenerationLayout | None:
         """apart: whether the engine has a process of its own."""
-        can = registry().descriptor("rollout_engine", engine).capabilities
+        can = registry().engine_capabilities(engine)
         section, grouping = role.generation, role.generation.grouping
         pool = self.pools.get(section.pool or role.pool)
         if pool is None:
@@ -262,20 +246,20 @@ class RoleResolver:
             return None
         if section.pool not in (None, role.pool):
             layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
-        if can.get("grouping") == "consecutive":  # an engine may form its groups itself
+        if can.grouping == "consecutive":  # an engine may form its groups itself
             grouping = "consecutive"
-        if role.sync.verify and (can.get("verify") is False or apart):
-            where = " in a process of its own" if apart and can.get("verify") is not False else ""
+        if role.sync.verify and (apart or not can.views):
+            where = " in a process of its own" if can.views else ""
             problems.append(
                 f"sync.verify: the engine {engine}{where} gives no view of its weights to compare; leave it out"
             )
-        for axis, size in (("tp", section.tp), ("pp", section.pp)):
-            if size > 1 and apart and can.get("process") != "own":
+        for axis, size, able in (("tp", section.tp, can.tp), ("pp", section.pp, can.pp)):
+            if size > 1 and apart and can.process != "own":
                 problems.append(
                     f"generation.{axis}: is {size}, and the engine {engine} in a process of its own runs on one rank; leave "
                     "out rollout.own_process"
                 )
-            elif size > 1 and not can.get(axis):
+            elif size > 1 and not able:
                 problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")
         try:
             return generation_layout(layout, section.pp, section.tp, grouping, pool.devices_per_node[0])
@@ -323,10 +307,8 @@ class RoleResolver:
             raise ConfigError(
                 f"{role}.model.path: stage {stage!r} trains {', '.join(trained) or 'no model'}, not {source!r}{hint}"
             )
-        folder = job.folder / "export" / source
-        if (folder / "config.json").exists():
-            return resolve_model(attrs.evolve(config, path=str(folder)), kind, role)
-        return attrs.evolve(job.models[source].spec.model, kind=kind, path=None)
+        export = str(job.folder / "export" / source)
+        return attrs.evolve(job.models[source].spec.model, kind=kind, path=None, export=export)
 
     def _layout(self, role: str, asked: LayoutSection, pool: ResourcePool) -> ParallelLayout | None:
         inner, world = asked.tp * asked.pp * asked.cp, pool.world
@@ -345,24 +327,6 @@ def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:
     if not isinstance(heads, int) or heads % tp == 0:
         return []
     return [f"{key}: {tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"]
-
-
-def _transport_problems(sync: SyncConfig, apart: str | None) -> list[str]:
-    """What the config alone says against a transport; apart: the pool of the engines, if they have one of their own."""
-    if sync.transport == "auto":
-        return []
-    try:
-        transport = registry().get("transport", sync.transport)
-    except PluginError as error:
-        return [f"sync.transport: {error}"]
-    if apart is not None and not transport.crosses_pools:
-        return [
-            f"sync.transport: {sync.transport} moves weights inside one pool, and generation.pool is {apart!r}; leave it "
-            "out, or name another (auto takes what works)"
-        ]
-    if transport.needs_folder and sync.folder is None:
-        return [f"sync.folder: the transport {sync.transport} needs a folder that all ranks see"]
-    return []
 
 
 def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:

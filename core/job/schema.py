@@ -6,15 +6,14 @@ from typing import Any, Literal
 
 import attrs
 
-from hybridflow.core.config.validators import at_least, fraction, non_negative, positive, share
-from hybridflow.core.model import ModelConfig
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.reward_rules import FailureRule
-from hybridflow.core.rollout import MAX_BIAS, SamplingParams
-from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.contracts.reward import FailureRule
+from hybridflow.core.contracts.rollout import MAX_BIAS, SamplingParams
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.validators import at_least, fraction, non_negative, positive, share
+from hybridflow.core.values.model import ModelConfig
 
-_BY_NAME = ("algorithm", "runtime", "rollout", "placement", "*.backend")
-SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{s}" for s in _BY_NAME)  # fmt: skip
+_BY_NAME = ("algorithm", "runtime", "rollout", "placement", "placement.planner", "*.backend", "*.sync.transport")
+SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
 """Tables that may be given by their `name` alone: `rollout = "vllm"`."""
 
 SECTIONS = (
@@ -66,8 +65,9 @@ class RunSection:
     (metric actor/mismatch_mean). A right engine stays below 0.001 in float32 and about 0.02 in bfloat16."""
     mismatch_stop: float | None = attrs.field(default=None, validator=positive)
     """End the run, before that step's checkpoint, when they differ by more."""
-    trackers: tuple[str, ...] = ("jsonl", "tensorboard")
-    """Plugins of kind "tracker" that get the metrics; one that is not installed is left out with a note."""
+    trackers: tuple[str | dict[str, Any], ...] = ("jsonl", "tensorboard")
+    """Plugins of kind "tracker" that get the metrics, by name, or as a table of a name and its settings:
+    `{ name = "jsonl" }`. One that is not installed is left out with a note."""
 
 
 @attrs.frozen
@@ -76,6 +76,8 @@ class PlacementSection:
 
     name: Literal["given", "auto"] = "given"
     """given: [pools] and the roles' layouts. auto: the best that `hybridflow plan` finds on `cluster`, in place of them."""
+    planner: dict[str, Any] = attrs.field(factory=dict)
+    """`name` of a plugin of kind "planner" (by default the one that says it is), and its own settings."""
     cluster: str | None = None
     """What there is: a TOML file, or DEVICE:NODESxDEVICES as in "a100-80gb:2x8" (docs/mapping.md). With given a config that
     does not fit there is refused."""
@@ -116,6 +118,21 @@ class GenerationSection:
     keep: bool = True
     """On the actor's own processes: keep the engine's memory (cache, and on a GPU its weights) between generations;
     false: drop it, and sync anew."""
+
+
+@attrs.frozen
+class SyncConfig:
+    """[actor.sync]."""
+
+    transport: dict[str, Any] = attrs.field(factory=lambda: {"name": "auto"})
+    """`name` of a plugin of kind "transport", and its own settings; auto: the first that reaches all ranks."""
+    bucket_mb: float = attrs.field(default=64.0, validator=at_least(0.01))
+    """The most memory that a sync takes for messages on a rank, in 10^6 bytes, over all that is under way."""
+    alias: bool = True
+    """Keep one copy where training and rollout could share it: whole parameters of one dtype and memory order, of a role on
+    one rank that is neither offloaded nor drops its engine (generation.keep)."""
+    verify: bool = False
+    """Compare checksums of every parameter on both sides after each sync; the first that differs is named."""
 
 
 @attrs.frozen
@@ -225,6 +242,19 @@ class SamplingSection:
             logit_bias={str(token): bias for token, bias in params.logit_bias},
             stop_tokens=params.stop_token_ids,
         )
+
+
+@attrs.frozen
+class EnvironmentSection:
+    """[environment]: what answers the actor's turns; without this table a response is one turn."""
+
+    name: str
+    """A plugin of kind environment, or "package.module:Class"."""
+    max_turns: int = attrs.field(default=8, validator=attrs.validators.ge(1))
+    """An episode that is not done after so many turns ends as one that reached sampling.max_tokens, which counts all its
+    tokens, the environment's included."""
+    options: dict[str, Any] = attrs.field(factory=dict)
+    """What the environment takes."""
 
 
 @attrs.frozen

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybridflow.core.config import COMMAND_LINE, Provenance, expand, merge
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.job import Job
 from hybridflow.core.job.schema import SECTIONS
-
-if TYPE_CHECKING:
-    from hybridflow.core.job import Job
 
 STAGE = "stage:"
 """Begins a model.path that means what an earlier stage trained."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from hybridflow.core.contracts.capabilities import Capabilities, capabilities_class
 from hybridflow.core.errors import PluginError
 from hybridflow.core.names import did_you_mean, is_installed, is_path
 
@@ -24,15 +24,13 @@ KINDS = {
     "transport": "moves weights from training to rollout",
     "runtime": "starts processes, places them and calls them",
     "tracker": "keeps metrics",
+    "planner": "says where models go and how long a step takes",
+    "command": "a subcommand of hybridflow",
 }
 """The kinds of plugin, each with what it does."""
 
 BY_PATH = frozenset({"reward", "algorithm", "data_source", "protocol", "environment"})
 """The kinds for which "package.module:Object" may stand in place of a registered name."""
-
-
-def _copied(given: Mapping[str, Any]) -> Mapping[str, bool | str]:
-    return dict(given)
 
 
 def _names(given: Any) -> tuple[str, ...]:
@@ -52,8 +50,11 @@ class Descriptor:
     config: str | None = None
     """"package.module:Class": its attrs config class. None: the object's `Config` when it has one. Give it when the
     factory's module is heavy or its requirements may be missing, so that `hybridflow show` works without them."""
-    capabilities: Mapping[str, bool | str] = attrs.field(factory=dict, converter=_copied, hash=False)
-    """What it can do, for `hybridflow plugins`, for checks before a run and for the conformance kit."""
+    capabilities: Capabilities | None = None
+    """What it can do, of the class of its kind (core/contracts/capabilities.py). None: what its class says when it is
+    loaded."""
+    default: bool = False
+    """Whether a configuration that names no plugin of this kind means this one. Of each kind at most one may say so."""
     requires: tuple[str, ...] = attrs.field(default=(), converter=_names)
     """Modules that must be importable ("vllm", "megatron.core"); looked for, not imported."""
     extra: str | None = None
@@ -62,7 +63,7 @@ class Descriptor:
     """What to do when a requirement is missing; wins over `extra`."""
     diagnosis: str | None = None
     """"package.module:function": what `hybridflow doctor` asks, () -> rows of (what, found, what to type); it may take
-    seconds (core/plugins/diagnosis.py helps)."""
+    seconds (kit/diagnosis.py helps)."""
     api: int = API_VERSION
     """The plugin API that it was made for."""
 
@@ -81,6 +82,11 @@ def check_descriptor(descriptor: Descriptor, owner: str) -> None:
     """Refuse a descriptor that cannot work. Raises PluginError with what is wrong."""
     check_kind(descriptor.kind)
     check_api(descriptor.api, owner)
+    wanted = capabilities_class(descriptor.kind)
+    if descriptor.capabilities is not None and not isinstance(descriptor.capabilities, wanted):
+        raise PluginError(
+            f"the capabilities of a {descriptor.kind} are a {wanted.__name__}, got {descriptor.capabilities!r:.80}"
+        )
     if not descriptor.name or ":" in descriptor.name:
         raise PluginError(f"a name is text without a colon, got {descriptor.name!r}; rename it")
     if isinstance(descriptor.config, str) and not is_path(descriptor.config):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from hybridflow.core.weights import Box
+from hybridflow.core.values.weights import Box
 
 
 def _arrays(boxes: Sequence[Box]) -> tuple[np.ndarray, np.ndarray]:

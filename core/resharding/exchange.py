@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import attrs
 import torch
 
+from hybridflow.core.contracts.transport import Pending, Transport
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
 from hybridflow.core.resharding.rounds import IN_FLIGHT, Message, RankRound, plan_rounds, rank_rounds
-from hybridflow.core.resharding.transport import Pending, Transport
-from hybridflow.core.weights import Box, Shard
+from hybridflow.core.values.weights import Box, Shard
 
 Read = Callable[[str, Box], torch.Tensor]
 """(source name, box) -> the values, a view where possible; they may have any dtype and strides."""

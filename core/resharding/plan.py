@@ -18,7 +18,7 @@ import torch
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.resharding.balance import balance
 from hybridflow.core.resharding.boxes import covers, disjoint, overlaps
-from hybridflow.core.weights import Box, Shards, WeightLayout
+from hybridflow.core.values.weights import Box, Shards, WeightLayout
 
 BUCKET_BYTES = 64 << 20
 
@@ -251,7 +251,7 @@ class ReshardPlan:
 
     def explain(self, limit: int = 16) -> str:
         """The figures as a table, one line for each rank (up to `limit`), and the most loaded ranks."""
-        from hybridflow.core.resharding.explain import explain
+        from hybridflow.cli.explain import explain
 
         return explain(self, limit)
 

@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
-from hybridflow.core.weights import Box
+from hybridflow.core.values.weights import Box
 
 
 @attrs.frozen

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job import Job
+from hybridflow.core.job.job import Job
 
 MARK = "run.json"
 

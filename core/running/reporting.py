@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.core.errors import HybridFlowError, PluginError
-from hybridflow.core.job import Job
-from hybridflow.core.metrics import Metrics
+from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.foresight import Foresight
+from hybridflow.core.running.predictions import predicted
+from hybridflow.core.running.run import Run
+from hybridflow.core.running.session import Prepared
 from hybridflow.core.running.timeline import seconds_per_phase
-from hybridflow.core.tracking import Tracker
-
-if TYPE_CHECKING:
-    from hybridflow.core.controller import Run
-    from hybridflow.core.running.session import Prepared
+from hybridflow.core.values.metrics import Metrics
 
 LINE_EVERY_S = 2.0
 """Without a terminal, a line at most this often."""
@@ -31,26 +29,18 @@ SHOWN = {
 }  # fmt: skip
 
 
-def goal_reached(job: Job, validations: Mapping[int, Mapping[str, float]]) -> bool:
-    """Whether a validation has found the score at which the run is to end."""
-    goal = None if job.validation is None else job.validation.stop_at
-    scores = [found.get("validation/score") for found in validations.values()]
-    return goal is not None and any(score is not None and score >= goal for score in scores)
-
-
 class Reporter:
     """Console, trackers, and what validations found."""
 
     def __init__(self, job: Job, prepared: Prepared, console: Console | None = None):
         self.job, self.prepared = job, prepared
         self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
-        self.validations: dict[int, dict[str, float]] = {}
         self.trackers: list[Tracker] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = 0.0
         self._warned = False
-        self.foresight = Foresight.of(job)
+        self.foresight = predicted(job)
 
     def __enter__(self) -> Reporter:
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
@@ -73,19 +63,20 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def begin(self, step: int, parameters: Mapping[str, int]) -> None:
-        """The models stand; training goes on after `step`: what an earlier attempt found later counts no more."""
-        self.validations = {at: found for at, found in self.validations.items() if at <= step}
+        """The models are built; training goes on after `step`."""
         sizes = ", ".join(f"{name} {n / 1e6:.1f}M" for name, n in parameters.items())
         self.say(f"parameters: {sizes}" + (f"; resuming after step {step}" if step else ""))
         for tracker in self.trackers:  # a restart opens them again
             tracker.close()
         self.trackers = []
-        for name in self.job.run.trackers:
+        for spec in self.job.trackers:
             try:
-                tracker = registry().get("tracker", name)()
+                tracker_class: type[Tracker] = registry().get("tracker", spec.name)
             except PluginError as error:
-                self.say(f"tracker {name!r} is left out: {error}")
+                self.say(f"tracker {spec.name!r} is left out: {error}")
                 continue
+            config_class = tracker_class.Config
+            tracker = tracker_class(config_class() if spec.config is None and config_class else spec.config)
             tracker.start(self.job.folder, step)
             self.trackers.append(tracker)
         self._stop_progress()
@@ -150,12 +141,7 @@ class Reporter:
         for line in self.foresight.lines() if self.foresight is not None else ():
             self.say(line)
 
-    @property
-    def reached(self) -> bool:
-        return goal_reached(self.job, self.validations)
-
     def validation(self, run: Run, values: dict[str, float]) -> None:
-        self.validations[run.step] = values
         run.session.runtime.traffic.take()
         run.session.timeline.take()
         self._log(run, values)
@@ -164,7 +150,7 @@ class Reporter:
         )
         assert self.job.validation is not None
         self.say(f"{self.title} step {run.step}: {self.job.validation.name}: {shown}")
-        if self.reached:
+        if run.reached:
             goal = self.job.validation.stop_at
             self.say(
                 f"{self.title}: the score has reached validation.stop_at = {goal}, after step {run.step} of {run.job.run.steps}"

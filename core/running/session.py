@@ -8,23 +8,26 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.algorithm import Role
-from hybridflow.core.batch import Batch
 from hybridflow.core.context import StepContext
-from hybridflow.core.data import DataConfig, ExampleSet, load_source
+from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.runtime import Runtime
+from hybridflow.core.data.build_tokenizer import build_tokenizer
+from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
-from hybridflow.core.data.tokenizer import Tokenizer, build_tokenizer
+from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.errors import ModelError
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.job import Job
+from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.job.job import Job, ModelRole
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.engine import sync_line
-from hybridflow.core.resharding.pools import SeparateRollout
+from hybridflow.core.plugins.resolve import load_source
+from hybridflow.core.rollouts.separate import SeparateRollout
+from hybridflow.core.rollouts.weight_sync import sync_line
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
-from hybridflow.core.runtime import Runtime
+from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.episodes import Episodes
-from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.core.workers.model_worker import Built, ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
 from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
 
@@ -116,17 +119,17 @@ class Session:
         for name, placed in job.models.items():
             self.say(f"building {name}")
             apart = placed.rollout_pool is not None
-            episodes = Episodes(job.environment, tokenizer) if job.environment and placed.spec.engine else None
-            role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()), episodes=episodes)
+            driver = Episodes(job.environment, tokenizer) if job.environment and placed.spec.engine else None
+            role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()))
             model = attrs.evolve(role, engine=None) if apart else role
             generation = None if apart else placed.generation
-            options: dict[str, Any] = {"layout": placed.layout, "generation": generation}
-            group = self.make_group(ModelWorker, self.pools[placed.pool], model, name=name, **options)
+            options: dict[str, Any] = {"layout": placed.layout, "generation": generation, "extras": extras(placed.spec)}
+            group = self.make_group(ModelWorker, self.pools[placed.pool], model, driver, name=name, **options)
             building.append((name, group.build()))
             if placed.rollout_pool is not None and placed.generation is not None:
-                options = {"layout": placed.generation.train, "generation": placed.generation}
+                options |= {"layout": placed.generation.train, "generation": placed.generation}
                 pool = self.pools[placed.rollout_pool]
-                engines = self.make_group(RolloutWorker, pool, role, name=f"{name}.rollout", **options)
+                engines = self.make_group(RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options)
                 building.append((engines.name, engines.build()))
                 self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
             self.groups[name] = (placed.role, group)
@@ -135,12 +138,13 @@ class Session:
             self.groups[name] = (scorer.role, group)
         self.parameters = {}
         for name, built in building:
-            told = built.result()
-            if told[0] is None:  # engines of their own
+            ranks: list[Built | None] = built.result()
+            if ranks[0] is None:  # engines of their own
                 continue
-            self.parameters[name] = told[0]["parameters"]
-            if "sync" in told[0]:
-                self.say(f"{name}: {sync_line([t['sync'] for t in told])}")
+            self.parameters[name] = ranks[0].parameters
+            costs = [rank.sync for rank in ranks if rank is not None and rank.sync is not None]
+            if costs:
+                self.say(f"{name}: {sync_line(costs)}")
         for name, rollout in self.rollouts.items():
             self.say(f"{name}: {sync_line([rollout.connect()])}")
 
@@ -179,3 +183,11 @@ class Session:
 
     def rows(self, name: str, start: int, stop: int) -> Batch:
         return self.tasks.rows(name, start, stop)
+
+
+def extras(role: ModelRole) -> tuple[str, ...]:
+    """Columns that the role's backend and its engine read beside ours."""
+    found = registry().training_capabilities(role.backend).extras
+    if role.engine is not None:
+        found |= registry().engine_capabilities(role.engine).extras
+    return tuple(sorted(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from hybridflow.core.workers.host import Reply
+from hybridflow.core.groups.host import Reply
 
 
 @attrs.frozen

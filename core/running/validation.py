@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.metrics import Metrics
 from hybridflow.core.plugins import registry
+from hybridflow.core.running.reporting import Reporter
+from hybridflow.core.running.run import Run
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
 
-if TYPE_CHECKING:
-    from hybridflow.core.controller import Run
 
-
-def validate_if_due(run: Run, ended: bool = False) -> None:
+def validate_if_due(run: Run, report: Reporter, ended: bool = False) -> None:
     """At most once a step."""
     section = run.job.validation
-    if section is None or run.step in run.report.validations:
+    if section is None or run.step in run.validations:
         return
     due = section.at_start if run.step == 0 else section.every > 0 and run.step % section.every == 0
     if due or ended:
-        validate(run)
+        validate(run, report)
 
 
-def validate(run: Run) -> dict[str, float]:
+def validate(run: Run, report: Reporter) -> dict[str, float]:
     """Metrics validation/<...>; the training state is left as it was."""
     section = run.job.validation
     assert section is not None
@@ -43,7 +41,8 @@ def validate(run: Run) -> dict[str, float]:
     run.ctx.finish()  # nothing of this is the next step's
     run.ctx.counters = counters
     values = Metrics.merge(found).prefixed("validation/").values()
-    run.report.validation(run, values)
+    run.validations[run.step] = values
+    report.validation(run, values)
     registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
     return values
 

@@ -1,4 +1,4 @@
-"""An engine by its plugin's name, in the worker's process or in one of its own."""
+"""An engine by its plugin's name, built and started."""
 
 from __future__ import annotations
 
@@ -8,28 +8,20 @@ import sys
 import threading
 from typing import Any
 
-from hybridflow.core.model import ModelSpec
+from hybridflow.core.contracts.rollout import RolloutEngine, engine_settings
+from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.plugins import registry
-from hybridflow.core.rollout import RolloutEngine
-from hybridflow.core.serving.hosted import HostedEngine
-from hybridflow.core.worker import RankContext
-
-OWN_PROCESS = "process"
-"""Capability of rollout engines: "shared" (the default), "own", or "either": then the config's `own_process` says."""
-
-
-def own_process(name: str, config: Any) -> bool:
-    kind = registry().descriptor("rollout_engine", name).capabilities.get(OWN_PROCESS, "shared")
-    return kind == "own" or (kind == "either" and bool(getattr(config, "own_process", False)))
+from hybridflow.core.values.model import ModelSpec
 
 
 def start_engine(engine: RolloutEngine) -> None:
-    """Start it, here or in its own process, within its config's `start_timeout_s`.
+    """Start it, here or in its own process, within its settings' `start_timeout_s`.
 
     Nothing can stop a library that hangs in this process: the stacks are printed, and the process ends.
     """
-    seconds = getattr(engine.config, "start_timeout_s", None)
-    if isinstance(engine, HostedEngine) or seconds is None:
+    settings = engine_settings(engine.config)
+    seconds = settings.start_timeout_s
+    if settings.own_process or seconds is None:
         engine.start()
         return
     over = threading.Timer(seconds, _give_up, [type(engine).__name__, seconds])
@@ -56,6 +48,4 @@ def build_engine(
 ) -> RolloutEngine:
     """Not started yet. logs: the folder for the log of an engine in a process of its own."""
     engine_class: type[RolloutEngine] = registry().get("rollout_engine", name)
-    if own_process(name, config):
-        return HostedEngine(engine_class, model, config, context, logs)
-    return engine_class(model, config, context)
+    return engine_class.build(model, config, context, logs)

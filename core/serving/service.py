@@ -10,9 +10,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.rollout import Completion, Request, RolloutEngine
-from hybridflow.core.serving.continuous import Stepper
+from hybridflow.core.serving.stepper import Stepper
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class RolloutService:
         over = threading.Event()
 
         def hold() -> None:
-            while self._stepper.busy and not getattr(self.engine, "inflight", False):
+            while self._stepper.busy and not self.engine.inflight:
                 self._step()
             self.engine.begin_update(version)
             begun.set_result(None)

@@ -14,15 +14,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
-from hybridflow.core.data.text import shorten
+from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
+from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.data.tokenizer import Tokenizer
-from hybridflow.core.environment import Answer, Environment, EnvironmentSection, Start, Turn, environment_class
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.rollout import Completion, Request, RolloutEngine
-from hybridflow.core.worker import RankContext
+from hybridflow.core.job.schema import EnvironmentSection
+from hybridflow.core.plugins.resolve import environment_class
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.text import shorten
 
 log = logging.getLogger(__name__)
 NOT_MADE = -1

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import Column
-from hybridflow.core.loss import Counts, Loss, Tally, reduce_terms
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.training import MicroBatch, TrainingBackend
-from hybridflow.core.worker import RankContext
+from hybridflow.core.contracts.loss import Counts, Loss
+from hybridflow.core.contracts.training import MicroBatch, TrainingBackend
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import Column
+from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches
+from hybridflow.core.workers.reduction import Tally, reduce_terms
 
 BASE = ("prompt_ids", "response_ids", "loss_mask")
 MISMATCH = ("rollout_logprobs", "weight_version")
@@ -31,7 +32,10 @@ def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
 class LossPart:
     """One (mini-batch, loss) pair: this rank's rows, and its counts over all ranks once they are agreed."""
 
-    def __init__(self, batch: Batch, loss: Loss, micro_batch_tokens: int, context: RankContext):
+    def __init__(
+        self, batch: Batch, loss: Loss, micro_batch_tokens: int, context: RankContext, extras: Collection[str] = ()
+    ):
+        """extras: columns that the backend reads beside ours, where the batch has them."""
         self.loss, self.context = loss, context
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
         assert self.prompts.lengths is not None and self.responses.lengths is not None
@@ -46,6 +50,7 @@ class LossPart:
         names = (*loss.reads, "loss_mask", *(n for n in MISMATCH if n in batch))
         self.columns = {name: batch[name] for name in dict.fromkeys(names)}
         self.topk = batch["topk_ids"] if "topk_logprobs" in loss.needs else None
+        self.extras = {name: batch[name] for name in extras if name in batch}
         self.micros: list[MicroBatch] = []
 
     def _kept_rows(self) -> np.ndarray:
@@ -61,7 +66,9 @@ class LossPart:
 
     def make_micros(self, count: int) -> None:
         device, made = self.context.device, self.plan
-        self.micros = [make_micro_batch(self.prompts, self.responses, r, device, self.topk) for r in made]
+        self.micros = [
+            make_micro_batch(self.prompts, self.responses, rows, device, self.topk, self.extras) for rows in made
+        ]
         topk = 0 if self.topk is None else int(torch.as_tensor(self.topk.values).shape[-1])
         self.micros += [dummy_micro_batch(device, topk) for _ in range(count - len(made))]
 

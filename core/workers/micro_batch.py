@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from hybridflow.core.columns import Column
+from hybridflow.core.contracts.training import MicroBatch
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.training import MicroBatch
+from hybridflow.core.values.columns import Column
 
 OVERHEAD_TOKENS = 256
 """What one more forward and backward costs, in tokens' worth of time: padding below it is cheaper than a split."""
@@ -76,8 +76,9 @@ def _unit_rows(rows: int, units: np.ndarray | None) -> list[np.ndarray]:
 
 
 def make_micro_batch(
-    prompts: Column, responses: Column, rows: np.ndarray, device: torch.device, topk_ids: Column | None = None
-) -> MicroBatch:
+    prompts: Column, responses: Column, rows: np.ndarray, device: torch.device, topk_ids: Column | None = None,
+    extras: Mapping[str, Column] | None = None,
+) -> MicroBatch:  # fmt: skip
     """The MicroBatch of some rows. Raises HybridFlowError when a prompt is empty: nothing predicts its first token."""
     prompt, response = prompts.take(rows), responses.take(rows)
     assert prompt.lengths is not None and response.lengths is not None
@@ -96,6 +97,7 @@ def make_micro_batch(
         torch.from_numpy(prompt.lengths),
         torch.from_numpy(response.lengths),
         None if topk_ids is None else topk_ids.take(rows).padded().long().to(device),
+        extras={name: column.take(rows) for name, column in (extras or {}).items()},
     )
 
 

@@ -13,85 +13,71 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import Column, tokens
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.rollout import RolloutEngine, SamplingParams
+from hybridflow.core.contracts.training import TrainingBackend, check_needs
+from hybridflow.core.contracts.worker import RankContext, register
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.loss import Loss
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.model import ModelSpec
+from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.resharding.engine import HybridEngine, sums_sent
 from hybridflow.core.resharding.exchange import Shards
-from hybridflow.core.resharding.pools import PoolMember
-from hybridflow.core.rollout import Request, RolloutEngine, SamplingParams
+from hybridflow.core.rollouts.checksums import sums_sent
+from hybridflow.core.rollouts.same_ranks import HybridEngine
+from hybridflow.core.rollouts.weight_sync import SyncCost
 from hybridflow.core.serving.build import build_engine, start_engine
-from hybridflow.core.training import OptimizerConfig, TrainingBackend, check_needs
-from hybridflow.core.weights import WeightLayout
-from hybridflow.core.worker import RankContext, register
-from hybridflow.core.workers.episodes import Episodes, run_episodes
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import Column
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.weights import WeightLayout
+from hybridflow.core.workers.episodes import Episodes
+from hybridflow.core.workers.generation import EPISODE_COLUMNS, GENERATED, generate_episodes, generate_rows
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.workers.memory import Peak, measured
 from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
-
-GENERATED = ("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason")
-EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
+from hybridflow.core.workers.pool_member import PoolMember
 
 
 @attrs.frozen
-class ModelRole:
-    """What a rank must know to build its part of a role."""
+class Built:
+    """What a rank tells of its model when it is built."""
 
-    model: ModelSpec
-    backend: str
-    backend_config: Any
-    micro_batch_tokens: int
-    optimizer: OptimizerConfig | None = None
-    """None: frozen."""
-    engine: str | None = None
-    engine_config: Any = None
-    temperature: float = 1.0
-    """Of the policy whose logprobs are meant, in training as in sampling."""
-    offload: bool = False
-    """Weights and optimizer leave the device while other roles of the pool work."""
-    sync: SyncConfig = attrs.field(factory=SyncConfig)
-    keep_engine: bool = True
-    """The engine's memory stays between generations."""
-    logs: str | None = None
-    """Folder for the logs of engines in processes of their own."""
-    episodes: Episodes | None = None
-    """What answers its turns."""
+    parameters: int
+    """Of the whole model."""
+    sync: SyncCost | None = None
+    """What it takes to bring the weights to its engine, where it has one."""
 
 
 class ModelWorker(PoolMember):
     """Verbs of system.md: generate, logprobs, values, score, loss, update, sync; and save, load, export."""
 
-    def __init__(self, context: RankContext, role: ModelRole):
+    def __init__(self, context: RankContext, role: ModelRole, driver: Episodes | None = None):
+        """`driver`: what answers its turns, where there is an environment."""
         super().__init__(context)
-        self.role = role
+        self.role, self.driver = role, driver
         backend_class: type[TrainingBackend] = registry().get("training_backend", role.backend)
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
         self.sync_peak = Peak()
+        self._reads = registry().training_capabilities(role.backend).extras
+        self._sends = registry().engine_capabilities(role.engine).extras if role.engine else frozenset()
 
     @register(Protocol.ONE_TO_ALL)
-    def build(self) -> dict[str, Any]:
+    def build(self) -> Built:
         """Build the model, and the engine's structure; tells parameters, and what a sync of weights will cost."""
         self.backend.build()
-        told: dict[str, Any] = {}
+        cost: SyncCost | None = None
         if self.role.engine is not None:
             role = self.role
             self.engine = build_engine(self.role.engine, role.model, role.engine_config, self.context, role.logs)
             start_engine(self.engine)
             resident = self.role.keep_engine and not self.role.offload
             self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync, resident)
-            told["sync"] = self.hybrid.prepare()
+            cost = self.hybrid.prepare()
         if self.role.offload:
             self.backend.offload()
-        params = self.backend.layout().params.values()
-        return told | {"parameters": sum(p.numel for p in params)}
+        return Built(sum(param.numel for param in self.backend.layout().params.values()), cost)
 
     def close(self) -> None:
         if self.engine is not None:
@@ -134,7 +120,8 @@ class ModelWorker(PoolMember):
         prompts, responses, device = batch["prompt_ids"], batch["response_ids"], self.context.device
         assert prompts.lengths is not None and responses.lengths is not None
         plan = plan_micro_batches(prompts.lengths + responses.lengths, self.role.micro_batch_tokens)
-        micros = [make_micro_batch(prompts, responses, r, device) for r in plan]
+        extras = {name: batch[name] for name in self._reads if name in batch}
+        micros = [make_micro_batch(prompts, responses, rows, device, extras=extras) for rows in plan]
         most = int(max(*self.context.max([len(micros)]), 1))  # forwards: equally many on every dp rank
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         with self._resident() as backend:
@@ -168,7 +155,8 @@ class ModelWorker(PoolMember):
     def _losses(self, pairs: Sequence[tuple[Batch, Loss]], train: bool) -> Metrics:
         for _, loss in pairs:
             check_needs(self.role.model.kind, loss.needs)
-        parts = [LossPart(batch, loss, self.role.micro_batch_tokens, self.context) for batch, loss in pairs]
+        budget = self.role.micro_batch_tokens
+        parts = [LossPart(batch, loss, budget, self.context, self._reads) for batch, loss in pairs]
         agree(parts)
         return loss_metrics([p.run(self.backend, self.role.temperature, train) for p in parts], self.context)
 
@@ -192,7 +180,7 @@ class ModelWorker(PoolMember):
         assert self.engine is not None, "this role has no rollout engine"
         synced = self._sync()
         with measured(self.context.device) as peak:
-            made = generate_rows(self.engine, batch, sampling, seed, max_tokens)
+            made = generate_rows(self.engine, batch, sampling, seed, max_tokens, self._sends)
         return self._told(made, synced, peak)
 
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
@@ -200,10 +188,12 @@ class ModelWorker(PoolMember):
         self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
     ) -> Batch:
         """`generate` in turns with the environment's answers between them."""
-        assert self.engine is not None and self.role.episodes is not None, "this role has no environment"
+        assert self.engine is not None and self.driver is not None, "this role has no environment"
         synced = self._sync()
         with measured(self.context.device) as peak:
-            made = generate_episodes(self.engine, batch, sampling, seed, max_tokens, self.role.episodes, self.context)
+            made = generate_episodes(
+                self.engine, batch, sampling, seed, max_tokens, self.driver, self.context, self._sends
+            )
         return self._told(made, synced, peak)
 
     def _told(self, made: Batch, synced: float, peak: Peak) -> Batch:
@@ -230,7 +220,7 @@ class ModelWorker(PoolMember):
         with self._resident(), measured(self.context.device) as self.sync_peak:
             return self.hybrid.sync()
 
-    # To engines in a pool of their own (core/resharding/pools.py)
+    # To engines in a pool of their own (core/rollouts/separate.py)
     @register(Protocol.RANK_ZERO)
     def weight_layout(self) -> WeightLayout:
         return self.backend.layout()
@@ -293,71 +283,6 @@ class ModelWorker(PoolMember):
 def _peak_metric(phase: str, peak: Peak) -> Metrics:
     """<phase>_peak_gb: the most memory in use during it (10^9 bytes), the largest over ranks."""
     return Metrics(maxima={f"{phase}_peak_gb": peak.most / 1e9} if peak.most else {})
-
-
-def generate_rows(
-    engine: RolloutEngine, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None
-) -> Batch:
-    """Responses for the rows' prompts, with their logprobs, versions and finish reasons."""
-    started = time.perf_counter()
-    requests = _requests(batch, sampling, seed, max_tokens)
-    done = engine.generate(requests) if requests else []
-    ids = tokens([c.response_ids for c in done], torch.int64)
-    reasons = [c.finish_reason for c in done]
-    metrics = _generation_metrics(len(ids.values), reasons, started, engine)
-    return Batch(
-        {
-            "response_ids": ids,
-            "rollout_logprobs": tokens([c.logprobs for c in done], torch.float32),
-            "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
-            "weight_version": tokens([c.weight_version for c in done], torch.int32),
-            "finish_reason": reasons,
-        },
-        metrics,
-    )
-
-
-def generate_episodes(
-    engine: RolloutEngine, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None,
-    episodes: Episodes, context: RankContext,
-) -> Batch:  # fmt: skip
-    """Episodes of the rows' prompts."""
-    started = time.perf_counter()
-    requests = _requests(batch, sampling, seed, max_tokens)
-    made = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
-    own = float(torch.as_tensor(made["loss_mask"].values).sum())
-    metrics = _generation_metrics(own, list(made["finish_reason"].values), started, engine)
-    return Batch({name: made[name] for name in made}, Metrics.merge([made.metrics, metrics]))
-
-
-def _requests(batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None) -> list[Request]:
-    samples, requests = torch.as_tensor(batch["sample_id"].values).tolist(), []
-    for row, (prompt, sample) in enumerate(zip(batch["prompt_ids"], samples, strict=True)):
-        limit = sampling
-        if max_tokens is not None:
-            limit = attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
-        requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample)))
-    return requests
-
-
-def _generation_metrics(made: float, reasons: Sequence[str], started: float, engine: RolloutEngine) -> Metrics:
-    """`made`: tokens."""
-    rows = len(reasons)
-    metrics = Metrics(
-        {
-            "response_length": (made, rows),
-            "clipped": (list(reasons).count("length"), rows),
-            "generate_seconds": (time.perf_counter() - started, 1.0),
-        }
-    )
-    metrics.maxima.update(engine.figures())
-    return metrics
-
-
-def row_seed(seed: int, sample: int) -> int:
-    """The seed of one sequence: from the run's seed and the sample's number, so not from ranks or batches."""
-    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _renamed(outputs: dict[str, Column], column: str) -> Batch:

@@ -6,19 +6,22 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import Column, tokens
-from hybridflow.core.data import DataConfig, Example, ExampleSet, Sampler, load_source
+from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.reward import RewardSample
+from hybridflow.core.contracts.worker import RankContext, Worker, register
+from hybridflow.core.data.examples import Example, ExampleSet
+from hybridflow.core.data.sampler import Sampler
 from hybridflow.core.data.tokenizer import Tokenizer
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.reward_rules import FailureRule, at_last_token, score_by_rule
-from hybridflow.core.rewards import RewardSample, reward_from
-from hybridflow.core.worker import RankContext, Worker, register
+from hybridflow.core.job.job import RewardPart
+from hybridflow.core.plugins.resolve import load_source, reward_from
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import Column, tokens
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.workers.failures import at_last_token, score_by_rule
 
 
 class TaskWorker(Worker):
@@ -122,18 +125,6 @@ def _full(name: str, column: Column) -> Any:
         return column.values
     tensor = column.padded() if column.kind == "token" else torch.as_tensor(column.values)
     return tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor
-
-
-@attrs.frozen
-class RewardPart:
-    """One reward function: its name (the column rewards/<name>), what computes it, and its weight in the sum."""
-
-    name: str
-    function: str
-    options: dict[str, Any] = attrs.field(factory=dict)
-    weight: float = 1.0
-    rule: FailureRule = attrs.field(factory=FailureRule)
-    per_token: bool = False
 
 
 class RewardWorker(Worker):

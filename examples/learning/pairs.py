@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.backends.data.arithmetic import ArithmeticSource
-from hybridflow.core.rewards import RewardSample
+from hybridflow.core.contracts.reward import RewardSample
 
 
 class Pairs(ArithmeticSource):

@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.data import DataConfig, DataSource
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
+from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.errors import DataError
-from hybridflow.core.rewards import RewardSample
 
 MODELS = ("6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification")
 ANNOTATION = re.compile(r"<<.*?>>")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybridflow.core.data import DataConfig, DataSource
-from hybridflow.core.rewards import RewardSample
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
+from hybridflow.core.contracts.reward import RewardSample
 
 
 class RightAndWrong(DataSource):

@@ -6,8 +6,8 @@ import attrs
 import pytest
 
 from hybridflow.algorithms.dapo import DAPO, DAPOConfig
-from hybridflow.core.rewards import RewardSample
-from hybridflow.core.testing import TinyRun
+from hybridflow.core.contracts.reward import RewardSample
+from hybridflow.kit.testing import TinyRun
 from tests.algorithms.watched import Watched, column
 
 CONFIG = DAPOConfig(prompts_per_step=4, group_size=3)

@@ -9,8 +9,9 @@ import torch
 
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
 from hybridflow.algorithms.ppo import PPO, PPOConfig, ValueLoss
-from hybridflow.core.loss import Counts, reduce_terms
-from hybridflow.core.testing import TinyRun
+from hybridflow.core.contracts.loss import Counts
+from hybridflow.core.workers.reduction import reduce_terms
+from hybridflow.kit.testing import TinyRun
 
 
 def terms(loss, batch: dict, outputs: dict) -> dict:

@@ -11,8 +11,8 @@ from hybridflow.algorithms.cost_model import CostLoss, CostModel, CostModelConfi
 from hybridflow.algorithms.dpo import DPO, DPOConfig, DPOLoss
 from hybridflow.algorithms.reward_model import PreferenceLoss, RewardModel, RewardModelConfig
 from hybridflow.core.errors import ConfigError, DataError
-from hybridflow.core.testing import TinyRun
-from hybridflow.core.testing.runs import TABLES
+from hybridflow.kit.testing import TinyRun
+from hybridflow.kit.testing.runs import TABLES
 from tests.algorithms.watched import column
 
 DATA = {

@@ -10,8 +10,9 @@ import torch
 from hybridflow.algorithms.cispo import CISPO, CISPOConfig
 from hybridflow.algorithms.gspo import GSPO, GSPOConfig
 from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
-from hybridflow.core.loss import Counts, reduce_terms
-from hybridflow.core.testing import TinyRun
+from hybridflow.core.contracts.loss import Counts
+from hybridflow.core.workers.reduction import reduce_terms
+from hybridflow.kit.testing import TinyRun
 from tests.algorithms.watched import Watched
 
 

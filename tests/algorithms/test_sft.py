@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hybridflow.algorithms.sft import SFT, NextTokenLoss, SFTConfig
-from hybridflow.core.loss import Counts, reduce_terms
-from hybridflow.core.testing import TinyRun
+from hybridflow.core.contracts.loss import Counts
+from hybridflow.core.workers.reduction import reduce_terms
+from hybridflow.kit.testing import TinyRun
 
 
 def test_the_loss_is_the_mean_over_tokens_not_over_rows():

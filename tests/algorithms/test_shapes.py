@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from hybridflow.algorithms.sft import NextTokenLoss
-from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
-from hybridflow.core.loss import Loss, Term
-from hybridflow.core.testing import AlgorithmConformance, TinyRun
-from hybridflow.core.testing.runs import MODEL
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.kit.testing import AlgorithmConformance, TinyRun
+from hybridflow.kit.testing.runs import MODEL
 
 
 def column(batch: Batch, name: str) -> torch.Tensor:

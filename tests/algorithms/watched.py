@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.core.batch import Batch
+from hybridflow.core.values.batch import Batch
 
 
 class Watched:

@@ -23,8 +23,8 @@ from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
-from hybridflow.core.testing import AlgorithmConformance
-from hybridflow.core.testing.runs import TABLES
+from hybridflow.kit.testing import AlgorithmConformance
+from hybridflow.kit.testing.runs import TABLES
 
 PAIRS = {
     "data": {
@@ -34,7 +34,7 @@ PAIRS = {
     "actor": {"micro_batch_tokens": 30},
 }  # fmt: skip
 COSTS = {
-    "cost": {"function": "hybridflow.core.testing.runs:even_tokens"},
+    "cost": {"function": "hybridflow.kit.testing.runs:even_tokens"},
     "reward": {"function": "tests.algorithms.pair_rows:odd_tokens"},
 }
 

@@ -14,11 +14,11 @@ from hybridflow.backends.rewards.exact_match import ExactMatch
 from hybridflow.backends.rewards.math import MathReward
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.data import DataConfig
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.rewards import FunctionReward
-from hybridflow.core.testing import (
+from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.reward import FunctionReward
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.testing import (
     DataSourceConformance,
     ProtocolConformance,
     RewardConformance,
@@ -28,7 +28,7 @@ from hybridflow.core.testing import (
     one_rank,
     sample,
 )
-from hybridflow.core.testing.runs import even_tokens
+from hybridflow.kit.testing.runs import even_tokens
 
 
 class TestOneToAll(ProtocolConformance):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridflow.core.testing import TransportConformance
+from hybridflow.kit.testing import TransportConformance
 
 
 class TestTransports(TransportConformance):

@@ -9,10 +9,10 @@ from batches import CountingStore, plain, promised, rows_of, sent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.batch import Batch, PromisedTable, View
-from hybridflow.core.columns import Column, tokens
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.metrics import Metrics
+from hybridflow.core.values.batch import Batch, PromisedTable, View
+from hybridflow.core.values.columns import Column, tokens
+from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers import wire
 
 

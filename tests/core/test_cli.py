@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridflow.core.cli import main
+from hybridflow.cli.main import main
 from hybridflow.core.commands import listing
 from hybridflow.core.errors import PluginError
 from hybridflow.core.plugins import Descriptor, Registry
@@ -24,7 +24,7 @@ CONFIG = str(ROOT / "examples/arithmetic.toml")
 def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     return subprocess.run(
-        [sys.executable, "-m", "hybridflow.core.cli", *arguments],
+        [sys.executable, "-m", "hybridflow.cli.main", *arguments],
         capture_output=True,
         text=True,
         env=environment,
@@ -108,7 +108,7 @@ def test_the_current_folder_is_searched_last(path, monkeypatch, tmp_path, capsys
 
 
 def test_a_reader_that_stops_reading_is_no_error():
-    piped = f"{sys.executable} -m hybridflow.core.cli plugins --capabilities | head -1; exit ${{PIPESTATUS[0]}}"
+    piped = f"{sys.executable} -m hybridflow.cli.main plugins --capabilities | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", piped], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("kind")
 
@@ -131,7 +131,7 @@ def test_every_command_has_its_place_in_the_docs():
 def test_plugins_imports_no_torch():
     code = """if True:
         import sys
-        from hybridflow.core.cli import main
+        from hybridflow.cli.main import main
         assert main(["plugins", "--capabilities"]) == 0
         print([m for m in ("torch", "ray", "transformers", "numpy") if m in sys.modules], file=sys.stderr)
     """

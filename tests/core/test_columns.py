@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.core.columns import Column, as_column, compose, index_rows, tokens
+from hybridflow.core.values.columns import Column, as_column, compose, index_rows, tokens
 
 ROWS = [[1, 2, 3], [], [4], [5, 6]]
 

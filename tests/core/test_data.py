@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.backends.data.jsonl import JsonlSource
-from hybridflow.core.data import DataConfig, DataSource, ExampleSet, Sampler, load_source
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
+from hybridflow.core.data.build_tokenizer import build_tokenizer
+from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
-from hybridflow.core.data.tokenizer import TokenizerConfig, build_tokenizer
+from hybridflow.core.data.sampler import Sampler
+from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError, DataError, PluginError
+from hybridflow.core.plugins.resolve import load_source
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 DIGITS = build_tokenizer(TokenizerConfig(characters="0123456789+=-*/. "), None, list)

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from batches import plain
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
+from hybridflow.core.contracts.protocol import Protocol, SplitProtocol
+from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.errors import HybridFlowError, WorkerError
-from hybridflow.core.group import Future, WorkerGroup
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.protocols import Protocol, SplitProtocol
-from hybridflow.core.worker import RankContext, Worker, register
+from hybridflow.core.groups.group import Future, WorkerGroup
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
 
 class Reversed(SplitProtocol):

@@ -13,7 +13,8 @@ import torch
 from hybridflow.core.config import Provenance, merge, nest, parse_override, read_config
 from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job import Job, resolve_jobs
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 
 MODEL = """{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4,
@@ -517,7 +518,8 @@ def test_a_run_folder_that_cannot_be_is_refused(tmp_path):
 
 ALGORITHM = textwrap.dedent("""
     import attrs
-    from hybridflow.core.algorithm import Algorithm, Role
+    from hybridflow.core.contracts.algorithm import Algorithm
+    from hybridflow.core.contracts.role import Role
     class Mine(Algorithm):
         {body}
         def roles(self):

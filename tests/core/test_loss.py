@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.loss import REDUCTIONS, Counts, Tally, Term, reduce_terms
+from hybridflow.core.contracts.loss import REDUCTIONS, Counts, Term
+from hybridflow.core.workers.reduction import Tally, reduce_terms
 
 MASK = torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]])
 COUNTS = Counts(tokens=6.0, sequences=3.0, units=3.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.core.metrics import Metrics
+from hybridflow.core.values.metrics import Metrics
 
 values = st.floats(-1e6, 1e6)
 

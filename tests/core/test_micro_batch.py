@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.columns import Column, tokens
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.workers.micro_batch import (
     OVERHEAD_TOKENS,
     dummy_micro_batch,

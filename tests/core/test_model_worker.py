@@ -10,19 +10,20 @@ import torch
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
 from hybridflow.backends.transformers.config import TransformersEngineConfig
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import WorkerError
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.loss import Loss, Term
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.rollout import SamplingParams
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.job.job import ModelRole
+from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.workers.gradients import loss_reads
-from hybridflow.core.workers.model_worker import ModelRole, ModelWorker, row_seed
+from hybridflow.core.workers.model_worker import ModelWorker, row_seed
 
 MODEL = {
     "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.core.parallel import Coords, ParallelLayout, generation_layout
+from hybridflow.core.values.parallel import Coords, ParallelLayout, generation_layout
 
 ORDERS = ("tp-cp-pp-dp", "tp-cp-dp-pp")
 

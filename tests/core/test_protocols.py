@@ -9,14 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
+from hybridflow.core.contracts.protocol import BUILT_IN, Protocol, TransferProtocol
+from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.errors import HybridFlowError, PluginError
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.parallel import ParallelLayout, generation_layout
+from hybridflow.core.groups.methods import methods_of
 from hybridflow.core.plugins import Descriptor, registry
-from hybridflow.core.protocols import BUILT_IN, Protocol, TransferProtocol, find_protocol
-from hybridflow.core.worker import Worker, methods_of, register
+from hybridflow.core.plugins.resolve import find_protocol
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
 
 @attrs.frozen

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hybridflow.core.cli import main
+from hybridflow.cli.main import main
 
 
 def rows(text):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.core.contracts.reward import FailureRule, FunctionReward, Reward, RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
-from hybridflow.core.reward_rules import FailureRule, score_by_rule
-from hybridflow.core.rewards import FunctionReward, Reward, RewardSample
-from hybridflow.core.testing import TinyRun
+from hybridflow.core.workers.failures import score_by_rule
+from hybridflow.kit.testing import TinyRun
 
 
 def samples(count: int) -> list[RewardSample]:

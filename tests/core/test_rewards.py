@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.core.contracts.reward import FunctionReward, Reward, RewardSample
 from hybridflow.core.errors import ConfigError, PluginError, RewardError
-from hybridflow.core.rewards import FunctionReward, Reward, RewardSample, make_reward, reward_from, score_samples
-from hybridflow.core.testing import TinyRun
-from hybridflow.core.testing.runs import MODEL
+from hybridflow.core.plugins.resolve import make_reward, reward_from
+from hybridflow.core.workers.scoring import score_samples
+from hybridflow.kit.testing import TinyRun
+from hybridflow.kit.testing.runs import MODEL
 
 
 def sample(response, prompt="1+1=", **meta):

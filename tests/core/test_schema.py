@@ -6,9 +6,9 @@ import attrs
 import pytest
 
 from hybridflow.core.config import field_docs, structure
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import schema
-from hybridflow.core.rollout import SamplingParams
 
 SECTIONS = [
     schema.RunSection,

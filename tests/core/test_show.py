@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridflow.core.commands.show import Value, blocks, render, show
+from hybridflow.cli.figures import figures, mini_batch_rows, remarks
+from hybridflow.cli.show import Value, blocks, render, show
 from hybridflow.core.config import read_config
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job import Job, resolve_jobs
-from hybridflow.core.job.figures import figures, mini_batch_rows, remarks
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 
 MODEL = """{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4,
@@ -223,7 +224,7 @@ def test_values_are_spelled_as_in_toml(given, text):
 def test_nothing_is_started_and_nothing_is_written(tmp_path):
     code = """if True:
         import sys
-        from hybridflow.core.commands.show import show
+        from hybridflow.cli.show import show
         show("one.toml", ["runtime=inline", "pools.main=[1]", "actor.layout.tp=1"])
         import torch.distributed as dist
         print("started:", dist.is_initialized(), "ray" in sys.modules)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridflow.core.errors import CheckpointError
-from hybridflow.core.state import StatePart, flat_parts, load_state, save_state
-from hybridflow.core.weights import Box
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.checkpoint import StatePart, flat_parts, load_state, save_state
 
 
 @given(

@@ -8,11 +8,12 @@ import torch
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
-from hybridflow.core.columns import tokens
+from hybridflow.core.contracts.reward import FailureRule, FunctionReward, RewardSample
 from hybridflow.core.errors import RewardError
-from hybridflow.core.reward_rules import FailureRule, score_by_rule
-from hybridflow.core.rewards import FunctionReward, RewardSample, score_samples
-from hybridflow.core.testing import TinyRun
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.workers.failures import score_by_rule
+from hybridflow.core.workers.scoring import score_samples
+from hybridflow.kit.testing import TinyRun
 
 SAMPLES = [RewardSample("p", "abc", np.array([4, 5, 6]), {}), RewardSample("p", "", np.array([], np.int64), {})]
 

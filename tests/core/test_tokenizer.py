@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridflow.core.data.tokenizer import HFTokenizer, TokenizerConfig, build_tokenizer, load_tokenizer
+from hybridflow.core.data.build_tokenizer import HFTokenizer, build_tokenizer, load_tokenizer
+from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError, DataError, ModelError
 
 DIGITS = "0123456789+="

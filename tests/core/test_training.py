@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hybridflow.core.contracts.training import OptimizerConfig, check_needs
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.training import OptimizerConfig, check_needs
 
 
 @pytest.mark.parametrize(

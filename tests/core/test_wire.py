@@ -15,11 +15,11 @@ import pytest
 import torch
 from batches import CountingStore, plain, promised, rows_of, sent
 
-from hybridflow.core.batch import Batch, PromisedTable, View
-from hybridflow.core.columns import Column, tokens
-from hybridflow.core.metrics import Metrics
+from hybridflow.core.groups.wire import INLINE_BYTES, OWN_OBJECT_BYTES, Encoder
+from hybridflow.core.values.batch import Batch, PromisedTable, View
+from hybridflow.core.values.columns import Column, tokens
+from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers import wire
-from hybridflow.core.workers.wire import INLINE_BYTES, OWN_OBJECT_BYTES, Encoder
 
 DTYPES = list(wire._TORCH.values())
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_pickled_is_an_error_for_the_sender():
 
 STRANGER = """
 import pickle, sys
-from hybridflow.core.workers.wire import Decoder
+from hybridflow.core.groups.wire import Decoder
 cls, function, number = Decoder(sys.stdin.buffer.read(), [], None).load()
 assert cls(3).rate == 3 and function(2) == 4 and number == 7, (cls, function)
 print("understood")

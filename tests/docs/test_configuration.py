@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.core.config import expand, merge
-from hybridflow.core.job import resolve_jobs
+from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 
 DOCS = Path(__file__).parents[2] / "docs"

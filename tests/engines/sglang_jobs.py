@@ -6,12 +6,12 @@ import torch
 
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.rollout import SamplingParams
-from hybridflow.core.serving.hosted import HostedEngine
-from hybridflow.core.testing.engine_base import PROMPTS, give_weights, requests
-from hybridflow.core.worker import RankContext
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.testing.engine_base import PROMPTS, give_weights, requests
 
 
 def speak(

@@ -11,8 +11,8 @@ from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.core.plugins import registry
-from hybridflow.core.testing import one_rank
 from hybridflow.core.workers.micro_batch import make_micro_batch
+from hybridflow.kit.testing import one_rank
 
 CONFIGS = {
     "fsdp": ("fsdp", FSDPConfig(precision="bf16")),

@@ -18,8 +18,8 @@ from training_reference import ReplayedPPO, make_batch
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.megatron.config import MegatronConfig
-from hybridflow.core.columns import Column
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.values.columns import Column
+from hybridflow.core.values.parallel import ParallelLayout
 
 BACKENDS = {
     "fsdp": Setup("", layout=ParallelLayout(dp=2)),

@@ -8,7 +8,7 @@ pytest.importorskip("deepspeed")
 
 from hybridflow.backends.deepspeed.backend import DeepSpeedBackend
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
-from hybridflow.core.testing import TrainingBackendConformance, one_rank
+from hybridflow.kit.testing import TrainingBackendConformance, one_rank
 
 
 @pytest.fixture(scope="module")

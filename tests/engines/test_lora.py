@@ -9,7 +9,7 @@ from training_jobs import Setup
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.values.parallel import ParallelLayout
 
 DP2 = ParallelLayout(dp=2)
 FSDP = Setup("", layout=DP2, config=FSDPConfig())

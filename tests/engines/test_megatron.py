@@ -13,8 +13,8 @@ from training_reference import Blend, make_batch
 from hybridflow.backends.megatron.backend import MegatronBackend
 from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.backends.megatron.cpu import PATCHES, on_cpu
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.testing import TrainingBackendConformance, one_rank
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.testing import TrainingBackendConformance, one_rank
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, backend):
     write(tmp_path)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": mark}
-    command = [sys.executable, "-m", "hybridflow.core.cli", "run", "tiny.toml", "run.steps=10000", *BACKENDS[backend]]
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", "run.steps=10000", *BACKENDS[backend]]
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     with (tmp_path / "out.txt").open("w") as out:
         run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT)

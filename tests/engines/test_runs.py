@@ -76,7 +76,7 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     if end == "exception":
         settings.append("reward.function=rewards:raises")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": mark}
-    command = [sys.executable, "-m", "hybridflow.core.cli", "run", "tiny.toml", *settings]
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", *settings]
     with (tmp_path / "out.txt").open("w") as out:
         run = subprocess.Popen(
             command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT,

@@ -6,8 +6,8 @@ pytest.importorskip("sglang")
 
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine
-from hybridflow.core.serving.hosted import HostedEngine
-from hybridflow.core.testing import RolloutEngineConformance, one_rank
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.testing import RolloutEngineConformance, one_rank
 
 SMALL = SGLangConfig(kv_tokens=16384, max_sequences=64)
 

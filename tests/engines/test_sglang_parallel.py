@@ -12,8 +12,8 @@ pytest.importorskip("sglang")
 import sglang_jobs as jobs
 
 from hybridflow.backends.sglang.engine import _shares
-from hybridflow.core.testing.engine_base import PROMPTS
-from hybridflow.core.testing.models import reference
+from hybridflow.kit.testing.engine_base import PROMPTS
+from hybridflow.kit.testing.models import reference
 
 
 @pytest.mark.parametrize(("architecture", "weights"), [("qwen2", "bucket"), ("llama", "group")])

@@ -9,7 +9,7 @@ from training_reference import Blend
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.megatron.config import MegatronConfig
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.values.parallel import ParallelLayout
 
 FOUR_LAYERS = "qwen2-deep"
 

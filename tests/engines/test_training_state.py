@@ -24,7 +24,7 @@ from training_reference import (
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.megatron.config import MegatronConfig
-from hybridflow.core.parallel import ParallelLayout
+from hybridflow.core.values.parallel import ParallelLayout
 
 DP2, DP4, TP2_PP2 = ParallelLayout(dp=2), ParallelLayout(dp=4), ParallelLayout(tp=2, pp=2)
 MEGATRON = Setup("", layout=TP2_PP2, backend="megatron", config=MegatronConfig())

@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.engine import VLLMEngine
-from hybridflow.core.testing import RolloutEngineConformance, one_rank
+from hybridflow.kit.testing import RolloutEngineConformance, one_rank
 
 
 @pytest.fixture(scope="module")

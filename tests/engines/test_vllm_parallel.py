@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 
 import vllm_jobs as jobs
 
-from hybridflow.core.testing.engine_base import PROMPTS
-from hybridflow.core.testing.models import reference
+from hybridflow.kit.testing.engine_base import PROMPTS
+from hybridflow.kit.testing.models import reference
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])

@@ -8,11 +8,11 @@ import torch
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.engine import VLLMEngine
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.rollout import SamplingParams
-from hybridflow.core.testing.engine_base import PROMPTS, give_weights, requests
-from hybridflow.core.worker import RankContext
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.kit.testing.engine_base import PROMPTS, give_weights, requests
 
 
 def speak(rank: int, world: int, spec: ModelSpec, updates: list[dict[str, torch.Tensor]]) -> dict:

@@ -27,4 +27,4 @@ def python(installed: Path | None, cwd: Path, *arguments: str) -> subprocess.Com
 
 
 def hybridflow(installed: Path | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(installed, cwd, "-m", "hybridflow.core.cli", *arguments)
+    return python(installed, cwd, "-m", "hybridflow.cli.main", *arguments)

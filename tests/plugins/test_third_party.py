@@ -84,11 +84,11 @@ def test_a_config_names_its_algorithm_and_reward_and_its_hooks_are_called(instal
 def test_its_protocol_serves_a_method_that_names_it(installed, tmp_path):
     code = """
         import torch
-        from hybridflow.core.batch import Batch
-        from hybridflow.core.group import Pool, WorkerGroup
+        from hybridflow.core.values.batch import Batch
+        from hybridflow.core.groups.group import Pool, WorkerGroup
         from hybridflow.core.plugins import registry
-        from hybridflow.core.runtime import ResourcePool
-        from hybridflow.core.worker import Worker, register
+        from hybridflow.core.contracts.runtime import ResourcePool
+        from hybridflow.core.contracts.worker import Worker, register
 
         class Marker(Worker):
             @register("ACME_ROUND_ROBIN")

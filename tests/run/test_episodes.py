@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.core.environment import Answer, Environment
+from hybridflow.core.contracts.environment import Answer, Environment
 from hybridflow.core.errors import ConfigError, HybridFlowError
-from hybridflow.core.testing import TinyRun
+from hybridflow.kit.testing import TinyRun
 from tests.algorithms.watched import Watched, column
 
 HERE = "tests.run.test_episodes"

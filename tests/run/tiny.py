@@ -99,7 +99,7 @@ def write(folder: Path, text: str = GRPO, **replaced: str) -> Path:
 def hybridflow(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """The command, in the folder, as a user types it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "hybridflow.core.cli", *arguments]
+    command = [sys.executable, "-m", "hybridflow.cli.main", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
@@ -135,7 +135,7 @@ def killing(folder: Path, kills: int, *arguments: str, timeout: float = 600) -> 
     """
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "MARK": mark}
-    command = [sys.executable, "-m", "hybridflow.core.cli", *arguments]
+    command = [sys.executable, "-m", "hybridflow.cli.main", *arguments]
     done, killed, deadline = folder / "runs/tiny/metrics.jsonl", 0, time.monotonic() + timeout
     with (folder / "out.txt").open("w") as out:
         run = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
@@ -143,7 +143,7 @@ def killing(folder: Path, kills: int, *arguments: str, timeout: float = 600) -> 
         while run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
             steps = len(done.read_text().splitlines()) if done.exists() else 0
-            engines = marked(mark, "hybridflow.core.serving.child")
+            engines = marked(mark, "hybridflow.kit.hosting.child")
             if killed < kills and steps >= after and len(engines) == 1:
                 try:
                     os.kill(engines[0], signal.SIGSTOP)

@@ -9,8 +9,8 @@ import torch
 from testing.expect import caught
 
 from hybridflow.algorithms.sft import SFT, NextTokenLoss, SFTConfig
-from hybridflow.core.algorithm import Role
-from hybridflow.core.testing import AlgorithmConformance
+from hybridflow.core.contracts.role import Role
+from hybridflow.kit.testing import AlgorithmConformance
 
 
 class Kit(AlgorithmConformance):
@@ -138,7 +138,7 @@ def test_each_invariant_has_a_fault():
 
 
 def test_settings_travel_to_the_run():
-    from hybridflow.core.testing.runs import TinyRun, algorithm_table
+    from hybridflow.kit.testing.runs import TinyRun, algorithm_table
 
     algorithm = TwoActors(SFTConfig(batch_size=3))
     table = algorithm_table(algorithm)

@@ -9,9 +9,9 @@ from testing.expect import caught
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.testing import TrainingBackendConformance, one_rank
-from hybridflow.core.weights import Box
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.testing import TrainingBackendConformance, one_rank
 
 
 class Kit(TrainingBackendConformance):

@@ -34,7 +34,7 @@ def run(folder: Path, *command: str) -> str:
 def test_the_algorithm_runs_from_the_command_line_by_its_path(tmp_path):
     files = write("writing-an-algorithm.md", tmp_path)
     assert 20 <= len([line for line in files["my_file.py"].splitlines() if line.strip()]) <= 40
-    assert "step 3/3" in run(tmp_path, "-m", "hybridflow.core.cli", "run", "my_run.toml")
+    assert "step 3/3" in run(tmp_path, "-m", "hybridflow.cli.main", "run", "my_run.toml")
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from hybridflow.backends.transformers import scheduler
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.backends.transformers.sampler import Sampler
-from hybridflow.core.rollout import RolloutEngine
-from hybridflow.core.testing import RolloutEngineConformance, give_weights, one_rank
-from hybridflow.core.weights import Param
+from hybridflow.core.contracts.rollout import RolloutEngine
+from hybridflow.core.values.weights import Param
+from hybridflow.kit.testing import RolloutEngineConformance, give_weights, one_rank
 
 
 class Kit(RolloutEngineConformance):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from testing.expect import caught
 
-from hybridflow.core.loss import Loss, Term
-from hybridflow.core.testing import LossConformance
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.kit.testing import LossConformance
 
 SPLIT = "test_the_split_into_micro_batches_and_ranks_changes_nothing"
 MASK = "test_what_the_mask_hides_changes_nothing"

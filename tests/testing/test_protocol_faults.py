@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from testing.expect import caught
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.protocols import SplitProtocol, ThreeD
-from hybridflow.core.testing import ProtocolConformance
+from hybridflow.core.contracts.protocol import SplitProtocol, ThreeD
+from hybridflow.core.values.batch import Batch
+from hybridflow.kit.testing import ProtocolConformance
 
 
 class DropsTheLastRow(ThreeD):

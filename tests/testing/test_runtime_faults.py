@@ -9,10 +9,10 @@ from testing.expect import caught
 
 from hybridflow.backends.inline import runtime as inline
 from hybridflow.backends.inline.runtime import InlineProcess, InlineRuntime
-from hybridflow.core.runtime import Traffic
-from hybridflow.core.testing import RuntimeConformance
-from hybridflow.core.testing.probe import probe_groups
-from hybridflow.core.workers.host import Host
+from hybridflow.core.contracts.runtime import Traffic
+from hybridflow.core.groups.host import Host
+from hybridflow.kit.testing import RuntimeConformance
+from hybridflow.kit.testing.probe import probe_groups
 
 
 class Kit(RuntimeConformance):

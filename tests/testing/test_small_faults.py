@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from testing.expect import caught
 
-from hybridflow.core.data import DataConfig, DataSource
-from hybridflow.core.rewards import Reward
-from hybridflow.core.testing import DataSourceConformance, RewardConformance, sample
+from hybridflow.core.contracts.data_source import DataConfig, DataSource
+from hybridflow.core.contracts.reward import Reward
+from hybridflow.kit.testing import DataSourceConformance, RewardConformance, sample
 
 
 class Normalised(Reward):

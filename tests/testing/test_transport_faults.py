@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.core.testing import TransportConformance
+from hybridflow.kit.testing import TransportConformance
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks import the faults by name
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hybridflow_gigpo import GiGPO, GiGPOConfig, step_advantages
 
-from hybridflow.core.environment import Answer, Environment
-from hybridflow.core.testing import AlgorithmConformance, TinyRun
+from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.kit.testing import AlgorithmConformance, TinyRun
 
 
 class Doors(Environment):

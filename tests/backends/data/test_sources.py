@@ -13,8 +13,9 @@ from hybridflow.backends.data.arithmetic import ArithmeticSource
 from hybridflow.backends.data.hf_datasets import DatasetsSource
 from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.backends.data.parquet import ParquetSource
-from hybridflow.core.data import DataConfig, load_source
+from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.errors import ConfigError, DataError
+from hybridflow.core.plugins.resolve import load_source
 
 ROWS = [{"prompt": "2+2=", "n": 4}, {"prompt": "größer ’ 日本", "n": None}]
 FILES = {"jsonl": (JsonlSource, ".jsonl"), "parquet": (ParquetSource, ".parquet")}

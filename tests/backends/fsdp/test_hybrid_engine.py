@@ -6,8 +6,8 @@ from training_jobs import Setup
 from training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.values.parallel import ParallelLayout
 
 DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
 

@@ -12,9 +12,9 @@ from training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.huggingface.config import LoRAConfig
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.config import SyncConfig
+from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.config import LoRAConfig
 
 ONE, DP2, DP4 = ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(dp=4)
 PLAIN = Setup("", config=FSDPConfig())
@@ -84,5 +84,5 @@ def test_what_cannot_be_adapted_is_told(ranks, folder, tmp_path, monkeypatch):
     full = attrs.evolve(PLAIN, path=folder("llama"))
     ranks(save_after, 1, full, [], 0, str(tmp_path / "full"), 0)
     assert "lora_A" in ranks(failing_load, 1, with_lora(PLAIN, folder("llama")), str(tmp_path / "full"))[0]
-    monkeypatch.setattr("hybridflow.core.huggingface.config.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridflow.kit.huggingface.config.find_spec", lambda name: None)
     assert "pip install 'hybridflow[lora]'" in FSDPBackend.problems(config, DP2, "policy")[0]

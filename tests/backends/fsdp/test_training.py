@@ -24,9 +24,9 @@ from training_reference import (
 )
 
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.metrics import Metrics
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.training import OptimizerConfig
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.parallel import ParallelLayout
 
 ONE = ParallelLayout()
 DP2, TP2, DP4, DP2_TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(dp=4), ParallelLayout(dp=2, tp=2)

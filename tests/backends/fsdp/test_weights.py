@@ -28,9 +28,9 @@ from training_reference import MODELS, Blend, Nothing, ValueLoss, load, make_bat
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.weights import Box
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import Box
 
 ONE = ParallelLayout()
 DP2, TP2, DP4, DP2_TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(dp=4), ParallelLayout(dp=2, tp=2)

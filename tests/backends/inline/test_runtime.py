@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.backends.inline.runtime import InlineConfig, InlineRuntime
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.worker import Worker, register
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.worker import Worker, register
+from hybridflow.core.groups.group import Pool, WorkerGroup
 
 
 class Threads(Worker):

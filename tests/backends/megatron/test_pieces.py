@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hybridflow.backends.megatron.weights import RoleShape
-from hybridflow.core.parallel import ParallelLayout
-from hybridflow.core.resharding.shapes import ModelShape
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.shapes import llama_shape
 
-QWEN = ModelShape(32, 4, 8, 4, 4, 48, 211, tied=True, qkv_bias=True)
-LLAMA = ModelShape(32, 4, 8, 2, 4, 48, 209)
+QWEN = llama_shape(32, 4, 8, 4, 4, 48, 211, tied=True, qkv_bias=True)
+LLAMA = llama_shape(32, 4, 8, 2, 4, 48, 209)
 QWEN3 = attrs.evolve(LLAMA, qk_norm=True)
 LAYER = (
     "input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight",

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hybridflow.backends.ray.runtime import RayRuntime
-from hybridflow.core.batch import Batch
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.errors import WorkerDied, WorkerError
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.worker import Worker, register
+from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.values.batch import Batch
 
 
 class Mortal(Worker):

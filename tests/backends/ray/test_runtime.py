@@ -11,11 +11,11 @@ import torch
 
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.backends.ray.runtime import RayRuntime
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.protocols import Protocol
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.worker import Worker, register
+from hybridflow.core.groups.group import Pool, WorkerGroup
 
 
 class Settings(Worker):

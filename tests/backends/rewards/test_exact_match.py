@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from hybridflow.backends.rewards.exact_match import ExactMatch
+from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.errors import RewardError
-from hybridflow.core.rewards import RewardSample, score_samples
+from hybridflow.core.workers.scoring import score_samples
 
 
 def score(response, answer, **options):

@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("math_verify")
 
 from hybridflow.backends.rewards.math import MathReward, number
+from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
-from hybridflow.core.rewards import RewardSample, score_samples
+from hybridflow.core.workers.scoring import score_samples
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 

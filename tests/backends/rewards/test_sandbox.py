@@ -15,8 +15,9 @@ import pytest
 
 from hybridflow.backends.rewards.code import CodeReward
 from hybridflow.backends.rewards.sandbox import Limits, run_program
+from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
-from hybridflow.core.rewards import RewardSample, reward_from
+from hybridflow.core.plugins.resolve import reward_from
 
 FAST = Limits(seconds=3.0)
 

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.rollout import Request, SamplingParams
-from hybridflow.core.weights import Box
+from hybridflow.core.contracts.rollout import Request, SamplingParams
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.weights import Box
 
 sys.path.insert(0, str(Path(__file__).parent))  # the ranks import tensor_parallel_jobs by its name
 

@@ -11,11 +11,11 @@ import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import GenerationLayout, ParallelLayout, generation_layout
-from hybridflow.core.rollout import Completion, Request
-from hybridflow.core.weights import Box
-from hybridflow.core.worker import RankContext
+from hybridflow.core.contracts.rollout import Completion, Request
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box
 
 GROUPS: dict[int, dict] = {}
 """Process groups that the engines of a process share."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.core.rollout import Request, SamplingParams
+from hybridflow.core.contracts.rollout import Request, SamplingParams
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 ALL_MODELS = [

@@ -8,10 +8,10 @@ import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.rollout import Request, SamplingParams
-from hybridflow.core.weights import Box
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.weights import Box
 
 KINDS = ["qwen2", "gpt2"]
 PROMPT = np.array([3, 1, 4, 1, 5])

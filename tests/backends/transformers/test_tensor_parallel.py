@@ -14,13 +14,13 @@ from tensor_parallel_jobs import Model, generate, generation_of, make_engine
 from hybridflow.backends.transformers import parallel
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import HybridFlowError, ModelError
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.resharding.layouts import engine_layout
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.rollout import Request, SamplingParams
-from hybridflow.core.weights import Box
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.shapes import shape_of
+from hybridflow.kit.layouts import engine_layout
 
 MODELS = {
     "llama": ("llama", {}),
@@ -173,7 +173,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("generation", LAYOUTS, ids=lambda g: f"{g.train}-{g.tp}")
 def test_every_rank_holds_its_box_and_gives_back_what_it_got(tiny, name, generation):
     case = tiny(MODELS[name][0], hf=MODELS[name][1])
-    model, shape = model_of(case), ModelShape.of(case.model.config.to_dict())
+    model, shape = model_of(case), shape_of(case.model.config.to_dict())
     expected = engine_layout(shape, generation, shape.params(torch.float32))
     for rank in range(generation.train.world):
         engine = make_engine(model, context_of(rank, generation))

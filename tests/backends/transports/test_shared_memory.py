@@ -8,12 +8,12 @@ import sys
 import torch
 
 from hybridflow.backends.transports.shared_memory import FOLDER, PREFIX, SharedMemory
-from hybridflow.core.resharding.transport import Link
+from hybridflow.core.contracts.transport import Link
 
 SENDER = """
 import torch
 from hybridflow.backends.transports.shared_memory import SharedMemory
-from hybridflow.core.resharding.transport import Link
+from hybridflow.core.contracts.transport import Link
 box = SharedMemory(Link(0, [0, 1], torch.device("cpu"), nodes={0: "here", 1: "here"}))
 print(box.post({1: torch.arange(100, dtype=torch.uint8)})[1][0], flush=True)
 input()

@@ -9,7 +9,7 @@ import itertools
 
 import numpy as np
 
-from hybridflow.core.mapping.simulate import Simulator
+from hybridflow.planner.times import Simulator
 
 NEVER = float("inf")
 

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hybridflow.cli.plan import plan
 from hybridflow.core.commands import calibrate as command
-from hybridflow.core.commands.plan import plan
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.launch import run
-from hybridflow.core.mapping import PlannedModel, calibrate
-from hybridflow.core.mapping.calibrate import START, Probed, fit, probing_job
-from hybridflow.core.mapping.cluster import Cluster, Device, Efficiency, Nodes, RunsOn, device_called
-from hybridflow.core.mapping.probes import VERBS, Sample
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.testing.runs import MODEL
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.kit.testing.runs import MODEL
+from hybridflow.planner import PlannedModel, calibrate
+from hybridflow.planner.calibration.calibrate import START, Probed, fit, probing_job
+from hybridflow.planner.calibration.probes import VERBS, Sample
+from hybridflow.planner.cluster import Cluster, Device, Efficiency, Nodes, RunsOn, device_called
 from tests.core.mapping.test_placement import OWN
 
 NODES = Nodes(Device(12, 0.16, 12, 1.4, name="laptop"), 1, 2, 25.0)
@@ -34,7 +34,7 @@ TRUE = Efficiency(
 
 
 def model(hidden: int, layers: int, vocab: int) -> PlannedModel:
-    shape = ModelShape(hidden, layers, hidden // 64, 2, 64, hidden * 3, vocab)
+    shape = llama_shape(hidden, layers, hidden // 64, 2, 64, hidden * 3, vocab)
     return PlannedModel(
         f"h{hidden}", shape, trained=True, sharding="fsdp", weight_bytes=4, optimizer_bytes=8, compute_bytes=4, rollout_bytes=4,
         micro_batch_tokens=512, whole_below=10_000_000,
@@ -211,7 +211,7 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(tmp_path, monkey
     real = builtins.__import__
 
     def without_scipy(name, *rest, **more):
-        if name == "hybridflow.core.mapping.calibrate":
+        if name == "hybridflow.planner.calibration.calibrate":
             raise ImportError("No module named 'scipy'")
         return real(name, *rest, **more)
 

@@ -6,16 +6,16 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core.mapping import Cluster, PlannedModel, Task, Workload
-from hybridflow.core.mapping.simulate import Simulator
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.shapes import ModelShape
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.planner import Cluster, PlannedModel, Task, Workload
+from hybridflow.planner.times import Simulator
 
 SHAPES = {
-    "tied": ModelShape(768, 6, 12, 12, 64, 2048, 16384, tied=True, qkv_bias=True),
-    "gqa": ModelShape(1024, 4, 16, 4, 64, 2816, 8000),
-    "deep": ModelShape(512, 12, 8, 2, 64, 1536, 24000),
-    "wide": ModelShape(384, 4, 6, 2, 64, 1152, 100000, tied=True),
+    "tied": llama_shape(768, 6, 12, 12, 64, 2048, 16384, tied=True, qkv_bias=True),
+    "gqa": llama_shape(1024, 4, 16, 4, 64, 2816, 8000),
+    "deep": llama_shape(512, 12, 8, 2, 64, 1536, 24000),
+    "wide": llama_shape(384, 4, 6, 2, 64, 1152, 100000, tied=True),
 }
 BY_LAYER = {"wrap_min_parameters": 1_000_000}
 MEASURED = [
@@ -73,7 +73,7 @@ def test_within_a_tenth_of_what_was_measured(shape, backend, settings, tp, lengt
 
 def test_an_update_of_a_model_that_is_kept_whole_by_hand():
     """One layer of hidden 4, 2 heads of 2, intermediate 8, vocabulary 10; 1 sequence of 3 + 2 tokens."""
-    shape = ModelShape(4, 1, 2, 2, 2, 8, 10, tied=True)
+    shape = llama_shape(4, 1, 2, 2, 2, 8, 10, tied=True)
     model = PlannedModel(
         "actor", shape, trained=True, sharding="zero1", weight_bytes=4, optimizer_bytes=12, compute_bytes=4
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.core.commands.show import show
+from hybridflow.cli.show import show
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.launch import load_config, run
-from hybridflow.core.testing.runs import MODEL
+from hybridflow.kit.testing.runs import MODEL
 from tests.core.mapping.test_plan_command import CONFIG
 
 OWN = """

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridflow.core.cli import main
+from hybridflow.cli.main import main
+from hybridflow.cli.plan import plan, read_sizes
+from hybridflow.cli.written import write_config
 from hybridflow.core.commands import written
-from hybridflow.core.commands.plan import plan, read_cluster, read_sizes
-from hybridflow.core.commands.written import write_config
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.places import replace_places
 from hybridflow.core.launch import load_config
-from hybridflow.core.mapping import NothingFitsError
-from hybridflow.core.mapping.cluster import DEVICES, Cluster, Efficiency
-from hybridflow.core.mapping.job import replace_places
+from hybridflow.planner import NothingFitsError
+from hybridflow.planner.cluster import DEVICES, Cluster, Efficiency
+from hybridflow.planner.commands.plan import read_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = (

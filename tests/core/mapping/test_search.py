@@ -8,9 +8,10 @@ import attrs
 import pytest
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.mapping import Cluster, Device, Nodes, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
-from hybridflow.core.mapping.cluster import Efficiency
-from hybridflow.core.resharding.shapes import ModelShape
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.planner import Cluster, Device, Nodes, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
+from hybridflow.planner.cluster import Efficiency
 from tests.core.mapping.every_mapping import NEVER, best_seconds
 
 CASES = 240
@@ -19,7 +20,7 @@ CASES = 240
 def random_shape(draw: random.Random) -> ModelShape:
     heads = draw.choice([2, 4])
     hidden = draw.choice([256, 512, 1024])
-    return ModelShape(
+    return llama_shape(
         hidden, draw.choice([2, 4, 6]), heads, draw.choice([1, heads]), hidden // heads, draw.choice([2, 4]) * hidden,
         draw.choice([1000, 32000]), tied=draw.random() < 0.3,
     )  # fmt: skip
@@ -122,7 +123,7 @@ def check_fits(cluster: Cluster, found) -> None:
                 assert choice.rollout is None or choice.cache_bytes > 0
 
 
-SMALL = ModelShape(256, 2, 4, 4, 64, 1024, 1000)
+SMALL = llama_shape(256, 2, 4, 4, 64, 1024, 1000)
 ONE = Workload((Task("actor", "generate", 8), Task("actor", "train", 8)), 16, 16)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core.mapping import Device, Nodes, PlannedModel, Task, Workload
-from hybridflow.core.mapping.cluster import Efficiency
-from hybridflow.core.mapping.pools import PoolPlanner
-from hybridflow.core.mapping.simulate import Simulator
-from hybridflow.core.resharding.shapes import ModelShape
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.planner import Device, Nodes, PlannedModel, Task, Workload
+from hybridflow.planner.cluster import Efficiency
+from hybridflow.planner.pools import PoolPlanner
+from hybridflow.planner.times import Simulator
 
-SHAPE = ModelShape(4, 2, 2, 2, 2, 8, 10)
+SHAPE = llama_shape(4, 2, 2, 2, 2, 8, 10)
 """2 layers of hidden 4, 2 heads of 2, intermediate 8, vocabulary 10."""
 LAYER = 4 * 16 + 3 * 32 + 2 * 4  # q, k, v, o; gate, up, down; norms
 HEAD = 4 * 10

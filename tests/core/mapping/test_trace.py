@@ -5,9 +5,10 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.mapping.trace import TraceError, trace_step
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.role import Role
 from hybridflow.core.plugins import registry
+from hybridflow.planner.trace import TraceError, trace_step
 
 
 def calls(name: str, **settings) -> dict[tuple[str, str], tuple[int, int]]:

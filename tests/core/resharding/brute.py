@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
 
 
 def mask(shape, boxes) -> np.ndarray:

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hybridflow.cli.gather import gather_plan
+from hybridflow.core.contracts.transport import Link
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.exchange import Exchange, Shards
-from hybridflow.core.resharding.gather import gather_plan
 from hybridflow.core.resharding.plan import plan_reshard
-from hybridflow.core.resharding.transport import Link
-from hybridflow.core.weights import WeightLayout
+from hybridflow.core.values.weights import WeightLayout
 
 
 def value(name: str, shape, dtype) -> torch.Tensor:

@@ -4,15 +4,16 @@ import pytest
 import reshard_jobs as jobs
 import torch
 
-from hybridflow.core.parallel import ParallelLayout, generation_layout
 from hybridflow.core.resharding.exchange import checksum
-from hybridflow.core.resharding.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
-from hybridflow.core.resharding.shapes import ModelShape
-from hybridflow.core.weights import Box
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.kit.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
 
-QWEN = ModelShape(32, 4, 8, 8, 4, 48, 211, tied=True, qkv_bias=True)
-LLAMA = ModelShape(32, 4, 8, 4, 4, 48, 209)
-LARGE = ModelShape(256, 4, 8, 8, 32, 512, 4001)
+QWEN = llama_shape(32, 4, 8, 8, 4, 48, 211, tied=True, qkv_bias=True)
+LLAMA = llama_shape(32, 4, 8, 4, 4, 48, 209)
+LARGE = llama_shape(256, 4, 8, 8, 32, 512, 4001)
 
 
 def layouts(shape: ModelShape, kind: str, train: ParallelLayout, pp: int, tp: int, dtypes, grouping="zero-redundancy"):

@@ -7,10 +7,13 @@ import pytest
 import torch
 from brute import check_plan, layout, mask
 
+from hybridflow.cli.gather import gather_plan, lower_bound
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.resharding.gather import gather_plan, lower_bound
-from hybridflow.core.resharding.layouts import (
+from hybridflow.core.resharding.plan import plan_reshard
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.huggingface.shapes import PUBLISHED, llama_shape, read_shape, shape_of
+from hybridflow.kit.layouts import (
     engine_layout,
     flat_layout,
     fsdp_layout,
@@ -19,15 +22,12 @@ from hybridflow.core.resharding.layouts import (
     tensor_shard,
     zero3_layout,
 )
-from hybridflow.core.resharding.plan import plan_reshard
-from hybridflow.core.resharding.shapes import BUILT_IN, ModelShape
-from hybridflow.core.weights import Box, Param, WeightLayout
 
 M_LAYERS, M_ROWS = 8, 16
 M = M_LAYERS * M_ROWS * 3 * 4
-SMALL = {"llama": ModelShape(16, 4, 4, 2, 4, 24, 50), "qwen2": ModelShape(16, 4, 4, 4, 4, 24, 53, True, True),
-         "qwen3": ModelShape(16, 4, 8, 4, 2, 24, 53, qk_norm=True),
-         "mixtral": ModelShape(16, 4, 4, 2, 4, 24, 50, experts=4, expert_intermediate=8,
+SMALL = {"llama": llama_shape(16, 4, 4, 2, 4, 24, 50), "qwen2": llama_shape(16, 4, 4, 4, 4, 24, 53, True, True),
+         "qwen3": llama_shape(16, 4, 8, 4, 2, 24, 53, qk_norm=True),
+         "mixtral": llama_shape(16, 4, 4, 2, 4, 24, 50, experts=4, expert_intermediate=8,
                                expert_names="block_sparse_moe")}  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_shapes_are_those_of_transformers(name):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     theirs = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    ours = {n: p.shape for n, p in ModelShape.of(config.to_dict()).params().items()}
+    ours = {n: p.shape for n, p in shape_of(config.to_dict()).params().items()}
     if name in ("mixtral", "qwen2_moe"):  # transformers 5 stacks experts in memory; it saves them one by one
         theirs = {n: s for n, s in theirs.items() if "experts." not in n or "shared" in n}
         ours = {n: s for n, s in ours.items() if ".experts." not in n}
@@ -219,7 +219,7 @@ def test_shapes_are_those_of_transformers(name):
 
 
 def test_built_in_shapes_have_the_published_numbers_of_parameters():
-    billions = {n: sum(p.numel for p in s.params().values()) / 1e9 for n, s in BUILT_IN.items()}
+    billions = {n: sum(p.numel for p in s.params().values()) / 1e9 for n, s in PUBLISHED.items()}
     published = {"llama-7b": 6.74, "llama-13b": 13.02, "llama-70b": 68.98, "llama-3-8b": 8.03, "qwen2.5-0.5b": 0.494,
                  "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62}  # fmt: skip
     for name, value in published.items():
@@ -228,10 +228,10 @@ def test_built_in_shapes_have_the_published_numbers_of_parameters():
 
 def test_reading_a_shape_that_is_not_there_says_what_there_is(tmp_path):
     with pytest.raises(ConfigError, match="llama-70b"):
-        ModelShape.read(tmp_path / "none")
+        read_shape(tmp_path / "none")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match="gpt2"):
-        ModelShape.read(tmp_path)
+        read_shape(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4}')
     with pytest.raises(ConfigError, match="lacks num_hidden_layers"):
-        ModelShape.read(tmp_path)
+        read_shape(tmp_path)

@@ -7,10 +7,10 @@ from brute import best_balance, check_plan, layout, mask, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.resharding.gather import lower_bound
+from hybridflow.cli.gather import lower_bound
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard
 from hybridflow.core.resharding.rounds import plan_rounds, rank_rounds
-from hybridflow.core.weights import Box, Param, WeightLayout
+from hybridflow.core.values.weights import Box, Param, WeightLayout
 
 SHAPES = st.lists(
     st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]), min_size=1, max_size=3

@@ -9,19 +9,21 @@ import torch
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
 from hybridflow.backends.transformers.config import TransformersEngineConfig
-from hybridflow.core.batch import Batch
-from hybridflow.core.columns import tokens
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.group import Pool, WorkerGroup
-from hybridflow.core.loss import Loss, Term
-from hybridflow.core.model import ModelSpec
-from hybridflow.core.parallel import ParallelLayout, generation_layout
-from hybridflow.core.resharding.config import SyncConfig
-from hybridflow.core.resharding.pools import PoolSide, SeparateRollout
-from hybridflow.core.rollout import SamplingParams
-from hybridflow.core.runtime import ResourcePool
-from hybridflow.core.training import OptimizerConfig
-from hybridflow.core.workers.model_worker import ModelRole, ModelWorker
+from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.job.job import ModelRole
+from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.rollouts.pool_side import PoolSide
+from hybridflow.core.rollouts.separate import SeparateRollout
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
 
 MODEL = {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.resharding.whole import WholeParameters
-from hybridflow.core.weights import Box, Param
+from hybridflow.core.values.weights import Box, Param
+from hybridflow.kit.whole import WholeParameters
 
 PARAMS = {"a": Param((4, 3), torch.float32), "b": Param((5,), torch.float32)}
 A, B = torch.arange(12.0).view(4, 3), torch.arange(5.0)

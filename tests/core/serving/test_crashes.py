@@ -16,14 +16,14 @@ import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.rollout import Request, SamplingParams
-from hybridflow.core.serving.hosted import HostedEngine
-from hybridflow.core.serving.process import EngineDied
-from hybridflow.core.testing import one_rank
-from hybridflow.core.testing.engine_base import PROMPTS, give_weights
-from hybridflow.core.testing.models import reference
-from hybridflow.core.weights import Box
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.hosting.process import EngineDied
+from hybridflow.kit.testing import one_rank
+from hybridflow.kit.testing.engine_base import PROMPTS, give_weights
+from hybridflow.kit.testing.models import reference
 
 REF = reference("qwen2")
 
@@ -224,9 +224,9 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.serving.hosted import HostedEngine
-from hybridflow.core.testing import one_rank
-from hybridflow.core.testing.models import reference
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.testing import one_rank
+from hybridflow.kit.testing.models import reference
 with one_rank() as context:
     engine = HostedEngine(TransformersEngine, reference("qwen2").spec, TransformersEngineConfig(), context, {logs!r})
     engine.start()

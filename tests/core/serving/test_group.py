@@ -6,7 +6,7 @@ import time
 import uuid
 from pathlib import Path
 
-from hybridflow.core.serving.group import end_group, members
+from hybridflow.kit.hosting.group import end_group, members
 
 CODE = """
 import mmap, os, subprocess, sys, time
@@ -46,7 +46,7 @@ def test_it_ends_with_its_children_its_files_and_its_semaphores():
 def test_one_of_the_group_has_it_ended_from_outside():
     code = (
         "import subprocess, sys, time\n"
-        "from hybridflow.core.serving.group import end_own_group\n"
+        "from hybridflow.kit.hosting.group import end_own_group\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'])\n"
         "print('ready', flush=True)\nend_own_group()\n"
         "while True: subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); time.sleep(0.005)\n"

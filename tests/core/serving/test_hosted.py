@@ -6,8 +6,8 @@ import pytest
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.serving.hosted import HostedEngine
-from hybridflow.core.testing import RolloutEngineConformance, one_rank
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.testing import RolloutEngineConformance, one_rank
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import pytest
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine, SamplingParams
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.rollout import Completion, Request, RolloutEngine, SamplingParams
-from hybridflow.core.serving.hosted import HostedEngine
 from hybridflow.core.serving.service import RolloutService
-from hybridflow.core.testing import one_rank
-from hybridflow.core.testing.engine_base import PROMPTS, give_weights, requests
-from hybridflow.core.testing.models import reference
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.testing import one_rank
+from hybridflow.kit.testing.engine_base import PROMPTS, give_weights, requests
+from hybridflow.kit.testing.models import reference
 
 
 class BatchEngine(RolloutEngine):
@@ -138,7 +138,7 @@ def test_weights_change_under_a_running_service(engine):
         long = service.submit(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120)))
         with service.update(2) as inner:
             for name, values in second.parameters.items():
-                from hybridflow.core.weights import Box
+                from hybridflow.core.values.weights import Box
 
                 inner.receive(name, Box.full(values.shape), values)
         after = service.submit(Request(2, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=8, temperature=0.0)))

@@ -2,8 +2,9 @@
 
 import attrs
 
-from hybridflow.core.algorithm import Algorithm, Role
-from hybridflow.core.loss import Loss, Term
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.role import Role
 
 
 @attrs.frozen

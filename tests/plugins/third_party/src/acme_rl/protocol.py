@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hybridflow.core.batch import Batch
-from hybridflow.core.protocols import TransferProtocol
+from hybridflow.core.contracts.protocol import TransferProtocol
+from hybridflow.core.values.batch import Batch
 
 
 class RoundRobin(TransferProtocol):

@@ -1,6 +1,6 @@
 """Rewards: a class with an option, and a function."""
 
-from hybridflow.core.rewards import Reward
+from hybridflow.core.contracts.reward import Reward
 
 
 class Digits(Reward):

@@ -1,0 +1,82 @@
+"""The command `hybridflow`: its subcommands are plugins of kind "command", ours too."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from hybridflow.core.contracts.capabilities import CommandCapabilities
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.names import did_you_mean
+from hybridflow.core.plugins import registry
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn errors meant for the user into a message and exit status 1."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())  # so that "my_file:my_reward" is found; last, so that it hides no package
+    try:
+        command, arguments = _parse(given)
+        return command.run(arguments)
+    except HybridFlowError as error:
+        print(f"hybridflow: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("hybridflow: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
+    """The command and its arguments. Overrides may stand before, between and after options, which argparse alone does not
+    take. Raises PluginError for a command that does not load; ends the process for --help and for a wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="hybridflow", description="Reinforcement learning of language models.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"hybridflow {version('hybridflow')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    name = next((text for text in given if not text.startswith("-")), None)
+    command = _load(parser, name) if name is not None else None
+    for there in registry().names("command"):
+        text = summary(there)
+        own = commands.add_parser(there, help=text, description=text, allow_abbrev=False)
+        if there == name and command is not None:
+            command.add_arguments(own)
+    arguments, rest = parser.parse_known_args(given)
+    strange = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    if strange:
+        hint = f"; overrides have no dashes: {strange[0].lstrip('-')}" if "=" in strange[0] else ""
+        parser.error(f"unknown argument {strange[0]}{hint}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    assert command is not None  # argparse requires one
+    return command, arguments
+
+
+def _load(parser: argparse.ArgumentParser, name: str) -> Command:
+    """Raises PluginError for a command that is there and does not load."""
+    every = {entry.name for entry in registry().entries() if entry.kind == "command"}
+    if name not in every:
+        parser.error(f"unknown command {name!r}{did_you_mean(name, every)} (commands: {', '.join(sorted(every))})")
+    command_class: type[Command] = registry().get("command", name)
+    return command_class()
+
+
+def summary(name: str) -> str:
+    """What a command does, in a sentence; of one that does not load, why."""
+    try:
+        can = registry().capabilities("command", name)
+    except HybridFlowError as error:
+        return f"does not load: {error}"
+    return can.summary if isinstance(can, CommandCapabilities) else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""`hybridflow plan`: where everything goes, how long a step takes and whether it fits, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from hybridflow.cli.arguments import add_config
+from hybridflow.cli.pictures import draw_steps
+from hybridflow.cli.written import write_config
+from hybridflow.core.config import read_config
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.contracts.planner import Block, Line, Plan
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.placement import planner_of, whole, without_places
+from hybridflow.core.job.resolve import resolve_jobs
+from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.job.stages import shadowed_overrides
+from hybridflow.kit.console import make_console, print_line, print_table
+
+
+class PlanCommand(Command):
+    """A plugin of kind "command", name "plan"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_config(parser)
+        parser.add_argument(
+            "--cluster", metavar="WHAT", help="a TOML file, or DEVICE:NODESxDEVICES[@GBIT/S] as in a100-80gb:2x8"
+        )
+        parser.add_argument("--write", metavar="FILE", help="write the config with these pools and layouts")
+        parser.add_argument(
+            "--what-if", metavar="devices=N,...", help="table other numbers of devices: devices=64,128,256"
+        )
+        parser.add_argument("--timeline", metavar="FILE", help="draw the step: a file ending in .svg or .png")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        a = arguments
+        plan(a.config, a.overrides, a.cluster, a.write, read_sizes(a.what_if), a.timeline)
+        return 0
+
+
+def read_sizes(text: str | None) -> list[int]:
+    """ "devices=64,128" as numbers. Raises ConfigError."""
+    if text is None:
+        return []
+    key, _, rest = text.partition("=")
+    sizes = rest.split(",")
+    if key != "devices" or not all(size.isdigit() and int(size) for size in sizes):
+        raise ConfigError(f"--what-if {text!r}: write devices=64,128,256")
+    return [int(size) for size in sizes]
+
+
+def plan(
+    path: str | Path, overrides: Sequence[str] = (), cluster: str | None = None, write: str | None = None,
+    what_if: Sequence[int] = (), timeline: str | None = None, console: Console | None = None,
+) -> None:  # fmt: skip
+    """Print the best placement of each stage of a config. Raises HybridFlowError where nothing fits; starts nothing."""
+    console = console or make_console()
+    if what_if and (write or timeline):
+        raise ConfigError("--what-if tables many plans; leave out --write and --timeline, which are of one")
+    if write and overrides:
+        raise ConfigError("--write keeps the file's own settings: put the overrides into it first, or leave them out")
+    jobs, auto = unplaced_jobs(path, overrides)
+    clusters = {job.stage: cluster or job.placement.cluster or "" for job in jobs}
+    if "" in clusters.values():
+        raise ConfigError(
+            "which cluster? Give --cluster, or placement.cluster in the config: a TOML file (docs/mapping.md), or a known "
+            "device, nodes and devices of each, as in a100-80gb:2x8"
+        )
+    if what_if:
+        for job in jobs:
+            _head(console, job)
+            _print(console, planner_of(job).scaling(job, clusters[job.stage], what_if))
+        return
+    plans: dict[str | None, Plan] = {}
+    said = ""
+    for job in jobs:
+        found = planner_of(job).plan(job, clusters[job.stage], placed=job.stage not in auto)
+        if found.cluster != said:
+            print_line(console, found.cluster)
+            said = found.cluster
+        _head(console, job)
+        _print(console, found.explanation)
+        plans[job.stage] = found
+    if write is not None:
+        kept = write_config(path, write, {stage: found.settings for stage, found in plans.items()}, cluster)
+        print_line(console)
+        print_line(console, f"written: {write}{'' if kept else ' (its comments could not be kept)'}")
+    if timeline is not None:
+        draw_steps(timeline, plans)
+        print_line(console, f"drawn: {timeline}")
+
+
+def unplaced_jobs(path: str | Path, overrides: Sequence[str]) -> tuple[list[Job], list[str | None]]:
+    """(the jobs of a config that is to run elsewhere, the stages whose places are to be found)."""
+    tables, provenance = read_config(path, overrides, SHORTHAND)
+    every, auto = without_places(tables, SHORTHAND)
+    if problems := shadowed_overrides(tables, provenance):
+        raise ConfigError(problems)
+    return resolve_jobs(whole(every), Path(path).stem, SHORTHAND, elsewhere=True, unplaced=auto), auto
+
+
+def _head(console: Console, job: Job) -> None:
+    print_line(console)
+    if job.stage:
+        print_line(console, f"stage {job.stage}", "bold underline")
+
+
+def _print(console: Console, blocks: Iterable[Block]) -> None:
+    for block in blocks:
+        if isinstance(block, Line):
+            print_line(console, block.text, block.style)
+        else:
+            print_table(console, block.columns, block.rows)

@@ -1,0 +1,36 @@
+"""Registers our commands."""
+
+from __future__ import annotations
+
+from hybridflow.core.contracts.capabilities import CommandCapabilities
+from hybridflow.core.plugins import Descriptor, hookimpl
+
+COMMANDS = {
+    "run": ("run:RunCommand", "Run a config: all stages, to the end."),
+    "plan": (
+        "plan:PlanCommand",
+        "Say where everything goes, how long a step takes and whether it fits, before it runs.",
+    ),
+    "show": (
+        "show:ShowCommand",
+        "Print every resolved value of a config with where it came from, and what follows from it.",
+    ),
+    "reshard": (
+        "reshard:ReshardCommand",
+        "Say what it costs to bring weights from a training layout to a rollout layout.",
+    ),
+    "plugins": ("plugins:PluginsCommand", "List plugins: kind, name, package, version, capabilities, state."),
+    "new": ("new.command:NewCommand", "Write a package of your own that passes its tests as it is."),
+    "doctor": (
+        "doctor:DoctorCommand",
+        "Say what is installed, what works on this machine, and what each plugin still needs.",
+    ),
+}
+
+
+@hookimpl
+def hybridflow_plugins() -> list[Descriptor]:
+    return [
+        Descriptor("command", name, f"hybridflow.cli.{path}", capabilities=CommandCapabilities(summary=text))
+        for name, (path, text) in COMMANDS.items()
+    ]

@@ -1,0 +1,77 @@
+"""`hybridflow plugins`: what there is, and what to do about what is not ready. It imports neither a plugin nor torch."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import attrs
+from rich.console import Console
+
+from hybridflow.core.contracts.capabilities import Capabilities
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.plugins import KINDS, Entry, registry
+from hybridflow.core.plugins.descriptor import check_kind
+from hybridflow.kit.console import make_console, print_line, print_table
+
+
+class PluginsCommand(Command):
+    """A plugin of kind "command", name "plugins"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("kind", nargs="?", help="only this kind")
+        parser.add_argument("--capabilities", action="store_true", help="show what each can do")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        list_plugins(arguments.kind, arguments.capabilities)
+        return 0
+
+
+def list_plugins(kind: str | None = None, capabilities: bool = False, console: Console | None = None) -> None:
+    """Print a table of the plugins (of one kind), then why some failed. Raises PluginError for an unknown kind."""
+    if kind is not None:
+        check_kind(kind)
+    console = console or make_console()
+    entries = registry().entries()
+    shown = [e for e in entries if kind in (None, e.kind) and e.kind in KINDS]
+    rows = [(e.kind, e.name, e.package, e.version, *state_of(e)) for e in shown]
+    if rows:
+        print_table(console, ("kind", "name", "package", "version", "state", "remedy"), rows)
+    else:
+        print_line(console, f"there is no plugin of kind {kind}" if kind else "there is no plugin")
+    able = [(e.kind, e.name, spell(e.capabilities)) for e in shown if e.capabilities is not None]
+    if capabilities and able:
+        print_line(console)
+        print_table(console, ("kind", "name", "can do"), able)
+    print_failed(console, [e for e in entries if e.kind in (kind, "module") or kind is None])
+
+
+def state_of(entry: Entry) -> tuple[str, str]:
+    """(state, remedy) as the table has them; what failed has its story below."""
+    if entry.state.startswith("failed"):
+        return "failed", "see below"
+    return entry.state, entry.remedy
+
+
+def print_failed(console: Console, entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if entry.state.startswith("failed"):
+            of = "module of" if entry.kind == "module" else entry.kind
+            print_line(console)
+            print_line(console, f"{of} {entry.name} ({entry.owner}) failed", "bold red")
+            print_line(console, f"  reason: {entry.state.removeprefix('failed: ')}")
+            print_line(console, f"  remedy: {entry.remedy}")
+
+
+def spell(capabilities: Capabilities | None) -> str:
+    """What differs from nothing: "abort; devices: cpu, cuda"."""
+    words = []
+    for field in attrs.fields(type(capabilities)) if capabilities is not None else ():
+        value = getattr(capabilities, field.name)
+        if value is True:
+            words.append(field.name)
+        elif isinstance(value, frozenset) and value:
+            words.append(f"{field.name}: {', '.join(sorted(value))}")
+        elif value is not None and not isinstance(value, bool | frozenset):
+            words.append(f"{field.name}: {value}")
+    return "; ".join(words)

@@ -1,0 +1,26 @@
+"""`hybridflow run`: all stages of a config, to the end."""
+
+from __future__ import annotations
+
+import argparse
+
+from hybridflow.cli.arguments import add_config
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.errors import ConfigError
+
+
+class RunCommand(Command):
+    """A plugin of kind "command", name "run"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_config(parser)
+        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run's folder")
+        parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from hybridflow.core.launch import run
+
+        if arguments.resume and arguments.overwrite:
+            raise ConfigError("--resume and --overwrite contradict each other; give one of them")
+        outcome = run(arguments.config, arguments.overrides, arguments.resume, arguments.overwrite)
+        return 0 if outcome.state == "finished" else 3

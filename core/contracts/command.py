@@ -1,0 +1,23 @@
+"""The contract of commands: a subcommand of `hybridflow`."""
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from hybridflow.core.contracts.capabilities import CommandCapabilities
+
+
+class Command(ABC):
+    """A plugin of kind "command": `hybridflow NAME` calls it."""
+
+    capabilities: ClassVar[CommandCapabilities] = CommandCapabilities()
+    """Of a plugin that is registered in one line; a Descriptor has its own. Its summary is the command's help."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027
+        """Declare options and positional arguments. A positional `overrides` takes key=value texts wherever they stand."""
+
+    @abstractmethod
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do it; the exit status. A HybridFlowError that it raises is printed, and the status is 1."""

@@ -1,0 +1,87 @@
+"""The contract of data sources: a finite sequence of rows; and the settings that name one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import attrs
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.names import did_you_mean
+
+
+@attrs.frozen
+class DataConfig:
+    """Which rows, and how a row becomes a prompt, and for supervised training a response."""
+
+    source: str = "jsonl"
+    """A plugin of kind data_source ("jsonl", "parquet", "datasets", "arithmetic"), or "package.module:Class"."""
+    path: str | None = None
+    """The source's file or folder."""
+    prompt: str = "{prompt}"
+    """Format template over a row's fields, for example "Question: {question}\\nAnswer:"."""
+    response: str | None = None
+    """Format template of the target text (sft); an eos token is put after it."""
+    rejected: str | None = None
+    """Format template of a worse response than the row's (preferences). Each row then gives two sequences, the better
+    one first: neighbours with one number in column `pair`, and true and false in `preferred`."""
+    unsafe: tuple[str, ...] = ()
+    """Two fields with true or false: whether the response, and the rejected one, is unsafe (cost models); column `unsafe`."""
+    answer: str | None = None
+    """Format template of the expected answer, which rewards find as meta["answer"]; without it a row's own field
+    `answer`, if it has one, is what they find."""
+    messages: str | None = None
+    """Field with a chat (a list of {"role", "content"}), put through the tokenizer's chat template instead of `prompt`.
+    If its last message is the assistant's, that is the response."""
+    bos: bool = False
+    """Put the tokenizer's bos token before each prompt (a chat template does that by itself)."""
+    pattern: str | None = None
+    """Regex with named groups: each match in `pattern_field` is a row of its own, the groups being fields beside those
+    of the row that it was found in."""
+    pattern_field: str | None = None
+    """Field that `pattern` searches."""
+    max_prompt_tokens: int = 1024
+    """Length limit of a prompt, in tokens, bos included; 0 is no limit."""
+    overlong: str = "error"
+    """What happens to a row with a longer prompt: "error", or "drop" (left out and counted)."""
+    limit: int = 0
+    """Rows at most, after `pattern` and `overlong`: the first ones; 0 is all."""
+    shuffle: bool = True
+    """A new random order in each epoch; otherwise the source's order."""
+    seed: int = 0
+    """Seed of the order."""
+    options: dict[str, Any] = attrs.field(factory=dict)
+    """The source's own options."""
+
+
+class DataSource(ABC):
+    """Plugin contract: a finite sequence of rows. Rows are dicts of JSON-like fields; row i is the same on every access
+    and in every process. Raise DataError with what is wrong and what to do."""
+
+    def __init__(self, config: DataConfig):
+        self.config = config
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Row i, 0 <= i < len."""
+
+    def read_options(self, **defaults: Any) -> dict[str, Any]:
+        """data.options over these defaults. Raises ConfigError for unknown names and for values of another type."""
+        source, problems = self.config.source, []
+        for name, value in self.config.options.items():
+            if name not in defaults:
+                hint = did_you_mean(name, defaults) + f" (options: {', '.join(defaults) or 'none'})"
+                problems.append(f"data.options: source {source!r} has no option {name!r}{hint}")
+            elif (default := defaults[name]) is not None and type(value) is not type(default):
+                kind = type(default).__name__
+                problems.append(
+                    f"data.options.{name} of source {source!r} must be {kind}, for example {default!r}; got {value!r}"
+                )
+        if problems:
+            raise ConfigError(problems)
+        return {**defaults, **self.config.options}

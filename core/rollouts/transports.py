@@ -1,0 +1,34 @@
+"""Which transport carries the weights: the one that is named, or the first that reaches all ranks."""
+
+from __future__ import annotations
+
+from hybridflow.core.contracts.capabilities import TransportCapabilities
+from hybridflow.core.contracts.transport import Link, Transport
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.job.job import AUTO, SyncSpec
+from hybridflow.core.plugins import registry
+
+
+def connect(spec: SyncSpec, link: Link) -> Transport:
+    """The transport of that name, or for "auto" the first that can serve. Raises HybridFlowError with the reasons."""
+    reasons = []
+    for name in automatic(link) if spec.transport == AUTO else [spec.transport]:
+        transport: type[Transport] = registry().get("transport", name)
+        reason = transport.problem(link, spec.transport_config)
+        if reason is None:
+            return transport(link, spec.transport_config)
+        reasons.append(f"{name}: {reason}")
+    raise HybridFlowError("no transport can move the weights; " + "; ".join(reasons))
+
+
+def automatic(link: Link) -> list[str]:
+    """What "auto" tries, by the order that transports declare; in one group those that stay inside a pool come first."""
+    orders: dict[str, tuple[bool, int]] = {}
+    for name in registry().names("transport"):
+        if registry().descriptor("transport", name).missing():
+            continue
+        can = registry().capabilities("transport", name)
+        if isinstance(can, TransportCapabilities) and can.order is not None:
+            crosses = registry().get("transport", name).crosses_pools
+            orders[name] = (link.grouped and crosses, can.order)
+    return sorted(orders, key=lambda name: orders[name])

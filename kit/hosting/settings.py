@@ -1,0 +1,27 @@
+"""Settings of rollout engines that can run in a process of their own; their configs inherit these."""
+
+from __future__ import annotations
+
+import attrs
+
+from hybridflow.core.contracts.rollout import EngineSettings
+from hybridflow.core.validators import at_least, positive
+
+
+@attrs.frozen
+class ProcessConfig(EngineSettings):
+    """How an engine in a process of its own is watched. An engine that need not have one also has `own_process: bool`."""
+
+    restarts: int = attrs.field(default=0, validator=at_least(0))
+    """How often, in a run, a worker starts its engine's own process anew when that has died. Unfinished requests are
+    retried. Above 0 the worker keeps a copy of the weights in host memory."""
+    start_timeout_s: float = attrs.field(default=600.0, validator=positive)
+    """Seconds until an engine in a process of its own must have started."""
+    hang_timeout_s: float = attrs.field(default=600.0, validator=positive)
+    """Seconds without any progress after which an engine in a process of its own, with requests to answer, counts as
+    dead."""
+
+    def problems(self) -> list[str]:
+        if self.restarts and not self.own_process:
+            return ["restarts: is for an engine in a process of its own; set rollout.own_process = true"]
+        return []

@@ -1,0 +1,179 @@
+"""Shapes of Llama-like models (Llama, Qwen2, Qwen3, Mistral; Mixtral and Qwen-MoE) from their Hugging Face config alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.values.model_shape import ModelShape, Shape
+
+KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
+"""Model types whose shapes are known."""
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@attrs.frozen
+class Layer:
+    """What decides the parameters of one layer."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    expert_intermediate: int = 0
+    expert_names: str = "mlp"
+    """"mlp" (Qwen: mlp.experts.N.gate_proj) or "block_sparse_moe" (Mixtral: block_sparse_moe.experts.N.w1)."""
+    shared_intermediate: int = 0
+
+    def parameters(self) -> dict[str, Shape]:
+        """Of one layer, without its prefix."""
+        return self._attention() | self._norms() | (self._experts() if self.experts else self._dense())
+
+    def _attention(self) -> dict[str, Shape]:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, Shape] = {}
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            found[f"self_attn.{name}_proj.weight"] = (rows, self.hidden)
+            if self.qkv_bias:
+                found[f"self_attn.{name}_proj.bias"] = (rows,)
+        found["self_attn.o_proj.weight"] = (self.hidden, queries)
+        if self.out_bias:
+            found["self_attn.o_proj.bias"] = (self.hidden,)
+        if self.qk_norm:
+            found |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        return found
+
+    def _norms(self) -> dict[str, Shape]:
+        return {"input_layernorm.weight": (self.hidden,), "post_attention_layernorm.weight": (self.hidden,)}
+
+    def _dense(self) -> dict[str, Shape]:
+        return self._matrices("mlp.", ("gate_proj", "down_proj", "up_proj"), self.intermediate)
+
+    def _experts(self) -> dict[str, Shape]:
+        sparse = self.expert_names == "block_sparse_moe"
+        parts = ("w1", "w2", "w3") if sparse else ("gate_proj", "down_proj", "up_proj")
+        found: dict[str, Shape] = {f"{self.expert_names}.gate.weight": (self.experts, self.hidden)}
+        for expert in range(self.experts):
+            found |= self._matrices(f"{self.expert_names}.experts.{expert}.", parts, self.expert_intermediate)
+        if self.shared_intermediate:
+            shared = ("gate_proj", "down_proj", "up_proj")
+            found |= self._matrices("mlp.shared_expert.", shared, self.shared_intermediate)
+            found["mlp.shared_expert_gate.weight"] = (1, self.hidden)
+        return found
+
+    def _matrices(self, prefix: str, parts: tuple[str, str, str], size: int) -> dict[str, Shape]:
+        gate, down, up = parts
+        return {
+            f"{prefix}{gate}.weight": (size, self.hidden),
+            f"{prefix}{up}.weight": (size, self.hidden),
+            f"{prefix}{down}.weight": (self.hidden, size),
+        }
+
+
+def llama_shape(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    intermediate: int,
+    vocab: int,
+    tied: bool = False,
+    *,
+    experts_per_token: int = 0,
+    **more: Any,
+) -> ModelShape:
+    """A model of equal layers, under the names of Hugging Face's Llama. `more`: further fields of Layer (qkv_bias, ...)."""
+    layer = Layer(hidden, heads, kv_heads, head_dim, intermediate, **more)
+    head = {} if tied else {HEAD: (vocab, hidden)}
+    return ModelShape(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab=vocab,
+        layer=layer.parameters(),
+        before={EMBEDDING: (vocab, hidden)},
+        after={NORM: (hidden,)} | head,
+        ties={HEAD: EMBEDDING} if tied else {},
+        layer_prefix="model.layers.{}.",
+        experts=layer.experts,
+        expert_intermediate=layer.expert_intermediate,
+        shared_intermediate=layer.shared_intermediate,
+        experts_per_token=experts_per_token,
+    )
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """From config.json's fields. Raises ConfigError for fields that lack, and model types that are not Llama-like."""
+    kind = config.get("model_type")
+    if kind not in KNOWN:
+        raise ConfigError([f"model_type is {kind!r}; shapes are known of {', '.join(KNOWN)}"])
+    if lacking := [name for name in SIZES if not isinstance(config.get(name), int)]:
+        raise ConfigError([f"the model's config lacks {name}" for name in lacking])
+    heads, mixture, bias = config["num_attention_heads"], kind in MIXTURES, config.get("attention_bias", False)
+    return llama_shape(
+        config["hidden_size"],
+        config["num_hidden_layers"],
+        heads,
+        config.get("num_key_value_heads") or heads,
+        config.get("head_dim") or config["hidden_size"] // heads,
+        config["intermediate_size"],
+        config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=bool(bias or kind in ("qwen2", "qwen2_moe")),
+        out_bias=bool(bias) and kind in ("llama", "qwen3", "qwen3_moe"),
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=(config.get("num_local_experts") or config.get("num_experts") or 0) if mixture else 0,
+        expert_intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
+        expert_names="block_sparse_moe" if kind == "mixtral" else "mlp",
+        shared_intermediate=config.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0,
+        experts_per_token=(config.get("num_experts_per_tok") or 2) if mixture else 0,
+    )
+
+
+def read_shape(where: str | Path) -> ModelShape:
+    """Of a published name (`llama-70b`), a config.json, or a folder with one."""
+    if str(where) in PUBLISHED:
+        return PUBLISHED[str(where)]
+    return shape_of(read_fields(where))
+
+
+def read_fields(where: str | Path) -> dict[str, Any]:
+    """The fields of a config.json, or of a folder's."""
+    path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            [f"{where!s} is neither a model's folder, nor a config.json, nor one of {', '.join(PUBLISHED)}"]
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError([f"{path} is not JSON: {error}"]) from error
+
+
+PUBLISHED = {
+    "llama-7b": llama_shape(4096, 32, 32, 32, 128, 11008, 32000),
+    "llama-13b": llama_shape(5120, 40, 40, 40, 128, 13824, 32000),
+    "llama-34b": llama_shape(8192, 48, 64, 8, 128, 22016, 32000),
+    "llama-70b": llama_shape(8192, 80, 64, 8, 128, 28672, 32000),
+    "llama-3-8b": llama_shape(4096, 32, 32, 8, 128, 14336, 128256),
+    "qwen2.5-0.5b": llama_shape(896, 24, 14, 2, 64, 4864, 151936, tied=True, qkv_bias=True),
+    "qwen2.5-1.5b": llama_shape(1536, 28, 12, 2, 128, 8960, 151936, tied=True, qkv_bias=True),
+    "qwen2.5-7b": llama_shape(3584, 28, 28, 4, 128, 18944, 152064, qkv_bias=True),
+}
+"""Published shapes, for `hybridflow reshard --model` and for planning without a download."""

@@ -1,0 +1,174 @@
+"""AlgorithmConformance: its losses keep the invariants, it trains, and it goes on from a checkpoint bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import pytest
+
+from hybridflow.core.context import StepContext
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.job.schema import SECTIONS
+from hybridflow.kit.testing.checks import missing_fixture, require
+from hybridflow.kit.testing.losses import LossConformance
+from hybridflow.kit.testing.runs import TinyRun
+
+
+class AlgorithmConformance(LossConformance):
+    """Give a fixture `algorithm`: an instance with a small config (a few prompts per step); its class stands at the top
+    level of a module.
+
+    All of LossConformance is tested on `algorithm.losses()`. Then it runs, on models of two layers in this process; say
+    in `tables` what its run needs beside hybridflow.kit.testing.runs.TABLES.
+    """
+
+    steps = 2
+    """Steps of a run. Its first ones must change the weights of every trained role."""
+    moves = True
+    """Whether each trained role's weights change within `steps`."""
+
+    @pytest.fixture
+    def algorithm(self) -> Algorithm:
+        return missing_fixture(self, "algorithm", "an instance of your Algorithm")
+
+    @pytest.fixture
+    def losses(self, algorithm) -> Mapping[str, Loss]:
+        return algorithm.losses()
+
+    def tables(self) -> dict[str, Any]:
+        """Tables of the run's configuration over the kit's: {"data": {...}, "critic": {...}}."""
+        return {}
+
+    # What it says of itself
+    def test_its_roles_can_be_used(self, algorithm):
+        roles = list(algorithm.roles())
+        names = [role.name for role in roles]
+        require(
+            roles and all(isinstance(role, Role) for role in roles) and len(set(names)) == len(names),
+            got=f"roles() gave {roles}",
+            expected="Role instances, at least one, no name twice",
+            likely="roles() returns names, or adds a role twice under some settings",
+        )
+        taken = {*SECTIONS, *vars(StepContext), "tasks", "sampling", "seed", "counters", "roles", "step"}
+        bad = [name for name in names if not name.isidentifier() or name in taken]
+        require(
+            not bad,
+            got=f"roles named {bad}",
+            expected="names that ctx.<name> and a table [<name>] of the configuration can have",
+            likely="taken are the sections and what ctx has itself: "
+            f"{', '.join(sorted(t for t in taken if t[0] != '_'))}",
+        )
+
+    def test_its_losses_are_those_of_its_trained_roles(self, algorithm):
+        trained = {role.name for role in algorithm.roles() if role.trained}
+        losses = dict(algorithm.losses())
+        require(
+            set(losses) <= trained and (losses or not trained) and all(isinstance(v, Loss) for v in losses.values()),
+            got=f"losses() of {sorted(losses)}, trained roles {sorted(trained)}",
+            expected="role -> Loss for the roles with trained=True",
+            likely="losses() is not overridden (validation and these tests need it), or a Role lacks trained=True",
+        )
+
+    def test_its_config_is_a_frozen_attrs_class_with_checks(self, algorithm):
+        config = type(algorithm).Config
+        frozen = attrs.has(config) and config.__setattr__ is not object.__setattr__
+        require(
+            frozen and isinstance(algorithm.config, config),
+            got=f"Config {config!r}",
+            expected="a class under @attrs.frozen, whose fields have defaults: the vetted recipe",
+            likely="a plain class or a dataclass; configurations are structured by attrs fields",
+        )
+        problems, updates = algorithm.problems(), algorithm.updates_per_step()
+        require(
+            problems == [],
+            got=f"problems() of the config under test: {problems!r}",
+            expected="an empty list: this config is to be run",
+            likely="problems() returns None, or the fixture's config is wrong",
+        )
+        require(
+            updates is None or (isinstance(updates, int) and updates > 0),
+            got=f"updates_per_step() is {updates!r}",
+            expected="a whole number above 0, or None where the config does not determine it",
+            likely="an integer division of sizes rounds down to 0",
+        )
+
+    # What it does
+    def test_it_trains(self, algorithm):
+        with TinyRun(algorithm, self.tables()) as run:
+            before = run.checksums()
+            metrics = [run.step() for _ in range(self.steps)]
+            after, trained = run.checksums(), run.session.trained
+        for at, values in enumerate(metrics):
+            bad = {name: value for name, value in values.items() if not math.isfinite(value)}
+            require(
+                not bad and values,
+                got=f"metrics of step {at + 1}: {bad or 'none'}",
+                expected="finite numbers",
+                likely="a mean over no rows, or results that were not passed through ctx",
+            )
+        moved = {name for name in after if after[name] != before[name]}
+        frozen = set(after) - set(trained)
+        require(
+            not (moved & frozen),
+            got=f"other weights of {sorted(moved & frozen)} after {self.steps} steps",
+            expected="frozen roles stay as they are",
+            likely="a role without trained=True is updated",
+        )
+        require(
+            not self.moves or moved == set(trained),
+            got=f"weights of {sorted(moved) or 'no role'} moved in {self.steps} steps",
+            expected=f"those of {sorted(trained)}",
+            likely="step() never calls ctx.<role>.update, or the loss is 0 on this data (override tables(), or say "
+            "moves = False)",
+        )
+
+    def test_a_resumed_run_goes_on_bit_for_bit(self, algorithm, tmp_path):
+        with TinyRun(algorithm, self.tables()) as run:
+            run.step()
+            self._survives_json(run.algorithm)
+            run.save(tmp_path)
+            run.step()
+            expected, state = run.checksums(), run.algorithm.state_dict()
+        with TinyRun(algorithm, self.tables()) as run:
+            run.load(tmp_path)
+            run.step()
+            found, state_found = run.checksums(), run.algorithm.state_dict()
+        differing = sorted(name for name in expected if found[name] != expected[name])
+        require(
+            not differing and state_found == state,
+            got=f"weights of {differing or 'no role'} differ, state {state_found!r:.300}",
+            expected=f"the weights of a run that was not cut, and state {state!r:.300}",
+            likely="something that step() changes is not in state_dict (a coefficient, leftovers, a counter), or "
+            "random numbers "
+            "come from a generator of the algorithm's own instead of ctx",
+        )
+
+    def test_its_state_survives_json(self, algorithm):
+        self._survives_json(algorithm)
+
+    def _survives_json(self, algorithm: Algorithm) -> None:
+        state: dict[str, Any] = algorithm.state_dict()
+        written: dict[str, Any] = {}
+        try:
+            written = json.loads(json.dumps(state))
+        except TypeError as error:
+            require(
+                False,
+                got=f"state_dict() that JSON cannot hold: {error}",
+                expected="dicts with string keys, lists, numbers, strings",
+                likely="tensors or arrays: use .tolist()",
+            )
+        fresh = type(algorithm)(algorithm.config)
+        fresh.load_state_dict(written)
+        require(
+            json.loads(json.dumps(fresh.state_dict())) == written,
+            got=f"{fresh.state_dict()!r:.300} after load_state_dict",
+            expected=f"{written!r:.300}",
+            likely="load_state_dict leaves something out, or keys that are numbers became strings",
+        )

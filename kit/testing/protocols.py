@@ -1,0 +1,229 @@
+"""ProtocolConformance: every row goes somewhere, once, in order, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.core.contracts.protocol import TransferProtocol
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import Column, tokens
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
+from hybridflow.kit.testing.checks import missing_fixture, require
+
+
+@attrs.define
+class Shape:
+    """A group as protocols see it."""
+
+    layout: ParallelLayout
+    generation: GenerationLayout | None
+
+    def __str__(self) -> str:
+        g = self.generation
+        return f"layout {self.layout} ({self.layout.order})" + (f", generation tp {g.tp} pp {g.pp}" if g else "")
+
+
+def numbered_rows(rows: int, start: int = 0) -> Batch:
+    """Rows that can be told apart, with a column of each kind."""
+    numbers = np.arange(start, start + rows)
+    return Batch(
+        {
+            "number": torch.from_numpy(numbers.copy()),
+            "ids": tokens([np.full(i % 4, i) for i in numbers], torch.int64),
+            "meta": [{"number": int(i)} for i in numbers],
+        }
+    )
+
+
+def row_numbers(batch: Any) -> list[int]:
+    """The rows of a piece, read from each column kind. Raises AssertionError where the columns disagree."""
+    if not isinstance(batch, Batch):
+        raise AssertionError(f"expected a Batch, got {type(batch).__name__}")
+    if batch.rows == 0:
+        return []
+    numbers = torch.as_tensor(batch["number"].values).tolist()
+    ids: Column = batch["ids"]
+    assert ids.lengths is not None
+    require(
+        [m["number"] for m in batch["meta"].values] == numbers and ids.lengths.tolist() == [n % 4 for n in numbers],
+        got="columns whose rows are in different orders",
+        expected="every column split at the same rows",
+        likely="the piece was put together column by column; use Batch.split, take and concat",
+    )
+    return numbers
+
+
+class ProtocolConformance:
+    """Give a fixture `protocol`: an instance of your TransferProtocol."""
+
+    splits: bool | None = None
+    """Whether a batch is cut into parts; None: what the protocol itself says."""
+    returns_input: bool | None = None
+    """Whether collect(distribute(x)) is x; None: as `splits`."""
+    balanced = True
+    """Parts differ by at most one row."""
+    layouts: Sequence[ParallelLayout] = (
+        ParallelLayout(),
+        ParallelLayout(dp=4),
+        ParallelLayout(dp=3, tp=2),
+        ParallelLayout(pp=2, tp=2, dp=2),
+        ParallelLayout(pp=2, tp=2, dp=2, order="tp-cp-dp-pp"),
+        ParallelLayout(tp=4, dp=2, cp=2),
+        ParallelLayout(pp=4, dp=2),
+    )
+    """What it must work with."""
+    generations: Sequence[tuple[int, int]] = ((1, 1), (1, 2))
+    """(pp, tp) of generation; sizes that do not fit a layout are left out."""
+    row_counts: Sequence[int] = (0, 1, 3, 16, 17)
+
+    @pytest.fixture
+    def protocol(self) -> TransferProtocol:
+        return missing_fixture(self, "protocol", "an instance of your TransferProtocol")
+
+    def argument(self, value: Any, shape: Shape) -> Any:
+        """What a caller gives so that ranks work on `value` (ALL_TO_ALL wants a list with one entry per rank)."""
+        return value
+
+    def shapes(self) -> Iterator[Shape]:
+        for layout in self.layouts:
+            for pp, tp in self.generations:
+                if layout.world % (pp * tp) == 0:
+                    yield Shape(layout, generation_layout(layout, pp, tp))
+
+    def _splits(self, protocol: TransferProtocol) -> bool:
+        return protocol.splits if self.splits is None else self.splits
+
+    def _cases(self, protocol: TransferProtocol) -> Iterator[tuple[Shape, int, Sequence[Any]]]:
+        for shape in self.shapes():
+            for rows in self.row_counts:
+                yield shape, rows, protocol.distribute(shape, self.argument(numbered_rows(rows), shape))
+
+    def test_there_is_one_piece_for_each_rank(self, protocol):
+        for shape, rows, pieces in self._cases(protocol):
+            require(
+                len(pieces) == shape.layout.world,
+                got=f"{len(pieces)} pieces of {rows} rows for {shape}",
+                expected=f"{shape.layout.world}, one per rank, also for ranks that are not called",
+                likely="distribute returns one piece per part; index the parts with each rank's part",
+            )
+
+    def test_results_count_once_and_come_from_ranks_that_are_called(self, protocol):
+        for shape in self.shapes():
+            sources, called = list(protocol.sources(shape)), list(protocol.called(shape))
+            require(
+                sources and len(set(sources)) == len(sources) and set(sources) <= set(called),
+                got=f"sources {sources} of called ranks {called} for {shape}",
+                expected="at least one source, each once, each of them called",
+                likely="two ranks of a replica both give its result, or a rank is asked that got no call",
+            )
+            require(
+                set(called) <= set(range(shape.layout.world)),
+                got=f"called ranks {called} for {shape}",
+                expected=f"ranks from 0 to {shape.layout.world - 1}",
+                likely="called was written for another layout",
+            )
+
+    def test_rows_keep_their_order_and_none_is_lost_or_doubled(self, protocol):
+        if not self._splits(protocol):
+            pytest.skip("it does not split batches")
+        for shape, rows, pieces in self._cases(protocol):
+            there = [n for rank in protocol.sources(shape) for n in row_numbers(pieces[rank])]
+            require(
+                there == list(range(rows)),
+                got=f"the sources work on rows {there} for {shape}",
+                expected=f"rows 0 to {rows - 1} in order" if rows else "no rows",
+                likely="a part is dropped or doubled, uneven batches are rounded down, or sources are in another order",
+            )
+
+    def test_every_rank_works_on_a_part_that_some_source_has(self, protocol):
+        if not self._splits(protocol):
+            pytest.skip("it does not split batches")
+        for shape, _, pieces in self._cases(protocol):
+            parts = [row_numbers(pieces[rank]) for rank in protocol.sources(shape)]
+            for rank in protocol.called(shape):
+                require(
+                    row_numbers(pieces[rank]) in parts,
+                    got=f"rank {rank} got rows {row_numbers(pieces[rank])} for {shape}",
+                    expected=f"one of the parts whose results are collected: {parts}",
+                    likely="ranks of one replica must work on the same rows; part_of differs within a replica",
+                )
+
+    def test_parts_differ_by_one_row_at_most(self, protocol):
+        if not (self._splits(protocol) and self.balanced):
+            pytest.skip("its parts are not balanced")
+        for shape, rows, pieces in self._cases(protocol):
+            sizes = [pieces[rank].rows for rank in protocol.sources(shape)]
+            require(
+                max(sizes) - min(sizes) <= 1,
+                got=f"parts of {sizes} rows of {rows} for {shape}",
+                expected="sizes that differ by at most one row",
+                likely="the rest of an uneven batch goes to one rank; use Batch.split",
+            )
+
+    def test_units_stay_whole(self, protocol):
+        if not self._splits(protocol):
+            pytest.skip("it does not split batches")
+        for shape in self.shapes():
+            units = np.arange(15) // 3
+            pieces = protocol.distribute(shape, self.argument(numbered_rows(15).whole(units), shape))
+            for rank in protocol.sources(shape):
+                mine = row_numbers(pieces[rank])
+                require(
+                    len(mine) % 3 == 0 and (not mine or mine[0] % 3 == 0),
+                    got=f"rank {rank} got rows {mine} of pairs or groups of three for {shape}",
+                    expected="whole units only",
+                    likely="rows are cut by index; Batch.split keeps the units that a loss declared together",
+                )
+
+    def test_collect_undoes_distribute(self, protocol):
+        identity = self._splits(protocol) if self.returns_input is None else self.returns_input
+        for shape, rows, pieces in self._cases(protocol):
+            back = protocol.collect(shape, [pieces[rank] for rank in protocol.sources(shape)])
+            if identity:
+                there = row_numbers(back)
+                require(
+                    there == list(range(rows)),
+                    got=f"collect(distribute(x)) has rows {there} for {shape}",
+                    expected=f"the {rows} rows of x, in order",
+                    likely="collect concatenates in another order than distribute splits, or drops a piece",
+                )
+            else:
+                require(
+                    isinstance(back, list) and len(back) == len(list(protocol.sources(shape))),
+                    got=f"collect gave {type(back).__name__} for {shape}",
+                    expected="a list with the result of each source",
+                    likely="set splits (or returns_input) of the conformance class to what the protocol does",
+                )
+
+    def test_what_is_no_batch_reaches_every_rank(self, protocol):
+        for shape in self.shapes():
+            pieces = protocol.distribute(shape, self.argument({"temperature": 1.0}, shape))
+            for rank in protocol.called(shape):
+                require(
+                    pieces[rank] == {"temperature": 1.0},
+                    got=f"rank {rank} got {pieces[rank]!r} for {shape}",
+                    expected="the value itself, as every rank",
+                    likely="only Batches are split; settings go to all ranks",
+                )
+
+    def test_metrics_of_the_parts_add_up(self, protocol):
+        if not self._splits(protocol):
+            pytest.skip("it does not split batches")
+        for shape in self.shapes():
+            sources = list(protocol.sources(shape))
+            parts = [Metrics({"loss": (float(i), 1.0)}, {"longest": float(i)}) for i in range(len(sources))]
+            merged = protocol.collect(shape, parts)
+            good = isinstance(merged, Metrics) and merged["loss"] == (len(sources) - 1) / 2
+            require(
+                good and merged["longest"] == len(sources) - 1,
+                got=f"{merged!r} of {len(sources)} parts for {shape}",
+                expected="Metrics.merge of the parts: (sum, count) pairs added, maxima taken",
+                likely="collect handles Batches alone; merge results that are all Metrics",
+            )

@@ -1,0 +1,143 @@
+"""`hybridflow calibrate`: what this machine does per second, as a cluster file that `hybridflow plan` reads."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+from rich.console import Console
+
+from hybridflow.core.config import read_config
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.job.stages import stage_tables
+from hybridflow.kit.console import make_console, print_line, print_table
+from hybridflow.planner.cluster import DEVICES
+
+if TYPE_CHECKING:
+    from hybridflow.planner.calibration.calibrate import Calibration
+
+DIGITS = 4
+"""Significant ones, in the file."""
+NAMES = {"infer": "inference", "train": "training", "sync": "weights to the engine", "generate": "generation"}
+
+
+class CalibrateCommand(Command):
+    """A plugin of kind "command", name "calibrate"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "config", nargs="?", help="a TOML file: its backend, engine, runtime and devices are measured"
+        )
+        parser.add_argument(
+            "overrides", nargs="*", default=[], metavar="key=value", help="for example actor.backend.precision=bf16"
+        )
+        parser.add_argument(
+            "--devices", type=int, metavar="N", help="default: those of the config's pool main, or all GPUs here, or 1"
+        )
+        parser.add_argument("--name", help="what the device is called in the file")
+        parser.add_argument("--write", metavar="FILE", help="write the cluster file; else it is printed")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        a = arguments
+        run_calibrate(a.config, a.overrides, a.devices, a.name, a.write)
+        return 0
+
+
+def run_calibrate(
+    path: str | Path | None, overrides: Sequence[str] = (), devices: int | None = None, name: str | None = None,
+    write: str | None = None, console: Console | None = None,
+) -> None:  # fmt: skip
+    """Measure this machine and print, or write, its cluster file. Raises ConfigError before anything starts."""
+    console = console or make_console()
+    try:
+        from hybridflow.planner.calibration.calibrate import calibrate
+    except ImportError as error:
+        raise ConfigError(f"calibrate needs scipy ({error}): pip install 'hybridflow[calibrate]'") from error
+    if write is not None and not Path(write).absolute().parent.is_dir():
+        raise ConfigError(f"--write {write!r}: there is no folder {str(Path(write).parent)!r}")
+    given = _tables(path, overrides)
+    if devices is None:
+        devices = sum(_flat(given.get("pools", {}).get("main", []))) or max(1, torch.cuda.device_count())
+    found = calibrate(given, devices, name, lambda text: print_line(console, text))
+    print_line(console)
+    _report(console, found)
+    text = cluster_toml(found)
+    print_line(console)
+    if write is None:
+        print_line(console, text)
+        return
+    Path(write).write_text(text)
+    print_line(console, f"written: {write}; hybridflow plan CONFIG --cluster {write}")
+
+
+def _tables(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Of the last stage: the one that generates, where one does."""
+    if path is None and overrides:
+        raise ConfigError(f"overrides are of a config, and none is given: calibrate CONFIG {' '.join(overrides)}")
+    if path is None:
+        return {}
+    tables, _ = read_config(path, overrides, SHORTHAND)
+    return dict([*stage_tables(tables, SHORTHAND).values()][-1])
+
+
+def _flat(pool: Any) -> list[int]:
+    return [n for n in pool if isinstance(n, int)] if isinstance(pool, list) else []
+
+
+def _report(console: Console, found: Calibration) -> None:
+    device, e = found.nodes.device, found.nodes.efficiency
+    print_line(
+        console,
+        f"{device.name}: {device.memory_gb:.4g} GB, {device.tflops:.3g} TFLOP/s, {device.bandwidth_gbs:.3g} GB/s of memory, "
+        f"{device.link_gbs:.3g} GB/s of link",
+        "bold",
+    )
+    print_line(
+        console,
+        f"reached: {100 * e.training:.0f}% of the products in training, {100 * e.inference:.0f}% in inference, "
+        f"{100 * e.memory:.0f}% of the memory when decoding; a message takes {e.link_latency_us:.3g} us",
+    )
+    rows = []
+    for verb, said in NAMES.items():
+        errors = abs(found.errors(verb))
+        rows.append((said, str(len(errors)), f"{100 * errors.mean():.0f}%", f"{100 * errors.max():.0f}%"))
+    print_table(console, ("fitted", "samples", "mean error", "largest"), rows)
+
+
+def cluster_toml(found: Calibration) -> str:
+    """A cluster file of this machine (docs/mapping.md)."""
+    import tomlkit
+
+    nodes, device = found.nodes, found.nodes.device
+    document = tomlkit.document()
+    document.add(tomlkit.comment("What `hybridflow calibrate` found; count and between_gbps are yours to set."))
+    machines = tomlkit.aot()
+    machines.append(tomlkit.item({"device": device.name, "count": 1, "per_node": nodes.per_node}))
+    document["nodes"] = machines
+    if DEVICES.get(device.name) != device:
+        document["devices"] = {device.name: _rounded(device, leave=("name",))}
+    document["efficiency"] = {device.name: _rounded(nodes.efficiency)}
+    assert nodes.measured is not None
+    versions = f"torch {torch.__version__}, hybridflow {version('hybridflow')}"
+    document["measured"] = {
+        device.name: {
+            **attrs.asdict(nodes.measured),
+            "on": f"{datetime.date.today()}, {nodes.per_node} devices of {platform.node()}, {versions}",
+            "error": float(f"{abs(found.errors()).mean():.2g}"),
+        }
+    }
+    return tomlkit.dumps(document)
+
+
+def _rounded(values: Any, leave: Sequence[str] = ()) -> dict[str, float]:
+    told = attrs.asdict(values, filter=lambda field, value: field.name not in leave and value is not None)
+    return {key: float(f"{value:.{DIGITS}g}") if value > 1e-6 else 0.0 for key, value in told.items()}
