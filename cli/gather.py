@@ -8,7 +8,8 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from hybridflow.core.resharding.plan import BUCKET_BYTES, Flow, ReshardPlan, plan_reshard
+from hybridflow.core.resharding.flows import Flow
+from hybridflow.core.resharding.plan import BUCKET_BYTES, ReshardPlan, plan_reshard
 from hybridflow.core.values.weights import Box, WeightLayout
 
 

@@ -7,8 +7,7 @@ as the layouts are regular, and its transfers are listed only when they are aske
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import attrs
@@ -16,8 +15,9 @@ import numpy as np
 import torch
 
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.resharding.balance import balance
-from hybridflow.core.resharding.boxes import covers, disjoint, overlaps
+from hybridflow.core.resharding.boxes import disjoint
+from hybridflow.core.resharding.demands import Demand, common, deal, lacking
+from hybridflow.core.resharding.flows import Flow, Transfer, Transfers
 from hybridflow.core.values.weights import Box, Shards, WeightLayout
 
 BUCKET_BYTES = 64 << 20
@@ -25,100 +25,6 @@ BUCKET_BYTES = 64 << 20
 
 class ReshardError(HybridFlowError):
     """Two layouts that do not fit: every problem is listed, and nothing has moved."""
-
-
-@attrs.frozen
-class Transfer:
-    """One box of one parameter, from one rank to another."""
-
-    name: str
-    box: Box
-    sender: int
-    receiver: int
-
-
-@attrs.frozen(eq=False)
-class Flow:
-    """One box of the parameters `names`, from its senders to `receivers` (sorted): an equal run of receivers for each."""
-
-    names: tuple[str, ...]
-    box: Box
-    itemsize: int
-    senders: tuple[int, ...]
-    wanters: np.ndarray
-    """Ranks whose target has the box."""
-    holders: frozenset[int]
-    """Those of them that have it already."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of one parameter, for one receiver."""
-        return self.box.numel * self.itemsize
-
-    @property
-    def receivers(self) -> np.ndarray:
-        if not self.holders:
-            return self.wanters
-        return self.wanters[~np.isin(self.wanters, list(self.holders), assume_unique=True)]
-
-    @property
-    def count(self) -> int:
-        return len(self.wanters) - len(self.holders)
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """(sender, receiver)."""
-        share = self.count // len(self.senders)
-        for at, receiver in enumerate(self.receivers.tolist()):
-            yield self.senders[at // share], receiver
-
-    def sender_of(self, rank: int) -> int | None:
-        """Who sends to `rank`, or None when it is no receiver."""
-        if rank in self.holders:
-            return None
-        at = int(np.searchsorted(self.wanters, rank))
-        if at == len(self.wanters) or self.wanters[at] != rank:
-            return None
-        if len(self.senders) == 1:
-            return self.senders[0]
-        at -= sum(1 for holder in self.holders if holder < rank)
-        return self.senders[at // (self.count // len(self.senders))]
-
-    def receivers_of(self, rank: int) -> list[int]:
-        if rank not in self.senders:
-            return []
-        share, at = self.count // len(self.senders), self.senders.index(rank)
-        return self.receivers[at * share : (at + 1) * share].tolist()
-
-
-class Transfers(Sequence[Transfer]):
-    """All transfers of a plan, made as they are read; a plan of thousands of ranks has millions."""
-
-    def __init__(self, flows: Sequence[Flow]):
-        self._flows = flows
-        self._ends = np.cumsum([len(f.names) * f.count for f in flows], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def __iter__(self) -> Iterator[Transfer]:
-        for flow in self._flows:
-            pairs = list(flow.pairs())
-            for name in flow.names:
-                for sender, receiver in pairs:
-                    yield Transfer(name, flow.box, sender, receiver)
-
-    def __getitem__(self, at):
-        if isinstance(at, slice):
-            return list(self)[at]
-        if at < 0:
-            at += len(self)
-        if not 0 <= at < len(self):
-            raise IndexError(at)
-        which = int(np.searchsorted(self._ends, at, side="right"))
-        flow = self._flows[which]
-        name, pair = divmod(int(at - (self._ends[which - 1] if which else 0)), flow.count)
-        sender, receiver = list(flow.pairs())[pair]
-        return Transfer(flow.names[name], flow.box, sender, receiver)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -189,9 +95,9 @@ class ReshardPlan:
             opaque = have != want or names[0] in self.target.opaque or origin in self.source.opaque
             for rank, boxes in wanted.items():
                 if mine := held.get(rank):
-                    common = len(names) * _common(mine, boxes)
-                    figures["common"][rank] += common * want.itemsize
-                    figures["shared"][rank] += 0 if opaque else common * want.itemsize
+                    shared = len(names) * common(mine, boxes)
+                    figures["common"][rank] += shared * want.itemsize
+                    figures["shared"][rank] += 0 if opaque else shared * want.itemsize
                     figures["unused"][rank] -= common * have.itemsize
         figures["unused"] += figures["source"]
         return figures
@@ -249,12 +155,6 @@ class ReshardPlan:
                 sends += [Transfer(name, flow.box, rank, to) for name in flow.names for to in targets]
         return sends, receives
 
-    def explain(self, limit: int = 16) -> str:
-        """The figures as a table, one line for each rank (up to `limit`), and the most loaded ranks."""
-        from hybridflow.cli.explain import explain
-
-        return explain(self, limit)
-
 
 def plan_reshard(source: WeightLayout, target: WeightLayout, bucket_bytes: int = BUCKET_BYTES) -> ReshardPlan:
     """Plan how every rank of `target` gets the boxes that it lacks from ranks of `source` that hold them.
@@ -286,15 +186,15 @@ def plan_reshard(source: WeightLayout, target: WeightLayout, bucket_bytes: int =
     for name, of in origin.items():
         key = (source.params[of].shape, wire[name].itemsize, pattern(have[of]), pattern(want[name]))
         classes.setdefault(key, []).append(name)
-    demands: list[Demand] = []
+    wanted: list[Demand] = []
     missing: list[str] = []
     for (_, itemsize, _, _), names in classes.items():
-        found, holes = _demands(tuple(names), itemsize, have[origin[names[0]]], want[names[0]])
-        demands += found
+        found, holes = lacking(tuple(names), itemsize, have[origin[names[0]]], want[names[0]])
+        wanted += found
         missing += [f"{name} {box} is wanted by rank {rank} and held by none" for name in names for box, rank in holes]
     if missing:
         raise ReshardError(_listed("the source does not hold all that the target wants", missing))
-    return ReshardPlan(source, target, bucket_bytes, tuple(_deal(demands)), wire, origin)
+    return ReshardPlan(source, target, bucket_bytes, tuple(deal(wanted)), wire, origin)
 
 
 def _match(source: WeightLayout, target: WeightLayout) -> dict[str, str]:
@@ -352,139 +252,3 @@ def _check_holdings(layout: WeightLayout, shards: Mapping[str, Shards], side: st
                 problems.append(f"{names[0]}: boxes of rank {rank} overlap: {', '.join(map(str, boxes))}")
     if problems:
         raise ReshardError(_listed(f"the {side} layout is wrong", problems))
-
-
-def _common(mine: Sequence[Box], boxes: Sequence[Box]) -> int:
-    """Elements that two lists of disjoint boxes share."""
-    if boxes is mine or boxes == mine:
-        return sum(b.numel for b in boxes)
-    return sum(common.numel for box in boxes for own in mine if (common := box.intersect(own)) is not None)
-
-
-@attrs.frozen(eq=False)
-class Demand:
-    """One box of a class of parameters: who wants it, which of these have it, and everybody who has it."""
-
-    names: tuple[str, ...]
-    box: Box
-    itemsize: int
-    wanters: np.ndarray
-    holders: frozenset[int]
-    senders: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.wanters) - len(self.holders)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.names) * self.box.numel * self.itemsize * self.count
-
-
-def _demands(names: tuple[str, ...], itemsize: int, have: Shards, want: Shards):
-    """The demands of a class, and (box, rank) of what nobody holds."""
-    atoms = _atoms(have)
-    boxes = [box for box, _ in atoms]
-    owners = [(tuple(sorted(ranks)), frozenset(ranks)) for _, ranks in atoms]
-    wanted: dict[Box, list[int]] = defaultdict(list)
-    for rank, targets in want.items():
-        for box in targets:
-            if box.numel:
-                wanted[box].append(rank)
-    demands, holes = [], []
-    index = overlaps(boxes)
-    for box, ranks in sorted(wanted.items(), key=lambda item: (item[0].start, item[0].stop)):
-        wanters = np.array(sorted(ranks))
-        among = frozenset(ranks)
-        found = index(box)
-        pieces = [(box.intersect(boxes[at]), at) for at in found]
-        if sum(piece.numel for piece, _ in pieces if piece) != box.numel:
-            holes += [(hole, min(ranks)) for hole in covers(box, [boxes[at] for at in found])]
-            continue
-        for piece, at in pieces:
-            senders, owner = owners[at]
-            holders = owner & among if len(owner) < len(among) else among & owner
-            if piece is not None and len(holders) < len(wanters):
-                demands.append(Demand(names, piece, itemsize, wanters, holders, senders))
-    return demands, holes
-
-
-def _atoms(have: Shards) -> list[tuple[Box, list[int]]]:
-    """Disjoint boxes, each with all ranks that hold the whole of it, in the order of the boxes."""
-    held: dict[Box, list[int]] = defaultdict(list)
-    for rank, boxes in have.items():
-        for box in boxes:
-            if box.numel:
-                held[box].append(rank)
-    distinct = sorted(held.items(), key=lambda item: (item[0].start, item[0].stop))
-    if disjoint([box for box, _ in distinct]):
-        return distinct
-    atoms: list[tuple[Box, list[int]]] = []
-    for box, ranks in distinct:
-        rest, refined = [box], []
-        for atom, owners in atoms:
-            common = atom.intersect(box)
-            if common is None:
-                refined.append((atom, owners))
-                continue
-            refined.append((common, owners + ranks))
-            refined += [(part, owners) for part in atom.minus(common)]
-            rest = [part for one in rest for part in one.minus(common)]
-        atoms = refined + [(part, list(ranks)) for part in rest]
-    return sorted(atoms, key=lambda item: (item[0].start, item[0].stop))
-
-
-def _deal(demands: Sequence[Demand]) -> Iterator[Flow]:
-    """Senders for every demand. One that a single rank holds has no choice; the others share what is left evenly."""
-    open_demands: dict[tuple[int, ...], list[Demand]] = defaultdict(list)
-    load: dict[int, float] = defaultdict(float)
-    for demand in demands:
-        if len(demand.senders) == 1:
-            load[demand.senders[0]] += demand.nbytes
-            yield Flow(demand.names, demand.box, demand.itemsize, demand.senders, demand.wanters, demand.holders)
-        else:
-            open_demands[demand.senders].append(demand)
-    quotas = balance({s: sum(d.nbytes for d in ds) for s, ds in open_demands.items()}, load)
-    for senders, group in open_demands.items():
-        even = max(quotas[senders]) - min(quotas[senders]) <= 1 + max(quotas[senders]) // 1000
-        if even and all(d.count % len(senders) == 0 for d in group):
-            for d in group:
-                yield Flow(d.names, d.box, d.itemsize, senders, d.wanters, d.holders)
-        else:
-            yield from _deal_out(group, senders, quotas[senders])
-
-
-def _deal_out(group: Sequence[Demand], senders: Sequence[int], quotas: Sequence[int]) -> Iterator[Flow]:
-    """Receiver by receiver, parameter by parameter; a box is cut only where a sender's quota ends."""
-    nobody: frozenset[int] = frozenset()
-    at, left = 0, quotas[0]
-
-    def advance() -> None:
-        nonlocal at, left
-        while left <= 0 and at + 1 < len(senders):
-            at += 1
-            left += quotas[at]
-
-    units = [(d, r) for d in group for r in d.wanters[~np.isin(d.wanters, list(d.holders))].tolist()]
-    units.sort(key=lambda unit: unit[1])  # neighbours of a sender first: ranks of a node are consecutive
-    for demand, receiver in units:
-        one = demand.box.numel * demand.itemsize
-        names, to = demand.names, np.array([receiver])
-        while names:
-            advance()
-            last = at + 1 == len(senders)
-            whole = len(names) if last else min(len(names), left // one)
-            if whole:
-                yield Flow(names[:whole], demand.box, demand.itemsize, (senders[at],), to, nobody)
-                names, left = names[whole:], left - whole * one
-                continue
-            start = 0  # the box of names[0] is shared out
-            while start < demand.box.numel:
-                advance()
-                room = demand.box.numel if at + 1 == len(senders) else max(left, 0) // demand.itemsize
-                stop = min(demand.box.numel, start + max(room, 1))
-                for box in demand.box.flat_range(start, stop):
-                    yield Flow(names[:1], box, demand.itemsize, (senders[at],), to, nobody)
-                left -= (stop - start) * demand.itemsize
-                start = stop
-            names = names[1:]

@@ -14,7 +14,7 @@ from hybridflow.kit.huggingface.shapes import llama_shape
 
 QWEN = llama_shape(32, 4, 8, 4, 4, 48, 211, tied=True, qkv_bias=True)
 LLAMA = llama_shape(32, 4, 8, 2, 4, 48, 209)
-QWEN3 = attrs.evolve(LLAMA, qk_norm=True)
+QWEN3 = llama_shape(32, 4, 8, 2, 4, 48, 209, qk_norm=True)
 LAYER = (
     "input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight",
     "pre_mlp_layernorm.weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight",

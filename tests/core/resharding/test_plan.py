@@ -7,6 +7,7 @@ from brute import best_balance, check_plan, layout, mask, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridflow.cli.explain import explain
 from hybridflow.cli.gather import lower_bound
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard
 from hybridflow.core.resharding.rounds import plan_rounds, rank_rounds
@@ -200,7 +201,7 @@ def test_a_bucket_below_the_least_is_refused():
 def test_explain_tells_the_figures():
     one = {"a": (1000, 10)}
     source = layout(one, {r: {"a": (Box((500 * r, 0), (500 * r + 500, 10)),)} for r in (0, 1)})
-    text = plan_reshard(source, layout(one, {r: {"a": whole((1000, 10))} for r in (0, 1)})).explain()
+    text = explain(plan_reshard(source, layout(one, {r: {"a": whole((1000, 10))} for r in (0, 1)})))
     assert "20.00 kB" in text and "40.00 kB over 2 transfers of 1 parameters" in text and "most" in text
 
 
