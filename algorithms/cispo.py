@@ -31,7 +31,7 @@ class CISPOLoss(PolicyLoss):
 
 
 class CISPO(GRPO):
-    """GRPO's step with that loss."""
+    """GRPO's step with another loss: the weight is clipped."""
 
     Config, loss = CISPOConfig, CISPOLoss
 

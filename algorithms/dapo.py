@@ -10,6 +10,7 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import AGGREGATIONS
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, non_negative, positive
 from hybridflow.core.values.batch import Batch
 
@@ -37,19 +38,25 @@ class DAPO(GRPO):
     limit = 0
     """sampling.max_tokens of the run."""
 
-    def step(self, ctx) -> None:
-        c, draws, full = self.config, 0, self.rows_per_step
+    def step(self, ctx: StepContext) -> None:
+        c, losses, full = self.config, self.losses(), self.rows_per_step
         kept: list[Batch] = []
-        while sum(part.rows for part in kept) < full and draws < c.max_draws:
-            batch = self.sample(ctx, ctx.prompts(c.prompts_per_step))
+        draws = found = 0
+        while found < full and draws < c.max_draws:  # dynamic sampling (algorithm 1, lines 4 to 8)
+            batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+            batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
             kept.append(batch.take(self.unequal(batch)))
+            found += kept[-1].rows
             draws += 1
-        found = sum(part.rows for part in kept)
         ctx.log(draws=draws, kept=found / (draws * full), filled=min(found / full, 1.0))
-        if found:  # else there is nothing to learn from: filled is 0
-            batch = Batch.concat([part for part in kept if part.rows]).take(slice(0, full))
-            self.limit = ctx.sampling.max_tokens
-            self.improve(ctx, batch, ctx.compute(self.advantages, batch))
+        if not found:  # there is nothing to learn from
+            return
+        batch = Batch.concat([part for part in kept if part.rows]).take(slice(0, full))
+        self.limit = ctx.sampling.max_tokens
+        advantages = ctx.compute(self.advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+        self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
         if self.config.overlong_cache:

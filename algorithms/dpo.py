@@ -12,6 +12,7 @@ from hybridflow.algorithms import functional as F
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, positive
 
 
@@ -69,10 +70,14 @@ class DPO(Algorithm):
     def rows_per_step(self) -> int:
         return 2 * self.config.pairs_per_step
 
+    @property
+    def rows_per_update(self) -> int:
+        return min(self.config.mini_batch_size or self.rows_per_step, self.rows_per_step)
+
     def updates_per_step(self) -> int:
         return -(-self.rows_per_step // (self.config.mini_batch_size or self.rows_per_step))
 
-    def step(self, ctx) -> None:
+    def step(self, ctx: StepContext) -> None:
         batch = ctx.prompts(self.config.pairs_per_step)
         batch = batch.join(ctx.ref.logprobs(batch))
         for mini in ctx.minibatches(batch, self.config.mini_batch_size or batch.rows, unit=2):

@@ -23,6 +23,6 @@ class DrGRPOConfig(GRPOConfig):
 
 
 class DrGRPO(GRPO):
-    """GRPO's step with these settings."""
+    """GRPO's step with other settings: no division by the group's spread, sums divided by a constant length."""
 
     Config = DrGRPOConfig

@@ -33,6 +33,6 @@ class SequenceLoss(PolicyLoss):
 
 
 class GSPO(GRPO):
-    """GRPO's step with the sequence's ratio."""
+    """GRPO's step with another ratio: the response's."""
 
     Config, loss = GSPOConfig, SequenceLoss

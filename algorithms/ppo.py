@@ -13,6 +13,7 @@ from hybridflow.algorithms.policy import RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, fraction, positive
 
 
@@ -52,16 +53,21 @@ class PPO(PolicyGradient):
     def roles(self) -> tuple[Role, ...]:
         return (*super().roles(), Role("critic", "value", trained=True))
 
-    def step(self, ctx) -> None:
-        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
-        batch = batch.join(ctx.critic.values(batch))
-        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
+    def losses(self) -> dict[str, Loss]:
+        return {**super().losses(), "critic": ValueLoss(self.config.value_clip)}
+
+    def step(self, ctx: StepContext) -> None:
+        c, losses = self.config, self.losses()
+        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch), ctx.critic.values(batch))
+        advantages = ctx.compute(self.advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+            ctx.critic.update((mini, losses["critic"]))
+        self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None):
-        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0)
         advantages, returns = F.gae(rewards, values, loss_mask, self.config.gamma, self.config.lam)
         return {"advantages": F.whiten(advantages, loss_mask), "returns": returns, **figures}
-
-    def losses(self):
-        return {**super().losses(), "critic": ValueLoss(self.config.value_clip)}

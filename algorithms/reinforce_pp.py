@@ -7,6 +7,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import KL_KINDS, PolicyConfig, RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, fraction, non_negative
 
 
@@ -25,8 +26,17 @@ class ReinforcePP(PolicyGradient):
 
     Config = ReinforcePPConfig
 
+    def step(self, ctx: StepContext) -> None:
+        c, losses = self.config, self.losses()
+        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
+        advantages = ctx.compute(self.advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+        self.kl.follow(advantages, batch.rows)
+
     def advantages(self, scores, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None):
-        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, self.config.gamma)
         return {"advantages": F.whiten(returns, loss_mask), **figures}
@@ -44,12 +54,12 @@ class ReinforcePPBaselineConfig(PolicyConfig):
     """The estimator of that KL (k2, the paper's: its gradient is the reverse KL's); k1 in the reward only."""
 
 
-class ReinforcePPBaseline(PolicyGradient):
-    """Advantage of every token: the response's score less its group's mean, whitened over the batch's tokens."""
+class ReinforcePPBaseline(ReinforcePP):
+    """REINFORCE++'s step with another advantage: the score less its group's mean, whitened over the batch's tokens."""
 
     Config = ReinforcePPBaselineConfig
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
-        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         centred = F.group_normalized(scores - penalty.sum(1), group, "none")
         return {"advantages": F.whiten(centred[:, None] * loss_mask, loss_mask), **figures}

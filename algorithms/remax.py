@@ -7,6 +7,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import AGGREGATIONS, RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.core.contracts.step import StepContext
 
 
 @attrs.frozen
@@ -22,16 +23,21 @@ class ReMax(PolicyGradient):
 
     Config = ReMaxConfig
 
-    def step(self, ctx) -> None:
-        prompts = ctx.prompts(self.config.prompts_per_step)
-        batch = self.sample(ctx, prompts)
+    def step(self, ctx: StepContext) -> None:
+        c, losses = self.config, self.losses()
+        prompts = ctx.prompts(c.prompts_per_step)
+        batch = ctx.actor.generate(prompts.repeat(c.group_size))
+        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
         with ctx.aside():  # the metrics are those of the sampled responses
             greedy = ctx.reward.score(ctx.actor.generate(prompts, greedy=True)).rename(scores="baseline_scores")
-        batch = batch.join(greedy.repeat(self.config.group_size))
-        self.improve(ctx, batch, ctx.compute(self.advantages, batch))
+        batch = batch.join(greedy.repeat(c.group_size))
+        advantages = ctx.compute(self.advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+        self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, baseline_scores, loss_mask, old_logprobs=None, ref_logprobs=None):
-        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, gamma=1.0)
         return {

@@ -12,6 +12,7 @@ from hybridflow.algorithms import functional as F
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, non_negative
 
 
@@ -59,8 +60,8 @@ class RewardModel(Algorithm):
     def updates_per_step(self) -> int:
         return 1
 
-    def step(self, ctx) -> None:
-        getattr(ctx, self.role).update((ctx.prompts(self.config.pairs_per_step), self.losses()[self.role]))
+    def step(self, ctx: StepContext) -> None:
+        ctx.roles[self.role].update((ctx.prompts(self.config.pairs_per_step), self.losses()[self.role]))
 
     def losses(self) -> dict[str, Loss]:
         return {"reward": PreferenceLoss(self.config.margin)}

@@ -7,6 +7,7 @@ import attrs
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import AGGREGATIONS, RewardKLConfig
 from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least
 
 
@@ -25,7 +26,16 @@ class RLOO(PolicyGradient):
 
     Config = RLOOConfig
 
+    def step(self, ctx: StepContext) -> None:
+        c, losses = self.config, self.losses()
+        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
+        advantages = ctx.compute(self.advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+        self.kl.follow(advantages, batch.rows)
+
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
-        penalty, figures = self.penalty(loss_mask, old_logprobs, ref_logprobs)
+        penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         advantages = F.leave_one_out(scores - penalty.sum(1), group)
         return {"advantages": advantages[:, None] * loss_mask, **figures}

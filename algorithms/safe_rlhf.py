@@ -10,6 +10,7 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.ppo import PPO, PPOConfig, ValueLoss
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, non_negative, positive
 
 
@@ -45,18 +46,25 @@ class SafeRLHF(PPO):
     def roles(self) -> tuple[Role, ...]:
         return (*super().roles(), Role("cost_critic", "value", trained=True), Role("cost", "reward"))
 
-    def step(self, ctx) -> None:
-        batch = self.sample(ctx, ctx.prompts(self.config.prompts_per_step))
+    def step(self, ctx: StepContext) -> None:
+        c, losses = self.config, self.losses()
+        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
         batch = batch.join(ctx.cost.score(batch), ctx.critic.values(batch), ctx.cost_critic.values(batch))
         self.multiplier.update(torch.as_tensor(batch["costs"].values))
-        self.improve(ctx, batch, ctx.compute(self.lagrangian_advantages, batch))
+        advantages = ctx.compute(self.lagrangian_advantages, batch)
+        for mini in self.minibatches(ctx, batch.join(advantages)):
+            ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+            ctx.critic.update((mini, losses["critic"]))
+            ctx.cost_critic.update((mini, losses["cost_critic"]))
+        self.kl.follow(advantages, batch.rows)
 
     def lagrangian_advantages(
         self, scores, costs, values, cost_values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None,
         token_costs=None,
     ):  # fmt: skip
         c, lam, mask = self.config, self.multiplier.value, loss_mask
-        penalty, figures = self.penalty(mask, old_logprobs, ref_logprobs)
+        penalty, figures = self.kl.penalty(mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, mask, 1.0)
         charges = F.token_rewards(costs if token_costs is None else token_costs, penalty, mask, -1.0)
         reward_advantages, returns = F.gae(rewards, values, mask, c.gamma, c.lam)

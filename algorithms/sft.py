@@ -11,6 +11,7 @@ import torch
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least
 
 
@@ -48,7 +49,7 @@ class SFT(Algorithm):
     def updates_per_step(self) -> int:
         return 1
 
-    def step(self, ctx) -> None:
+    def step(self, ctx: StepContext) -> None:
         ctx.actor.update((ctx.prompts(self.config.batch_size), self.losses()["actor"]))
 
     def losses(self):

@@ -297,6 +297,19 @@ class KnownSettings(TrainingSettings, ABC):
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         return shape_of(hf_config)
 
+    def example_config(self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int) -> dict[str, Any]:
+        return {
+            "model_type": "qwen2",
+            "vocab_size": vocab,
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "intermediate_size": hidden * 8 // 3 // 64 * 64,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        }
+
     def execution(self, trained: bool) -> Execution:
         return self.sharding(trained).execution(trained)
 

@@ -32,7 +32,7 @@ class Simulator:
 
     def footprint(self, model: PlannedModel, layout: ParallelLayout, micro_batches: int) -> Footprint:
         """What the model's backend says, asked once."""
-        key = (model.name, layout.pp, layout.tp, layout.dp, layout.cp, layout.ep, micro_batches)
+        key = (model, layout.pp, layout.tp, layout.dp, layout.cp, layout.ep, micro_batches)
         if key not in self._footprints:
             self._footprints[key] = model.settings.footprint(model.size, layout, model.trained, micro_batches)
         return self._footprints[key]

@@ -50,7 +50,7 @@ def no_group_is_left():
 
 @pytest.fixture(scope="session")
 def ranks():
-    from ranks import Ranks
+    from helpers.ranks import Ranks
 
     ranks = Ranks()
     yield ranks
@@ -60,7 +60,7 @@ def ranks():
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """`folder(name, kind)`: the Hugging Face folder of a tiny model with weights that make mistakes visible."""
-    from training_reference import write_model
+    from helpers.training_reference import write_model
 
     root, made = tmp_path_factory.mktemp("models"), {}
 

@@ -135,6 +135,10 @@ class TrainingSettings:
         """The shape of a model by the fields of its config. Raises ConfigError for an architecture that is not known."""
         raise ConfigError("the backend does not say the shapes of its models (TrainingSettings.model_shape)")
 
+    def example_config(self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int) -> dict[str, Any]:
+        """The fields of a small model's config, for measurements (`hybridflow calibrate`). Raises ConfigError."""
+        raise ConfigError("the backend names no model to measure with (TrainingSettings.example_config)")
+
     def execution(self, trained: bool) -> Execution:
         """How passes are computed."""
         return Execution()

@@ -8,7 +8,7 @@ A plugin module marks its functions with `hookimpl` and takes the arguments that
     def hybridflow_plugins():
         return [Descriptor("reward", "length", "acme.length:LengthReward")]
 
-Hooks are called on the controller. docs/plugins.md has a page for each, tests/core/test_plugins.py a test.
+Hooks are called on the controller. docs/plugins.md has a page for each, tests/core/plugins/test_registry.py a test.
 """
 
 from __future__ import annotations

@@ -16,11 +16,15 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
+from hybridflow.core.config import structure
+from hybridflow.core.contracts.rollout import engine_settings
+from hybridflow.core.contracts.training import training_settings
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.session import Session, prepare
+from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 from hybridflow.planner.calibration.machine import MachineFigures, MachineProbe
 from hybridflow.planner.calibration.probes import Sample
 from hybridflow.planner.cluster import GB, Device, Efficiency, Nodes, RunsOn, device_called
@@ -35,8 +39,6 @@ SHAPES = {
 """Of the models that are measured: hidden size, layers, vocabulary. On a GPU they take some 30 GB in all."""
 SMALL_GPU = 40 * GB
 """GPUs with less memory get half the hidden sizes."""
-ENGINES_SHARE = 0.5
-"""Of a GPU's memory, for all engines together, where an engine takes a share."""
 LENGTHS = {
     "cpu": ((4, 8, 8), (16, 8, 24), (16, 64, 8), (64, 16, 8)),
     "cuda": ((16, 256, 64), (64, 128, 128), (32, 1024, 64), (128, 512, 64)),
@@ -60,13 +62,13 @@ class Probed:
 
     sample: Sample
     model: PlannedModel
-    layout: tuple[int, int, int]
-    rollout: tuple[int, int]
+    layout: ParallelLayout
+    engines: GenerationLayout
 
     def predicted(self, nodes: Nodes) -> float:
         """Seconds, as `hybridflow plan` would say."""
-        s, devices = self.sample, self.layout[0] * self.layout[1] * self.layout[2]
-        verb: Any = "train" if s.verb == "sync" else s.verb
+        s = self.sample
+        verb = "train" if s.verb == "sync" else s.verb
         work = Workload((Task(s.role, verb, s.sequences),), s.prompt, s.response)
         sim = Simulator.of(nodes, work)
         if s.verb == "infer":
@@ -74,8 +76,8 @@ class Probed:
         if s.verb == "train":
             return sim.update(self.model, s.sequences, self.layout)
         if s.verb == "sync":
-            return sim.transition(self.model, self.layout, self.rollout)
-        return float(sim.generation(self.model, s.sequences, devices, self.rollout, 1e18))
+            return sim.transition(self.model, self.layout, self.engines)
+        return float(sim.generation(self.model, s.sequences, self.engines, 1e18))
 
 
 @attrs.frozen
@@ -100,7 +102,7 @@ def calibrate(given: Mapping[str, Any], devices: int, name: str | None = None, s
         models = {name: planned_model(name, placed, []) for name, placed in job.models.items()}
         with Session(job, prepare(job), say) as session:
             session.say("measuring the machine")
-            wide = any(m.compute_bytes == 4 for m in models.values())
+            wide = any(m.execution.compute_bytes == 4 for m in models.values())
             probe = session.make_group(MachineProbe, session.pools["main"], name="machine")
             figures = probe.measure("float32" if wide else "bfloat16").result()
             session.say(f"measuring {len(job.models)} models")
@@ -109,10 +111,8 @@ def calibrate(given: Mapping[str, Any], devices: int, name: str | None = None, s
     probed = []
     for sample in samples:
         placed = job.models[sample.role]
-        layout, generation = placed.layout, placed.generation
-        assert generation is not None
-        at = (layout.pp, layout.tp, layout.dp), (generation.pp, generation.tp)
-        probed.append(Probed(sample, models[sample.role], *at))
+        assert placed.generation is not None
+        probed.append(Probed(sample, models[sample.role], placed.layout, placed.generation))
     device = described(figures, job.device, name)
     first = Nodes(device, 1, devices, between_gbs=25.0)
     spec = next(iter(job.models.values())).spec
@@ -125,36 +125,30 @@ def calibrate(given: Mapping[str, Any], devices: int, name: str | None = None, s
 def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
     """The models that are measured, as a job."""
     actor, device = given.get("actor", {}), _device_type(given)
-    backend, rollout = actor.get("backend", {}), dict(given.get("rollout", {}))
+    backend, rollout = dict(actor.get("backend", {})), dict(given.get("rollout", {}))
     small = device == "cuda" and torch.cuda.get_device_properties(0).total_memory < SMALL_GPU
-    cuts = _cuts(backend.get("name", "fsdp"), rollout.get("name", "transformers"), devices)
+    backend.setdefault("name", registry().default("training_backend"))
+    rollout.setdefault("name", registry().default("rollout_engine"))
+    settings = _settings("training_backend", backend)
     roles: dict[str, Any] = {}
-    for tp, generation in cuts:
+    for tp, generation in _cuts(backend["name"], rollout["name"], devices):
         for name, (hidden, layers, vocab) in SHAPES[device].items():
             hidden //= 2 if small else 1
             heads = max(2, hidden // 64)
             if heads % tp or (heads // 2) % tp:
                 continue
-            config = {
-                "model_type": "qwen2", "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
-                "num_attention_heads": heads, "num_key_value_heads": heads // 2 if heads > 2 else heads,
-                "intermediate_size": hidden * 8 // 3 // 64 * 64, "max_position_embeddings": 4096,
-                "tie_word_embeddings": True,
-            }  # fmt: skip
+            kv_heads = heads // 2 if heads > 2 else heads
             roles[f"{name}_tp{tp}_engine{generation}"] = {
-                "model": {"config": config},
+                "model": {"config": training_settings(settings).example_config(hidden, layers, vocab, heads, kv_heads)},
                 "backend": backend,
                 "layout": {"tp": tp},
                 "generation": {"tp": generation},
                 "optimizer": {"lr": 1e-6},
                 "micro_batch_tokens": MICRO_BATCH_TOKENS[device],
             }
-    engine = registry().config_class("rollout_engine", rollout.get("name", "transformers"))
-    if device == "cuda" and "gpu_memory" in attrs.fields_dict(engine or Sample):
-        rollout.setdefault("gpu_memory", ENGINES_SHARE / len(roles))
     tables = {
         "run": {"folder": folder, "trackers": [], "device": given.get("run", {}).get("device", "auto")},
-        "runtime": given.get("runtime", {"name": "ray" if devices > 1 else "inline", "threads": 1}),
+        "runtime": given.get("runtime", {}),
         "pools": {"main": [devices]},
         "tokenizer": {"characters": "0123456789+="},
         "data": {"source": "arithmetic", "answer": "{answer}", "bos": True, "max_prompt_tokens": 8},
@@ -165,7 +159,23 @@ def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
         **roles,
     }  # fmt: skip
     [job] = resolve_jobs(tables, "calibration", frozenset())
-    return job
+    return _sharing(job) if device == "cuda" else job
+
+
+def _settings(kind: str, table: Mapping[str, Any]) -> Any:
+    """The settings of a plugin's table; None for one that has none. Raises ConfigError."""
+    config_class = registry().config_class(kind, table["name"])
+    own = {key: value for key, value in table.items() if key != "name"}
+    return None if config_class is None else structure(own, config_class, "actor.backend")
+
+
+def _sharing(job: Job) -> Job:
+    """The same models with engines that leave each other room on a device."""
+    models = {}
+    for name, placed in job.models.items():
+        config = engine_settings(placed.spec.engine_config).one_of(len(job.models))
+        models[name] = attrs.evolve(placed, spec=attrs.evolve(placed.spec, engine_config=config))
+    return attrs.evolve(job, models=models)
 
 
 def _device_type(given: Mapping[str, Any]) -> str:
@@ -180,9 +190,9 @@ def _cuts(backend: str, engine: str, devices: int) -> list[tuple[int, int]]:
             raise ConfigError(
                 f"there is no {kind.replace('_', ' ')} {name!r} (there is: {', '.join(registry().names(kind))})"
             )
-    axes = str(registry().descriptor("training_backend", backend).capabilities.get("axes", "dp")).split(", ")
-    whole = devices if registry().descriptor("rollout_engine", engine).capabilities.get("tp") else 1
-    return list(dict.fromkeys([(1, 1), (devices if "tp" in axes else 1, whole)]))
+    tp = devices if "tp" in registry().training_capabilities(backend).axes else 1
+    whole = devices if registry().engine_capabilities(engine).tp else 1
+    return list(dict.fromkeys([(1, 1), (tp, whole)]))
 
 
 def described(found: Sequence[MachineFigures], kind: str, name: str | None) -> Device:

@@ -138,10 +138,10 @@ def test_settings_that_contradict_each_other_are_named(cls, config, said):
 def test_an_adaptive_coefficient_follows_the_kl_and_is_saved(kl_in):
     config = RLOOConfig(kl_coef=0.1, kl_target=0.5, kl_horizon=100.0, kl_in=kl_in, kl_kind="k3")
     algorithm = RLOO(config)
-    algorithm.adaptive.update(5.0, 50)  # far above the target: 0.1 (1 + 0.2 50 / 100)
-    assert algorithm.beta == pytest.approx(0.11)
+    algorithm.kl.adaptive.update(5.0, 50)  # far above the target: 0.1 (1 + 0.2 50 / 100)
+    assert algorithm.kl.beta == pytest.approx(0.11)
     fresh = RLOO(config)
     fresh.load_state_dict(algorithm.state_dict())
-    assert fresh.beta == algorithm.beta
-    assert fresh.losses()["actor"].kl_coef == (fresh.beta if kl_in == "loss" else 0.0)
+    assert fresh.kl.beta == algorithm.kl.beta
+    assert fresh.losses()["actor"].kl_coef == (fresh.kl.beta if kl_in == "loss" else 0.0)
     assert RLOO(attrs.evolve(config, kl_target=None)).state_dict() == {}

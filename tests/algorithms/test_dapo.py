@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import attrs
 import pytest
+from helpers.watched import Watched, column
 
 from hybridflow.algorithms.dapo import DAPO, DAPOConfig
 from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.kit.testing import TinyRun
-from tests.algorithms.watched import Watched, column
 
 CONFIG = DAPOConfig(prompts_per_step=4, group_size=3)
 

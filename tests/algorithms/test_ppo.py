@@ -111,7 +111,7 @@ def test_the_adaptive_coefficient_follows_the_measured_kl():
     assert second["beta"] == pytest.approx(0.05 * (1 - 0.2 * 8 / 100))
     restored = PPO(config)
     restored.load_state_dict({"adaptive": {"value": 0.07}})
-    assert restored.beta == 0.07 and PPO(PPOConfig()).beta == 0.05
+    assert restored.kl.beta == 0.07 and PPO(PPOConfig()).kl.beta == 0.05
 
 
 def test_epochs_of_mini_batches_are_so_many_optimizer_steps():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.watched import column
 
 from hybridflow.algorithms.cost_model import CostLoss, CostModel, CostModelConfig
 from hybridflow.algorithms.dpo import DPO, DPOConfig, DPOLoss
@@ -13,10 +14,9 @@ from hybridflow.algorithms.reward_model import PreferenceLoss, RewardModel, Rewa
 from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.kit.testing import TinyRun
 from hybridflow.kit.testing.runs import TABLES
-from tests.algorithms.watched import column
 
 DATA = {
-    "source": "tests.algorithms.pair_rows:RightAndWrong", "answer": "{chosen}", "response": "{chosen}",
+    "source": "helpers.pair_rows:RightAndWrong", "answer": "{chosen}", "response": "{chosen}",
     "rejected": "{rejected}",
 }  # fmt: skip
 PAIRS = {"data": DATA, "actor": {"micro_batch_tokens": 30, "optimizer": {"lr": 3e-3}}}

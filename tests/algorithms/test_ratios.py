@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.watched import Watched
 
 from hybridflow.algorithms.cispo import CISPO, CISPOConfig
 from hybridflow.algorithms.gspo import GSPO, GSPOConfig
@@ -13,7 +14,6 @@ from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
 from hybridflow.core.contracts.loss import Counts
 from hybridflow.core.workers.reduction import reduce_terms
 from hybridflow.kit.testing import TinyRun
-from tests.algorithms.watched import Watched
 
 
 class KeptGSPO(Watched, GSPO):

@@ -8,16 +8,16 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from helpers.watched import Watched, column
 
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.testing import TinyRun
 from hybridflow.kit.testing.runs import TABLES
-from tests.algorithms.watched import Watched, column
 
 TABLE = {
     "cost": {"function": "hybridflow.kit.testing.runs:even_tokens"},
-    "reward": {"function": "tests.algorithms.pair_rows:odd_tokens"},
+    "reward": {"function": "helpers.pair_rows:odd_tokens"},
 }
 CONFIG = SafeRLHFConfig(prompts_per_step=8, cost_limit=0.2, multiplier_lr=0.5, kl_coef=0.0, value_clip=None)
 

@@ -28,14 +28,14 @@ from hybridflow.kit.testing.runs import TABLES
 
 PAIRS = {
     "data": {
-        "source": "tests.algorithms.pair_rows:RightAndWrong", "answer": "{chosen}", "response": "{chosen}",
+        "source": "helpers.pair_rows:RightAndWrong", "answer": "{chosen}", "response": "{chosen}",
         "rejected": "{rejected}", "unsafe": ["chosen_unsafe", "rejected_unsafe"],
     },
     "actor": {"micro_batch_tokens": 30},
 }  # fmt: skip
 COSTS = {
     "cost": {"function": "hybridflow.kit.testing.runs:even_tokens"},
-    "reward": {"function": "tests.algorithms.pair_rows:odd_tokens"},
+    "reward": {"function": "helpers.pair_rows:odd_tokens"},
 }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_jobs import OPTIMIZER, spec_of
-from training_reference import make_batch
+from helpers.training_jobs import OPTIMIZER, spec_of
+from helpers.training_reference import make_batch
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.fsdp.config import FSDPConfig

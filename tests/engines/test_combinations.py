@@ -11,10 +11,10 @@ import os
 import attrs
 import pytest
 import torch
-from hybrid_jobs import train_and_sync
-from training_check import output_ranks
-from training_jobs import Setup, outputs
-from training_reference import ReplayedPPO, make_batch
+from helpers.hybrid_jobs import train_and_sync
+from helpers.training_check import output_ranks
+from helpers.training_jobs import Setup, outputs
+from helpers.training_reference import ReplayedPPO, make_batch
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.megatron.config import MegatronConfig

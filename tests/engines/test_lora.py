@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from lora_check import LORA, SOME, check_resume, check_sync, check_training, with_lora
-from training_jobs import Setup
+from helpers.lora_check import LORA, SOME, check_resume, check_sync, check_training, with_lora
+from helpers.training_jobs import Setup
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.fsdp.config import FSDPConfig

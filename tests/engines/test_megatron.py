@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from training_jobs import Setup, step_without
-from training_reference import Blend, make_batch
+from helpers.training_jobs import Setup, step_without
+from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.megatron.backend import MegatronBackend
 from hybridflow.backends.megatron.config import MegatronConfig

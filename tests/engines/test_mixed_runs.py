@@ -11,8 +11,8 @@ import time
 import uuid
 
 import pytest
+from helpers.tiny import hybridflow, learning, marked, write
 from run.test_resume import PPO, same_weights
-from run.tiny import hybridflow, learning, marked, write
 
 RAY = ["runtime=ray", "pools.main=[2]"]
 MIXED = [

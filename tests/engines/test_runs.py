@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from run.tiny import GRPO, hybridflow, killing, learning, marked, write
+from helpers.tiny import GRPO, hybridflow, killing, learning, marked, write
 
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
 ENGINES = {

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("sglang.version")
 
-from run.tiny import GRPO
+from helpers.tiny import GRPO
 
 from hybridflow.backends.sglang import shims
 from hybridflow.backends.sglang.config import OURS, SGLangConfig, argument_names

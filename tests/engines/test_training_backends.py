@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from training_check import check
-from training_jobs import Setup
-from training_reference import Blend
+from helpers.training_check import check
+from helpers.training_jobs import Setup
+from helpers.training_reference import Blend
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.megatron.config import MegatronConfig

@@ -5,9 +5,18 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from training_check import check, output_ranks
-from training_jobs import Setup, export, failing_build, failing_load, holdings, load_and_train, outputs, save_after
-from training_reference import (
+from helpers.training_check import check, output_ranks
+from helpers.training_jobs import (
+    Setup,
+    export,
+    failing_build,
+    failing_load,
+    holdings,
+    load_and_train,
+    outputs,
+    save_after,
+)
+from helpers.training_reference import (
     MODELS,
     Blend,
     Nothing,
@@ -163,7 +172,7 @@ def test_splits_and_pieces_change_nothing(ranks, folder, setup):
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_loss_whose_weights_are_all_zero_changes_nothing(ranks, folder, setup):
-    from training_jobs import train
+    from helpers.training_jobs import train
 
     setup = attrs.evolve(setup, path=folder("llama-deep"))
     got = ranks(train, setup.layout.world, setup, [(make_batch(6), Nothing())])

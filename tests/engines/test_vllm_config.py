@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("vllm.version")
 
-from run.tiny import GRPO
+from helpers.tiny import GRPO
 
 from hybridflow.backends.vllm.config import OURS, VLLMConfig, argument_names
 from hybridflow.core.errors import ConfigError

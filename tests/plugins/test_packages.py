@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-
-from tests.plugins.packages import hybridflow, install, python
+from helpers.packages import hybridflow, install, python
 
 ROOT = Path(__file__).parents[2]
 TINY = (

@@ -12,8 +12,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from tests.plugins.packages import hybridflow, install, python
+from helpers.packages import hybridflow, install, python
 
 SOURCE = Path(__file__).parent / "third_party"
 CONFIG = """

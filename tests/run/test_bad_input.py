@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from run.tiny import MODEL, hybridflow, write
+from helpers.tiny import MODEL, hybridflow, write
 
 
 def refused(folder, *arguments):

@@ -2,7 +2,7 @@
 
 import json
 
-from run.tiny import hybridflow, killing, learning, write
+from helpers.tiny import hybridflow, killing, learning, write
 
 
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):

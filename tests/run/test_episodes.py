@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.watched import Watched, column
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.core.contracts.environment import Answer, Environment
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.kit.testing import TinyRun
-from tests.algorithms.watched import Watched, column
 
 HERE = "tests.run.test_episodes"
 CLOSED = []

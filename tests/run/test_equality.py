@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from run.tiny import hybridflow, learning, write
+from helpers.tiny import hybridflow, learning, write
 from safetensors.torch import load_file
 
 WARM = {'name = "grpo", prompts_per_step = 4, group_size = 4, mini_batch_size = 8': 'name = "sft", batch_size = 64'}
@@ -42,7 +42,7 @@ def trained(folder, policy, *settings, algorithm="grpo"):
 
 
 def _model():
-    from run.tiny import MODEL
+    from helpers.tiny import MODEL
 
     return MODEL
 

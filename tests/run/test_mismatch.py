@@ -1,6 +1,6 @@
 """Rollout and trainer logprobs that differ are noticed: a bfloat16 engine beside a float32 trainer."""
 
-from run.tiny import hybridflow, metrics, write
+from helpers.tiny import hybridflow, metrics, write
 
 BF16 = ("rollout.dtype=bfloat16", "run.checkpoint_every=1")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 
+from helpers.tiny import MODEL
+
 from hybridflow.core.launch import run as launch
-from tests.run.tiny import MODEL
 
 CONFIG = f"""
 runtime = "inline"
@@ -16,7 +17,7 @@ trackers = ["jsonl"]
 [tokenizer]
 characters = "0123456789+="
 [data]
-source = "tests.algorithms.pair_rows:RightAndWrong"
+source = "helpers.pair_rows:RightAndWrong"
 bos = true
 response = "{{chosen}}"
 rejected = "{{rejected}}"

@@ -1,7 +1,7 @@
 """A run that is cut off goes on bit for bit."""
 
 import pytest
-from run.tiny import hybridflow, learning, write
+from helpers.tiny import hybridflow, learning, write
 from safetensors.torch import load_file
 
 PPO = {

@@ -1,6 +1,6 @@
 """validation.stop_at ends a run, or a stage, at the score that was asked for."""
 
-from run.tiny import hybridflow, metrics, write
+from helpers.tiny import hybridflow, metrics, write
 
 SETTINGS = ('validation.data.options.split="held-out"', "validation.data.limit=16", "validation.every=2")
 

@@ -1,9 +1,9 @@
 """The HybridEngine: FSDP2's weights in the embedded engine, in any layout of the same ranks, bit for bit."""
 
 import pytest
-from hybrid_jobs import corrupted, misfit, train_and_sync
-from training_jobs import Setup
-from training_reference import Blend, make_batch
+from helpers.hybrid_jobs import corrupted, misfit, train_and_sync
+from helpers.training_jobs import Setup
+from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.core.job.schema import SyncConfig

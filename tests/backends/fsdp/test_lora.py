@@ -5,10 +5,10 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from hybrid_jobs import train_and_sync
-from lora_check import LORA, SOME, check_resume, check_sync, check_training, with_lora
-from training_jobs import Setup, failing_build, failing_load, make_worker, mine, outputs, save_after
-from training_reference import Blend, make_batch
+from helpers.hybrid_jobs import train_and_sync
+from helpers.lora_check import LORA, SOME, check_resume, check_sync, check_training, with_lora
+from helpers.training_jobs import Setup, failing_build, failing_load, make_worker, mine, outputs, save_after
+from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig

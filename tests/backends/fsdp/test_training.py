@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from training_check import check, close
-from training_jobs import Setup, evaluate, outputs, train
-from training_reference import (
+from helpers.training_check import check, close
+from helpers.training_jobs import Setup, evaluate, outputs, train
+from helpers.training_reference import (
     MODELS,
     Blend,
     GroupLoss,

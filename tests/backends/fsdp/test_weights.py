@@ -8,7 +8,7 @@ import shutil
 import attrs
 import pytest
 import torch
-from training_jobs import (
+from helpers.training_jobs import (
     OPTIMIZER,
     Setup,
     broken_transfer,
@@ -24,7 +24,7 @@ from training_jobs import (
     synced_training,
     train,
 )
-from training_reference import MODELS, Blend, Nothing, ValueLoss, load, make_batch, spec_of
+from helpers.training_reference import MODELS, Blend, Nothing, ValueLoss, load, make_batch, spec_of
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import attrs
 import pytest
 import torch
 

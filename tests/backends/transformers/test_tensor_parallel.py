@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from tensor_parallel_jobs import Model, generate, generation_of, make_engine
+from helpers.tensor_parallel_jobs import Model, generate, generation_of, make_engine
 
 from hybridflow.backends.transformers import parallel
 from hybridflow.backends.transformers.config import TransformersEngineConfig

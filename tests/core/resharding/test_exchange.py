@@ -1,8 +1,8 @@
 """Plans carried out by the ranks of a gloo group, bit for bit, and what they cost."""
 
 import pytest
-import reshard_jobs as jobs
 import torch
+from helpers import reshard_jobs as jobs
 
 from hybridflow.core.resharding.exchange import checksum
 from hybridflow.core.values.model_shape import ModelShape

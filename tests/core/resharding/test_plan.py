@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from brute import best_balance, check_plan, layout, mask, whole
+from helpers.brute import best_balance, check_plan, layout, mask, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,0 +1,253 @@
+"""The worker behind every model role, on the inline runtime with the FSDP backend and the embedded engine."""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import pytest
+import torch
+
+from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.backends.inline.runtime import InlineRuntime
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.core.contracts.loss import Loss, Term
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.errors import WorkerError
+from hybridflow.core.groups.group import Pool, WorkerGroup
+from hybridflow.core.job.job import ModelRole
+from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.workers.generation import row_seed
+from hybridflow.core.workers.gradients import loss_reads
+from hybridflow.core.workers.model_worker import ModelWorker
+
+MODEL = {
+    "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+ROLE = ModelRole(ModelSpec(MODEL, None, 0), "fsdp", FSDPConfig(), 40, OptimizerConfig(lr=1e-2))
+WITH_ENGINE = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
+
+
+class NextToken(Loss):
+    def __call__(self, batch, outputs):
+        return Term("nll", -outputs["logprobs"])
+
+
+class Weighted(Loss):
+    reads, unit = ("advantages",), "group"
+
+    def __call__(self, batch, outputs):
+        return Term("pg", -outputs["logprobs"] * batch["advantages"])
+
+
+class Seen(Loss):
+    """Reports the rows that a loss is given."""
+
+    def __init__(self, unit="row"):
+        self.unit = unit
+
+    def __call__(self, batch, outputs):
+        rows = torch.ones(len(batch["loss_mask"]))
+        return [Term("nll", -outputs["logprobs"]), Term("rows", rows, how="unit-mean", weight=0.0)]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    torch.set_num_threads(1)
+    runtime = InlineRuntime()
+    runtime.start()
+    yield Pool.launch(ResourcePool("main"), runtime)
+    runtime.shutdown()
+
+
+def make_group(pool, role=ROLE, name="actor"):
+    generation = generation_layout(ParallelLayout()) if role.engine else None
+    group = WorkerGroup(ModelWorker, pool, role, name=name, generation=generation)
+    group.build().result()
+    return group
+
+
+def make_batch(rows=6, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 6, rows)
+    return Batch(
+        {
+            "prompt_ids": tokens([rng.integers(0, 19, rng.integers(1, 4)) for _ in lengths]),
+            "response_ids": tokens([rng.integers(0, 19, n) for n in lengths]),
+            "loss_mask": tokens([np.ones(n) for n in lengths], torch.uint8),
+            "advantages": tokens([rng.standard_normal(n) for n in lengths], torch.float32),
+            "group": torch.arange(rows) // 2,
+            "sample_id": torch.arange(rows),
+            "unknown": ["travels"] * rows,
+        }
+    )
+
+
+def test_updates_lower_the_loss_and_count_as_versions(pool):
+    group, batch = make_group(pool), make_batch()
+    before = group.loss((batch, NextToken())).result()
+    found = [group.update([(batch, NextToken())]).result() for _ in range(5)]
+    assert found[0]["loss"] == pytest.approx(before["loss"])
+    assert [m["nll"] for m in found] == sorted((m["nll"] for m in found), reverse=True)
+    assert {"loss", "nll", "grad_norm", "lr", "update_seconds", "update_peak_gb"} == set(found[0].values())
+    assert group.loss((batch, NextToken())).result()["loss"] < found[-1]["loss"]
+
+
+def test_building_tells_the_parameters(pool):
+    group = WorkerGroup(ModelWorker, pool, ROLE, name="actor")
+    model = 19 * 16 + 16 * (16 + 8 + 8) + 16 + 8 + 8 + 16 * 16 + 3 * 16 * 24 + 3 * 16
+    assert group.build().result() == [{"parameters": model}]
+
+
+def test_columns_come_back_under_the_names_that_were_asked_for(pool):
+    group, batch = make_group(pool), make_batch()
+    made = group.logprobs(batch, {"logprobs": "old_logprobs", "entropy": "entropy"}, 2)
+    assert set(made.names) == {"old_logprobs", "entropy", "topk_ids", "topk_logprobs"}
+    assert np.array_equal(made["old_logprobs"].lengths, batch["response_ids"].lengths)
+    assert made["topk_ids"].values.shape == (len(batch["response_ids"].values), 2)
+    assert set(batch.join(made).names) > {"unknown", "old_logprobs"}
+
+
+def test_a_batch_of_no_rows_gives_empty_columns_of_the_right_kind(pool):
+    group, none = make_group(pool), make_batch().take(slice(0, 0))
+    made = group.logprobs(none, {"logprobs": "logprobs"}, 2)
+    assert made["logprobs"].values.shape == (0,)
+    assert made["topk_ids"].values.shape == (0, 2)
+    assert made["topk_ids"].values.dtype == torch.int64
+    assert group.update([(none, NextToken())]).result()["grad_norm"] == 0.0
+
+
+def test_values_and_scores_are_columns_per_token_and_per_row(pool):
+    for kind in ("value", "score"):
+        group = make_group(pool, attrs.evolve(ROLE, model=ModelSpec(MODEL, None, 0, kind), optimizer=None), kind)
+        batch = make_batch()
+        made = group.values(batch, "v")["v"] if kind == "value" else group.score(batch, "s")["s"]
+        assert made.kind == ("token" if kind == "value" else "row")
+        assert made.rows == batch.rows
+        with pytest.raises(WorkerError, match=f"a {kind} model has no output 'logprobs'"):
+            group.logprobs(batch, {"logprobs": "x"}).rows and group.logprobs(batch, {"logprobs": "x"})["x"]
+
+
+def test_rows_without_a_token_to_train_on_are_left_out_and_units_stay_whole(pool):
+    group, batch = make_group(pool), make_batch()
+    mask = batch["loss_mask"].values.clone()
+    ends = np.cumsum(batch["loss_mask"].lengths)
+    mask[: ends[2]] = 0  # rows 0, 1 and 2: the group 0, and one row of the group 1
+    masked = batch.with_columns(loss_mask=attrs.evolve(batch["loss_mask"], values=mask))
+    by_row = group.loss((masked, Seen())).result()
+    assert by_row.means["rows"] == (3.0, 3.0)
+    by_group = group.loss((masked, Seen("group"))).result()
+    assert by_group.means["rows"] == (4.0, 2.0)
+    assert by_row["nll"] == pytest.approx(by_group["nll"])
+    assert by_row["nll"] == pytest.approx(group.loss((batch.take(slice(3, 6)), NextToken())).result()["nll"])
+
+
+def test_an_update_reads_its_losses_columns_and_no_more():
+    batch = make_batch()
+    names = loss_reads([(batch, NextToken()), (batch, Weighted())])
+    assert set(names) == {
+        "prompt_ids", "response_ids", "loss_mask", "advantages", "group", "rollout_logprobs", "weight_version",
+    }  # fmt: skip
+
+
+def test_two_pairs_report_the_sum_of_their_losses(pool):
+    group, batch = make_group(pool), make_batch()
+    alone = [group.loss((batch, loss)).result()["loss"] for loss in (NextToken(), Weighted())]
+    both = group.update([(batch, NextToken()), (batch, Weighted())]).result()
+    assert both["loss"] == pytest.approx(sum(alone))
+    assert both["nll"] == pytest.approx(alone[0])
+
+
+def test_the_engine_is_synced_when_the_weights_are_newer_and_agrees_with_the_trainer(pool):
+    group, batch = make_group(pool, WITH_ENGINE), make_batch()
+    sampling = SamplingParams(max_tokens=6)
+    asked = batch.select(["prompt_ids", "sample_id"])
+    for version in (0, 2, 4):
+        made = asked.join(group.generate(asked, sampling, 7))
+        assert set(made["weight_version"].values.tolist()) == {version}
+        metrics = group.update([(made, NextToken())]).result()
+        assert metrics["mismatch_mean"] < 1e-5
+        assert metrics["mismatch_kl"] < 1e-9
+        assert metrics["mismatch_max_ratio"] == pytest.approx(1.0, abs=1e-4)
+        later = group.update([(made, NextToken())]).result()  # tokens of an older version are not compared
+        assert "mismatch_mean" not in later.values()
+        assert "mismatch_max_ratio" not in later.values()
+    assert group.sync().result()[0] > 0.0
+    assert group.sync().result()[0] == 0.0
+
+
+def test_what_is_sampled_depends_on_seed_and_sample_alone(pool):
+    group, batch = make_group(pool, WITH_ENGINE), make_batch(8)
+    sampling = SamplingParams(max_tokens=5)
+    whole = list(group.generate(batch, sampling, 3)["response_ids"])
+    parts = [group.generate(batch.take(rows), sampling, 3)["response_ids"] for rows in (slice(5, 8), slice(0, 5))]
+    again = [*parts[1], *parts[0]]
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    other = list(group.generate(batch, sampling, 4)["response_ids"])
+    assert any(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
+    limited = group.generate(batch, sampling, 3, [1, 2])["response_ids"].lengths
+    assert (limited <= np.array([1, 2] * 4)).all()
+    assert row_seed(3, 0) != row_seed(3, 1) != row_seed(4, 1)
+
+
+def test_a_checkpoint_brings_back_weights_and_what_follows(pool, tmp_path):
+    group, batch = make_group(pool), make_batch()
+    group.update([(batch, NextToken())]).result()
+    group.save(str(tmp_path / "c")).result()
+    saved = group.checksum().result()
+    group.update([(batch, NextToken())]).result()
+    ended = group.checksum().result()
+    assert ended != saved
+    group.load(str(tmp_path / "c")).result()
+    assert group.checksum().result() == saved
+    group.update([(batch, NextToken())]).result()
+    assert group.checksum().result() == ended
+
+
+@pytest.mark.parametrize("changes", [{}, {"offload": True}, {"keep_engine": False}], ids=str)
+def test_training_and_rollout_share_what_they_can_and_say_the_same_as_if_they_did_not(pool, changes):
+    batch, said, shared = make_batch(), [], []
+    for alias in (True, False):
+        group = make_group(pool, attrs.evolve(WITH_ENGINE, sync=SyncConfig(alias=alias, verify=True), **changes))
+        for seed in range(3):
+            made = group.generate(batch, SamplingParams(max_tokens=4), seed)
+            said.append((made["response_ids"].values.tolist(), made["rollout_logprobs"].values.tolist()))
+            metrics = group.update([(batch, NextToken())]).result()
+        shared.append(made.metrics["sync_aliased_mb"])
+        assert made.metrics["sync_peak_gb"] > 0 and metrics["update_peak_gb"] > 0
+        said.append((group.checksum().result(), metrics["grad_norm"]))
+    assert said[:4] == said[4:]
+    own = [] if changes else [(19 * 16 + 3 * 16) * 4 / 1e6]  # embeddings and norms; matrices are transposed on a CPU
+    assert shared == [pytest.approx(own[0] if own else 0.0), 0.0]
+
+
+def test_failures_carry_role_phase_and_rank(pool, tmp_path):
+    group, batch = make_group(pool, name="critic"), make_batch()
+    advantages = attrs.evolve(batch["advantages"], values=torch.full_like(batch["advantages"].values, torch.inf))
+    before = group.checksum().result()
+    with pytest.raises(
+        WorkerError, match="an update of role 'critic' after 0 steps: the gradient norm is nan"
+    ) as error:
+        group.update([(batch.with_columns(advantages=advantages), Weighted())]).result()
+    assert (error.value.role, error.value.phase, error.value.rank) == ("critic", "update", 0)
+    assert group.checksum().result() == before
+    with pytest.raises(WorkerError, match="of role 'critic' cannot be read"):
+        group.load(str(tmp_path / "missing")).result()
+
+
+def test_an_offloaded_role_works_as_a_resident_one(pool):
+    batch = make_batch()
+    found = []
+    for offload in (False, True):
+        group = make_group(pool, attrs.evolve(WITH_ENGINE, offload=offload))
+        metrics = group.update([(batch, NextToken())]).result()
+        assert 0.01 < metrics["update_peak_gb"] < 100
+        made = group.generate(batch, SamplingParams(max_tokens=4), 1)["response_ids"]
+        found.append((group.checksum().result(), made.values.tolist()))
+    assert found[0] == found[1]

@@ -1,0 +1,42 @@
+"""Configs and clusters that several tests plan with."""
+
+LLAMA = (
+    '{ model_type = "llama", vocab_size = 32000, hidden_size = 2048, intermediate_size = 5504, num_hidden_layers = 8, '
+    "num_attention_heads = 16, max_position_embeddings = 4096 }"
+)
+CONFIG = f"""
+# of a reader
+algorithm = {{ name = "ppo", prompts_per_step = 256, mini_batch_size = 64 }}
+[run]
+steps = 4
+[pools]
+main = [2]
+[tokenizer]
+characters = "0123456789+="
+[data]
+source = "arithmetic"
+max_prompt_tokens = 512
+[sampling]
+max_tokens = 512  # long
+[rollout]
+name = "transformers"
+dtype = "bfloat16"
+[actor]
+micro_batch_tokens = 4096
+backend = {{ name = "fsdp", precision = "bf16" }}
+model.config = {LLAMA}
+[reward]
+model.config = {LLAMA}
+backend = {{ name = "fsdp", precision = "bf16" }}
+"""
+
+OWN_CLUSTER = """
+[[nodes]]
+device = "laptop"
+per_node = 1
+[devices.laptop]
+memory_gb = 4
+tflops = 0.05
+bandwidth_gbs = 10
+link_gbs = 5
+"""

@@ -1,0 +1,290 @@
+"""What the ranks of a test run. Each function is called as function(rank, world, *args) on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from helpers.training_reference import make_batch, spec_of
+from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.job.job import ModelRole
+from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.plugins import registry
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.kit.huggingface import modeling
+from hybridflow.kit.testing.passes import memoryless
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=0.5, eps=1e-3)
+"""Without so large an eps AdamW blows rounding errors of gradients near 0 up to lr."""
+
+
+GROUPS: dict[tuple, dict] = {}
+"""Process groups that the workers of a process share: each one has threads, and there are many workers in turn."""
+
+
+@attrs.frozen
+class Setup:
+    """A role and how it is spread."""
+
+    path: str
+    kind: str = "policy"
+    layout: ParallelLayout = attrs.field(factory=ParallelLayout)
+    backend: str = "fsdp"
+    config: Any = None
+    """The backend's own; None: its defaults."""
+    optimizer: OptimizerConfig | None = OPTIMIZER
+    micro_batch_tokens: int = 64
+    temperature: float = 1.0
+    engine: str | None = None
+    offload: bool = False
+    model: ModelSpec | None = None
+    logits_at_once: int = modeling.LOGITS_AT_ONCE
+    generation_tp: int = 1
+    sync: SyncConfig = attrs.field(factory=SyncConfig)
+    engine_config: dict[str, Any] = attrs.field(factory=dict)
+    keep_engine: bool = True
+
+
+def said_by(attempt: Callable[[], Any]) -> str:
+    """The message of its failure; "" when it does not fail."""
+    try:
+        attempt()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def make_worker(rank: int, setup: Setup) -> ModelWorker:
+    modeling.LOGITS_AT_ONCE = setup.logits_at_once
+    groups = GROUPS.setdefault((setup.layout, setup.generation_tp, rank), {})
+    generation = generation_layout(setup.layout, 1, setup.generation_tp)
+    context = RankContext("actor", rank, setup.layout, torch.device("cpu"), generation=generation, groups=groups)
+    config = setup.config or registry().config_class("training_backend", setup.backend)()
+    engine_config = None
+    if setup.engine:
+        engine_config = registry().config_class("rollout_engine", setup.engine)(**setup.engine_config)
+    role = ModelRole(
+        setup.model or spec_of(setup.path, setup.kind), setup.backend, config, setup.micro_batch_tokens, setup.optimizer,
+        setup.engine, engine_config, setup.temperature,
+        setup.offload, setup.sync, setup.keep_engine,
+    )  # fmt: skip
+    worker = ModelWorker(context, role)
+    worker.build()
+    return worker
+
+
+def mine(worker: ModelWorker, batch: Batch, unit: str = "row") -> Batch:
+    """This rank's rows, cut as the controller cuts them."""
+    if unit != "row":
+        batch = batch.whole(np.asarray(batch[unit].values))
+    return batch.split(worker.context.layout.dp)[worker.context.coords.dp]
+
+
+def parameters(worker: ModelWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.backend.full_parameters()}
+
+
+def gradients(rank: int, setup: Setup, pairs: list[tuple[Batch, Loss]]) -> dict[str, torch.Tensor]:
+    """Whole gradients, read off the move of the weights in one step without memory: any backend gives them so."""
+    worker = make_worker(rank, attrs.evolve(setup, optimizer=memoryless(1e5)))
+    before = parameters(worker)
+    worker.update(pairs)
+    config = worker.backend.optimizer_config
+    found = {}
+    for name, after in parameters(worker).items():
+        moved = before[name].double() - after.double()
+        found[name] = (moved * config.eps / (config.lr - moved.abs())).float()
+    return found
+
+
+def train(rank: int, world: int, setup: Setup, pairs: list[tuple[Batch, Loss]], steps: int = 1) -> dict[str, Any]:
+    """The metrics without an update, the gradients of the first step, metrics of all, and the parameters at the end."""
+    worker = make_worker(rank, setup)
+    local_pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
+    evaluated = worker.loss(local_pairs[0])
+    grads = gradients(rank, setup, local_pairs)
+    found = [worker.update(local_pairs) for _ in range(steps)]
+    found_at_end = {"parameters": parameters(worker), "version": worker.backend.version}
+    return {"evaluated": evaluated, "grads": grads, "metrics": found, **found_at_end}
+
+
+def evaluate(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> Metrics:
+    worker = make_worker(rank, setup)
+    return worker.loss((mine(worker, batch, loss.unit), loss))
+
+
+def outputs(rank: int, world: int, setup: Setup, batch: Batch) -> dict[str, Any]:
+    """Columns of this rank's rows."""
+    worker = make_worker(rank, setup)
+    rows = mine(worker, batch)
+    if setup.kind == "policy":
+        made = worker.logprobs(rows, {"logprobs": "logprobs", "entropy": "entropy"}, 3)
+    elif setup.kind == "value":
+        made = worker.values(rows, "values")
+    else:
+        made = worker.score(rows, "scores")
+    return {name: made[name] for name in made}
+
+
+def holdings(rank: int, world: int, setup: Setup) -> dict[str, Any]:
+    """The layout, this rank's shards, and the whole parameters."""
+    worker = make_worker(rank, setup)
+    shards = [(name, box, tensor.clone()) for name, box, tensor in worker.backend.named_shards()]
+    return {"layout": worker.backend.layout(), "shards": shards, "whole": parameters(worker)}
+
+
+def save_after(rank: int, world: int, setup: Setup, pairs: list, steps: int, folder: str, more: int) -> dict[str, Any]:
+    """Train, save, train on: the parameters at both points."""
+    worker = make_worker(rank, setup)
+    pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
+    for _ in range(steps):
+        worker.update(pairs)
+    worker.save(folder)
+    saved = parameters(worker)
+    for _ in range(more):
+        worker.update(pairs)
+    return {"saved": saved, "end": parameters(worker)}
+
+
+def load_and_train(rank: int, world: int, setup: Setup, pairs: list, folder: str, more: int) -> dict[str, Any]:
+    worker = make_worker(rank, setup)
+    pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
+    if setup.optimizer is not None and more:
+        worker.update(pairs)  # what was there before must not matter
+    worker.load(folder)
+    loaded = parameters(worker)
+    moments = {
+        f"{part.entry} {part.box}": part.values.abs().sum().item()
+        for part in worker.backend._state()
+        if part.entry.startswith("optimizer.")
+    }
+    for _ in range(more):
+        worker.update(pairs)
+    return {"loaded": loaded, "end": parameters(worker), "moments": moments, "version": worker.backend.version}
+
+
+def export(rank: int, world: int, setup: Setup, pairs: list, folder: str) -> dict[str, torch.Tensor]:
+    worker = make_worker(rank, setup)
+    if pairs:
+        worker.update([(mine(worker, batch, loss.unit), loss) for batch, loss in pairs])
+    worker.export(folder)
+    return parameters(worker)
+
+
+def moved(rank: int, world: int, setup: Setup, pairs: list, steps: int) -> dict[str, torch.Tensor]:
+    """Training whose storage moves to a new place before and after each step, as offload and onload do on a GPU."""
+    worker = make_worker(rank, setup)
+    pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
+    batch = pairs[0][0]
+    for _ in range(steps):
+        worker.backend._move(torch.clone)
+        worker.logprobs(batch, {"logprobs": "logprobs"})
+        worker.backend._move(torch.clone)
+        worker.update(pairs)
+    return parameters(worker)
+
+
+def reload(rank: int, world: int, setup: Setup, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs before and after the weights are replaced by those of a checkpoint."""
+    worker = make_worker(rank, setup)
+    batch = mine(worker, make_batch(8))
+    before = worker.logprobs(batch, {"logprobs": "x"})["x"].values
+    worker.load(folder)
+    return before, worker.logprobs(batch, {"logprobs": "x"})["x"].values
+
+
+def failing_load(rank: int, world: int, setup: Setup, folder: str) -> str:
+    worker = make_worker(rank, setup)
+    try:
+        worker.load(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def failing_build(rank: int, world: int, setup: Setup) -> str:
+    try:
+        make_worker(rank, setup)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "built"
+
+
+def failing_update(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> tuple[str, bool]:
+    """The error, and whether the weights are as they were."""
+    worker = make_worker(rank, setup)
+    before = parameters(worker)
+    try:
+        worker.update([(mine(worker, batch, loss.unit), loss)])
+        text = "updated"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    after = parameters(worker)
+    return text, all(torch.equal(before[n], after[n]) for n in before)
+
+
+def synced_training(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int) -> list[float]:
+    """The largest difference of trainer and engine logprobs, before training and after each update."""
+    from hybridflow.core.contracts.rollout import SamplingParams
+
+    worker = make_worker(rank, setup)
+    rows = mine(worker, batch)
+    ask = rows.take(slice(0, 4)).select(["prompt_ids"]).with_columns(sample_id=torch.arange(min(4, rows.rows)))
+    worst = []
+    for step in range(steps + 1):
+        made = ask.join(worker.generate(ask, SamplingParams(max_tokens=8, temperature=setup.temperature), seed=step))
+        again = worker.logprobs(made, {"logprobs": "logprobs"})["logprobs"].values
+        versions = made["weight_version"].values
+        assert (versions == worker.backend.version).all(), versions
+        worst.append(float((again - made["rollout_logprobs"].values).abs().max()))
+        worker.update([(rows, loss)])
+    return worst
+
+
+def broken_transfer(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> dict[str, Any]:
+    """A transfer that fails on rank 0 alone, what the engines say then, and the next one."""
+    from hybridflow.core.contracts.rollout import SamplingParams
+
+    worker = make_worker(rank, setup)
+    engine = worker.engine
+    rows = mine(worker, batch)
+    ask = rows.take(slice(0, 2)).select(["prompt_ids"]).with_columns(sample_id=torch.arange(2))
+    sampling = SamplingParams(max_tokens=4)
+    worker.generate(ask, sampling, seed=0)
+    worker.update([(rows, loss)])
+    receive, seen = engine.receive, []
+
+    def fail(name, box, tensor):
+        seen.append(name)
+        if rank == 0 and len(seen) == 5:
+            raise OSError("the link is down")
+        receive(name, box, tensor)
+
+    engine.receive = fail
+    said = [said_by(worker.sync), said_by(lambda: engine.generate([]))]
+    engine.receive = receive
+    worker.sync()
+    made = ask.join(worker.generate(ask, sampling, seed=1))
+    again = worker.logprobs(made, {"logprobs": "x"})["x"].values
+    return {"said": said, "worst": float((again - made["rollout_logprobs"].values).abs().max())}
+
+
+def step_without(rank: int, world: int, setup: Setup, pairs: list, patch: str) -> None:
+    """A build and a step of Megatron without one of its patches for the CPU."""
+    import functools
+
+    from hybridflow.backends.megatron import backend
+
+    backend.on_cpu = functools.partial(backend.on_cpu, without=[patch])
+    worker = make_worker(rank, setup)
+    worker.update([(mine(worker, batch, loss.unit), loss) for batch, loss in pairs])

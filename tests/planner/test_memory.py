@@ -1,0 +1,94 @@
+"""The memory model against measured bytes of tensors (bench/memory.py, docs/benchmarks.md), so that a change of it is noticed;
+and its terms by hand."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.planned import changed, laid_out, planned
+
+from hybridflow.core.plugins import registry
+from hybridflow.core.values.model_shape import ModelSize
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.planner import Cluster, PlannedModel, Task, Workload
+from hybridflow.planner.memory import Memory
+from hybridflow.planner.times import Simulator
+
+SHAPES = {
+    "tied": llama_shape(768, 6, 12, 12, 64, 2048, 16384, tied=True, qkv_bias=True),
+    "gqa": llama_shape(1024, 4, 16, 4, 64, 2816, 8000),
+    "deep": llama_shape(512, 12, 8, 2, 64, 1536, 24000),
+    "wide": llama_shape(384, 4, 6, 2, 64, 1152, 100000, tied=True),
+}
+BY_LAYER = {"wrap_min_parameters": 1_000_000}
+MEASURED = [
+    # model, backend, settings, tp, (sequences, prompt, response), micro_batch_tokens, MB at rest, MB at the peak of an update
+    ("tied", "fsdp", {}, 1, (8, 64, 64), 4096, 330, 1004),
+    ("tied", "fsdp", {}, 1, (8, 64, 64), 128, 330, 922),
+    ("tied", "fsdp", {}, 2, (8, 64, 64), 4096, 331, 799),
+    ("tied", "fsdp", {"activation_checkpointing": True}, 1, (16, 64, 64), 4096, 330, 881),
+    ("tied", "fsdp", {"precision": "bf16"}, 1, (16, 64, 64), 4096, 330, 881),
+    ("tied", "fsdp", BY_LAYER, 1, (16, 64, 64), 4096, 330, 907),
+    ("tied", "fsdp", BY_LAYER, 1, (16, 64, 64), 256, 330, 834),
+    ("tied", "fsdp", {}, 1, (32, 128, 128), 8192, 330, 2639),
+    ("gqa", "fsdp", {}, 1, (16, 96, 32), 4096, 369, 932),
+    ("gqa", "fsdp", {}, 2, (16, 32, 96), 1024, 369, 845),
+    ("gqa", "fsdp", BY_LAYER | {"precision": "bf16"}, 1, (16, 64, 64), 2048, 369, 701),
+    ("gqa", "fsdp", BY_LAYER | {"activation_checkpointing": True}, 1, (16, 64, 64), 512, 369, 857),
+    ("deep", "fsdp", {}, 1, (16, 64, 64), 4096, 365, 1532),
+    ("deep", "fsdp", {}, 2, (16, 32, 96), 2048, 365, 1665),
+    ("deep", "fsdp", {"precision": "bf16"}, 2, (16, 32, 96), 2048, 365, 1305),
+    ("deep", "fsdp", BY_LAYER, 1, (16, 64, 64), 1024, 365, 1203),
+    ("deep", "fsdp", BY_LAYER | {"activation_checkpointing": True}, 1, (32, 96, 32), 4096, 365, 773),
+    ("wide", "fsdp", {}, 1, (64, 32, 96), 4096, 272, 4366),
+    ("wide", "fsdp", {}, 2, (32, 32, 96), 4096, 272, 4015),
+    ("wide", "fsdp", {"precision": "bf16"}, 1, (64, 32, 96), 4096, 272, 3958),
+    ("tied", "deepspeed", {"stage": 1}, 1, (8, 64, 64), 4096, 551, 1072),
+    ("tied", "deepspeed", {"stage": 2}, 1, (8, 64, 64), 4096, 551, 1007),
+    ("tied", "deepspeed", {"stage": 2}, 1, (32, 128, 128), 8192, 551, 2541),
+    ("tied", "deepspeed", {"stage": 2, "precision": "bf16"}, 1, (16, 64, 64), 4096, 441, 797),
+    ("tied", "deepspeed", {"stage": 3}, 1, (8, 64, 64), 4096, 751, 1349),
+    ("tied", "deepspeed", {"stage": 3}, 1, (32, 128, 128), 8192, 751, 2961),
+    ("gqa", "deepspeed", {"stage": 2}, 1, (16, 96, 32), 1024, 615, 1182),
+    ("deep", "deepspeed", {"stage": 2}, 1, (16, 64, 64), 1024, 608, 1437),
+    ("deep", "deepspeed", {"stage": 3}, 1, (16, 96, 32), 2048, 814, 1870),
+    ("deep", "deepspeed", {"stage": 3, "precision": "bf16"}, 1, (16, 64, 64), 4096, 650, 1248),
+    ("wide", "deepspeed", {"stage": 2}, 1, (64, 32, 96), 4096, 453, 4366),
+]
+
+
+def bytes_of(model: PlannedModel, tp: int, length: tuple[int, int, int], dp: int):
+    tasks = (Task("actor", "infer", length[0]), Task("actor", "train", length[0]))
+    sim = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], Workload(tasks, *length[1:]))
+    return Memory(sim).bytes(model, laid_out(1, tp, dp))
+
+
+@pytest.mark.parametrize(("shape", "backend", "settings", "tp", "length", "micro", "rest", "peak"), MEASURED)
+def test_within_a_tenth_of_what_was_measured(shape, backend, settings, tp, length, micro, rest, peak):
+    config = registry().config_class("training_backend", backend)(**settings)
+    model = PlannedModel("actor", ModelSize(SHAPES[shape]), config, trained=True, micro_batch_tokens=micro)
+    found = bytes_of(model, tp, length, 2 // tp)
+    assert found.resident / 1e6 == pytest.approx(rest, rel=0.01)
+    assert (found.resident + found.training) / 1e6 == pytest.approx(peak, rel=0.1)
+
+
+def test_an_update_of_a_model_that_is_kept_whole_by_hand():
+    """One layer of hidden 4, 2 heads of 2, intermediate 8, vocabulary 10; 1 sequence of 3 + 2 tokens."""
+    shape = llama_shape(4, 1, 2, 2, 2, 8, 10, tied=True)
+    model = planned("actor", shape, trained=True, sharding="zero1", weight_bytes=4, optimizer_bytes=12, compute_bytes=4)
+    weights = 4 * 16 + 3 * 32 + 2 * 4 + 10 * 4 + 4  # q, k, v, o; gate, up, down; norms; embedding; last norm
+    assert model.size.params == weights == 212
+    found = bytes_of(model, 1, (1, 3, 2), 1)
+    assert found.resident == weights * (4 + 12)
+    layer = 5 * (6 * 4 + 2 * (2 + 2) * 2 + 4 * 8) * 4  # 5 tokens; 72 numbers each
+    logits = 2 * 10 * 4
+    assert layer == 1440
+    assert (
+        found.training == layer + 3 * logits + 10 * 4 * 4
+    )  # the beginning of the backward pass, the embedding's gradient
+    assert found.inference == max(layer, 2 * logits)
+    again = bytes_of(changed(model, recompute=True), 1, (1, 3, 2), 1)
+    assert again.training == 5 * 4 * 4 + layer + 3 * logits + 10 * 4 * 4
+    pieces = bytes_of(changed(model, logits_at_once=10), 1, (1, 3, 2), 1)  # one token's at a time
+    assert pieces.training == layer + 3 * 10 * 4 + 10 * 4 * 4
+    several = bytes_of(changed(model, micro_batch_tokens=5), 1, (2, 3, 2), 1)
+    assert several.training == found.training + weights * 4  # gradients of the first micro-batch
