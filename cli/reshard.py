@@ -75,12 +75,13 @@ class Source:
         return PUBLISHED[model] if model in PUBLISHED else self.settings.model_shape(read_fields(model))
 
     def weights(self, shape: ModelShape, dtype: torch.dtype) -> WeightLayout:
+        planned = self.settings.planned_layout(shape, self.layout, dtype)
         if not self.settings.takes(shape, self.layout):
             raise ConfigError(
                 f"--from: backend {self.backend} takes no layout {self.layout} of this model; change its sizes, or name "
                 "another backend"
             )
-        return self.settings.planned_layout(shape, self.layout, dtype)
+        return planned
 
 
 @attrs.frozen

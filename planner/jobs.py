@@ -79,9 +79,9 @@ def check_ranks(job: PlannableJob, cluster: Cluster) -> None:
     """Raises ConfigError for more devices than the job's runtime can use."""
     most = registry().runtime_capabilities(job.runtime).max_ranks
     if most is not None and cluster.devices > most:
-        ranks = "one rank" if most == 1 else f"at most {most} ranks"
+        ranks, one = ("one rank", "one") if most == 1 else (f"at most {most} ranks", str(most))
         raise ConfigError(
-            f"runtime: {job.runtime} runs models on {ranks}, and the cluster has {cluster.devices} devices; plan for {most} "
+            f"runtime: {job.runtime} runs models on {ranks}, and the cluster has {cluster.devices} devices; plan for {one} "
             f"({cluster.nodes[0].device.name}:1x{most}), or set another runtime"
         )
 

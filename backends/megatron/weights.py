@@ -57,7 +57,7 @@ class RoleShape:
 
     def layout_of(self, dtype: torch.dtype) -> WeightLayout:
         """Boxes as the storage has them: a key/value head's rows of the fused projection are one box each."""
-        whole = self.shape if self.kind == "policy" else attrs.evolve(self.shape, tied=False)
+        whole = self.shape if self.kind == "policy" else attrs.evolve(self.shape, ties={})
         params = self.params(dtype)
         made = megatron_layout(whole, self.layout, params, self.virtual_stages, self.vocab_multiple)
         memo: dict[tuple, Any] = {}

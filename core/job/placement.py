@@ -13,10 +13,12 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.places import forget_places, says_auto
 from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.stages import stage_tables
+from hybridflow.core.job.stages import shadowed_overrides, stage_tables
 from hybridflow.core.plugins import registry
 
 log = logging.getLogger(__name__)
+PLACED = "placement"
+"""Where `hybridflow show` says that such values came from."""
 
 
 def resolve_placed(
@@ -28,7 +30,17 @@ def resolve_placed(
     and the nearest placement that fits.
     """
     every, auto = without_places(tables, shorthand)
-    jobs = resolve_jobs(whole(every) if auto else tables, name, shorthand, provenance, unplaced=auto, place=place)
+    shadowed = shadowed_overrides(tables, provenance) if provenance is not None else []
+
+    def found(job: Job) -> Mapping[str, Any]:
+        settings = place(job)
+        if provenance is not None:
+            own = {key: dict(value) for key, value in settings.items()}
+            provenance.record(own if job.stage is None else {"stages": {job.stage: own}}, PLACED)
+        return settings
+
+    given = whole(every) if auto else tables
+    jobs = resolve_jobs(given, name, shorthand, problems=shadowed, unplaced=auto, place=found)
     problems = [problem for job in jobs if job.stage not in auto for problem in misfits(job)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridflow.core.config import Provenance, merge, structure
+from hybridflow.core.config import merge, structure
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.role import Role
@@ -29,24 +29,24 @@ from hybridflow.core.job.schema import (
     SamplingSection,
     ValidationSection,
 )
-from hybridflow.core.job.stages import shadowed_overrides, stage_tables, tokenizer_folder
+from hybridflow.core.job.stages import stage_tables, tokenizer_folder
 from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import environment_class
 
 Place = Callable[[Job], Mapping[str, Any]]
 """From a job without places to the settings of a plan (core/contracts/planner.py)."""
-PLACED = "placement"
-"""Where `hybridflow show` says that such values came from."""
 
 
 def resolve_jobs(
-    tables: dict[str, Any], name: str, shorthand: frozenset[str], provenance: Provenance | None = None,
+    tables: dict[str, Any], name: str, shorthand: frozenset[str], problems: Sequence[str] = (),
     elsewhere: bool = False, unplaced: Container[str | None] = (), place: Place | None = None,
 ) -> list[Job]:  # fmt: skip
-    """The jobs of a configuration, in order. Raises ConfigError with all problems of all stages; with `elsewhere` plugins
-    whose requirements are not installed here are none. `unplaced`: stages whose layouts are still to be found, by `place`
-    where it is given."""
-    problems = [] if provenance is None else shadowed_overrides(tables, provenance)
+    """The jobs of a configuration, in order. Raises ConfigError with all problems of all stages.
+
+    `problems` are known already. With `elsewhere` plugins whose requirements are not installed here are none. The layouts
+    of `unplaced` stages are still to be found, by `place` where it is given.
+    """
+    problems = list(problems)
     readers = {
         stage: Reader(own, elsewhere, stage in unplaced) for stage, own in stage_tables(tables, shorthand).items()
     }
@@ -59,7 +59,7 @@ def resolve_jobs(
         reader.unknown_tables(roles, all_known=all(algorithm for _, algorithm in chosen.values()))
         job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
         if place is not None and stage in unplaced and job is not None and not reader.problems:
-            reader = _placed(reader, job, place, provenance)
+            reader = _placed(reader, job, place)
             if not reader.problems:
                 job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
         prefix = f"stage {stage}: " if stage else ""
@@ -70,7 +70,7 @@ def resolve_jobs(
     return [job for job in jobs.values() if job is not None]
 
 
-def _placed(reader: Reader, job: Job, place: Place, provenance: Provenance | None) -> Reader:
+def _placed(reader: Reader, job: Job, place: Place) -> Reader:
     """The same stage, with pools and layouts that were found; or with the problem why there are none."""
     try:
         settings = place(job)
@@ -80,9 +80,6 @@ def _placed(reader: Reader, job: Job, place: Place, provenance: Provenance | Non
         return reader
     tables = deepcopy(reader.tables)
     replace_places(tables, settings)
-    if provenance is not None:
-        found = {key: dict(value) for key, value in settings.items()}
-        provenance.record(found if job.stage is None else {"stages": {job.stage: found}}, PLACED)
     return Reader(tables, reader.elsewhere)
 
 

@@ -98,7 +98,7 @@ class ReshardPlan:
                     shared = len(names) * common(mine, boxes)
                     figures["common"][rank] += shared * want.itemsize
                     figures["shared"][rank] += 0 if opaque else shared * want.itemsize
-                    figures["unused"][rank] -= common * have.itemsize
+                    figures["unused"][rank] -= shared * have.itemsize
         figures["unused"] += figures["source"]
         return figures
 

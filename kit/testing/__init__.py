@@ -1,24 +1,31 @@
 """The conformance kit: subclass, give one fixture, and pytest tests your part like ours (docs/conformance.md)."""
 
 from hybridflow.kit.testing.algorithms import AlgorithmConformance
+from hybridflow.kit.testing.commands import CommandConformance
 from hybridflow.kit.testing.data import DataSourceConformance
 from hybridflow.kit.testing.engine_base import give_weights
+from hybridflow.kit.testing.environments import EnvironmentConformance
 from hybridflow.kit.testing.losses import LossConformance
 from hybridflow.kit.testing.models import Reference, reference, tiny_config
 from hybridflow.kit.testing.passes import one_rank
+from hybridflow.kit.testing.planners import PlannerConformance
 from hybridflow.kit.testing.protocols import ProtocolConformance
 from hybridflow.kit.testing.random_columns import Shape
 from hybridflow.kit.testing.rewards import RewardConformance, sample
 from hybridflow.kit.testing.rollout import RolloutEngineConformance
 from hybridflow.kit.testing.runs import TinyRun
 from hybridflow.kit.testing.runtimes import RuntimeConformance
+from hybridflow.kit.testing.trackers import TrackerConformance
 from hybridflow.kit.testing.training import TrainingBackendConformance
 from hybridflow.kit.testing.transports import TransportConformance
 
 __all__ = [
     "AlgorithmConformance",
+    "CommandConformance",
     "DataSourceConformance",
+    "EnvironmentConformance",
     "LossConformance",
+    "PlannerConformance",
     "ProtocolConformance",
     "Reference",
     "RewardConformance",
@@ -26,6 +33,7 @@ __all__ = [
     "RuntimeConformance",
     "Shape",
     "TinyRun",
+    "TrackerConformance",
     "TrainingBackendConformance",
     "TransportConformance",
     "give_weights",

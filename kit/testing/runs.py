@@ -13,6 +13,7 @@ import torch
 from hybridflow.core.config import expand
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.reward import RewardSample
+from hybridflow.core.job.job import Job
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 from hybridflow.core.job.stages import overlay
@@ -65,6 +66,12 @@ def algorithm_table(algorithm: Algorithm) -> dict[str, Any]:
     return {"name": f"{cls.__module__}:{cls.__qualname__}", **settings}
 
 
+def tiny_job(tables: Mapping[str, Any]) -> Job:
+    """The smallest job, with other tables over TABLES."""
+    [job] = resolve_jobs(overlay(TABLES, expand(tables, SHORTHAND)), "conformance", SHORTHAND)
+    return job
+
+
 class TinyRun:
     """Steps of an algorithm, real from data to optimizer, without a run's folder. A context manager.
 
@@ -73,8 +80,7 @@ class TinyRun:
 
     def __init__(self, algorithm: Algorithm | Mapping[str, Any], tables: Mapping[str, Any] | None = None):
         table = algorithm_table(algorithm) if isinstance(algorithm, Algorithm) else dict(algorithm)
-        merged = overlay(TABLES, expand({"algorithm": table, **(tables or {})}, SHORTHAND))
-        [self.job] = resolve_jobs(merged, "conformance", SHORTHAND)
+        self.job = tiny_job({"algorithm": table, **(tables or {})})
         self.algorithm = type(self.job.algorithm)(self.job.algorithm.config)
         self.session = Session(self.job, prepare(self.job))
 

@@ -73,7 +73,7 @@ def _move(link: Link, transport: Transport, case: str, step: int) -> list[str]:
     return [n for n, b, t in target if not torch.equal(t, _value(n, dtype, step)[b.slices()])]
 
 
-def _rank(rank: int, name: str, folder: str, answers: Any) -> None:
+def _rank(rank: int, name: str, folder: str, folder_setting: str | None, answers: Any) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -81,12 +81,14 @@ def _rank(rank: int, name: str, folder: str, answers: Any) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
         (Path(folder) / "messages").mkdir(exist_ok=True)
         link = Link(
-            rank, list(range(WORLD)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(WORLD), "here"),
-            folder=f"{folder}/messages",
+            rank, list(range(WORLD)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(WORLD), "here")
         )  # fmt: skip
-        found_class = import_object(name) if ":" in name else registry().get("transport", name)
-        found["problem"], found["mailbox"] = found_class.problem(link), issubclass(found_class, Mailbox)
-        transport = found_class(link)
+        found_class: type[Transport] = import_object(name) if ":" in name else registry().get("transport", name)
+        config = None
+        if found_class.Config is not None:
+            config = found_class.Config(**({folder_setting: f"{folder}/messages"} if folder_setting else {}))
+        found["problem"], found["mailbox"] = found_class.problem(link, config), issubclass(found_class, Mailbox)
+        transport = found_class(link, config)
         for case in CASES:
             found[case] = [
                 _move(link, transport, case, step) for step in range(3)
@@ -104,6 +106,8 @@ class TransportConformance:
     """For transports within a process group: subclass it, give the fixture `transport` (a name, or "module:Class")."""
 
     timeout_s = 120.0
+    folder_setting: str | None = None
+    """The setting of its Config, if any, that names a folder which all ranks see; nothing may be left there."""
 
     @pytest.fixture
     def transport(self) -> str:
@@ -113,7 +117,8 @@ class TransportConformance:
     def moved(self, transport, tmp_path) -> list[dict[str, Any]]:
         context = mp.get_context("spawn")
         answers = context.Queue()
-        ranks = [context.Process(target=_rank, args=(r, transport, str(tmp_path), answers)) for r in range(WORLD)]
+        given = (transport, str(tmp_path), self.folder_setting, answers)
+        ranks = [context.Process(target=_rank, args=(rank, *given)) for rank in range(WORLD)]
         for process in ranks:
             process.start()
         try:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 from rich.console import Console
 
 from hybridflow.cli import doctor, plugins
@@ -17,7 +18,6 @@ from hybridflow.cli.main import main
 from hybridflow.core.errors import PluginError
 from hybridflow.core.plugins import Descriptor, Registry
 
-ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "examples/arithmetic.toml")
 
 
@@ -138,7 +138,9 @@ def test_plugins_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (0, "[]"), done.stderr
     assert re.search(r"algorithm +grpo +hybridflow +\S+ +ready", done.stdout)
-    assert re.search(r"training_backend +fsdp +axes: dp, tp; lora; models: policy, value, score; offload", done.stdout)
+    assert re.search(
+        r"training_backend +fsdp +axes: dp, tp; models: policy, score, value; precisions: bf16, fp32", done.stdout
+    )
 
 
 def test_plugins_of_one_kind_and_of_an_unknown_one():

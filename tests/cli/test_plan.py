@@ -6,10 +6,10 @@ import io
 import json
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 from helpers.configs import CONFIG, LLAMA
+from helpers.paths import ROOT
 from rich.console import Console
 
 from hybridflow.cli import written
@@ -21,8 +21,6 @@ from hybridflow.core.job.places import replace_places
 from hybridflow.core.launch import load_config
 from hybridflow.planner import NothingFitsError
 from hybridflow.planner.cluster import DEVICES, Cluster, Efficiency, read_cluster
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def rows(text):
 
 
 def test_it_prints_the_papers_table_the_groups_and_who_talks(capsys):
-    assert main(["reshard", "--from", "tp=4,dp=2", "--to", "tp=2", "--model", "llama-7b"]) == 0
+    assert main(["reshard", "--from", "backend=megatron,tp=4,dp=2", "--to", "tp=2", "--model", "llama-7b"]) == 0
     text = capsys.readouterr().out
     assert "llama-7b: 6.74 billion parameters, 13.48 GB in bfloat16" in text
     assert (
@@ -35,7 +35,17 @@ def test_it_reads_a_models_config_and_shows_every_rank(capsys, tmp_path):
     fields = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
               "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 101, "tie_word_embeddings": True}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    arguments = ["--from", "dp=4,kind=fsdp", "--to", "tp=2", "--model", str(tmp_path), "--dtype", "float32", "--ranks"]
+    arguments = [
+        "--from",
+        "backend=fsdp,dp=4",
+        "--to",
+        "tp=2",
+        "--model",
+        str(tmp_path),
+        "--dtype",
+        "float32",
+        "--ranks",
+    ]
     assert main(["reshard", *arguments]) == 0
     text = capsys.readouterr().out
     assert "from fsdp dp4 (4 ranks" in text and "transfers of 26 parameters" in text
@@ -45,15 +55,18 @@ def test_it_reads_a_models_config_and_shows_every_rank(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("source", "target", "said"),
     [
-        ("tp=4,db=2", "tp=2", "'db=2' is not one of pp=..., tp=..."),
+        ("tp=4,db=2", "tp=2", "'db' is neither a size nor a setting of training_backend 'fsdp'"),
+        ("tp=4,dp", "tp=2", "'dp' is no key=value"),
         ("tp=four", "tp=2", "--from: tp is 'four'"),
         ("tp=4", "tp=0", "--to: tp is '0'"),
         ("tp=4", "tp=3", "do not divide the 4 ranks"),
-        ("tp=4,kind=fsdp", "tp=2", "kind fsdp shards over dp alone; leave out tp"),
-        ("dp=4,kind=ddp", "tp=2", "there are megatron, fsdp, zero3"),
+        ("pp=2", "tp=2", "backend fsdp takes no layout pp2 of this model"),
+        ("dp=4,backend=ddp", "tp=2", "unknown training_backend 'ddp'"),
+        ("dp=4,replicas=two", "tp=2", "--from.replicas: expected an integer"),
+        ("dp=4", "tp=2,engine=vlm", "unknown rollout_engine 'vlm'; did you mean 'vllm'?"),
         ("dp=4,order=tp-dp", "tp=2", "order must name each"),
-        ("pp=5", "tp=1", "32 layers do not divide into 5 stages"),
-        ("tp=3", "tp=1", "attention heads 32"),
+        ("backend=megatron,pp=5", "tp=1", "32 layers do not divide into 5 stages"),
+        ("backend=megatron,tp=3", "tp=1", "attention heads 32"),
     ],
 )
 def test_what_cannot_be_is_said(source, target, said, capsys):

@@ -84,7 +84,7 @@ def shown(path: str = "one.toml", *overrides: str, docs: bool = False) -> str:
 
 def resolved(path: str = "one.toml", *overrides: str) -> list[tuple[Job, dict[str, Value]]]:
     tables, provenance = read_config(path, overrides, SHORTHAND)
-    jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND, provenance)
+    jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND)
     return [(job, {v.key: v for block in blocks(job, provenance) for v in block.values}) for job in jobs]
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import tomllib
-from pathlib import Path
+import runpy
 
-ROOT = Path(__file__).resolve().parents[2]
+import setuptools
+from helpers.paths import ROOT
+
 DATA = "backends/sglang/cpu"
 """Installed as data of its package: stubs of another project's modules."""
 
 
-def test_every_folder_of_modules_is_a_package_that_is_installed():
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+def test_every_folder_of_modules_is_a_package_that_is_installed(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    runpy.run_path("setup.py")
     folders = {
         path.parent.relative_to(ROOT)
-        for top in ("core", "backends", "algorithms")
+        for top in ("core", "kit", "planner", "cli", "backends", "algorithms")
         for path in (ROOT / top).rglob("*.py")
     }
     found = {f"hybridflow.{'.'.join(folder.parts)}" for folder in folders if not str(folder).startswith(DATA)}
-    assert sorted(listed) == sorted(found)
+    assert sorted(given["packages"]) == sorted(found)
+    assert given["package_dir"]["hybridflow.kit"] == "kit"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
+from helpers.paths import DOCS
 
 from hybridflow.core.config import expand, merge
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "configuration.md").read_text()
 EXAMPLES = re.findall(r"^<!-- toml: small\.toml -->\n```toml\n(.*?)^```$", PAGE, re.M | re.S)
 

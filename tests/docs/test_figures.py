@@ -1,9 +1,8 @@
 """Figures of the documentation are what the code draws."""
 
 import importlib.util
-from pathlib import Path
 
-DOCS = Path(__file__).parents[2] / "docs"
+from helpers.paths import DOCS
 
 
 def make_figures():

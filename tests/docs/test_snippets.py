@@ -14,10 +14,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 
 from hybridflow.core.plugins import registry
 
-ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^<!-- (run|file|source)(?:: (\S+))? -->\n```\w*\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.M)
 PAGES = {

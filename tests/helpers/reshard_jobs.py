@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from helpers.syncs import transport_config
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.contracts.transport import Link
 from hybridflow.core.plugins import registry
@@ -67,13 +68,12 @@ def gather(rank: int, world: int, source: WeightLayout, target: WeightLayout, gr
 
 def run(plan, rank: int, world: int, transport: str, folder: str):
     link = Link(
-        rank, list(range(world)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(world), "here"),
-        folder=folder,
+        rank, list(range(world)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(world), "here")
     )  # fmt: skip
     have, want = storage(plan.source, rank, True), storage(plan.target, rank, False)
     read, into = Shards(have), Shards(want)
     exchange = Exchange(plan, rank, torch.device("cpu"))
-    mover = registry().get("transport", transport)(link)
+    mover = registry().get("transport", transport)(link, transport_config(transport, folder))
     dist.barrier()
     before = received()
     moved = exchange.run(mover, read.read, lambda name, box, values: into.read(name, box).copy_(values))

@@ -13,8 +13,7 @@ from helpers.training_reference import make_batch, spec_of
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.contracts.worker import RankContext
-from hybridflow.core.job.job import ModelRole
-from hybridflow.core.job.schema import SyncConfig
+from hybridflow.core.job.job import ModelRole, SyncSpec
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
@@ -50,7 +49,7 @@ class Setup:
     model: ModelSpec | None = None
     logits_at_once: int = modeling.LOGITS_AT_ONCE
     generation_tp: int = 1
-    sync: SyncConfig = attrs.field(factory=SyncConfig)
+    sync: SyncSpec = attrs.field(factory=SyncSpec)
     engine_config: dict[str, Any] = attrs.field(factory=dict)
     keep_engine: bool = True
 

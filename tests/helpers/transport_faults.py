@@ -31,5 +31,5 @@ class ReusesItsBuffer(Disk):
 
 class Unwilling(Disk):
     @classmethod
-    def problem(cls, link):
+    def problem(cls, link, config=None):
         return "not today"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 from helpers.packages import hybridflow, install, python
+from helpers.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
+from hybridflow.cli.new.command import new_package
+
 TINY = (
     "run.steps=1", "runtime=inline", "validation.data.limit=8",
     "stages.warm-up.actor.model.config.hidden_size=32", "stages.warm-up.actor.model.config.num_hidden_layers=1",
@@ -17,18 +18,25 @@ TINY = (
 )  # fmt: skip
 
 
-def test_a_new_algorithm_passes_its_tests_untouched_in_under_sixty_lines(tmp_path):
-    made = hybridflow(None, tmp_path, "new", "algorithm", "my_best_grpo")
+KINDS = ("algorithm", "training_backend", "rollout_engine", "reward", "environment", "tracker", "command")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_passes_its_tests_untouched_and_is_listed(kind, tmp_path):
+    made = hybridflow(None, tmp_path, "new", kind, "my_own")
     assert made.returncode == 0, made.stderr
-    package = tmp_path / "my_best_grpo"
-    files = sorted(p.name for p in package.iterdir())
-    assert files == ["my_best_grpo.py", "pyproject.toml", "test_my_best_grpo.py"]
-    assert sum(len(p.read_text().splitlines()) for p in package.iterdir()) < 60
+    package = tmp_path / "my_own"
+    assert sorted(p.name for p in package.iterdir()) == ["my_own.py", "pyproject.toml", "test_my_own.py"]
     tested = python(None, package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     packages = install(package, tmp_path / "site")
-    listed = hybridflow(packages, tmp_path, "plugins", "algorithm").stdout
-    assert "my_best_grpo" in listed and "hybridflow-my-best-grpo" in listed
+    listed = hybridflow(packages, tmp_path, "plugins", kind).stdout
+    assert "my_own" in listed and "hybridflow-my-own" in listed
+
+
+def test_a_new_algorithm_has_under_sixty_lines(tmp_path):
+    new_package("algorithm", "mine", tmp_path)
+    assert sum(len(p.read_text().splitlines()) for p in (tmp_path / "mine").iterdir()) < 60
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import pytest
 from helpers.hybrid_jobs import corrupted, misfit, train_and_sync
+from helpers.syncs import sync
 from helpers.training_jobs import Setup
 from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.job.schema import SyncConfig
 from hybridflow.core.values.parallel import ParallelLayout
 
 DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
@@ -40,15 +40,15 @@ def test_the_engine_has_the_trainers_weights_after_every_update(ranks, folder, m
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory", "disk"])
 def test_every_transport_serves_by_name_in_small_buckets(ranks, folder, transport, tmp_path):
-    sync = SyncConfig(transport=transport, bucket_mb=0.05, verify=True, folder=str(tmp_path))
-    found = ranks(train_and_sync, 2, setup(folder("llama"), sync=sync), make_batch(8), Blend(), 2)
+    given = sync(transport=transport, bucket_mb=0.05, verify=True, folder=str(tmp_path))
+    found = ranks(train_and_sync, 2, setup(folder("llama"), sync=given), make_batch(8), Blend(), 2)
     check(found)
     assert 0 < max(answer["buffers"] for answer in found) <= 50_000
     assert not list(tmp_path.iterdir())
 
 
 def test_a_bf16_engine_gets_bf16_values_of_fp32_masters(ranks, folder):
-    changes = {"engine_config": {"dtype": "bfloat16"}, "sync": SyncConfig(verify=True)}
+    changes = {"engine_config": {"dtype": "bfloat16"}, "sync": sync(verify=True)}
     found = ranks(train_and_sync, 2, setup(folder("qwen2-odd"), **changes), make_batch(8), Blend(), 1)
     check(found, steps=1, atol=0.3)
     whole = ranks(train_and_sync, 2, setup(folder("qwen2-odd")), make_batch(8), Blend(), 0)
@@ -67,7 +67,7 @@ def test_hsdp_replicas_and_dropped_engines_generate_alike(ranks, folder):
 
 
 def test_a_wrong_element_is_found_by_its_parameters_name_and_the_next_sync_mends_it(ranks, folder):
-    found = ranks(corrupted, 2, setup(folder("llama"), sync=SyncConfig(verify=True)), make_batch(8))
+    found = ranks(corrupted, 2, setup(folder("llama"), sync=sync(verify=True)), make_batch(8))
     for said, refused, wrong in found:
         assert "1 parameters differ" in said and "model.layers.1.mlp.up_proj.weight" in said
         assert "was begun and not ended" in refused
@@ -83,5 +83,5 @@ def test_a_model_that_does_not_fit_is_listed_whole_and_the_engine_is_not_touched
 
 
 def test_a_transport_that_cannot_serve_says_why(ranks, folder):
-    with pytest.raises(RuntimeError, match=r"no transport can move the weights; disk: .* set sync\.folder"):
-        ranks(train_and_sync, 2, setup(folder("llama"), sync=SyncConfig(transport="disk")), make_batch(8), Blend(), 0)
+    with pytest.raises(RuntimeError, match=r"no transport can move the weights; disk: .* set sync\.transport\.folder"):
+        ranks(train_and_sync, 2, setup(folder("llama"), sync=sync(transport="disk")), make_batch(8), Blend(), 0)

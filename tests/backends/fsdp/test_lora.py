@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers.hybrid_jobs import train_and_sync
 from helpers.lora_check import LORA, SOME, check_resume, check_sync, check_training, with_lora
+from helpers.syncs import sync
 from helpers.training_jobs import Setup, failing_build, failing_load, make_worker, mine, outputs, save_after
 from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
-from hybridflow.core.job.schema import SyncConfig
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.huggingface.config import LoRAConfig
 
@@ -51,9 +51,7 @@ def test_bf16_stores_the_model_in_bf16_and_trains_float32_adapters(ranks, folder
     setup = with_lora(attrs.evolve(PLAIN, config=config), folder("llama"), layout=DP2)
     found = ranks(dtypes, 2, setup)[0]
     assert found == ({torch.bfloat16}, {torch.float32})
-    synced = attrs.evolve(
-        setup, engine="transformers", engine_config={"dtype": "bfloat16"}, sync=SyncConfig(verify=True)
-    )
+    synced = attrs.evolve(setup, engine="transformers", engine_config={"dtype": "bfloat16"}, sync=sync(verify=True))
     for answer in ranks(train_and_sync, 2, synced, make_batch(8), Blend(), 2):
         assert answer["wrong"] == [] and answer["worst"] < 0.3
 

@@ -25,9 +25,11 @@ def names(shape: RoleShape, pp: int) -> list[tuple[str, int | None]]:
     stages, virtual = shape.layout.pp, shape.virtual_stages
     each = shape.shape.layers // (stages * virtual)
     layers = [v * stages * each + pp * each + i for v in range(virtual) for i in range(each)]
-    extra = (("self_attention.linear_qkv.bias",) if shape.shape.qkv_bias else ()) + (
-        ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight") if shape.shape.qk_norm else ()
-    )
+    extra = []
+    if "self_attn.q_proj.bias" in shape.shape.layer:
+        extra.append("self_attention.linear_qkv.bias")
+    if "self_attn.q_norm.weight" in shape.shape.layer:
+        extra += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"]
     found: list[tuple[str, int | None]] = [(n, layer) for layer in layers for n in (*LAYER, *extra)]
     if pp == 0:
         found.append(("embedding.word_embeddings.weight", None))

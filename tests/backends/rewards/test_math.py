@@ -6,10 +6,10 @@ import json
 import pickle
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.paths import GSM8K
 
 pytest.importorskip("math_verify")
 
@@ -17,8 +17,6 @@ from hybridflow.backends.rewards.math import MathReward, number
 from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
 from hybridflow.core.workers.scoring import score_samples
-
-GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture(scope="module")

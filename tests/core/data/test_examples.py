@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.paths import GSM8K
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,13 +15,12 @@ from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.data.build_tokenizer import build_tokenizer
 from hybridflow.core.data.examples import ExampleSet
-from hybridflow.core.data.rows import Rows
+from hybridflow.core.data.rows import Rows, data_problems
 from hybridflow.core.data.sampler import Sampler
 from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError, DataError, PluginError
 from hybridflow.core.plugins.resolve import load_source
 
-GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 DIGITS = build_tokenizer(TokenizerConfig(characters="0123456789+=-*/. "), None, list)
 
 
@@ -75,8 +74,8 @@ def test_a_rejected_response_is_the_worse_one_of_a_pair():
     found = examples([{"q": "1+1=", "good": "2", "bad": "3"}], prompt="{q}", response="{good}", rejected="{bad}")[0]
     assert DIGITS.decode(found.response_ids) == "2" and DIGITS.decode(found.rejected_ids) == "3"
     assert found.rejected_ids[-1] == DIGITS.eos_id
-    assert "give the better one too" in DataConfig(rejected="{bad}").problems()[0]
-    assert "data.rejected" in DataConfig(response="{good}", rejected="{}").problems()[0]
+    assert "give the better one too" in data_problems(DataConfig(rejected="{bad}"))[0]
+    assert "data.rejected" in data_problems(DataConfig(response="{good}", rejected="{}"))[0]
     talk = [{"chat": [{"role": "user", "content": "1+1="}], "bad": "3"}]
     with pytest.raises(DataError, match="a rejected response and no better one"):
         examples(talk, ChatTokenizer(), messages="chat", rejected="{bad}")[0]
@@ -238,7 +237,7 @@ def test_settings_that_cannot_work_are_reported(config, words):
 
 
 def test_all_problems_of_the_settings_are_reported_at_once():
-    assert len(DataConfig(prompt="{", overlong="cut", limit=-1).problems()) == 3
+    assert len(data_problems(DataConfig(prompt="{", overlong="cut", limit=-1))) == 3
 
 
 def test_a_sources_options_are_checked_by_name_and_type():

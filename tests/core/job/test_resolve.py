@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from hybridflow.core.config import Provenance, merge, nest, parse_override, read_config
+from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.data.tokenizer import TokenizerConfig
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, ModelError
 from hybridflow.core.job.job import Job
+from hybridflow.core.job.models import with_exports
+from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.plugins import Registry
 
 MODEL = """{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4,
 num_key_value_heads = 2, intermediate_size = 128, max_position_embeddings = 32 }""".replace("\n", " ")
@@ -102,13 +106,22 @@ def test_a_stage_may_start_from_a_stage_that_has_not_run_yet():
 
 
 def test_a_stage_starts_from_the_export_once_it_is_there():
+    second = jobs(text=STAGES)[1]
     folder = Path("runs/tiny/first/export/actor")
+    assert second.models["actor"].spec.model.export == str(folder)
+    with pytest.raises(ModelError, match="there is no folder"):
+        with_exports(second)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 99}))
     (folder / "model.safetensors").write_bytes(b"")
-    second = jobs(text=STAGES)[1]
-    assert second.models["actor"].spec.model.path == str(folder)
-    assert second.models["actor"].spec.model.vocab_size == 99
+    bound = with_exports(second)
+    assert bound.models["actor"].spec.model.path == str(folder)
+    assert bound.models["actor"].spec.model.vocab_size == 99
+
+
+def test_a_stage_is_exported_where_a_later_one_begins_with_it():
+    first, second = jobs(text=STAGES)
+    assert second.follows_stage(first) and not first.follows_stage(second)
 
 
 def test_a_model_of_an_earlier_stage_brings_its_tokenizer_whatever_the_tokenizer_table_says():
@@ -300,7 +313,7 @@ def test_an_override_that_every_stage_replaces_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"algorithm.name: given on the command line, and every stage has its own"
     ) as e:
-        resolve_jobs(tables, "two", SHORTHAND, provenance)
+        resolve_placed(tables, "two", SHORTHAND, provenance)
     assert len(e.value.problems) == 1
     assert isinstance(provenance, Provenance)
 
@@ -393,8 +406,9 @@ def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
 
 def test_a_transport_must_exist_and_reach_the_engines():
     assert problem("actor.sync.transport=colective").startswith("actor.sync.transport: ")
-    assert problem("actor.sync.transport=disk").startswith("actor.sync.folder: ")
-    assert job("actor.sync.transport=disk", "actor.sync.folder=/tmp").models["actor"].spec.sync.folder == "/tmp"
+    assert problem("actor.sync.transport=disk").startswith("actor.sync.transport.folder: ")
+    on_disk = job("actor.sync.transport={name='disk', folder='/tmp'}").models["actor"].spec.sync
+    assert on_disk.transport == "disk" and on_disk.transport_config.folder == "/tmp"
     apart = ("runtime=ray", "pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")
     found = problem(*apart, "actor.sync.transport=collective")
     assert found.startswith("actor.sync.transport: collective moves weights inside one pool")
@@ -424,13 +438,8 @@ def test_devices_that_this_machine_does_not_have_are_refused(monkeypatch):
 
 
 def test_an_engine_that_does_not_work_on_the_device_is_refused(monkeypatch):
-    from hybridflow.core.job import checks
-
-    monkeypatch.setattr(
-        checks,
-        "_capability",
-        lambda kind, name, what: "cuda" if (kind, what) == ("rollout_engine", "devices") else None,
-    )
+    only = EngineCapabilities(devices=frozenset({"cuda"}))
+    monkeypatch.setattr(Registry, "engine_capabilities", lambda self, name: only)
     assert "works on cuda, and run.device is cpu" in problem("run.device=cpu")
 
 

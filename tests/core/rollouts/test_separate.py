@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from helpers.syncs import sync
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
@@ -16,7 +17,6 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.job.job import ModelRole
-from hybridflow.core.job.schema import SyncConfig
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.values.batch import Batch
@@ -51,8 +51,8 @@ def apart():
     runtime = InlineRuntime()
     runtime.start()
 
-    def make(**sync):
-        config = SyncConfig(bucket_mb=0.01, **sync)
+    def make(**settings):
+        config = sync(bucket_mb=0.01, **settings)
         actor = WorkerGroup(ModelWorker, Pool.launch(ResourcePool("main"), runtime), ROLE, name="actor")
         role = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
         engines = WorkerGroup(

@@ -6,6 +6,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from helpers.syncs import sync
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
@@ -17,14 +18,13 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import WorkerError
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.job.job import ModelRole
-from hybridflow.core.job.schema import SyncConfig
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.workers.generation import row_seed
 from hybridflow.core.workers.gradients import loss_reads
-from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.core.workers.model_worker import Built, ModelWorker
 
 MODEL = {
     "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -102,7 +102,7 @@ def test_updates_lower_the_loss_and_count_as_versions(pool):
 def test_building_tells_the_parameters(pool):
     group = WorkerGroup(ModelWorker, pool, ROLE, name="actor")
     model = 19 * 16 + 16 * (16 + 8 + 8) + 16 + 8 + 8 + 16 * 16 + 3 * 16 * 24 + 3 * 16
-    assert group.build().result() == [{"parameters": model}]
+    assert group.build().result() == [Built(model)]
 
 
 def test_columns_come_back_under_the_names_that_were_asked_for(pool):
@@ -214,7 +214,7 @@ def test_a_checkpoint_brings_back_weights_and_what_follows(pool, tmp_path):
 def test_training_and_rollout_share_what_they_can_and_say_the_same_as_if_they_did_not(pool, changes):
     batch, said, shared = make_batch(), [], []
     for alias in (True, False):
-        group = make_group(pool, attrs.evolve(WITH_ENGINE, sync=SyncConfig(alias=alias, verify=True), **changes))
+        group = make_group(pool, attrs.evolve(WITH_ENGINE, sync=sync(alias=alias, verify=True), **changes))
         for seed in range(3):
             made = group.generate(batch, SamplingParams(max_tokens=4), seed)
             said.append((made["response_ids"].values.tolist(), made["rollout_logprobs"].values.tolist()))

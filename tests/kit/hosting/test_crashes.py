@@ -257,8 +257,10 @@ def test_one_in_this_process_that_does_not_start_in_time_ends_it_with_its_stacks
     code = (
         "import time\n"
         "from types import SimpleNamespace\n"
+        "from hybridflow.core.contracts.rollout import EngineSettings\n"
         "from hybridflow.core.serving.build import start_engine\n"
-        "start_engine(SimpleNamespace(config=SimpleNamespace(start_timeout_s=0.5), start=lambda: time.sleep(30)))\n"
+        "class Impatient(EngineSettings): start_timeout_s = 0.5\n"
+        "start_engine(SimpleNamespace(config=Impatient(), start=lambda: time.sleep(30)))\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1

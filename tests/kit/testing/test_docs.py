@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.paths import DOCS
 
-DOCS = Path(__file__).parents[2] / "docs"
 FILES = re.compile(r"^<!-- file: (\S+) -->\n```\w*\n(.*?)^```$", re.M | re.S)
 
 

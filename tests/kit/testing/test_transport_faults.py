@@ -1,13 +1,13 @@
 """The transport kit finds planted faults."""
 
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.paths import TESTS
 
 from hybridflow.kit.testing import TransportConformance
 
-sys.path.insert(0, str(Path(__file__).parent))  # the ranks import the faults by name
+sys.path.insert(0, str(TESTS))  # the ranks import the faults by name
 
 FAULTS = {
     "Truncates": "arrived wrong",
@@ -19,8 +19,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_transport_fails_the_kit(fault, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
     kit = TransportConformance()
+    kit.folder_setting = "folder"
     moved = TransportConformance.moved.__wrapped__ if hasattr(TransportConformance.moved, "__wrapped__") else None
     assert moved is not None
     found = moved(kit, f"helpers.transport_faults:{fault}", tmp_path)

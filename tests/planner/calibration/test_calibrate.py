@@ -117,10 +117,8 @@ def test_a_machine_is_measured_and_its_file_is_planned_on(tmp_path):
 @pytest.mark.usefixtures("quick", "ray_cluster")
 def test_two_devices_are_measured_with_their_link_and_tensor_parallelism(tmp_path):
     found = calibrate.calibrate({"run": {"device": "cpu"}}, 2)
-    assert {p.layout for p in found.probed} == {(1, 1, 2), (1, 2, 1)} and {p.rollout for p in found.probed} == {
-        (1, 1),
-        (1, 2),
-    }
+    assert {(p.layout.pp, p.layout.tp, p.layout.dp) for p in found.probed} == {(1, 1, 2), (1, 2, 1)}
+    assert {(p.engines.pp, p.engines.tp) for p in found.probed} == {(1, 1), (1, 2)}
     assert {p.sample.verb for p in found.probed} == set(VERBS)
     assert found.nodes.efficiency.link_latency_us > 1.0 and found.nodes.device.link_gbs > 0.01
     assert all(0 < p.sample.seconds < 60 for p in found.probed)

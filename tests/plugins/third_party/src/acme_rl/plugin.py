@@ -14,7 +14,6 @@ def hybridflow_plugins():
             "algorithm",
             "acme_baseline",
             "acme_rl.algorithm:BatchBaseline",
-            capabilities={"critic": False, "roles": "3"},
         ),
         Descriptor("protocol", "ACME_ROUND_ROBIN", "acme_rl.protocol:RoundRobin"),
         Descriptor("reward", "acme_needs_more", "acme_rl.rewards:Digits", requires=("acme_extra",), remedy="ask acme"),
