@@ -43,8 +43,9 @@ check: $(VENV)/.done
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	rm -rf .installed build && $(PIP) install -q --no-deps --no-build-isolation --target .installed .
-	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.backends -p hybridflow.algorithms
+	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.kit -p hybridflow.planner -p hybridflow.cli -p hybridflow.backends -p hybridflow.algorithms
 	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
+	$(PY) ci/rooms.py
 
 docs: $(VENV)/.done
 	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'

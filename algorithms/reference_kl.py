@@ -19,8 +19,9 @@ class ReferenceKL:
 
     def __init__(self, config: PolicyConfig):
         self.config = config
-        adapts = config.kl_coef and config.kl_target
-        self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon) if adapts else None
+        self.adaptive: F.AdaptiveKL | None = None
+        if config.kl_coef and config.kl_target:
+            self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
     def problems(self, rows: int) -> list[str]:
         """What is wrong with the settings, for steps of so many sequences."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import attrs
 
 from hybridflow.algorithms import functional as F
@@ -24,7 +26,7 @@ class ReinforcePPConfig(RewardKLConfig):
 class ReinforcePP(PolicyGradient):
     """Advantage of a token: the rewards from it on, whitened over the batch."""
 
-    Config = ReinforcePPConfig
+    Config: ClassVar[type] = ReinforcePPConfig
 
     def step(self, ctx: StepContext) -> None:
         c, losses = self.config, self.losses()
@@ -59,7 +61,7 @@ class ReinforcePPBaseline(ReinforcePP):
 
     Config = ReinforcePPBaselineConfig
 
-    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
+    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):  # type: ignore[override]
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         centred = F.group_normalized(scores - penalty.sum(1), group, "none")
         return {"advantages": F.whiten(centred[:, None] * loss_mask, loss_mask), **figures}

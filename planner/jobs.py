@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -127,7 +127,7 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
         remarks.append(f"{name}: what it has in the host's memory all the time takes no time to come from there, here")
     if spec.offload and not runs.offloads:
         remarks.append(f"{name}: its backend does not offload it as it is; planned as staying on the device")
-    head = "policy" if placed.role.kind == "policy" else "value"
+    head: Literal["policy", "value"] = "policy" if placed.role.kind == "policy" else "value"
     return PlannedModel(
         name,
         ModelSize(settings.model_shape(spec.model.hf_config), head, runs.adapter_rank),

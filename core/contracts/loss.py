@@ -48,7 +48,7 @@ class Term:
     length: int | None = None
     """The constant of seq-mean-token-sum-norm, in tokens."""
 
-    def __attrs_post_init__(self):
+    def __attrs_post_init__(self) -> None:
         if self.how == "max" and self.weight:
             raise ValueError(f"term {self.name!r}: a maximum can be reported (weight=0), not trained on")
         if self.how == "seq-mean-token-sum-norm" and not self.length:

@@ -24,15 +24,24 @@ STAGE_NAMES: Mapping[str, str] = {"generate": "generation", "infer": "inference"
 class PlannableJob(Typing):
     """What a planner reads of a job (core.job.job.Job)."""
 
-    name: str
-    algorithm: Algorithm
-    sampling: SamplingParams
-    data: DataConfig
-    models: Mapping[str, Any]
-    """Role -> core.job.job.PlacedModel: what runs, and for a job that is placed also where."""
-    pools: Mapping[str, ResourcePool]
-    runtime: str
-    device: str
+    @property
+    def name(self) -> str: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def models(self) -> Mapping[str, Any]:
+        """Role -> core.job.job.PlacedModel: what runs, and for a job that is placed also where."""
+
+    @property
+    def pools(self) -> Mapping[str, ResourcePool]: ...
+    @property
+    def runtime(self) -> str: ...
+    @property
+    def device(self) -> str: ...
 
 
 @attrs.frozen

@@ -128,10 +128,13 @@ class Completion:
 class EngineSettings:
     """Base of a rollout engine's `Config`: what can be said of it before it starts, and without its library."""
 
-    own_process: bool = False
-    """Whether it runs in a process of its own, not in the worker's."""
     start_timeout_s: float | None = None
     """Seconds until it must have started; None: it may take for ever."""
+
+    @property
+    def own_process(self) -> bool:
+        """Whether it runs in a process of its own, not in the worker's. A setting of that name says it as well."""
+        return False
 
     def limits(self) -> EngineLimits:
         """What it takes of a device, for planning."""

@@ -68,7 +68,10 @@ class RoleHandle(Typing):
 class StepContext(Typing):
     """`ctx` of Algorithm.step. Roles are attributes: ctx.actor, ctx.critic, ctx.ref, ctx.reward, ..."""
 
-    roles: Mapping[str, RoleHandle]
+    @property
+    def roles(self) -> Mapping[str, RoleHandle]:
+        """By name."""
+
     sampling: SamplingParams
     """How responses are sampled in this run."""
     step: int

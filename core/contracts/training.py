@@ -24,12 +24,12 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import Box, Shard, WeightLayout
 
 
-def _positive(instance, attribute, value):
+def _positive(instance: Any, attribute: attrs.Attribute[float], value: float) -> None:
     if value <= 0:
         raise ValueError(f"must be greater than 0, got {value}")
 
 
-def _fraction(instance, attribute, value):
+def _fraction(instance: Any, attribute: attrs.Attribute[float], value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"must lie between 0 and 1, got {value}")
 
@@ -53,7 +53,7 @@ class OptimizerConfig:
     """Optimizer steps of the whole run, for linear and cosine."""
     min_lr_ratio: float = attrs.field(default=0.0, validator=_fraction)
 
-    def __attrs_post_init__(self):
+    def __attrs_post_init__(self) -> None:
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"schedule {self.schedule!r} needs total_steps > warmup_steps, got {self.total_steps} and "

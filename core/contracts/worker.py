@@ -29,7 +29,7 @@ class RankContext:
     generation: GenerationLayout | None = None
     store: Store | None = attrs.field(default=None, repr=False)
     """The runtime's object store."""
-    _groups: dict[str, Any] = attrs.field(factory=dict, repr=False)
+    _groups: dict[str, dist.ProcessGroup | None] = attrs.field(factory=dict, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -104,7 +104,7 @@ def register(
     same_rows: bool = True,
     reads: Sequence[str] | Callable[..., Sequence[str] | None] | None = None,
     writes: Sequence[str] | None = None,
-) -> Callable[[Callable], Callable]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a worker's method callable on its group.
 
     protocol: a TransferProtocol, or the name of one (plugins too).
@@ -116,7 +116,7 @@ def register(
     Annotate the return type: `-> Batch` stays on the workers and is handed on by reference; anything else is returned.
     """
 
-    def mark(function: Callable) -> Callable:
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         function._registered = (protocol, same_rows, reads, tuple(writes) if writes is not None else None)  # type: ignore[attr-defined]
         return function
 

@@ -156,6 +156,18 @@ class Job:
     follows: bool = False
     """Whether its models are of an earlier stage."""
 
+    def plugins(self) -> list[tuple[str, str]]:
+        """(kind, name) of the registered plugins that it names; what is named by a path to code is not registered."""
+        found = [("runtime", self.runtime), ("algorithm", self.algorithm_name), ("planner", self.planner)]
+        found += [("tracker", tracker.name) for tracker in self.trackers]
+        found += [("data_source", data.source) for data in (self.data, *self.more_data.values())]
+        found += [("reward", part.function) for scorer in self.scorers.values() for part in scorer.parts]
+        for model in self.models.values():
+            found.append(("training_backend", model.spec.backend))
+            if model.spec.engine is not None:
+                found.append(("rollout_engine", model.spec.engine))
+        return [(kind, name) for kind, name in dict.fromkeys(found) if name and ":" not in name]
+
     def follows_stage(self, earlier: Job) -> bool:
         """Whether its models, or its tokenizer, are those that an earlier stage of the run exports."""
         written = [model.spec.model.export for model in self.models.values()] + [self.tokenizer_path]

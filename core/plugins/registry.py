@@ -211,6 +211,12 @@ class Registry:
             raise PluginError(f"{kind} {name!r} is {_claimed(holders)}: uninstall one of them, or rename its plugin")
         raise PluginError(self._unknown(kind, name))
 
+    def owner(self, kind: str, name: str) -> tuple[str, str]:
+        """(package, version) that registered a plugin; the version is "" for code of this process."""
+        self.descriptor(kind, name)
+        holder = self._registered[kind, name][0]
+        return holder.package, holder.version
+
     def config_class(self, kind: str, name: str) -> type | None:
         """The attrs config class: the descriptor's `config`, else the `Config` of the object, else None.
 

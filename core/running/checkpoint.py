@@ -11,6 +11,8 @@ from typing import Any
 from hybridflow.core.errors import CheckpointError
 
 PREFIX = "step-"
+FORMAT = 2
+"""Of state.json and of what lies beside it; checkpoints of another format are not read."""
 
 
 class Checkpoints:
@@ -41,7 +43,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
             save(partial)
             with open(partial / "state.json", "w") as file:
-                json.dump(state, file)
+                json.dump({"format": FORMAT, **state}, file)
                 file.flush()
                 os.fsync(file.fileno())
             if final.exists():
@@ -60,7 +62,16 @@ class Checkpoints:
         return final
 
     def read(self, step: int) -> dict[str, Any]:
+        """What `write` was given. Raises CheckpointError for a file that cannot be read, and for another format."""
         try:
-            return json.loads((self.path(step) / "state.json").read_text())
+            state = json.loads((self.path(step) / "state.json").read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the checkpoint {self.path(step)} cannot be read: {error}") from error
+        found = state.get("format") if isinstance(state, dict) else None
+        if found != FORMAT:
+            written = "an older" if found is None else "another"
+            raise CheckpointError(
+                f"the checkpoint {self.path(step)} was written by {written} hybridflow (format {found}, this one reads "
+                f"{FORMAT}); go on with the version that run.json names, or begin anew with --overwrite"
+            )
+        return state

@@ -10,12 +10,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import packages_distributions, version
 from types import FrameType
 from typing import Any
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
+from hybridflow.core.plugins import registry
 
 MARK = "run.json"
 
@@ -42,17 +43,22 @@ def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
             for path in folder.iterdir():
                 if path.name != ".lock":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (folder / MARK).write_text(json.dumps({"config": job.tables, "versions": versions()}, indent=2, default=str))
+        (folder / MARK).write_text(json.dumps({"config": job.tables, "versions": versions(job)}, indent=2, default=str))
         yield
 
 
-def versions() -> dict[str, str]:
+def versions(job: Job) -> dict[str, str]:
+    """Python's, ours, and those of the packages that bring the job's plugins and what these require."""
     found = {"python": platform.python_version()}
-    for package in ("hybridflow", "torch", "transformers", "ray", "numpy", "vllm", "sglang"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    modules = {"torch", "numpy"}
+    for kind, name in job.plugins():
+        package, its_version = registry().owner(kind, name)
+        if its_version:
+            found[package] = its_version
+        modules |= {module.partition(".")[0] for module in registry().descriptor(kind, name).requires}
+    distributions = packages_distributions()
+    for package in sorted({package for module in modules for package in distributions.get(module, ())}):
+        found[package] = version(package)
     return found
 
 

@@ -17,10 +17,10 @@ class Column:
     """`values` is a tensor [rows, *trailing], or [sum(lengths), *trailing] when `lengths` (int64 [rows]) is given, or a
     list of one object per row."""
 
-    values: torch.Tensor | list
+    values: torch.Tensor | list[Any]
     lengths: np.ndarray | None = None
 
-    def __attrs_post_init__(self):
+    def __attrs_post_init__(self) -> None:
         if self.lengths is not None and int(self.lengths.sum()) != len(self.values):
             raise ValueError(
                 f"a token column's values must have sum(lengths) = {int(self.lengths.sum())} entries, "
@@ -50,7 +50,7 @@ class Column:
         """Row by row: objects, tensors [length, *trailing], or tensors [*trailing]."""
         if self.lengths is None or isinstance(self.values, list):
             return iter(self.values)
-        return iter(self.values.split(self.lengths.tolist()))
+        return iter(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index, copy: bool = True) -> Column:
         """Rows by slice or int64 array, copied (never a view that another holder could write to).
@@ -123,7 +123,7 @@ def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Flat positions of runs: [starts[0], starts[0]+1, ...] for each run, in order."""
     total = int(lengths.sum())
     shift = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else starts, lengths)
-    return (np.arange(total) + shift).astype(np.int64)
+    return np.asarray(np.arange(total) + shift, dtype=np.int64)
 
 
 def tokens(rows: Sequence[Any], dtype: torch.dtype | None = None) -> Column:

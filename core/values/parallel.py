@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import attrs
 
@@ -26,7 +27,7 @@ class Coords:
     ep: int = 0
 
 
-def _size(instance, attribute, value):
+def _size(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{attribute.name} must be a whole number of at least 1, got {value!r}")
 
@@ -46,7 +47,7 @@ class ParallelLayout:
     ep: int = attrs.field(default=1, validator=_size)
     order: str = "tp-cp-pp-dp"
 
-    def __attrs_post_init__(self):
+    def __attrs_post_init__(self) -> None:
         if sorted(self.order.split("-")) != sorted(AXES):
             raise ValueError(f"order must name each of {', '.join(AXES)} once, joined by '-', got {self.order!r}")
         if self.dp % self.ep:
@@ -126,7 +127,7 @@ class GenerationLayout:
         if kind == "pp":
             return sorted([stage[t] for stage in r] for r in self.replicas for t in range(self.tp))
         if kind == "micro_dp":
-            cells: dict[tuple, list[int]] = {}
+            cells: dict[tuple[int, int, int], list[int]] = {}
             for replica in self.replicas:
                 for p, stage in enumerate(replica):
                     for t, rank in enumerate(stage):
@@ -184,7 +185,7 @@ def _replicas(train: ParallelLayout, pp: int, tp: int, grouping: str, node: int)
     replicas = []
     for dp, cp, m_p, m_t in product(range(train.dp), range(train.cp), range(step_p), range(step_t)):
 
-        def at(p_g: int, t_g: int, dp=dp, cp=cp, m_p=m_p, m_t=m_t) -> int:
+        def at(p_g: int, t_g: int, dp: int = dp, cp: int = cp, m_p: int = m_p, m_t: int = m_t) -> int:
             if grouping == "zero-redundancy":
                 return train.rank(tp=t_g * step_t + m_t, pp=p_g * step_p + m_p, cp=cp, dp=dp)
             return train.rank(tp=m_t * tp + t_g, pp=m_p * pp + p_g, cp=cp, dp=dp)

@@ -79,7 +79,9 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
-def _flat(origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[list, list]]:
+def _flat(
+    origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[list[int], list[int]]]:
     if start >= stop:
         return
     if not shape:
@@ -88,7 +90,7 @@ def _flat(origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int
     row, first = prod(shape[1:]), origin[0]
     head, tail = -(-start // row), stop // row  # whole rows head..tail
 
-    def inside(at: int, a: int, b: int) -> Iterator[tuple[list, list]]:
+    def inside(at: int, a: int, b: int) -> Iterator[tuple[list[int], list[int]]]:
         for lo, hi in _flat(origin[1:], shape[1:], a, b):
             yield [first + at, *lo], [first + at + 1, *hi]
 
@@ -139,7 +141,7 @@ Shards = Mapping[int, tuple[Box, ...]]
 """rank -> the boxes of one parameter that it holds."""
 
 
-class _ByRank(Mapping):
+class _ByRank(Mapping[int, Mapping[str, tuple[Box, ...]]]):
     """rank -> name -> boxes, read off name -> rank -> boxes: made when asked for, so that thousands of ranks cost nothing."""
 
     def __init__(self, shards: Mapping[str, Shards], ranks: Iterable[int]):

@@ -97,7 +97,7 @@ def llama_shape(
 ) -> ModelShape:
     """A model of equal layers, under the names of Hugging Face's Llama. `more`: further fields of Layer (qkv_bias, ...)."""
     layer = Layer(hidden, heads, kv_heads, head_dim, intermediate, **more)
-    head = {} if tied else {HEAD: (vocab, hidden)}
+    head: dict[str, tuple[int, ...]] = {} if tied else {HEAD: (vocab, hidden)}
     return ModelShape(
         hidden=hidden,
         layers=layers,

@@ -52,8 +52,7 @@ class EnvironmentConformance:
                 expected="an Answer with a finite reward",
                 likely="reset or step returns something else, or divides by nothing",
             )
-        first, *rest = self.episode(make())
-        for answer in rest:
+        for answer in self.episode(make())[1:]:
             require(
                 answer.done or answer.text,
                 got=f"{answer!r}",
