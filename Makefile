@@ -69,7 +69,7 @@ bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
 
 # One seed of four: make curves CURVES='--seeds 0 --only rloo remax reinforce_pp dpo'
 curves: $(VENV)/.done
-	$(PY) docs/make_curves.py $(CURVES)
+	$(PY) ci/curves.py $(CURVES)
 
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info

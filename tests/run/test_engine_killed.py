@@ -6,7 +6,7 @@ from helpers.tiny import hybridflow, killing, learning, write
 
 
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
-    own = ["run.steps=6", "rollout.own_process=true", "rollout.restarts=2"]
+    own = ["run.steps=30", "rollout.own_process=true", "rollout.restarts=2"]
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     for folder in (whole, hit):
         folder.mkdir()
@@ -18,7 +18,7 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
     undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")
     assert sum(row.pop("actor/engine_restarts") for row in disturbed) == 2
     assert sum(row.pop("actor/engine_restarts") for row in undisturbed) == 0
-    assert len(disturbed) == 6
+    assert len(disturbed) == 30
     for one, other in zip(disturbed, undisturbed, strict=True):
         assert one == other, json.dumps(
             {k: (one.get(k), other.get(k)) for k in one | other if one.get(k) != other.get(k)}

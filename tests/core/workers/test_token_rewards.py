@@ -90,13 +90,14 @@ def test_ppo_counts_each_at_its_token_and_grpo_their_sum(importable):
     reward = {"function": f"{__name__}:own_number", "per_token": True}
     config = PPOConfig(prompts_per_step=4, kl_coef=0.0, gamma=1.0, lam=1.0)
     with TinyRun(PPO(config), tables(**reward)) as run:
-        batch = run.algorithm.sample(run.ctx, run.ctx.prompts(4))
-        batch = batch.join(run.ctx.critic.values(batch))
+        batch = run.ctx.actor.generate(run.ctx.prompts(4))
+        batch = batch.join(run.ctx.reward.score(batch), run.ctx.critic.values(batch))
         found = run.ctx.compute(run.algorithm.advantages, batch)
         for returns, row in zip(found["returns"], batch["response_ids"], strict=True):
             torch.testing.assert_close(returns, row.float().flip(0).cumsum(0).flip(0))  # lambda 1: the rewards to go
     with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=2)), tables(**reward)) as run:
-        batch = run.algorithm.sample(run.ctx, run.ctx.prompts(2))
+        batch = run.ctx.actor.generate(run.ctx.prompts(2).repeat(2))
+        batch = batch.join(run.ctx.reward.score(batch))
         assert "token_scores" in batch
         sums = [float(row.sum()) for row in batch["response_ids"]]
         torch.testing.assert_close(torch.as_tensor(batch["scores"].values), torch.tensor(sums))

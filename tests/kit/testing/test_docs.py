@@ -47,7 +47,7 @@ def test_the_tests_of_the_page_pass(page, test, passed, tmp_path):
 
 
 def test_the_page_names_every_class_and_flag_of_the_kit():
-    from hybridflow.core import testing
+    from hybridflow.kit import testing
 
     page = (DOCS / "conformance.md").read_text()
     for name in testing.__all__:

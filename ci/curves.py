@@ -1,6 +1,6 @@
 """What each algorithm learns on the arithmetic task, from one warm-up per seed: the table and pictures in docs/curves.
 
-python docs/make_curves.py [--seeds 0 1 2] [--only grpo rloo] [--jobs 2]     (make curves)
+python ci/curves.py [--seeds 0 1 2] [--only grpo rloo] [--jobs 2]     (make curves)
 
 Each run is a process of its own with one thread, ended after LIMIT_S seconds: what it has learnt by then counts. Runs that are
 there already are kept (runs/learning). The table and the pictures are written where all algorithms were asked for.

@@ -1,6 +1,6 @@
 """Writes the reference in docs/configuration.md, below its mark, from the config classes.
 
-python docs/make_reference.py
+python ci/reference.py
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import PluginError
 from hybridflow.core.job import schema
-from hybridflow.core.job.reader import DEFAULT_PLUGINS
 from hybridflow.core.job.schema import EnvironmentSection, SyncConfig
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model import ModelConfig
 
-PAGE = Path(__file__).with_name("configuration.md")
-MARK = "<!-- What follows is written by docs/make_reference.py. -->\n"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+MARK = "<!-- What follows is written by ci/reference.py. -->\n"
 SPECIAL = re.compile(r"([*<\\])")
 
 
@@ -42,7 +41,7 @@ def reference() -> Iterator[str]:
     yield "printed by `hybridflow show CONFIG --docs`.\n"
     yield from section("[run]", schema.RunSection, "run")
     yield "### [runtime]\n"
-    yield f'* `runtime.name` (a plugin of kind runtime; `"{DEFAULT_PLUGINS["runtime"]}"`): What starts processes.\n'
+    yield f'* `runtime.name` (a plugin of kind runtime; `"{registry().default("runtime")}"`): What starts processes.\n'
     yield from plugins("runtime", "runtime")
     yield "### [pools]\n"
     yield "* `pools.NAME` (a list of integers; `main = [1]`): Devices per node: `[8, 8]` is two nodes with eight each."
@@ -51,7 +50,7 @@ def reference() -> Iterator[str]:
     yield from section("[tokenizer]", TokenizerConfig, "tokenizer")
     yield from section("[sampling]", schema.SamplingSection, "sampling")
     yield "### [rollout]\n"
-    yield f'* `rollout.name` (a plugin of kind rollout_engine; `"{DEFAULT_PLUGINS["rollout"]}"`): What generates.\n'
+    yield f'* `rollout.name` (a plugin of kind rollout_engine; `"{registry().default("rollout_engine")}"`): What generates.\n'
     yield from plugins("rollout_engine", "rollout")
     yield from section("[environment]", EnvironmentSection, "environment")
     yield "### [algorithm]\n"
@@ -111,7 +110,7 @@ def capabilities() -> Iterator[str]:
     yield "### What each plugin can do\n"
     yield "| kind | name | can do |\n|---|---|---|"
     for entry in registry().entries():
-        if entry.package == "hybridflow" and entry.capabilities:
+        if entry.package == "hybridflow" and entry.capabilities and entry.kind != "command":
             yield f"| {entry.kind} | {entry.name} | {spell(entry.capabilities)} |"
 
 

@@ -1,6 +1,6 @@
 """Draws docs/grouping.svg: which quarter of the weights each rank holds, keeps and receives, under both groupings.
 
-`python docs/make_figures.py` writes it; a test says when it is stale. What is drawn comes from the planner.
+`python ci/figures.py` writes it; a test says when it is stale. What is drawn comes from the planner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 
-FIGURE = Path(__file__).with_name("grouping.svg")
+FIGURE = Path(__file__).resolve().parents[1] / "docs" / "grouping.svg"
 TRAIN, TP = ParallelLayout(tp=4, dp=2), 2
 CELL, GAP, LEFT, TOP, BLOCK = 34, 16, 210, 64, 190
 COLOURS = {"keeps": "#3b6fb6", "receives": "#a9c6e8", "redundant": "#d9534f", "": "#ffffff"}
