@@ -17,6 +17,10 @@ import time
 import attrs
 from common import emit
 
+from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.values.model_shape import ModelShape, ModelSize
+from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
+from hybridflow.kit.footprints import Spread, ThreeD
 from hybridflow.kit.huggingface.shapes import PUBLISHED
 from hybridflow.planner import Cluster, Mapping, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
 from hybridflow.planner.cluster import Efficiency
@@ -30,7 +34,18 @@ WORK = Workload(
     1024,
     1024,
 )  # fmt: skip
-KEEPS = {"recompute": True, "shares_weights": True, "micro_batch_tokens": 2048, "max_pp": 16}
+
+
+@attrs.frozen
+class Paper(Spread):
+    """3D parallelism with recomputation, and pipelines of at most so many stages."""
+
+    way: ThreeD = attrs.field(factory=lambda: ThreeD(recompute=True, shares_weights=True))
+    max_pp: int = 16
+
+    def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
+        return layout.pp <= self.max_pp
+
 
 EFFICIENCY = Efficiency(
     training=0.5, inference=0.5, memory=0.7, link=0.3, network=0.6, overlap=0.2, network_latency_us=100.0, sequence_us=10.0,
@@ -57,11 +72,13 @@ TOLERANCE = 1.03
 
 def models(actor: str, critic: str) -> list[PlannedModel]:
     policy, value = PUBLISHED[f"llama-{actor}"], PUBLISHED[f"llama-{critic}"]
+    paper = Paper()
+    given = {"limits": EngineLimits(max_sequences=1 << 40), "micro_batch_tokens": 2048}
     return [
-        PlannedModel("actor", policy, trained=True, **KEEPS),
-        PlannedModel("critic", value, trained=True, head="value", **KEEPS),
-        PlannedModel("ref", policy, **KEEPS),
-        PlannedModel("reward", value, head="value", **KEEPS),
+        PlannedModel("actor", ModelSize(policy), paper, trained=True, **given),
+        PlannedModel("critic", ModelSize(value, "value"), paper, trained=True, **given),
+        PlannedModel("ref", ModelSize(policy), paper, **given),
+        PlannedModel("reward", ModelSize(value, "value"), paper, **given),
     ]
 
 
@@ -116,8 +133,9 @@ def generation_layouts() -> int:
     for name, want in (("7b", 2), ("13b", 4)):
         actor = models(name, name)[0]
         planner = PoolPlanner(cluster(16).nodes[0], WORK, (actor,))
-        option = planner.option(actor, (1, 8, 2))
-        found = {tp: planner.engine(option, 16, option.bytes.resident, (1, tp)) for tp in (1, 2, 4, 8)}
+        option = planner.option(actor, ParallelLayout(1, 8, 2))
+        cuts = {tp: GenerationLayout(ParallelLayout(dp=16), 1, tp) for tp in (1, 2, 4, 8)}
+        found = {tp: planner.engine(option, 16, option.bytes.resident, cut) for tp, cut in cuts.items()}
         best = min((c.seconds, tp) for tp, c in found.items() if c)[1]
         met += best == want
         times = " | ".join(f"{c.seconds:.1f} s" if c else "no room" for c in found.values())
@@ -129,10 +147,11 @@ def transitions() -> None:
     """Bytes that a rank receives, as shares of the model; gathers as in system.md, at 128 devices."""
     header("actor", "t_g, p_g of t, p", "planned", "gather over a replica", "gather over everything", "less")
     for name, tg, pg, t, p in (("7b", 2, 1, 8, 1), ("13b", 4, 1, 8, 1), ("34b", 8, 1, 8, 4), ("70b", 8, 1, 8, 8)):
-        actor = attrs.evolve(models(name, name)[0], max_pp=80)
+        actor = attrs.evolve(models(name, name)[0], settings=Paper(max_pp=80))
         planner = PoolPlanner(cluster(128).nodes[0], WORK, (actor,))
-        size = actor.params * actor.rollout_bytes
-        got = planner.simulator.received(actor, (p, t, 128 // (p * t)), (pg, tg)) / size
+        size = actor.size.params * actor.limits.weight_bytes
+        trained, engines = ParallelLayout(p, t, 128 // (p * t)), GenerationLayout(ParallelLayout(dp=128), pg, tg)
+        got = planner.simulator.received(actor, trained, engines) / size
         replica, everything = (t * p - 1) / (t * p), 127 / 128
         less = f"{100 * (1 - got / replica):.1f}%, {100 * (1 - got / everything):.1f}%"
         print(f"| {name} | {tg}, {pg} of {t}, {p} | {got:.3f} | {replica:.3f} | {everything:.3f} | {less} |")

@@ -39,6 +39,7 @@ from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.planner.calibration.probes import Likelihood, made_up
 from hybridflow.planner.cluster import Cluster
 from hybridflow.planner.jobs import planned_model
+from hybridflow.planner.memory import Memory
 from hybridflow.planner.times import Simulator
 from hybridflow.planner.workload import Task, Workload
 
@@ -105,10 +106,10 @@ ZERO = (
 class CountedWorker(ModelWorker):
     """Notes every allocation from the building of the model on."""
 
-    def __init__(self, context, role):
+    def __init__(self, *given):
         self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self.profile.start()
-        super().__init__(context, role)
+        super().__init__(*given)
 
     @register(Protocol.ONE_TO_ALL)
     def now(self) -> tuple[int, float]:
@@ -167,7 +168,7 @@ def measure(name: str, case: tuple) -> tuple[dict[str, float], dict[str, float]]
         model = planned_model("actor", job.models["actor"], [])
         layout = job.models["actor"].layout
     work = Workload((Task("actor", "infer", sequences), Task("actor", "train", sequences)), prompt, response)
-    said = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], work).bytes(model, (layout.pp, layout.tp, layout.dp))
+    said = Memory(Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], work)).bytes(model, layout)
     peaks = [[held[at][rank] + r[at][1] - r[at][0] for rank, r in enumerate(every)] for at in range(len(held))]
     middle = statistics.median
     most = {

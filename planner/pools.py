@@ -110,6 +110,17 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+@attrs.frozen(eq=False)
+class Cut:
+    """A way to cut devices into engines, beside each of a model's options."""
+
+    engines: GenerationLayout
+    transitions: np.ndarray
+    """Seconds of bringing the trained weights there, by option."""
+    weights: np.ndarray
+    """Bytes that the engine's weights take beside the trained ones, by option."""
+
+
 def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> list[ParallelLayout]:
     """Those that use all of `devices`: tp inside a node and dividing the model, pp dividing the layers (of backends that have
     it), dp at most the sequences there are to share."""
@@ -156,7 +167,11 @@ class PoolPlanner:
         return Memory(self.simulator)
 
     @cached_property
-    def _kept(self) -> dict:
+    def _options(self) -> dict[tuple[str, int], list[Option]]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[tuple[str, int], list[Cut]]:
         return {}
 
     def generates(self, model: PlannedModel) -> bool:
@@ -169,14 +184,29 @@ class PoolPlanner:
     def options(self, model: PlannedModel, devices: int) -> list[Option]:
         """Every layout that fits alone; of models that do not generate those that are not dominated."""
         at = (model.name, devices)
-        if at in self._kept:
-            return self._kept[at]
+        if at in self._options:
+            return self._options[at]
         every = (self.option(model, layout) for layout in layouts(model, self.nodes, devices, self.most_dp(model)))
         found = [o for o in every if o.bytes.resident + o.most <= self.nodes.memory]
         if found and not self.generates(model):
             found = [found[i] for i in front(np.array([(o.infer, o.train, o.bytes.resident, o.most) for o in found]))]
-        self._kept[at] = found
+        self._options[at] = found
         return found
+
+    def cuts(self, model: PlannedModel, devices: int) -> list[Cut]:
+        """Every way to cut `devices` into engines, beside each option."""
+        at = (model.name, devices)
+        if at not in self._cuts:
+            options = self.options(model, devices)
+            self._cuts[at] = [
+                Cut(
+                    engines,
+                    np.array([self.transition(o, engines) for o in options]),
+                    np.array([self.sizes.engine_weights(model, o.layout, engines) for o in options]),
+                )
+                for engines in rollouts(model, self.nodes, devices)
+            ]
+        return self._cuts[at]
 
     def option(self, model: PlannedModel, layout: ParallelLayout) -> Option:
         sim, taken = self.simulator, self.sizes.bytes(model, layout)
@@ -284,12 +314,10 @@ class PoolPlanner:
     def _generation(self, model: PlannedModel, devices: int, found: _Combinations, column: int) -> np.ndarray:
         """[n]: seconds of the fastest engine of each combination, the transition too."""
         seconds = np.full(len(found.resident), np.inf)
-        options, picked = self.options(model, devices), found.picks[:, column]
-        for engines in rollouts(model, self.nodes, devices):
-            transitions = np.array([self.transition(o, engines) for o in options])
-            weights = np.array([self.sizes.engine_weights(model, o.layout, engines) for o in options])
-            cache = self.cache(model, engines, found.resident, weights[picked])
-            seconds = np.minimum(seconds, transitions[picked] + self.generation(model, engines, cache))
+        picked = found.picks[:, column]
+        for cut in self.cuts(model, devices):
+            cache = self.cache(model, cut.engines, found.resident, cut.weights[picked])
+            seconds = np.minimum(seconds, cut.transitions[picked] + self.generation(model, cut.engines, cache))
         return seconds
 
     def entry(self, members: tuple[PlannedModel, ...], candidate: Candidate) -> Entry:
