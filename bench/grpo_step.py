@@ -47,8 +47,8 @@ def make_model(folder: Path) -> None:
     """The one set of weights that both train, with a character tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hybridflow.core.data.build_tokenizer import build_tokenizer
-    from hybridflow.core.data.tokenizer import TokenizerConfig
+    from hybridflow.core.contracts.tokenizer import TokenizerConfig
+    from hybridflow.core.data.tokenizer import build_tokenizer
 
     fields = {k: v for k, v in MODEL.items() if k != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL["model_type"], **fields))

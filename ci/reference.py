@@ -17,8 +17,8 @@ from hybridflow.cli.show import render
 from hybridflow.core.config import describe, field_docs
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.reward import FailureRule
+from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import PluginError
 from hybridflow.core.job import schema
 from hybridflow.core.job.schema import EnvironmentSection, SyncConfig

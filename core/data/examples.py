@@ -8,8 +8,8 @@ import attrs
 import numpy as np
 
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
+from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.data.rows import RenderedRow, Rows
-from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError, DataError
 
 CACHED_EXAMPLES = 200_000

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from hybridflow.core.contracts.runtime import runtime_settings
-from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
@@ -216,14 +215,18 @@ def validation(job: Job) -> Iterator[str]:
 
 @_reads("tokenizer", "roles", "algorithm")
 def tokenizer(job: Job) -> Iterator[str]:
-    given = job.tokenizer != TokenizerConfig(vocab_size=job.tokenizer.vocab_size)
-    if not given and job.tokenizer_path is None and not job.follows:
+    if not job.tokenizer.given and job.tokenizer_path is None and not job.follows:
         yield (
             "tokenizer: the models have no folder to take one from; give tokenizer.path, tokenizer.characters or "
             "tokenizer.train"
         )
     if job.tokenizer.path is not None and not Path(job.tokenizer.path).is_dir():
         yield f"tokenizer.path: there is no folder {job.tokenizer.path!r}"
+    try:
+        if job.tokenizer.name is not None:
+            registry().get("tokenizer", job.tokenizer.name)
+    except HybridFlowError as error:
+        yield f"tokenizer.name: {error}"
 
 
 @_reads("sampling")

@@ -13,8 +13,8 @@ from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.job.schema import (
     EnvironmentSection,
     PlacementSection,

@@ -14,8 +14,8 @@ from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.data.rows import data_problems
-from hybridflow.core.data.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.checks import cross_checks
 from hybridflow.core.job.job import Job, TrackerSpec
@@ -132,7 +132,6 @@ def resolve_job(
         resolver.resolve(role, generates=role.generates or (validates and role.name == "actor"))
     folder = Path(run.folder) / (run.name or name)
     tokenizer_path, follows = tokenizer_folder(reader.tables, earlier)
-    own_tokenizer = tokenizer != TokenizerConfig(vocab_size=tokenizer.vocab_size)
     job = Job(
         name=run.name or name,
         stage=stage,
@@ -154,8 +153,10 @@ def resolve_job(
         environment=_environment(reader),
         validation=validation,
         validation_data=validation_data,
-        tokenizer=TokenizerConfig() if follows else tokenizer,  # a model and its tokenizer belong together
-        tokenizer_path=tokenizer_path if follows or not own_tokenizer else None,
+        tokenizer=TokenizerConfig(tokenizer.name)
+        if follows
+        else tokenizer,  # a model and its tokenizer belong together
+        tokenizer_path=tokenizer_path if follows or not tokenizer.given else None,
         sampling=sampling.params(),
         device=("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device,
         tables=reader.tables,

@@ -20,6 +20,7 @@ KINDS = {
     "reward": "scores sequences: a function or a model",
     "environment": "answers the model in several turns",
     "data_source": "gives prompts, demonstrations or pairs",
+    "tokenizer": "text to token ids, and back",
     "protocol": "how a worker group splits arguments and joins results",
     "transport": "moves weights from training to rollout",
     "runtime": "starts processes, places them and calls them",
@@ -29,7 +30,7 @@ KINDS = {
 }
 """The kinds of plugin, each with what it does."""
 
-BY_PATH = frozenset({"reward", "algorithm", "data_source", "protocol", "environment"})
+BY_PATH = frozenset({"reward", "algorithm", "data_source", "protocol", "environment", "tokenizer"})
 """The kinds for which "package.module:Object" may stand in place of a registered name."""
 
 

@@ -12,10 +12,10 @@ from hybridflow.core.context import StepContext
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.runtime import Runtime
-from hybridflow.core.data.build_tokenizer import build_tokenizer
+from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
-from hybridflow.core.data.tokenizer import Tokenizer
+from hybridflow.core.data.tokenizer import build_tokenizer
 from hybridflow.core.errors import ModelError
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.job.job import Job, ModelRole

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
 from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.contracts.worker import RankContext
-from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.schema import EnvironmentSection
 from hybridflow.core.plugins.resolve import environment_class

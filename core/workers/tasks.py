@@ -12,10 +12,10 @@ import torch
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.reward import RewardSample
+from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.data.examples import Example, ExampleSet
 from hybridflow.core.data.sampler import Sampler
-from hybridflow.core.data.tokenizer import Tokenizer
 from hybridflow.core.job.job import RewardPart
 from hybridflow.core.plugins.resolve import load_source, reward_from
 from hybridflow.core.values.batch import Batch

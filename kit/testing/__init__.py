@@ -15,6 +15,7 @@ from hybridflow.kit.testing.rewards import RewardConformance, sample
 from hybridflow.kit.testing.rollout import RolloutEngineConformance
 from hybridflow.kit.testing.runs import TinyRun
 from hybridflow.kit.testing.runtimes import RuntimeConformance
+from hybridflow.kit.testing.tokenizers import TokenizerConformance
 from hybridflow.kit.testing.trackers import TrackerConformance
 from hybridflow.kit.testing.training import TrainingBackendConformance
 from hybridflow.kit.testing.transports import TransportConformance
@@ -33,6 +34,7 @@ __all__ = [
     "RuntimeConformance",
     "Shape",
     "TinyRun",
+    "TokenizerConformance",
     "TrackerConformance",
     "TrainingBackendConformance",
     "TransportConformance",

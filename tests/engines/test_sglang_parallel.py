@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("sglang")
 
-import sglang_jobs as jobs
+from helpers import sglang_jobs as jobs
 
 from hybridflow.backends.sglang.engine import _shares
 from hybridflow.kit.testing.engine_base import PROMPTS

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-import vllm_jobs as jobs
+from helpers import vllm_jobs as jobs
 
 from hybridflow.kit.testing.engine_base import PROMPTS
 from hybridflow.kit.testing.models import reference

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
-from hybridflow.core.data.build_tokenizer import build_tokenizer
+from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows, data_problems
 from hybridflow.core.data.sampler import Sampler
-from hybridflow.core.data.tokenizer import TokenizerConfig
+from hybridflow.core.data.tokenizer import build_tokenizer
 from hybridflow.core.errors import ConfigError, DataError, PluginError
 from hybridflow.core.plugins.resolve import load_source
 

@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.core.config import Provenance, merge, nest, parse_override, read_config
 from hybridflow.core.contracts.capabilities import EngineCapabilities
-from hybridflow.core.data.tokenizer import TokenizerConfig
+from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.errors import ConfigError, ModelError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.models import with_exports
@@ -220,7 +220,7 @@ def test_all_problems_of_a_config_are_reported_at_once():
     )  # fmt: skip
     for said in (
         "steps: unknown key; did you mean `run.steps`?", "run.stepz: unknown key; did you mean `steps`?",
-        "sampling.top_p: must be above 0", "data.limit is -1", "tokenizer.train is 'word'",
+        "sampling.top_p: must be above 0", "data.limit is -1", 'tokenizer.train: expected one of "char", "bpe"',
         "algorithm.group_siz: unknown key; did you mean `group_size`?", "actor.layout: tp 3",
         "actor.colour: unknown key", "ref.model.path: there is no folder", "critc: unknown key; did you mean `critic`?",
         "critic.optimizer.lrr: unknown key", "reward.pool: is for models", "pools.spare: expected devices per node",

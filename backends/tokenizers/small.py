@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.core.data.tokenizer import Tokenizer
+from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.values.text import shorten
 

@@ -1,4 +1,4 @@
-"""The run's tokenizer: read from a folder, or made."""
+"""Tokenizers of Hugging Face folders, and the small ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.core.data.small_tokenizer import char_tokenizer, load_small_tokenizer, train_tokenizer
-from hybridflow.core.data.tokenizer import Tokenizer, TokenizerConfig
-from hybridflow.core.errors import ConfigError, DataError, ModelError
+from hybridflow.backends.tokenizers.small import char_tokenizer, load_small_tokenizer, train_tokenizer
+from hybridflow.core.contracts.tokenizer import Tokenizer, Tokenizers
+from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.values.text import shorten
 
 
@@ -55,25 +55,17 @@ class HFTokenizer(Tokenizer):
         self.hf.save_pretrained(str(folder))
 
 
-def build_tokenizer(config: TokenizerConfig, model_path: str | None, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-    """The run's tokenizer. `texts` gives the data's texts and is called only when one is trained.
+class HuggingFaceTokenizers(Tokenizers):
+    """A plugin of kind "tokenizer", name "huggingface"."""
 
-    Raises ConfigError (contradicting settings), ModelError (no tokenizer in the folder) and DataError (nothing to
-    train on).
-    """
-    if problems := config.problems():
-        raise ConfigError(problems)
-    if config.characters is not None:
-        return char_tokenizer(config.characters)
-    if config.train is not None:
-        return train_tokenizer(config.train, config.vocab_size, texts)
-    if config.path is not None:
-        return load_tokenizer(config.path, "tokenizer.path")
-    if model_path is not None:
-        return load_tokenizer(model_path, "the actor's model.path")
-    raise ConfigError(
-        "the model has no folder to take a tokenizer from; give tokenizer.path, tokenizer.characters or tokenizer.train"
-    )
+    def load(self, folder: str, setting: str) -> Tokenizer:
+        return load_tokenizer(folder, setting)
+
+    def of_characters(self, characters: str) -> Tokenizer:
+        return char_tokenizer(characters)
+
+    def train(self, kind: str, vocab_size: int, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+        return train_tokenizer(kind, vocab_size, texts)
 
 
 def load_tokenizer(path: str, name: str = "path") -> Tokenizer:

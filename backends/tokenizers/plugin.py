@@ -1,0 +1,19 @@
+"""The built-in tokenizers."""
+
+from __future__ import annotations
+
+from hybridflow.core.plugins import Descriptor, hookimpl
+
+
+@hookimpl
+def hybridflow_plugins() -> list[Descriptor]:
+    return [
+        Descriptor(
+            "tokenizer",
+            "huggingface",
+            "hybridflow.backends.tokenizers.huggingface:HuggingFaceTokenizers",
+            requires=("tokenizers",),
+            extra="transformers",
+            default=True,
+        )
+    ]
