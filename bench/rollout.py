@@ -122,7 +122,8 @@ class Contestant:
 
         import torch
 
-        from hybridflow.core.workers.memory import M_MMAP_THRESHOLD, measured
+        from hybridflow.core.workers.memory import measured
+        from hybridflow.kit.memory import M_MMAP_THRESHOLD
 
         if memory:  # what is freed goes back at once, so that the resident set is what is in use
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)

@@ -62,7 +62,7 @@ def reference() -> Iterator[str]:
     yield from section("generation", schema.GenerationSection, "ROLE.generation", level=4)
     yield from section("sync", SyncConfig, "ROLE.sync", level=4)
     yield from section("optimizer", OptimizerConfig, "ROLE.optimizer", level=4)
-    yield from section("parts of a reward", schema.RewardPartSection, "ROLE.parts", level=4)
+    yield from section("parts of a reward", schema.RewardPart, "ROLE.parts", level=4)
     yield from section("failures of a reward", FailureRule, "ROLE.on_failure", level=4)
     yield from plugins("training_backend", "ROLE.backend")
     yield from section("[validation]", schema.ValidationSection, "validation")

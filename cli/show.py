@@ -15,6 +15,7 @@ from hybridflow.cli.arguments import add_config
 from hybridflow.cli.figures import figures, remarks
 from hybridflow.core.config import DEFAULT, Provenance, field_docs, read_config
 from hybridflow.core.contracts.command import Command
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.job.job import Job, PlacedModel, Rewards
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.roles import REWARD_KEYS, role_table
@@ -23,6 +24,8 @@ from hybridflow.core.plugins import registry
 from hybridflow.kit.console import make_console, print_line, print_table
 
 DERIVED = "derived"
+KEPT = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+"""Settings of [sampling] that requests have as they are."""
 
 
 class ShowCommand(Command):
@@ -162,7 +165,7 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
         Block("data", tuple(of(job.data, "data"))),
         *(Block(name, tuple(of(config, name))) for name, config in job.more_data.items()),
         _tokenizer(job, sources),
-        Block("sampling", tuple(of(SamplingSection.of(job.sampling), "sampling"))),
+        Block("sampling", tuple(of(_sampling(job.sampling), "sampling"))),
         _rollout(job, sources),
         *([Block("environment", tuple(of(job.environment, "environment")))] if job.environment else []),
         _algorithm(job, sources),
@@ -205,6 +208,13 @@ def _rollout(job: Job, sources: Sources) -> Block:
             values = sources.plugin("rollout", model.spec.engine, model.spec.engine_config)
             return Block("rollout", tuple(values))
     return Block("rollout", note="unused: no role generates")
+
+
+def _sampling(params: SamplingParams) -> SamplingSection:
+    """What a file would say."""
+    given = {name: getattr(params, name) for name in KEPT}
+    biases = {str(token): bias for token, bias in params.logit_bias}
+    return SamplingSection(**given, logit_bias=biases, stop_tokens=params.stop_token_ids)
 
 
 def _tokenizer(job: Job, sources: Sources) -> Block:

@@ -13,9 +13,13 @@ from hybridflow.core.config import structure
 from hybridflow.core.config.load import load_toml
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean
-from hybridflow.core.validators import at_least, fraction, non_negative, positive_figure, share
+from hybridflow.core.validators import at_least, fraction, non_negative, share, validator
 
 GB = 1e9
+positive_figure = validator(
+    lambda value: 0 < value < float("inf"), "above 0 and finite", "give the figure of the data sheet"
+)
+"""0 < value < infinity."""
 
 
 @attrs.frozen

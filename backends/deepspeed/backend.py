@@ -33,8 +33,6 @@ class DeepSpeedBackend(TrainingBackend):
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
         found = []
-        if layout.world != layout.dp or layout.ep > 1:
-            found.append(f"backend deepspeed has the axis dp; got {layout}: set tp, pp, cp and ep to 1")
         if config.precision == "bf16" and config.stage == 1:
             found.append(
                 "backend deepspeed: stage 1 in bf16 is another optimizer of DeepSpeed's, without ZeRO's gradient clearing on "

@@ -33,8 +33,6 @@ class FSDPBackend(TrainingBackend):
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
         found = []
-        if layout.pp > 1 or layout.cp > 1 or layout.ep > 1:
-            found.append(f"backend fsdp has the axes dp and tp; got {layout}: set pp, cp and ep to 1")
         if layout.dp % config.replicas:
             found.append(f"backend.replicas must divide dp, got replicas {config.replicas} and dp {layout.dp}")
         if config.lora is not None and layout.tp > 1:

@@ -37,12 +37,6 @@ class MegatronBackend(TrainingBackend):
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
         found = []
-        if layout.cp > 1:
-            found.append(
-                f"backend megatron has no context parallelism (it needs Transformer Engine); got {layout}: set cp to 1"
-            )
-        if layout.ep > 1:
-            found.append(f"backend megatron has no expert parallelism yet; got {layout}: set ep to 1")
         if config.virtual_stages > 1 and layout.pp == 1:
             found.append(f"backend.virtual_stages {config.virtual_stages} needs pp > 1, got pp 1")
         if config.sequence_parallel and layout.tp == 1:

@@ -31,7 +31,7 @@ class HostActor:
         os.environ.update(environment)
         sys.path.extend(p for p in path if p not in sys.path)
         from hybridflow.core.groups.host import Host
-        from hybridflow.core.workers.memory import keep_freed_memory
+        from hybridflow.kit.memory import keep_freed_memory
 
         keep_freed_memory()
         self.host = Host(pool, rank, world, RayStore())

@@ -21,7 +21,7 @@ from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
-from hybridflow.core.workers.memory import keep_freed_memory
+from hybridflow.kit.memory import keep_freed_memory
 
 LOCAL_RESOURCE = "hybridflow_rank"
 """A local Ray counts ranks, not cores: two cores may well run four ranks of a test."""

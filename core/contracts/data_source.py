@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean
+from hybridflow.core.validators import non_negative
 
 
 @attrs.frozen
@@ -41,15 +42,15 @@ class DataConfig:
     of the row that it was found in."""
     pattern_field: str | None = None
     """Field that `pattern` searches."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: int = attrs.field(default=1024, validator=non_negative)
     """Length limit of a prompt, in tokens, bos included; 0 is no limit."""
-    overlong: str = "error"
+    overlong: Literal["error", "drop"] = "error"
     """What happens to a row with a longer prompt: "error", or "drop" (left out and counted)."""
-    limit: int = 0
+    limit: int = attrs.field(default=0, validator=non_negative)
     """Rows at most, after `pattern` and `overlong`: the first ones; 0 is all."""
     shuffle: bool = True
     """A new random order in each epoch; otherwise the source's order."""
-    seed: int = 0
+    seed: int = attrs.field(default=0, validator=non_negative)
     """Seed of the order."""
     options: dict[str, Any] = attrs.field(factory=dict)
     """The source's own options."""

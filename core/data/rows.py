@@ -217,9 +217,4 @@ def data_problems(config: DataConfig) -> list[str]:
                 found.append(f"data.pattern {config.pattern!r} has no named group; write one as (?P<name>...)")
         except re.error as error:
             found.append(f"data.pattern {config.pattern!r} is not a regular expression: {error}")
-    if config.overlong not in ("error", "drop"):
-        found.append(f'data.overlong is {config.overlong!r}; it must be "error" or "drop"')
-    for name in ("max_prompt_tokens", "limit", "seed"):
-        if getattr(config, name) < 0:
-            found.append(f"data.{name} is {getattr(config, name)}; it cannot be negative")
     return found

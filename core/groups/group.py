@@ -13,7 +13,6 @@ from hybridflow.core.groups.host import Reply, read_reply, write_call
 from hybridflow.core.groups.methods import Method, methods_of
 from hybridflow.core.groups.wire import Encoder
 from hybridflow.core.values.batch import Batch, PromisedTable, View
-from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 
 
@@ -253,6 +252,3 @@ def _select(value: Any, columns: Sequence[str]) -> Any:
     if isinstance(value, (list, tuple, dict)) and _batches(value):
         return _rebuilt(value, [_select(v, columns) for v in _entries(value)])
     return value
-
-
-__all__ = ["Future", "Metrics", "Pool", "WorkerGroup"]

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.contracts.worker import RankContext, Worker
 from hybridflow.core.errors import HybridFlowError, WorkerError
-from hybridflow.core.groups.wire import Decoder, Encoder, Store
+from hybridflow.core.groups.wire import Decoder, Encoder
 from hybridflow.core.values.batch import Batch
 
 

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
 
+from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.values.batch import Batch, LocalTable, PromisedTable, Table, View
 from hybridflow.core.values.columns import Column, Index, _positions
 from hybridflow.core.values.metrics import Metrics
@@ -42,13 +43,6 @@ _NUMPY = {name: torch.empty(0, dtype=_BITS.get(name, dtype)).numpy().dtype for n
 
 Block = list | Any
 """Columns that lie together: a list of (shape, bytes) (inside the message), or a handle of the store."""
-
-
-class Store(Protocol):
-    """Where large columns live between the call that made them and the ones that read them."""
-
-    def put(self, block: list[np.ndarray]) -> Any: ...
-    def get(self, handle: Any) -> list[np.ndarray]: ...
 
 
 class Stored:
@@ -242,10 +236,7 @@ def _made_of(view: View) -> list[View]:
     else:
         homes: dict[View, dict[str, str]] = {}
         for new, old in view.renames.items():
-            home = inner._view_of(old)
-            if home is None:
-                raise KeyError(f"a result has no column {old!r}; it has {', '.join(inner.names) or 'none'}")
-            homes.setdefault(home, {})[new] = old
+            homes.setdefault(inner._home(old), {})[new] = old
         views = [home.rename(names) for home, names in homes.items()]
     views = views or [View((LocalTable({}, inner.rows),))]
     return [made for v in views for made in _made_of(v.take(view.index))]

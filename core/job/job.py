@@ -9,7 +9,6 @@ import attrs
 
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
@@ -18,6 +17,7 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.job.schema import (
     EnvironmentSection,
     PlacementSection,
+    RewardPart,
     RoleSection,
     RunSection,
     ValidationSection,
@@ -79,18 +79,6 @@ class ModelRole:
     """The engine's memory stays between generations."""
     logs: str | None = None
     """Folder for the logs of engines in processes of their own."""
-
-
-@attrs.frozen
-class RewardPart:
-    """One reward function: its name (the column rewards/<name>), what computes it, and its weight in the sum."""
-
-    name: str
-    function: str
-    options: dict[str, Any] = attrs.field(factory=dict)
-    weight: float = 1.0
-    rule: FailureRule = attrs.field(factory=FailureRule)
-    per_token: bool = False
 
 
 @attrs.frozen

@@ -108,7 +108,10 @@ def resolve_job(
     more_data = {n: reader.section(n, DataConfig) for n in (algorithm.data_sets if algorithm else ())}
     checked: list[tuple[Any, str]] = [(data, "data"), (tokenizer, "tokenizer"), (validation_data, "validation")]
     for config, section in (*checked, *((c, n) for n, c in more_data.items())):
-        if config is not None and (found := _config_problems(config)):
+        if config is None:
+            continue
+        found = config.problems() if isinstance(config, TokenizerConfig) else data_problems(config)
+        if found:
             reader.fail(section, *found)
     runtime = reader.plugin("runtime", reader.tables.get("runtime", {}), "runtime")
     if runtime is None or not runtime.good:
@@ -166,10 +169,6 @@ def resolve_job(
     machine = {"runtime"} if reader.elsewhere else set()  # what this machine has says nothing of another
     reader.problems += cross_checks(job, reader.failed | machine)
     return job
-
-
-def _config_problems(config: DataConfig | TokenizerConfig) -> list[str]:
-    return data_problems(config) if isinstance(config, DataConfig) else config.problems()
 
 
 def _planner(reader: Reader, placement: PlacementSection) -> Choice | None:

@@ -12,10 +12,10 @@ from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.errors import ConfigError, HybridFlowError
-from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, RewardPart, Rewards, SyncSpec
+from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
 from hybridflow.core.job.models import resolve_model
 from hybridflow.core.job.reader import Reader, keys_of, salvage
-from hybridflow.core.job.schema import LayoutSection, RoleSection, SamplingSection, SyncConfig
+from hybridflow.core.job.schema import LayoutSection, RewardPart, RoleSection, SamplingSection, SyncConfig
 from hybridflow.core.job.stages import STAGE
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
@@ -116,16 +116,11 @@ class RoleResolver:
         if problems:
             self.reader.problems += problems
             return None
-        if section.parts:
-            parts = tuple(
-                RewardPart(p.name, p.function, p.options, p.weight, p.on_failure, p.per_token) for p in section.parts
-            )
-        else:
-            label = str(section.function).rpartition(":")[2]
-            parts = (
-                RewardPart(label, str(section.function), section.options, 1.0, section.on_failure, section.per_token),
-            )
-        good = True
+        parts = section.parts
+        if section.function is not None:
+            label = section.function.rpartition(":")[2]
+            options, rule = section.options, section.on_failure
+            parts = (RewardPart(label, section.function, options, on_failure=rule, per_token=section.per_token),)
         for part in parts:
             try:
                 reward_from(part.function, part.options)
@@ -133,9 +128,8 @@ class RoleResolver:
                 problems += error.problems
             except (HybridFlowError, ValueError) as error:
                 problems.append(str(error))
-            good = good and not problems
         self.reader.problems += [f"{role.name}: {p}" for p in problems]
-        return Rewards(role, parts, section) if good else None
+        return None if problems else Rewards(role, parts, section)
 
     def _reward_problems(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> list[str]:
         name, problems = role.name, []
@@ -168,8 +162,7 @@ class RoleResolver:
         kind = "score" if role.kind == "reward" else role.kind
         pool = self.pools.get(section.pool)
         if pool is None and section.pool not in self.reader.tables.get("pools", {}):  # else: said of the pool
-            there = f"{did_you_mean(section.pool, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
-            self.reader.problems.append(f"{role.name}.pool: there is no pool {section.pool!r}{there}")
+            self.reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
         spec = None if "model" in bad else self._spec(section.model, kind, role.name)
         layout = None if pool is None or bad & {"layout", "pool"} else self._layout(role.name, section.layout, pool)
         backend = engine = None
@@ -186,7 +179,7 @@ class RoleResolver:
             found = backend.found.problems(backend.config, layout, kind) if looks else []
         except (HybridFlowError, ValueError) as error:
             found = [str(error)]
-        found = [*found, *self._size_problems(spec, layout)]
+        found = [*found, *_beyond(backend.name, layout, kind), *self._size_problems(spec, layout)]
         generation = sync = None
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
@@ -215,6 +208,9 @@ class RoleResolver:
         good = not found and (engine is None or sync is not None)
         return PlacedModel(role, model, layout, section.pool, section, generation, apart) if good else None
 
+    def _no_pool(self, name: str) -> str:
+        return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
+
     def _sync(self, role: str, section: SyncConfig, apart: str | None, problems: list[str]) -> SyncSpec | None:
         """The transport that carries the weights; apart: the pool of the engines, if they have one of their own."""
         spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
@@ -241,8 +237,7 @@ class RoleResolver:
         section, grouping = role.generation, role.generation.grouping
         pool = self.pools.get(section.pool or role.pool)
         if pool is None:
-            there = f"{did_you_mean(str(section.pool), self.pools)} (pools: {', '.join(self.pools) or 'none'})"
-            problems.append(f"generation.pool: there is no pool {section.pool!r}{there}")
+            problems.append(f"generation.pool: {self._no_pool(str(section.pool))}")
             return None
         if section.pool not in (None, role.pool):
             layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
@@ -320,6 +315,22 @@ class RoleResolver:
         except ValueError as error:
             self.reader.problems.append(f"{role}.layout: {error}")
             return None
+
+
+def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[str]:
+    """What a training backend says that it has not: axes, kinds of model."""
+    can = registry().training_capabilities(backend)
+    sizes = {axis: size for axis, size in attrs.asdict(layout).items() if axis not in can.axes | {"order"}}
+    found = [
+        f"layout.{axis}: is {size}, and the backend {backend} has the axes {', '.join(sorted(can.axes))}; set it to 1"
+        for axis, size in sizes.items()
+        if size > 1
+    ]
+    if kind not in can.models:
+        found.append(
+            f"the backend {backend} has models of kind {', '.join(sorted(can.models))}, and this one is a {kind}"
+        )
+    return found
 
 
 def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:

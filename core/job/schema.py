@@ -136,7 +136,7 @@ class SyncConfig:
 
 
 @attrs.frozen
-class RewardPartSection:
+class RewardPart:
     """One of several reward functions."""
 
     name: str
@@ -184,7 +184,7 @@ class RoleSection:
     per_token: bool = False
     """The reward function returns a list: a number for each response token; PPO, REINFORCE++ and Safe RLHF count each at
     its token, others their sum."""
-    parts: tuple[RewardPartSection, ...] = ()
+    parts: tuple[RewardPart, ...] = ()
     """Several reward functions, summed by weight."""
 
 
@@ -220,28 +220,9 @@ class SamplingSection:
 
     def params(self) -> SamplingParams:
         """For requests."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
-            stop_token_ids=self.stop_tokens,
-        )
-
-    @classmethod
-    def of(cls, params: SamplingParams) -> SamplingSection:
-        """What a file would say."""
-        return cls(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            logit_bias={str(token): bias for token, bias in params.logit_bias},
-            stop_tokens=params.stop_token_ids,
-        )
+        given = attrs.asdict(self)
+        biases = {int(token): bias for token, bias in given.pop("logit_bias").items()}
+        return SamplingParams(stop_token_ids=given.pop("stop_tokens"), logit_bias=biases, **given)
 
 
 @attrs.frozen

@@ -156,8 +156,8 @@ class Registry:
 
     def _fail(self, kind: str, name: str, package: str, version: str, error: BaseException) -> None:
         """List a plugin as failed."""
-        text = str(error) if isinstance(error, PluginError) else reason(error)
-        self._failed.append(Entry(kind, name, package, version, None, f"failed: {text}", _repair(package, version)))
+        remedy = _repair(package, version)
+        self._failed.append(Entry(kind, name, package, version, None, f"failed: {_said(error)}", remedy))
 
     # --- use ---
 
@@ -176,10 +176,9 @@ class Registry:
             raise PluginError(f"{need}: {descriptor.how_to_install()}")
         owner = self._registered[kind, name][0].owner
         try:
-            found = import_named(descriptor.factory)
-            check_api(getattr(found, "hybridflow_api", None), owner)
+            found = _imported(descriptor.factory, owner)
         except Exception as error:
-            text = self._broken[kind, name] = str(error) if isinstance(error, PluginError) else reason(error)
+            text = self._broken[kind, name] = _said(error)
             raise PluginError(f"{kind} {name!r} of {owner} does not load ({descriptor.factory}): {text}") from error
         self._broken.pop((kind, name), None)
         return found
@@ -192,14 +191,11 @@ class Registry:
         if not is_path(path):
             raise PluginError(f"{kind} {path!r} is neither a name nor of the form 'package.module:Object'")
         try:
-            found = import_named(path)
-            check_api(getattr(found, "hybridflow_api", None), path)
+            return _imported(path, path)
         except Exception as error:
-            text = str(error) if isinstance(error, PluginError) else reason(error)
             hint = " (the `hybridflow` command looks in the current folder, Python code where sys.path says)"
             hint = hint if isinstance(error, ModuleNotFoundError) else ""
-            raise PluginError(f"{kind} {path!r} does not load: {text}{hint}") from error
-        return found
+            raise PluginError(f"{kind} {path!r} does not load: {_said(error)}{hint}") from error
 
     def descriptor(self, kind: str, name: str) -> Descriptor:
         """What is registered under the name; imports nothing. Raises PluginError when unknown or claimed twice."""
@@ -316,6 +312,17 @@ class Registry:
         meant = did_you_mean(name, [entry.name for entry in entries if entry.kind == kind])
         text = f"unknown {kind} {name!r}{meant or '.'} There is: {', '.join(fine) or 'none'}"
         return text + (f"; failed to load: {', '.join(failed)}" if failed else "")
+
+
+def _imported(path: str, owner: str) -> Any:
+    """An object that was made for this plugin API."""
+    found = import_named(path)
+    check_api(getattr(found, "hybridflow_api", None), owner)
+    return found
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, PluginError) else reason(error)
 
 
 def _claimed(holders: list[_Registered]) -> str:

@@ -16,7 +16,6 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.running.predictions import predicted
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared
-from hybridflow.core.running.timeline import seconds_per_phase
 from hybridflow.core.values.metrics import Metrics
 
 LINE_EVERY_S = 2.0
@@ -110,8 +109,7 @@ class Reporter:
             values["tokens_per_second"] = length[0] / seconds
             values["sequences_per_second"] = sequences / seconds
         values["seconds/step"] = seconds
-        phases = seconds_per_phase(run.session.timeline.take())
-        values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
+        values |= {f"seconds/{phase}": spent for phase, spent in run.session.timeline.take().items()}
         if self.foresight is not None:
             self.foresight.add(values)
             values["seconds/predicted"] = self.foresight.seconds
@@ -167,15 +165,9 @@ class Reporter:
         line = "  ".join(
             f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}" for label, value in shown.items()
         )
-        slowest = sorted(
-            (
-                (v, k)
-                for k, v in values.items()
-                if k.startswith("seconds/") and k not in ("seconds/step", "seconds/predicted")
-            ),
-            reverse=True,
-        )
-        phases = " ".join(f"{k.removeprefix('seconds/')} {v:.2f}" for v, k in slowest[:3])
+        whole = ("seconds/step", "seconds/predicted")
+        spent = sorted(((v, k) for k, v in values.items() if k.startswith("seconds/") and k not in whole), reverse=True)
+        phases = " ".join(f"{k.removeprefix('seconds/')} {v:.2f}" for v, k in spent[:3])
         line = f"{line}  {values['seconds/step']:.2f} s ({phases})"
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, line=line)

@@ -1,44 +1,24 @@
-"""Who worked when: one span per call and rank, from the workers' own clocks."""
+"""What took how long: seconds of each call on each rank, from the workers' own clocks."""
 
 from __future__ import annotations
-
-import attrs
 
 from hybridflow.core.groups.host import Reply
 
 
-@attrs.frozen
-class Span:
-    """A call of a role's method on a rank; seconds since the epoch."""
-
-    role: str
-    method: str
-    rank: int
-    started: float
-    ended: float
-
-
 class Timeline:
-    """Spans since the last `take`."""
+    """Since the last `take`."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self._busy: dict[tuple[str, int], float] = {}
 
     def add(self, role: str, method: str, rank: int, reply: Reply) -> None:
-        self.spans.append(Span(role, method, rank, reply.started, reply.ended))
+        key = (f"{role}/{method}", rank)
+        self._busy[key] = self._busy.get(key, 0.0) + reply.ended - reply.started
 
-    def take(self) -> list[Span]:
-        spans, self.spans = self.spans, []
-        return spans
-
-
-def seconds_per_phase(spans: list[Span]) -> dict[str, float]:
-    """role/method -> seconds, the busiest rank's."""
-    busy: dict[tuple[str, int], float] = {}
-    for span in spans:
-        key = (f"{span.role}/{span.method}", span.rank)
-        busy[key] = busy.get(key, 0.0) + span.ended - span.started
-    phases: dict[str, float] = {}
-    for (phase, _), seconds in busy.items():
-        phases[phase] = max(phases.get(phase, 0.0), seconds)
-    return phases
+    def take(self) -> dict[str, float]:
+        """role/method -> seconds, the busiest rank's."""
+        phases: dict[str, float] = {}
+        for (phase, _), seconds in self._busy.items():
+            phases[phase] = max(phases.get(phase, 0.0), seconds)
+        self._busy = {}
+        return phases

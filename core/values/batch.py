@@ -306,13 +306,17 @@ class Batch:
             undecided.append(view)
         return next((v for v in undecided if name in v.names()), None)
 
+    def _home(self, name: str) -> View:
+        """The view that has a column. Raises KeyError with the names there are."""
+        view = self._view_of(name)
+        if view is None:
+            raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
+        return view
+
     def __getitem__(self, name: str) -> Column:
         """The column, fetched alone if it is elsewhere. Raises KeyError with the names there are."""
         if name not in self._read:
-            view = self._view_of(name)
-            if view is None:
-                raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
-            column, expected = view.read(name), self.known_rows
+            column, expected = self._home(name).read(name), self.known_rows
             if expected is not None and column.rows != expected:
                 raise ValueError(f"column {name!r} has {column.rows} rows in a batch of {expected}")
             self._read[name] = column
@@ -320,10 +324,7 @@ class Batch:
 
     def read(self, name: str, index: Index | None) -> Column:
         """Some rows of a column, for another batch: its own copy where the column is not local."""
-        view = self._view_of(name)
-        if view is None:
-            raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
-        return view.take(index).read(name)
+        return self._home(name).take(index).read(name)
 
     @property
     def metrics(self) -> Metrics:
@@ -358,8 +359,8 @@ class Batch:
         Raises KeyError for a column that is not there, ValueError for a name that is taken.
         """
         there = self.names
-        if missing := [n for n in names if n not in there]:
-            raise KeyError(f"the batch has no column {missing[0]!r}; it has {', '.join(there) or 'none'}")
+        for name in names:
+            self._home(name)
         after = [names.get(n, n) for n in there]
         if taken := [n for n in names.values() if after.count(n) > 1]:
             raise ValueError(f"the batch has a column {taken[0]!r} already; drop it first")
@@ -373,8 +374,7 @@ class Batch:
         if len({c for c in counts if c is not None}) > 1:
             raise ValueError(f"only batches with one row count can be joined, got {counts} rows")
         joined = self._same_rows([v for b in batches for v in b.views], {})
-        own = [b._metrics for b in batches if b._metrics is not None]
-        joined._metrics = Metrics.merge(own) if own else None
+        joined._metrics = _own_metrics(batches)
         if all(v.known_names() is not None for v in joined.views):
             for b in batches:
                 joined._read = {n: c for n, c in joined._read.items() if n not in b} | b._read
@@ -441,13 +441,17 @@ class Batch:
             differing = sorted(frozenset.union(*known) - frozenset.intersection(*known))
             raise ValueError(f"batches put behind one another need the same columns; not in all of them: {differing}")
         whole = cls.of_views([View(tuple(t for b in batches for t in _tables(b)))])
-        own = [b._metrics for b in batches if b._metrics is not None]
-        whole._metrics = Metrics.merge(own) if own else None
+        whole._metrics = _own_metrics(batches)
         return whole
 
     def __repr__(self) -> str:
         names = [n for v in self.views for n in (v.known_names() or ("...",))]
         return f"Batch({'?' if self.known_rows is None else self.known_rows} rows: {', '.join(dict.fromkeys(names))})"
+
+
+def _own_metrics(batches: Iterable[Batch]) -> Metrics | None:
+    own = [batch._metrics for batch in batches if batch._metrics is not None]
+    return Metrics.merge(own) if own else None
 
 
 def _tables(batch: Batch) -> tuple[Table, ...]:

@@ -215,6 +215,3 @@ class WeightLayout:
                 memo[id(held)] = {number(rank): boxes for rank, boxes in held.items()}
         renamed = {name: memo[id(held)] for name, held in shards.items()}
         return WeightLayout.by_name(self.params, renamed, map(number, self.held), self.ties, self.opaque)
-
-    def with_dtype(self, dtype: torch.dtype) -> WeightLayout:
-        return attrs.evolve(self, params={name: Param(p.shape, dtype) for name, p in self.params.items()})

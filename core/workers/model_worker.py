@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.THREE_D, reads=BASE)
     def values(self, batch: Batch, column: str) -> Batch:
-        return _renamed(self._forward(batch, ["values"]), column)
+        outputs = self._forward(batch, ["values"])
+        return Batch({column: outputs["values"]} if outputs else {})
 
     @register(Protocol.THREE_D, reads=BASE)
     def score(self, batch: Batch, column: str) -> Batch:
@@ -177,28 +179,23 @@ class ModelWorker(PoolMember):
 
         max_tokens: a limit per `sample_id` modulo its length (benchmarks, curricula); default sampling.max_tokens.
         """
-        assert self.engine is not None, "this role has no rollout engine"
-        synced = self._sync()
-        with measured(self.context.device) as peak:
-            made = generate_rows(self.engine, batch, sampling, seed, max_tokens, self._sends)
-        return self._told(made, synced, peak)
+        return self._generated(generate_rows, batch, sampling, seed, max_tokens)
 
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
     def episodes(
         self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
     ) -> Batch:
         """`generate` in turns with the environment's answers between them."""
-        assert self.engine is not None and self.driver is not None, "this role has no environment"
+        assert self.driver is not None, "this role has no environment"
+        verb = partial(generate_episodes, episodes=self.driver, context=self.context)
+        return self._generated(verb, batch, sampling, seed, max_tokens)
+
+    def _generated(self, verb: Callable[..., Batch], batch: Batch, *how: Any) -> Batch:
+        """With the weights of this moment; then the engine's memory is given back. With metrics."""
+        assert self.engine is not None, "this role has no rollout engine"
         synced = self._sync()
         with measured(self.context.device) as peak:
-            made = generate_episodes(
-                self.engine, batch, sampling, seed, max_tokens, self.driver, self.context, self._sends
-            )
-        return self._told(made, synced, peak)
-
-    def _told(self, made: Batch, synced: float, peak: Peak) -> Batch:
-        """The engine's memory given back, and metrics."""
-        assert self.engine is not None
+            made = verb(self.engine, batch, *how, extras=self._sends)
         if not self.role.keep_engine:
             self.engine.sleep()
         made.metrics.means["sync_seconds"] = (synced, 1.0)
@@ -283,11 +280,6 @@ class ModelWorker(PoolMember):
 def _peak_metric(phase: str, peak: Peak) -> Metrics:
     """<phase>_peak_gb: the most memory in use during it (10^9 bytes), the largest over ranks."""
     return Metrics(maxima={f"{phase}_peak_gb": peak.most / 1e9} if peak.most else {})
-
-
-def _renamed(outputs: dict[str, Column], column: str) -> Batch:
-    """The one output that was asked for, where this rank has it."""
-    return Batch(dict(zip([column] * len(outputs), outputs.values(), strict=True)))
 
 
 def _output_names(needs: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.data.examples import Example, ExampleSet
 from hybridflow.core.data.sampler import Sampler
-from hybridflow.core.job.job import RewardPart
+from hybridflow.core.job.schema import RewardPart
 from hybridflow.core.plugins.resolve import load_source, reward_from
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
@@ -147,12 +147,12 @@ class RewardWorker(Worker):
         columns: dict[str, Any] = {}
         means: dict[str, tuple[float, float]] = {}
         for part, reward in zip(self.parts, self.rewards, strict=True):
-            values, failed = score_by_rule(reward, samples, part.name, part.rule, part.per_token)
+            values, failed = score_by_rule(reward, samples, part.name, part.on_failure, part.per_token)
             for tokens_, sample, value in zip(each, samples, values, strict=True):
                 tokens_ += np.float32(part.weight) * (value if part.per_token else at_last_token(value, sample))
             if part.per_token:
                 values = np.array([value.sum() for value in values], np.float32)
-            if part.rule.score is not None:
+            if part.on_failure.score is not None:
                 means[f"{part.name}_failed"] = (float(failed), float(len(samples)))
             total += np.float32(part.weight) * values
             if len(self.parts) > 1:

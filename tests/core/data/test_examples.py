@@ -226,9 +226,6 @@ def test_two_responses_for_one_chat_are_refused():
         (dict(pattern="(?P<a>.)"), "go together"),
         (dict(pattern="(", pattern_field="t"), "not a regular expression"),
         (dict(pattern="a", pattern_field="t"), "no named group"),
-        (dict(overlong="cut"), '"error" or "drop"'),
-        (dict(limit=-1), "data.limit is -1"),
-        (dict(seed=-3), "data.seed is -3"),
     ],
 )
 def test_settings_that_cannot_work_are_reported(config, words):
@@ -237,7 +234,7 @@ def test_settings_that_cannot_work_are_reported(config, words):
 
 
 def test_all_problems_of_the_settings_are_reported_at_once():
-    assert len(data_problems(DataConfig(prompt="{", overlong="cut", limit=-1))) == 3
+    assert len(data_problems(DataConfig(prompt="{", unsafe=("a",), messages="m"))) == 3
 
 
 def test_a_sources_options_are_checked_by_name_and_type():

@@ -220,7 +220,7 @@ def test_all_problems_of_a_config_are_reported_at_once():
     )  # fmt: skip
     for said in (
         "steps: unknown key; did you mean `run.steps`?", "run.stepz: unknown key; did you mean `steps`?",
-        "sampling.top_p: must be above 0", "data.limit is -1", 'tokenizer.train: expected one of "char", "bpe"',
+        "sampling.top_p: must be above 0", "data.limit: must be 0 or more", 'tokenizer.train: expected one of "char", "bpe"',
         "algorithm.group_siz: unknown key; did you mean `group_size`?", "actor.layout: tp 3",
         "actor.colour: unknown key", "ref.model.path: there is no folder", "critc: unknown key; did you mean `critic`?",
         "critic.optimizer.lrr: unknown key", "reward.pool: is for models", "pools.spare: expected devices per node",
@@ -378,7 +378,7 @@ def test_a_layout_that_does_not_fit_its_pool_says_how_to_fix_it():
 
 
 def test_an_axis_that_the_backend_or_the_model_has_not_is_refused():
-    assert "has the axes dp and tp" in problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")[0]
+    assert "has the axes dp, tp; set it to 1" in problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")[0]
     found = problems("runtime=ray", "pools.main=[8]", "actor.layout.tp=8")
     assert any("8 does not divide the model's 4 attention heads" in p for p in found)
 
