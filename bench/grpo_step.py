@@ -48,7 +48,7 @@ def make_model(folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hybridflow.core.contracts.tokenizer import TokenizerConfig
-    from hybridflow.core.data.tokenizer import build_tokenizer
+    from hybridflow.core.plugins.resolve import build_tokenizer
 
     fields = {k: v for k, v in MODEL.items() if k != "model_type"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL["model_type"], **fields))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.contracts.environment import Environment
 from hybridflow.core.contracts.protocol import BUILT_IN, TransferProtocol
 from hybridflow.core.contracts.reward import FunctionReward, Reward
+from hybridflow.core.contracts.tokenizer import Tokenizer, TokenizerConfig, Tokenizers
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.plugins.registry import registry
 
@@ -64,6 +65,28 @@ def load_source(config: DataConfig) -> DataSource:
             "hybridflow.core.data.DataSource"
         )
     return found(config)
+
+
+def build_tokenizer(config: TokenizerConfig, model_path: str | None, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+    """By the plugin that [tokenizer] names. `texts` gives the data's texts and is called only when one is trained.
+
+    Raises ConfigError (contradicting settings), PluginError (no such plugin), ModelError (no tokenizer in the folder) and
+    DataError (nothing to train on).
+    """
+    if problems := config.problems():
+        raise ConfigError(problems)
+    plugin: Tokenizers = registry().get("tokenizer", config.name or registry().default("tokenizer"))()
+    if config.characters is not None:
+        return plugin.of_characters(config.characters)
+    if config.train is not None:
+        return plugin.train(config.train, config.vocab_size, texts)
+    if config.path is not None:
+        return plugin.load(config.path, "tokenizer.path")
+    if model_path is not None:
+        return plugin.load(model_path, "the actor's model.path")
+    raise ConfigError(
+        "the model has no folder to take a tokenizer from; give tokenizer.path, tokenizer.characters or tokenizer.train"
+    )
 
 
 def find_protocol(protocol: TransferProtocol | type[TransferProtocol] | str) -> TransferProtocol:

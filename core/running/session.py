@@ -15,12 +15,11 @@ from hybridflow.core.contracts.runtime import Runtime
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
-from hybridflow.core.data.tokenizer import build_tokenizer
 from hybridflow.core.errors import ModelError
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.job.job import Job, ModelRole
 from hybridflow.core.plugins import registry
-from hybridflow.core.plugins.resolve import load_source
+from hybridflow.core.plugins.resolve import build_tokenizer, load_source
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.rollouts.weight_sync import sync_line
 from hybridflow.core.running.timeline import Timeline

@@ -17,9 +17,8 @@ from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows, data_problems
 from hybridflow.core.data.sampler import Sampler
-from hybridflow.core.data.tokenizer import build_tokenizer
 from hybridflow.core.errors import ConfigError, DataError, PluginError
-from hybridflow.core.plugins.resolve import load_source
+from hybridflow.core.plugins.resolve import build_tokenizer, load_source
 
 DIGITS = build_tokenizer(TokenizerConfig(characters="0123456789+=-*/. "), None, list)
 

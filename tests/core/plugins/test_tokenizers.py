@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.core.contracts.tokenizer import TokenizerConfig, Tokenizers
-from hybridflow.core.data.tokenizer import build_tokenizer
 from hybridflow.core.errors import ConfigError, PluginError
+from hybridflow.core.plugins.resolve import build_tokenizer
 
 TEXTS = ["ba", "cab"]
 
