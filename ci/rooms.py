@@ -86,8 +86,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 def main(root: Path) -> int:
     every = modules(root)
-    # The door re-exports names for users; what it reaches says nothing of a room.
-    files = {name: imports(path, every) for name, path in every.items() if name != "core"}
+    files = {name: imports(path, every) for name, path in every.items()}
     rooms = by_room(files)
     for name in sorted(rooms):
         print(f"{name:<24} -> {' '.join(sorted(rooms[name])) or '-'}")

@@ -192,7 +192,7 @@ def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
         except HybridFlowError as error:
             reader.fail("run", f"{path}: {error}")
             continue
-        if missing or len(table) == 1:
+        if missing:
             found.append(TrackerSpec(table["name"]))
         elif choice := reader.plugin("tracker", table, path):
             found.append(TrackerSpec(choice.name, choice.config))

@@ -21,10 +21,10 @@ def install(source: Path, folder: Path) -> Path:
     return folder / "packages"
 
 
-def python(installed: Path | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(installed: Path | str | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed or "")}
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def hybridflow(installed: Path | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def hybridflow(installed: Path | str | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return python(installed, cwd, "-m", "hybridflow.cli.main", *arguments)
