@@ -67,7 +67,9 @@ def load_source(config: DataConfig) -> DataSource:
     return found(config)
 
 
-def build_tokenizer(config: TokenizerConfig, model_path: str | None, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+def build_tokenizer(
+    config: TokenizerConfig, model_path: str | None = None, texts: Callable[[], Iterable[str]] = tuple
+) -> Tokenizer:
     """By the plugin that [tokenizer] names. `texts` gives the data's texts and is called only when one is trained.
 
     Raises ConfigError (contradicting settings), PluginError (no such plugin), ModelError (no tokenizer in the folder) and
