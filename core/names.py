@@ -17,7 +17,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, candidates: Iterable[str], quote: str = "'") -> str:
-    """ "; did you mean 'vllm'?", or nothing when no candidate is close."""
+    """ "; did you mean 'NAME'?", or nothing when no candidate is close."""
     close = nearest(name, candidates)
     return "" if close is None else f"; did you mean {quote}{close}{quote}?"
 

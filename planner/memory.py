@@ -80,10 +80,10 @@ class Memory:
     def activations(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> Activations:
         """Of a micro-batch of `sequences`.
 
-        A layer of a Llama-like model keeps, per token, 10 numbers for each hidden unit (two residuals, two norms before and
-        after their weights; queries, keys, values and what attention gives, fewer under GQA) and 4 for each
-        intermediate one (gate, its activation, up, their product); attention keeps no scores. tp cuts all but the residuals and
-        norms.
+        A layer with rotary attention and a gated MLP keeps, per token, 10 numbers for each hidden unit (two
+        residuals, two norms before and after their weights; queries, keys, values and what attention gives, fewer
+        under GQA) and 4 for each intermediate one (gate, its activation, up, their product); attention keeps no
+        scores. tp cuts all but the residuals and norms.
         """
         pp, tp, runs = layout.pp, layout.tp, model.execution
         count, each = self.simulator.micro_batches(model, sequences, layout.dp)

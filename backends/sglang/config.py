@@ -65,6 +65,7 @@ class SGLangConfig(ProcessConfig):
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
+            max_length=self.max_length or None,
             cache_tokens=self.kv_tokens or None,
             memory_share=None if self.kv_tokens else self.gpu_memory,
         )

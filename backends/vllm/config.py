@@ -57,6 +57,7 @@ class VLLMConfig(ProcessConfig):
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
+            max_length=self.max_length or None,
             cache_gb=self.kv_memory_gb or None,
             memory_share=None if self.kv_memory_gb else self.gpu_memory,
         )

@@ -1,6 +1,6 @@
 """Configuration: everything that reads one, in one place to import from.
 
-    data, provenance = read_config("examples/grpo.toml", ["rollout=vllm", "actor.optimizer.lr=2e-4"], SHORTHAND)
+    data, provenance = read_config("examples/grpo.toml", ["run.steps=20", "actor.optimizer.lr=2e-4"], SHORTHAND)
     config = structure(data, RunConfig)         # ConfigError with every problem
     for key, value in flatten(config).items():
         print(key, value, provenance.of(key))

@@ -89,7 +89,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any], shorthand: frozenset
     """`base` with the values of `over` on top, as new tables. Tables merge key by key; anything else is replaced.
 
     `shorthand` are dotted keys of tables that may be given by their `name` alone, `*` standing for any one key: with
-    {"rollout", "*.backend"}, `rollout = "vllm"` is `rollout = {name = "vllm"}`, in either layer.
+    {"rollout", "*.backend"}, `rollout = "NAME"` is `rollout = {name = "NAME"}`, in either layer.
     """
     return _merge(expand(base, shorthand), expand(over, shorthand))
 

@@ -36,7 +36,7 @@ def _pairs(biases: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[t
 class SamplingParams:
     """How the response of one request is sampled.
 
-    The order is that of vLLM: logit_bias, temperature, min_p, top_k, top_p; each looks at what the ones before it left,
+    The order is logit_bias, temperature, min_p, top_k, top_p; each looks at what the ones before it left,
     renormalised, so the nucleus is top_p of what min_p and top_k leave.
     """
 

@@ -22,7 +22,7 @@ def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = Tru
         )
     if config.config is not None:
         if "model_type" not in config.config:
-            raise ModelError(f'{role}.model.config needs model_type, for example model_type = "qwen2"')
+            raise ModelError(f"{role}.model.config needs model_type, the name of the architecture as in a config.json")
         return ModelSpec(dict(config.config), None, config.init_seed, kind)
     folder = Path(config.path or "")
     if not folder.is_dir():

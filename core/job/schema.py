@@ -14,7 +14,7 @@ from hybridflow.core.values.model import ModelConfig
 
 _BY_NAME = ("algorithm", "runtime", "rollout", "placement", "placement.planner", "*.backend", "*.sync.transport")
 SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
-"""Tables that may be given by their `name` alone: `rollout = "vllm"`."""
+"""Tables that may be given by their `name` alone: `rollout = "NAME"`."""
 
 SECTIONS = (
     "run",
@@ -164,7 +164,7 @@ class RoleSection:
     layout: LayoutSection = attrs.field(factory=LayoutSection)
     """How the model is spread over the pool's devices."""
     backend: dict[str, Any] = attrs.field(factory=dict)
-    """`name` of a training backend (default: fsdp), and that backend's own settings."""
+    """`name` of a training backend (default: the one whose descriptor says so), and that backend's own settings."""
     generation: GenerationSection = attrs.field(factory=GenerationSection)
     """Of the actor: the rollout engine's layout over the same ranks."""
     sync: SyncConfig = attrs.field(factory=SyncConfig)

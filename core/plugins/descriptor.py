@@ -57,7 +57,7 @@ class Descriptor:
     default: bool = False
     """Whether a configuration that names no plugin of this kind means this one. Of each kind at most one may say so."""
     requires: tuple[str, ...] = attrs.field(default=(), converter=_names)
-    """Modules that must be importable ("vllm", "megatron.core"); looked for, not imported."""
+    """Modules that must be importable ("ray", "torch.distributed"); looked for, not imported."""
     extra: str | None = None
     """The extra of hybridflow that brings them: the remedy is then pip install 'hybridflow[EXTRA]'."""
     remedy: str = ""

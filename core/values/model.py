@@ -14,7 +14,7 @@ class ModelConfig:
     path: str | None = None
     """Folder with config.json and model.safetensors, or "stage:NAME": what an earlier stage of this run exported."""
     config: dict[str, Any] | None = None
-    """Fields of the Hugging Face config; `model_type` is required (qwen2, llama, ...)."""
+    """Fields of the Hugging Face config; `model_type` is required."""
     init_seed: int = 0
     """Seed of random weights, and of a new value head."""
 

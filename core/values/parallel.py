@@ -36,8 +36,9 @@ def _size(instance: Any, attribute: attrs.Attribute[int], value: Any) -> None:
 class ParallelLayout:
     """Sizes of the axes and the order in which ranks run through them, from fastest to slowest.
 
-    `order` "tp-cp-pp-dp" is the paper's (the ranks of a replica are consecutive); Megatron's is "tp-cp-dp-pp".
-    `ep` divides dp: experts are spread over groups of `ep` neighbouring dp ranks. Raises ValueError on bad sizes.
+    `order` "tp-cp-pp-dp" is the paper's (the ranks of a replica are consecutive); in "tp-cp-dp-pp"
+    the ranks of a pipeline stage are. `ep` divides dp: experts are spread over groups of `ep` neighbouring dp ranks.
+    Raises ValueError on bad sizes.
     """
 
     pp: int = attrs.field(default=1, validator=_size)
@@ -160,9 +161,10 @@ def generation_layout(
     generation dp.
 
     Where p_g does not divide p or t_g does not divide t, replicas span dp ranks: consecutive blocks, or, for
-    "zero-redundancy" of a training layout that has dp alone (FSDP, ZeRO), every (n/t_g)-th rank of the n = `node` ranks
-    (default: all) that share a node: rank i of n holds the i-th part of each matrix, so the rows that TP rank t generates
-    with begin at rank t n/t_g. Raises ValueError when pp * tp does not divide the world, or for an unknown grouping.
+    "zero-redundancy" of a training layout that has dp alone (each parameter cut over the dp ranks), every
+    (n/t_g)-th rank of the n = `node` ranks (default: all) that share a node: rank i of n holds the i-th part of each
+    matrix, so the rows that TP rank t generates with begin at rank t n/t_g.
+    Raises ValueError when pp * tp does not divide the world, or for an unknown grouping.
     """
     if grouping not in ("zero-redundancy", "consecutive"):
         raise ValueError(f"grouping must be zero-redundancy or consecutive, got {grouping!r}")

@@ -44,7 +44,7 @@ class HostedEngine(ContinuousEngine):
     ):
         super().__init__(model, config, context)
         self.engine_class, self.process_config = engine_class, config
-        self.inflight = bool(getattr(engine_class, "inflight", False))
+        self.inflight = engine_class.inflight
         self.logs = Path(logs or tempfile.gettempdir()) / f"engine-{context.role}-{context.rank}.log"
         self.process: EngineProcess | None = None
         self.restarts = 0
@@ -90,7 +90,7 @@ class HostedEngine(ContinuousEngine):
         """Raises ModelError for a model that is no policy, EngineDied with the tail of the log. Collective."""
         hf_config = policy_config(self.model)
         text = hf_config.get_text_config()
-        self.max_positions = getattr(self.config, "max_length", 0) or text.max_position_embeddings
+        self.max_positions = self.config.limits().max_length or text.max_position_embeddings
         self.vocab = text.vocab_size
         self.store = WholeParameters.of(hf_config, self.config.dtype, self.context.device, self._load)
         self.bucket = Bucket(self.context.device)
