@@ -1,8 +1,9 @@
 """Prints which modules with functions have a mirrored test that notices when they break.
 
 The mirrored test of `core/job/reader.py` is `tests/core/job/test_reader.py`. A module counts as mirrored when that file
-passes, and fails as soon as the module's functions raise. Each module is broken in a copy of the package; the functions
-raise from the first test on, not at import, so that a file that imports the module and calls nothing does not count.
+fails as soon as the module's functions raise (that it passes otherwise, `make test` sees). Each module is broken in a
+copy of the package; the functions raise from the first test on, not at import, so that a file that imports the module
+and calls nothing does not count.
 
     python ci/mirror.py                    every module: some minutes
     python ci/mirror.py core/job kit       those of these folders or files
@@ -24,6 +25,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "kit", "planner", "cli", "backends", "algorithms")
@@ -87,14 +90,16 @@ class Copy:
         (folder / "mirror_switch.py").write_text(PYTEST_PLUGIN)
 
     def passes(self, test: Path, *plugins: str) -> bool | None:
-        """Whether a test file passes; None where all of it is skipped or it ends in no time."""
+        """Whether a test file passes; None where all of it is skipped, or where it cannot be read or does not end."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *plugins, str(test)]
         try:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None
-        return None if " passed" not in done.stdout and " failed" not in done.stdout else done.returncode == 0
+        if done.returncode == 0:
+            return True if " passed" in done.stdout else None
+        return False if done.returncode == pytest.ExitCode.TESTS_FAILED else None
 
     def notices(self, module: Path) -> str:
         """ "" where the mirrored test notices that the module is broken, otherwise what is wrong."""
@@ -109,7 +114,7 @@ class Copy:
         finally:
             path.write_text(source)
         if result is None:
-            return f"{test} is skipped here or does not end"
+            return f"{test} is skipped here, cannot be read or does not end"
         return f"{test} passes when every function raises" if result else ""
 
 
