@@ -52,8 +52,15 @@ class ReshardCommand(Command):
             help='"tp=2", also pp, engine=NAME and settings of the engine',
         )
         parser.add_argument("--model", required=True, help="a model folder, a config.json, or a name such as llama-70b")
-        parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-        parser.add_argument("--grouping", default="zero-redundancy", choices=("zero-redundancy", "consecutive"))
+        parser.add_argument(
+            "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights"
+        )
+        parser.add_argument(
+            "--grouping",
+            default="zero-redundancy",
+            choices=("zero-redundancy", "consecutive"),
+            help="which ranks form a replica",
+        )
         parser.add_argument("--ranks", action="store_true", help="also the figures of every rank")
 
     def run(self, arguments: argparse.Namespace) -> int:

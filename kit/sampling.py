@@ -42,15 +42,27 @@ def draw(
     the `top_k` [R] most likely (0: all, 1: the argmax), of these the smallest set that has `top_p` [R] of what is left.
     """
     probs = logprobs.exp()
-    if bool((top_k > 0).any() | (top_p < 1).any() | (min_p > 0).any()):
-        probs, order = probs.sort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(probs.shape[-1], device=probs.device)
-        probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0.0)
-        probs = probs.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0.0)
-        below = probs.cumsum(-1)
-        kept = (below - probs < top_p[:, None] * below[:, -1:]) & (probs > 0)
-        return order.gather(1, invert(probs.masked_fill(~kept, 0.0).cumsum(-1), uniform[:, None]))[:, 0]
-    return invert(probs.cumsum_(-1), uniform[:, None])[:, 0]
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    chosen = None
+    if bool(filtered.any()):
+        chosen = _filtered(*(rows[filtered] for rows in (probs, uniform, top_k, top_p, min_p)))
+    tokens = invert(probs.cumsum_(-1), uniform[:, None])[:, 0]
+    if chosen is not None:
+        tokens[filtered] = chosen  # the others draw what they draw alone
+    return tokens
+
+
+def _filtered(
+    probs: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """`draw` of rows that all have a filter: the most likely tokens come first, not those of the lowest number."""
+    probs, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0.0)
+    probs = probs.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0.0)
+    below = probs.cumsum(-1)
+    kept = (below - probs < top_p[:, None] * below[:, -1:]) & (probs > 0)
+    return order.gather(1, invert(probs.masked_fill(~kept, 0.0).cumsum(-1), uniform[:, None]))[:, 0]
 
 
 def invert(cumulated: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:

@@ -39,7 +39,7 @@ class EnvironmentConformance:
         answers = [environment.reset(self.start())]
         for number in range(self.most_turns):
             answers.append(environment.step(self.turn(texts[number % len(texts)], number)))
-            if answers[-1].done:
+            if not isinstance(answers[-1], Answer) or answers[-1].done:
                 break
         environment.close()
         return answers

@@ -89,7 +89,13 @@ class PlannerConformance:
             require(str(error), got="no message", expected="why nothing can be said", likely="an empty exception")
             return
         require(found.seconds > 0, got=repr(found), expected="seconds above 0", likely="nothing is counted")
-        assert planner.problems(job, cluster) == []
+        problems = planner.problems(job, cluster)
+        require(
+            problems == [],
+            got=f"problems {problems}",
+            expected="none of a job that is predicted",
+            likely="problems looks at what predict does not",
+        )
 
     def test_a_cluster_that_cannot_be_read_is_told(self, planner, job):
         with pytest.raises(HybridFlowError):

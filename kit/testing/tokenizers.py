@@ -45,7 +45,14 @@ class TokenizerConformance:
                 tokenizer.decode(ids) == text,
                 got=repr(tokenizer.decode(ids)),
                 expected=repr(text),
-                likely="spaces are cleaned up, or special tokens are added on the way in",
+                likely="spaces are cleaned up, or letters are lost",
+            )
+            spelled = tokenizer.decode(ids, skip_special=False)
+            require(
+                spelled == text,
+                got=repr(spelled),
+                expected=f"{text!r}: nothing is added on the way in",
+                likely="encode puts special tokens before or after the text",
             )
 
     def test_special_tokens_are_left_out_unless_asked_for(self, tokenizer):

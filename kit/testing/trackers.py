@@ -44,9 +44,9 @@ class TrackerConformance:
 
     def test_a_resumed_run_goes_on_after_its_step(self, make, tmp_path):
         self._log(make(), tmp_path, 0, range(1, 4))
-        self._log(make(), tmp_path, 1, range(2, 4))
+        self._log(make(), tmp_path, 1, range(2, 3))
         self._require(
-            tmp_path, range(1, 4), "start(folder, step) must drop what was logged of later steps, and keep the rest"
+            tmp_path, range(1, 3), "start(folder, step) must drop what was logged of later steps, and keep the rest"
         )
 
     def test_a_run_without_steps_leaves_nothing_broken(self, make, tmp_path):
