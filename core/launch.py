@@ -13,6 +13,7 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.job.models import with_exports
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.running.folder import claim
 from hybridflow.core.running.run import goal_reached
 from hybridflow.core.running.session import prepare_all
 
@@ -30,6 +31,10 @@ def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, o
     jobs = load_config(path, overrides)
     _refuse_what_is_there(jobs, resume, overwrite)
     prepared = prepare_all(jobs)
+    if overwrite and not resume:
+        for job in jobs:  # every stage's: what a later one has left would be taken for done by a --resume
+            with claim(job, resume, overwrite):
+                pass
     outcomes: dict[str, Outcome] = {}
     outcome = Outcome("finished", 0, {})
     for at, job in enumerate(jobs):
@@ -69,6 +74,7 @@ def _read_done(job: Job) -> Outcome | None:
 def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:
     """For example "held-out exact match: warm-up 0.62, final 0.97"."""
     figures: list[tuple[str, float]] = []
+    last = None
     for job in jobs:
         found = outcomes[job.stage or job.name].validations
         scores = {step: values["validation/score"] for step, values in found.items() if "validation/score" in values}
@@ -76,12 +82,10 @@ def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:
             continue
         if 0 in scores and len(scores) > 1 and not figures:
             figures.append(("start", scores[0]))
-        figures.append((job.stage or job.name, scores[max(scores)]))
-    if not figures:
+        last = job
+        figures.append(("final" if job is jobs[-1] else job.stage or job.name, scores[max(scores)]))
+    if last is None or last.validation is None:
         return None
-    last = jobs[-1]
-    assert last.validation is not None
-    figures[-1] = ("final", figures[-1][1])
     what = last.rewards[0].name if len(last.rewards) == 1 else "score"
     return f"{last.validation.name} {what.replace('_', ' ')}: " + ", ".join(
         f"{name} {value:.2f}" for name, value in figures

@@ -15,6 +15,7 @@ from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.groups.group import Future
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
@@ -117,16 +118,16 @@ class _Model:
     def _scores(self, rows: int) -> torch.Tensor:
         return torch.from_numpy(self.recorder.generator.integers(0, 2, rows).astype(np.float32))
 
-    def update(self, pairs: Sequence[tuple[Batch, Any]]) -> Batch:
+    def update(self, pairs: Sequence[tuple[Batch, Any]]) -> Future:
         self.recorder.add(self.role.name, "train", sum(batch.rows for batch, _ in pairs))
-        return Batch({}, Metrics())
+        return Future(Metrics)
 
-    def loss(self, pair: tuple[Batch, Any]) -> Batch:
+    def loss(self, pair: tuple[Batch, Any]) -> Future:
         self.recorder.add(self.role.name, "infer", pair[0].rows)
-        return Batch({}, Metrics())
+        return Future(Metrics)
 
-    def sync(self, *_: Any) -> Batch:
-        return Batch({}, Metrics())
+    def sync(self, *_: Any) -> Future:
+        return Future(Metrics)
 
 
 class _Tasks:

@@ -55,8 +55,9 @@ class ShardedAdamW:
         for name, shard in self.shards.items():
             grad = self.parameters[name].grad
             shard.grad = None if grad is None else local(grad)
-        if scale != 1.0:
-            torch._foreach_mul_([shard.grad for shard in self.shards.values() if shard.grad is not None], scale)
+        grads = [shard.grad for shard in self.shards.values() if shard.grad is not None]
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, scale)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()

@@ -14,7 +14,7 @@ class TensorBoardTracker(Tracker):
     """One scalar per metric."""
 
     def start(self, folder: Path, step: int) -> None:
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

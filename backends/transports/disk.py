@@ -31,7 +31,8 @@ class Disk(Mailbox):
     def problem(cls, link: Link, config: Any = None) -> str | None:
         if config is None:
             return "there is no folder that all ranks see; set sync.transport.folder"
-        return None if os.access(config.folder, os.W_OK) else f"{config.folder} is not a folder to write to"
+        writable = os.path.isdir(config.folder) and os.access(config.folder, os.W_OK)
+        return None if writable else f"{config.folder} is not a folder to write to"
 
     def put(self, message: torch.Tensor) -> Any:
         assert self.config is not None

@@ -148,12 +148,17 @@ class Job:
         """(kind, name) of the registered plugins that it names; what is named by a path to code is not registered."""
         found = [("runtime", self.runtime), ("algorithm", self.algorithm_name), ("planner", self.planner)]
         found += [("tracker", tracker.name) for tracker in self.trackers]
-        found += [("data_source", data.source) for data in (self.data, *self.more_data.values())]
+        sets = (self.data, self.validation_data, *self.more_data.values())
+        found += [("data_source", data.source) for data in sets if data is not None]
+        found.append(("tokenizer", self.tokenizer.name or ""))
+        found.append(("environment", "" if self.environment is None else self.environment.name))
         found += [("reward", part.function) for scorer in self.scorers.values() for part in scorer.parts]
         for model in self.models.values():
             found.append(("training_backend", model.spec.backend))
             if model.spec.engine is not None:
                 found.append(("rollout_engine", model.spec.engine))
+            if model.spec.sync.transport != AUTO:
+                found.append(("transport", model.spec.sync.transport))
         return [(kind, name) for kind, name in dict.fromkeys(found) if name and ":" not in name]
 
     def follows_stage(self, earlier: Job) -> bool:

@@ -184,7 +184,7 @@ def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
     for at, given in enumerate(run.trackers):
         table = {"name": given} if isinstance(given, str) else given
         path = "run.trackers" if isinstance(given, str) else f"run.trackers.{at}"
-        if "name" not in table:
+        if not isinstance(table.get("name"), str):
             reader.fail("run", f"{path}: give the name of a tracker ({', '.join(registry().names('tracker'))})")
             continue
         try:
@@ -206,6 +206,8 @@ def _environment(reader: Reader) -> EnvironmentSection | None:
     if section is not None and not problems:
         try:
             environment_class(section.name, section.options)
+        except ConfigError as error:
+            problems = [f"environment: {problem}" for problem in error.problems]
         except HybridFlowError as error:
             problems = [f"environment: {error}"]
     if problems:

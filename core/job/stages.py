@@ -20,7 +20,7 @@ TOKENIZER = ((("path", "characters", "train"), ()),)
 
 def stage_tables(tables: Mapping[str, Any], shorthand: frozenset[str]) -> dict[str | None, dict[str, Any]]:
     """The tables of each stage (its own over the common ones), in order; {None: tables} without stages."""
-    stages = tables.get("stages") or {}
+    stages = tables.get("stages", {})
     if not isinstance(stages, Mapping) or not all(isinstance(s, Mapping) for s in stages.values()):
         raise ConfigError("stages: write one table per stage, for example [stages.warm-up]")
     common = expand({k: v for k, v in tables.items() if k != "stages"}, shorthand)

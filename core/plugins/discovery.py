@@ -29,8 +29,7 @@ def entry_points() -> Iterator[Found | tuple[str, str, Exception]]:
     """
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
-        text = distribution.read_text("entry_points.txt") or ""
-        if not re.search(rf"^\s*\[\s*{PROJECT}\s*\]", text, re.MULTILINE):
+        if not _may_be_ours(distribution):
             continue
         package, version = distribution.metadata["Name"] or "unknown", distribution.metadata["Version"] or ""
         key = re.sub(r"[-_.]+", "-", package).lower()
@@ -44,3 +43,12 @@ def entry_points() -> Iterator[Found | tuple[str, str, Exception]]:
             continue
         for point in sorted(points, key=lambda point: point.name):
             yield Found(package, version, point.name, point.value)
+
+
+def _may_be_ours(distribution: importlib.metadata.Distribution) -> bool:
+    """Whether it has entry points of our group; true too of a file that cannot be decoded, which is then said."""
+    try:
+        text = distribution.read_text("entry_points.txt") or ""
+    except UnicodeDecodeError:
+        return True
+    return re.search(rf"^\s*\[\s*{PROJECT}\s*\]", text, re.MULTILINE) is not None

@@ -61,8 +61,7 @@ def load_source(config: DataConfig) -> DataSource:
     found = registry().get("data_source", config.source)
     if not (inspect.isclass(found) and issubclass(found, DataSource)):
         raise ConfigError(
-            f"data.source {config.source!r} is {found!r}; it must be a class derived from "
-            "hybridflow.core.data.DataSource"
+            f"data.source {config.source!r} is {found!r}; it must be a class derived from hybridflow.core.DataSource"
         )
     return found(config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -121,7 +122,8 @@ class Reporter:
     def _check_mismatch(self, step: int, values: Mapping[str, float]) -> None:
         """Raises HybridFlowError above run.mismatch_stop; says once that run.mismatch_warn is passed, until it no longer is."""
         section = self.job.run
-        found = max((v for k, v in values.items() if k.endswith("/mismatch_mean")), default=0.0)
+        means = [value for name, value in values.items() if name.endswith("/mismatch_mean")]
+        found = max(means, key=lambda mean: (math.isnan(mean), mean), default=0.0)
         said = f"step {step}: rollout and trainer logprobs of the same tokens and weights differ by {found:.3g} nats on average"
         likely = "the engine's weights, precision or sampling is not the trainer's (actor.sync.verify = true compares weights)"
         if section.mismatch_stop is not None and not found <= section.mismatch_stop:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import attrs
 import pytest
+import torch
+from helpers.two_rows import close
 from helpers.watched import Watched, column
 
 from hybridflow.algorithms.dapo import DAPO, DAPOConfig
@@ -28,6 +30,15 @@ def never(sample: RewardSample) -> float:
 
 def reward(name: str) -> dict:
     return {"reward": {"function": f"tests.algorithms.test_dapo:{name}"}}
+
+
+def test_dapo_punishes_what_is_too_long():
+    algorithm = DAPO(DAPOConfig(scale="none", overlong_cache=2))
+    algorithm.limit = 3
+    mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    found = algorithm.advantages(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), mask)
+    # lengths 1 and 3 of a limit of 3 with a cache of 2: 0 and (1 - 3) / 2; scores 1 and 0, centred
+    close(found["advantages"], [[0.5, 0.0, 0.0], [-0.5, -0.5, -0.5]])
 
 
 def test_prompts_are_drawn_until_the_batch_is_full_of_groups_that_differ():

@@ -1,19 +1,16 @@
-"""Safe RLHF: the multiplier, the two critics and the pretraining text, by hand and in real steps."""
+"""Safe RLHF: the multiplier, and the two critics, by hand and in real steps."""
 
 from __future__ import annotations
 
 import math
 
-import attrs
 import numpy as np
 import pytest
 import torch
 from helpers.watched import Watched, column
 
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
-from hybridflow.core.errors import ConfigError
 from hybridflow.kit.testing import TinyRun
-from hybridflow.kit.testing.runs import TABLES
 
 TABLE = {
     "cost": {"function": "hybridflow.kit.testing.runs:even_tokens"},
@@ -74,21 +71,3 @@ def test_the_two_critics_learn_from_their_own_scores():
         torch.testing.assert_close(
             last, column(batch, scores), atol=1e-5, rtol=0
         )  # gamma 1: the last one's is the score
-
-
-def test_the_pretraining_text_is_in_the_same_optimizer_step():
-    config = attrs.evolve(CONFIG, pretrain_coef=0.3, pretrain_batch_size=4)
-    with TinyRun(Kept(config), {**TABLE, "pretrain": TABLES["data"]}) as run:
-        metrics = run.step()
-        assert run.worker("actor").backend.version == 1
-    both = metrics["actor/policy_loss"] + 0.3 * metrics["actor/nll"]
-    assert metrics["actor/loss"] == pytest.approx(both, rel=1e-4)
-
-
-def test_a_missing_data_set_is_named():
-    config = attrs.evolve(CONFIG, pretrain_coef=0.3)
-    with pytest.raises(ConfigError, match=r"pretrain: .*give \[pretrain\], as \[data\]"):
-        TinyRun(Kept(config), TABLE)
-    no_response = {k: v for k, v in TABLES["data"].items() if k != "response"}
-    with pytest.raises(ConfigError, match=r"pretrain\.response: "):
-        TinyRun(Kept(config), {**TABLE, "pretrain": no_response})

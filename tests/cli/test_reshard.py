@@ -1,5 +1,7 @@
 """`hybridflow reshard`."""
 
+from __future__ import annotations
+
 import json
 import re
 

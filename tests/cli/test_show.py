@@ -1,91 +1,24 @@
-"""`hybridflow show`: each value as it counts, with where it came from, and what follows."""
+"""`hybridflow show`: each value as it counts, with where it came from."""
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from rich.console import Console
+from helpers.consoles import console
+from helpers.shown import resolved
 
-from hybridflow.cli.figures import figures, remarks
-from hybridflow.cli.show import Value, blocks, render, show
-from hybridflow.core.config import read_config
+from hybridflow.cli.show import render, show
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job.job import Job
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
 
-MODEL = """{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4,
-num_key_value_heads = 2, intermediate_size = 128, max_position_embeddings = 32 }""".replace("\n", " ")
-FILE = f"""
-runtime = "ray"
-tokenizer.characters = "0123456789+="
-data = {{ source = "arithmetic", bos = true, max_prompt_tokens = 8 }}
-sampling.max_tokens = 4
-reward.function = "exact_match"
-pools = {{ main = [4] }}
-run = {{ steps = 50, checkpoint_every = 20 }}
-[actor]
-model.config = {MODEL}
-optimizer.lr = 1e-3
-backend.precision = "bf16"
-layout.tp = 2
-[critic]
-optimizer.lr = 2e-3
-[teacher]
-pool = "main"
-[algorithm]
-name = "ppo"
-kl_coef = 0.1
-[algorithm.ppo]
-prompts_per_step = 32
-mini_batch_size = 10
-epochs = 2
-[algorithm.grpo]
-group_size = 4
-[validation]
-every = 20
-at_start = true
-data.limit = 7
-"""
-STAGES = f"""
-runtime = "inline"
-tokenizer.characters = "0123456789+="
-data = {{ source = "arithmetic", max_prompt_tokens = 8 }}
-run.steps = 9
-sampling.max_tokens = 4
-reward.function = "exact_match"
-[stages.first]
-algorithm = {{ name = "sft", batch_size = 4 }}
-data.response = "{{answer}}"
-actor.model.config = {MODEL}
-[stages.second]
-run.steps = 7
-algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 4 }}
-actor.model.path = "stage:first"
-"""
+pytestmark = pytest.mark.usefixtures("shown")
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("one.toml").write_text(FILE)
-    Path("two.toml").write_text(STAGES)
-
-
-def shown(path: str = "one.toml", *overrides: str, docs: bool = False) -> str:
-    out = io.StringIO()
-    show(path, overrides, docs, Console(file=out, markup=False, highlight=False))
+def printed(path: str = "one.toml", *overrides: str, docs: bool = False) -> str:
+    to, out = console()
+    show(path, overrides, docs, to)
     return out.getvalue()
-
-
-def resolved(path: str = "one.toml", *overrides: str) -> list[tuple[Job, dict[str, Value]]]:
-    tables, provenance = read_config(path, overrides, SHORTHAND)
-    jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND)
-    return [(job, {v.key: v for block in blocks(job, provenance) for v in block.values}) for job in jobs]
 
 
 def value(key: str, *overrides: str, path: str = "one.toml", stage: int = 0) -> tuple[object, str]:
@@ -155,7 +88,7 @@ def test_a_stage_shows_its_own_tables_and_the_common_ones():
     assert value("actor.model.path", path="two.toml", stage=1) == ("stage:first", "file two.toml")
 
 
-def test_every_field_of_every_section_is_shown():
+def test_every_field_of_every_section_is_printed():
     [(_, values)] = resolved()
     for key in ("run.trackers", "runtime.threads", "data.pattern", "tokenizer.train", "sampling.top_k", "rollout.fast",
                 "algorithm.dual_clip", "actor.optimizer.betas", "actor.backend.replicas", "reward.function",
@@ -168,40 +101,40 @@ def test_every_field_of_every_section_is_shown():
 
 
 def test_plain_text_has_one_line_per_value():
-    lines = [line.split() for line in shown().splitlines()]
+    lines = [line.split() for line in printed().splitlines()]
     assert ["run.steps", "50", "file", "one.toml"] in lines
     assert ["sampling.stop_tokens", "[]", "default"] in lines
-    assert "\x1b" not in shown()
+    assert "\x1b" not in printed()
 
 
 def test_unused_roles_and_sub_tables_are_said_to_be_unused():
-    text = shown()
+    text = printed()
     assert "teacher: unused: algorithm ppo has the roles actor, critic, ref, reward" in text
     assert "unused: [algorithm.grpo]" in text
 
 
 def test_docs_prints_what_each_setting_means():
-    text = shown(docs=True)
+    text = printed(docs=True)
     assert "# Iterations: calls of the algorithm's step." in text
     assert "# Discount per token." in text and "# Devices per node." in text
-    assert "# Iterations" not in shown()
+    assert "# Iterations" not in printed()
 
 
 def test_stages_are_shown_one_after_the_other_with_the_tokenizer_of_the_earlier_one():
-    text = shown("two.toml")
+    text = printed("two.toml")
     assert text.index("stage first") < text.index("stage second")
     assert "tokenizer: the earlier stage's, runs/two/first/tokenizer" in text
 
 
 def test_a_terminal_gets_a_table_that_wraps():
-    out = io.StringIO()
-    show("one.toml", (), True, Console(file=out, force_terminal=True, width=70, markup=False, highlight=False))
+    to, out = console(width=70, terminal=True)
+    show("one.toml", (), True, to)
     assert "\x1b[1m" in out.getvalue() and "actor.optimizer.lr" in out.getvalue()
 
 
 def test_all_problems_are_reported_as_by_run():
     with pytest.raises(ConfigError) as error:
-        shown("one.toml", "run.stepz=1", "actor.layout.tp=3", "algorithm.ppo.gama=1")
+        printed("one.toml", "run.stepz=1", "actor.layout.tp=3", "algorithm.ppo.gama=1")
     assert len(error.value.problems) == 3
 
 
@@ -233,49 +166,3 @@ def test_nothing_is_started_and_nothing_is_written(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("started: False False\n")
     assert {p.name for p in tmp_path.iterdir()} == {"one.toml", "two.toml"}
-
-
-# --- what follows ---
-
-
-def test_derived_figures_are_those_of_the_config():
-    [(job, _)] = resolved()
-    found = dict(figures(job))
-    assert found["devices"] == f"4 x {job.device} (pools: main 4), runtime ray"
-    assert found["sequences per step"] == "32" and found["sequences per optimizer step"] == "10"
-    assert found["optimizer steps per step"] == "8" and found["optimizer steps in all"] == "400"
-    assert found["sequences in all"] == "1,600" and found["tokens per step, at most"] == "384 (32 x 12)"
-    assert "4 ranks of pool main, layout dp2-tp2" in found["actor"]
-    assert "16 sequences per step and dp rank; 5 per optimizer step and dp rank" in found["actor"]
-    assert "micro-batches of 16,384 tokens; generates with transformers" in found["actor"]
-    assert "frozen" in found["ref"] and "per optimizer step" not in found["ref"]
-    assert found["checkpoints"] == "every 20 steps, 2 in all; the newest 2 are kept"
-    assert found["validation"] == "validation: before the first step, every 20 steps (2 times), at the end"
-    assert found["folder"] == "runs/one" and found["tokenizer"] == "of 12 characters and 3 special tokens"
-
-
-def test_rows_per_step_of_our_algorithms():
-    [(grpo, _)] = resolved("one.toml", "algorithm={name='grpo', grpo={prompts_per_step=6}}", "algorithm.kl_coef=0.0")
-    assert grpo.algorithm.rows_per_step == 24 and grpo.algorithm.rows_per_update == 24
-    assert resolved("two.toml")[0][0].algorithm.rows_per_step == 4
-
-
-def test_an_uneven_share_is_shown_as_a_range():
-    [(job, _)] = resolved("one.toml", "algorithm.ppo.prompts_per_step=31")
-    assert "15 to 16 sequences per step and dp rank" in dict(figures(job))["actor"]
-
-
-def test_what_is_legal_and_hardly_meant_is_remarked():
-    overrides = (
-        "run.restarts=1",
-        "run.checkpoint_every=60",
-        "sampling.temperature=0.0",
-        "actor.optimizer={schedule='cosine', total_steps=10}",
-        "critic.optimizer={schedule='constant', warmup_steps=900}",
-    )
-    [(job, _)] = resolved("one.toml", *overrides)
-    text = "\n".join(remarks(job))
-    assert "run.restarts: without checkpoints" in text and "run.checkpoint_every: is 60" in text
-    assert "0 is greedy" in text and "actor.optimizer.total_steps: is 10, and the run has 400" in text
-    assert "critic.optimizer.warmup_steps: is 900" in text
-    assert not list(remarks(resolved()[0][0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from helpers.same_tensors import assert_equal
 from helpers.training_check import check, output_ranks
 from helpers.training_jobs import (
     Setup,
@@ -47,12 +48,6 @@ SETUPS = {"megatron": MEGATRON, "deepspeed": ZERO3}
 def installed():
     pytest.importorskip("megatron.core")
     pytest.importorskip("deepspeed")
-
-
-def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert set(got) == set(want)
-    for name, tensor in want.items():
-        assert torch.equal(got[name], tensor), name
 
 
 @pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])

@@ -1,5 +1,11 @@
 """Configs and clusters that several tests plan with."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
+from helpers.tiny import MODEL
+
 LLAMA = (
     '{ model_type = "llama", vocab_size = 32000, hidden_size = 2048, intermediate_size = 5504, num_hidden_layers = 8, '
     "num_attention_heads = 16, max_position_embeddings = 4096 }"
@@ -39,4 +45,19 @@ memory_gb = 4
 tflops = 0.05
 bandwidth_gbs = 10
 link_gbs = 5
+"""
+
+
+def tiny_run(folder: Path, cluster: Path) -> str:
+    """A small run in this process that knows its cluster."""
+    return f"""
+algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 2 }}
+runtime = "inline"
+placement = {{ name = "given", cluster = "{cluster}" }}
+reward = "exact_match"
+run = {{ folder = "{folder / "runs"}", steps = 3, trackers = ["jsonl"], device = "cpu" }}
+tokenizer.characters = "0123456789+="
+data = {{ source = "arithmetic", max_prompt_tokens = 8, answer = "{{answer}}" }}
+sampling.max_tokens = 3
+actor.model.config = {MODEL}
 """

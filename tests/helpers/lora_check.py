@@ -73,6 +73,17 @@ def train(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: 
     return {"metrics": found, "parameters": parameters(worker)}
 
 
+def dtypes(rank: int, world: int, setup: Setup) -> tuple[set[torch.dtype], set[torch.dtype]]:
+    """Those of the model's parameters, and those of the adapters, after an update."""
+    worker = make_worker(rank, setup)
+    worker.update([(mine(worker, make_batch(8)), Blend())])
+    backend = worker.backend
+    return (
+        {param.dtype for param in backend.layout().params.values()},
+        {backend.parameters[name].dtype for name in backend._adapters.names},
+    )
+
+
 def check_training(ranks, setup: Setup, tmp_path: Path, steps: int = 3) -> None:
     """Loss, norm and merged weights after AdamW steps equal those of the adapters by hand; the rest has not moved."""
     lora, loss = setup.config.lora, Blend() if setup.kind == "policy" else ValueLoss()

@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import pytest
+
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.contracts.reward import RewardSample
+
+DATA = {
+    "source": "helpers.pair_rows:RightAndWrong", "answer": "{chosen}", "response": "{chosen}",
+    "rejected": "{rejected}",
+}  # fmt: skip
+UNSAFE = {**DATA, "unsafe": ["chosen_unsafe", "rejected_unsafe"]}
 
 
 class RightAndWrong(DataSource):
@@ -23,3 +34,18 @@ def odd_tokens(sample: RewardSample) -> float:
     """The share of tokens with an odd id."""
     ids = sample.response_ids
     return float((ids % 2 == 1).mean()) if len(ids) else 0.0
+
+
+def values(terms: Any) -> dict[str, Any]:
+    """The values of a loss's terms by name, to be compared."""
+    return {term.name: pytest.approx(term.value.tolist(), rel=1e-5) for term in terms}
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+def late_over_early(metrics: list[dict[str, float]], name: str, last: int, first: int) -> float:
+    """How much the mean of a figure has risen from the first steps to the last."""
+    late, early = [m[name] for m in metrics[-last:]], [m[name] for m in metrics[:first]]
+    return sum(late) / len(late) - sum(early) / len(early)

@@ -17,7 +17,7 @@ from hybridflow.core.contracts.transport import Link
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.exchange import Exchange, Shards
 from hybridflow.core.resharding.plan import plan_reshard
-from hybridflow.core.values.weights import WeightLayout
+from hybridflow.core.values.weights import Box, WeightLayout
 
 
 def value(name: str, shape, dtype) -> torch.Tensor:
@@ -66,14 +66,40 @@ def gather(rank: int, world: int, source: WeightLayout, target: WeightLayout, gr
     return run(gather_plan(source, target, groups, bucket), rank, world, "collective", folder)
 
 
+def move_where_rank_0_cannot_read(rank: int, world: int, source: WeightLayout, target: WeightLayout, bucket: int):
+    """(what this rank's exchange raised, rounds, those in which it wrote)."""
+    plan = plan_reshard(source, target, bucket)
+    exchange = Exchange(plan, rank, torch.device("cpu"))
+    read, wrote = Shards(storage(source, rank, True)).read, set()
+    of_round = {piece: at for at, one in enumerate(exchange.rounds) for m in one.receives.values() for piece in m}
+
+    def fails(name: str, box: Box) -> torch.Tensor:
+        if rank == 0 and len(reads) == 3:
+            raise OSError(f"{name} cannot be read")
+        reads.append(name)
+        return read(name, box)
+
+    reads: list[str] = []
+    said = ""
+    try:
+        mover = registry().get("transport", "collective")(link(rank, world))
+        exchange.run(mover, fails, lambda name, box, values: wrote.add(of_round[name, box]))
+    except OSError as error:
+        said = str(error)
+    dist.barrier()
+    return said, len(exchange.rounds), len(wrote)
+
+
+def link(rank: int, world: int) -> Link:
+    nodes = dict.fromkeys(range(world), "here")
+    return Link(rank, list(range(world)), torch.device("cpu"), dist.group.WORLD, nodes=nodes)
+
+
 def run(plan, rank: int, world: int, transport: str, folder: str):
-    link = Link(
-        rank, list(range(world)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(world), "here")
-    )  # fmt: skip
     have, want = storage(plan.source, rank, True), storage(plan.target, rank, False)
     read, into = Shards(have), Shards(want)
     exchange = Exchange(plan, rank, torch.device("cpu"))
-    mover = registry().get("transport", transport)(link, transport_config(transport, folder))
+    mover = registry().get("transport", transport)(link(rank, world), transport_config(transport, folder))
     dist.barrier()
     before = received()
     moved = exchange.run(mover, read.read, lambda name, box, values: into.read(name, box).copy_(values))

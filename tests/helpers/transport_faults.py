@@ -1,8 +1,11 @@
-"""Transports that are wrong in one way each."""
+"""Transports that are wrong in one way each, and two that are in several."""
+
+from __future__ import annotations
 
 import torch
 
 from hybridflow.backends.transports.disk import Disk
+from hybridflow.backends.transports.shared_memory import SharedMemory
 
 
 class Truncates(Disk):
@@ -19,7 +22,17 @@ class ForgetsFiles(Disk):
         pass
 
 
-class ReusesItsBuffer(Disk):
+class Unwilling(Disk):
+    @classmethod
+    def problem(cls, link, config=None):
+        return "not today"
+
+
+class WrongOnDisk(Truncates, ForgetsFiles, Unwilling):
+    pass
+
+
+class ReusesItsBuffer(SharedMemory):
     """All messages of a round end up in one buffer."""
 
     buffer = torch.empty(1 << 20, dtype=torch.uint8)
@@ -29,7 +42,8 @@ class ReusesItsBuffer(Disk):
         return self.buffer[:nbytes]
 
 
-class Unwilling(Disk):
-    @classmethod
-    def problem(cls, link, config=None):
-        return "not today"
+class WrongInMemory(ReusesItsBuffer):
+    """Forgets its messages, too."""
+
+    def drop(self, ticket):
+        pass

@@ -11,6 +11,13 @@ PARAMS = {"a": Param((4, 3), torch.float32), "b": Param((5,), torch.float32)}
 A, B = torch.arange(12.0).view(4, 3), torch.arange(5.0)
 
 
+def test_every_rank_holds_everything_and_gives_no_view():
+    store = WholeParameters(PARAMS, {"tied": "a"}, torch.device("cpu"), print)
+    layout = store.layout(2)
+    assert layout.held[1] == {n: (Box.full(p.shape),) for n, p in PARAMS.items()}
+    assert layout.opaque == set(PARAMS) and layout.ties == {"tied": "a"}
+
+
 @pytest.fixture
 def store():
     loaded = {}
@@ -72,9 +79,3 @@ def test_what_is_not_of_the_model_is_refused(store, name, box, shape, said):
     store.begin()
     with pytest.raises(HybridFlowError, match=said):
         store.receive(name, box, torch.zeros(shape))
-
-
-def test_every_rank_holds_everything_and_gives_no_view(store):
-    layout = store.layout(2)
-    assert layout.held[1] == {n: (Box.full(p.shape),) for n, p in PARAMS.items()}
-    assert layout.opaque == set(PARAMS) and layout.ties == {"tied": "a"}

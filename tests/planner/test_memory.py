@@ -4,7 +4,7 @@ and its terms by hand."""
 from __future__ import annotations
 
 import pytest
-from helpers.planned import changed, laid_out, planned
+from helpers.planned import changed, engines, laid_out, planned
 
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model_shape import ModelSize
@@ -92,3 +92,26 @@ def test_an_update_of_a_model_that_is_kept_whole_by_hand():
     assert pieces.training == layer + 3 * 10 * 4 + 10 * 4 * 4
     several = bytes_of(changed(model, micro_batch_tokens=5), 1, (2, 3, 2), 1)
     assert several.training == found.training + weights * 4  # gradients of the first micro-batch
+
+
+def test_the_largest_stage_counts():
+    model = planned("actor", llama_shape(4, 2, 2, 2, 2, 8, 10), weight_bytes=4)
+    layer = 4 * 16 + 3 * 32 + 2 * 4
+    sim = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], Workload((Task("actor", "infer", 1),), 3, 2))
+    assert Memory(sim).bytes(model, laid_out(2)).resident == (layer + 10 * 4) * 4  # one, with the embedding
+
+
+def test_an_engine_that_shares_weights_takes_what_a_rank_has_not():
+    shape = llama_shape(4, 2, 2, 2, 2, 8, 10)
+    model = planned("actor", shape, trained=True, weight_bytes=2, rollout_bytes=2, shares_weights=True)
+    sim = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], Workload((Task("actor", "generate", 1),), 3, 2))
+    whole = model.size.params * 2
+
+    def taken(of: PlannedModel, tp: int, engine_tp: int) -> float:
+        return Memory(sim).engine_weights(of, laid_out(1, tp, 2 // tp), engines(2, 1, engine_tp))
+
+    assert taken(model, 2, 2) == 0.0  # all of it is there
+    assert taken(model, 2, 1) == whole / 2
+    assert taken(changed(model, shares_weights=False), 2, 2) == whole / 2
+    assert taken(changed(model, rollout_bytes=4), 2, 2) == whole  # of another dtype
+    assert taken(changed(model, offload=True), 2, 2) == whole / 2  # it is away

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import attrs
 import pytest
 from helpers.every_mapping import NEVER, best_seconds
 from helpers.planned import planned
+from helpers.plans import printed
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.model_shape import ModelShape
@@ -15,6 +17,7 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.huggingface.shapes import llama_shape
 from hybridflow.planner import Cluster, Device, Nodes, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
 from hybridflow.planner.cluster import Efficiency
+from hybridflow.planner.search import describe, partitions
 
 CASES = 240
 
@@ -160,21 +163,31 @@ def test_models_that_fit_alone_and_not_together_are_told_so():
         plan_mapping(one, work, models)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "models", "said"),
-    [
-        (
-            (Task("critic", "train", 8),),
-            [planned("actor", SMALL)],
-            "asks 'critic' to train, and there is no such model",
-        ),
-        ((Task("actor", "train", 8),), [planned("actor", SMALL)], "trains 'actor', which is frozen"),
-        ((), [planned("actor", SMALL), planned("actor", SMALL)], "two models are called 'actor'"),
-        ((), [], "there is no model to place"),
-    ],
-    ids=["unknown", "frozen", "twice", "none"],
-)
-def test_a_workload_that_does_not_fit_the_models_is_refused(tasks, models, said):
-    with pytest.raises(ConfigError) as caught:
-        plan_mapping(cluster(), Workload(tasks, 16, 16), models)
-    assert said in str(caught.value)
+def test_a_workload_that_does_not_fit_the_models_is_refused():
+    with pytest.raises(ConfigError, match="trains 'actor', which is frozen"):
+        plan_mapping(cluster(), ONE, [planned("actor", SMALL)])
+
+
+@pytest.mark.parametrize(("items", "count"), [("", 1), ("a", 1), ("ab", 2), ("abc", 5), ("abcd", 15), ("abcde", 52)])
+def test_there_are_as_many_placements_as_partitions(items, count):
+    """Bell's numbers (OEIS A000110)."""
+    found = [frozenset(frozenset(part) for part in parts) for parts in partitions(items)]
+    assert len(found) == len(set(found)) == count
+    assert all(sorted(itertools.chain(*parts)) == list(items) for parts in found)
+
+
+def test_a_mapping_in_words():
+    models = [planned("actor", SMALL, trained=True), planned("ref", SMALL)]
+    work = Workload((*ONE.tasks, Task("ref", "infer", 8)), 16, 16)
+    found = plan_mapping(cluster(), work, models)
+    said = {describe(mapping) for mapping in (found, *found.others)}
+    assert said == {"actor+ref on 2", "actor on 1 | ref on 1"}
+    assert {mapping.devices for mapping in (found, *found.others)} == {2}
+
+
+def test_what_an_engine_keeps_is_said_where_nothing_fits(config):
+    keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.85"]
+    with pytest.raises(
+        NothingFitsError, match=r"68\.0 GB more are kept by engines: set actor\.generation\.keep = false"
+    ):
+        printed(config, keeps, cluster="a100-80gb:1x1")

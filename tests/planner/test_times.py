@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import attrs
+import numpy as np
 import pytest
 from helpers.planned import changed, engines, laid_out, planned
 
 from hybridflow.kit.huggingface.shapes import llama_shape
 from hybridflow.planner import Device, Nodes, PlannedModel, Task, Workload
 from hybridflow.planner.cluster import Efficiency
-from hybridflow.planner.memory import Memory
-from hybridflow.planner.pools import PoolPlanner
 from hybridflow.planner.times import Simulator
 
 SHAPE = llama_shape(4, 2, 2, 2, 2, 8, 10)
@@ -104,29 +103,62 @@ def test_numbers_of_four_bytes_have_a_peak_of_their_own():
     assert SIMULATOR.inference(ACTOR, 6, laid_out()) == pytest.approx(SIMULATOR.inference(half, 6, laid_out()))
 
 
-def test_the_largest_stage_counts():
-    piped = changed(ACTOR, sharding="3d")
-    assert piped.size.stage_params(1) == piped.size.params == 2 * LAYER + 2 * HEAD + 4
-    assert piped.size.stage_params(2) == LAYER + HEAD
-    one = Memory(SIMULATOR).bytes(changed(piped, trained=False), laid_out(2))
-    assert one.resident == pytest.approx((LAYER + HEAD) * 4)
+GENERATES = changed(ACTOR, rollout_bytes=4, max_sequences=2)
+WEIGHTS = GENERATES.size.params * 4
+PROMPT = 3 * (2 * 2 * LAYER + 2 * 2 * 2 * 2 * 3)  # operations of the layers for 3 tokens
+CACHED = 2 * 2 * 2 * 2 * 4  # of a token: keys and values of 2 layers of 2 heads of 2
 
 
-def test_an_offloaded_model_comes_and_goes_in_every_call():
-    slow = attrs.evolve(NODES, device=attrs.evolve(NODES.device, host_gbs=1e-6))
-    tasks = (Task("actor", "infer", 6, 2), Task("actor", "train", 6, 3), Task("actor", "generate", 6))
-    offloaded = changed(ACTOR, offload=True)
-    planner = PoolPlanner(slow, Workload(tasks, 3, 2), (ACTOR, offloaded))
-    stays, moves = (planner.option(m, laid_out()) for m in (ACTOR, offloaded))
-    call = 2 * ACTOR.size.params * (4 + 4 + 8) / 1000  # weights, gradients that stay, moments
-    assert (moves.infer - stays.infer, moves.train - stays.train) == pytest.approx((2 * call, 3 * call))
-    assert planner.transition(moves, engines(1)) - planner.transition(stays, engines(1)) == pytest.approx(call)
-    assert moves.bytes.resident == 0 and moves.bytes.fetched == stays.bytes.resident
-    assert moves.bytes.training == stays.bytes.training + stays.bytes.resident
+def test_engines_read_prompts_and_decode_as_many_sequences_as_fit():
+    """6 sequences on 2 engines of one device: 3 for each, 2 at once, of 5 tokens."""
+    steps = 3 / 2 * 2  # rounds of 2 tokens
+    decoding = 2 * 2 * (2 * LAYER + HEAD) / 250  # of 2 sequences: more than what they read takes
+    seconds = 3 * PROMPT / 250 + steps * decoding
+    assert SIMULATOR.generation(GENERATES, 6, engines(2), 1e9) == pytest.approx(seconds)
+    one = 3 * PROMPT / 250 + 3 * 2 * (2 * (2 * LAYER + HEAD) / 250)
+    free = [5 * CACHED - 1, 5 * CACHED, 10 * CACHED]
+    found = SIMULATOR.generation(GENERATES, 6, engines(2), np.array(free))
+    assert found.tolist() == pytest.approx([float("inf"), one, seconds])
 
 
-def test_a_cache_of_tokens_has_them_whatever_its_cut():
-    limited = changed(ACTOR, cache_tokens=10, rollout_bytes=4)
-    planner = PoolPlanner(NODES, SIMULATOR.workload, (limited,))
-    cache = [planner.cache(limited, engines(2, 1, tp), 0.0, 0.0) for tp in (1, 2)]
-    assert cache == [10 * limited.cache_bytes, 10 * limited.cache_bytes / 2]
+def test_decoding_takes_as_long_as_reading_the_weights_and_the_cache_where_memory_is_slow():
+    slow = attrs.evolve(NODES, device=attrs.evolve(NODES.device, bandwidth_gbs=1e-8))
+    found = Simulator.of(slow, SIMULATOR.workload).generation(GENERATES, 6, engines(2), 1e9)
+    read = WEIGHTS + 2 * (3 + 1) * CACHED  # 2 sequences that are half-way on average
+    assert found == pytest.approx(3 * PROMPT / 250 + 3 / 2 * 2 * read / (10 * 0.8))
+
+
+def test_engines_of_two_devices_reduce_hidden_states():
+    prompts = 6 * PROMPT / 500 + 2 * 2 * (6 * 3 * 4 * 4) / 500  # layers x two all-reduces
+    decoding = 2 * 2 * (2 * LAYER + HEAD) / 500 + 2 * 2 * (2 * 4 * 4) / 500
+    found = SIMULATOR.generation(GENERATES, 6, engines(2, 1, 2), 1e9)
+    assert found == pytest.approx(prompts + 6 / 2 * 2 * decoding)
+
+
+@pytest.mark.parametrize(
+    ("trained", "generates"),
+    [((1, 1), (1, 1)), ((1, 2), (1, 1)), ((2, 4), (1, 2)), ((4, 2), (2, 2)), ((2, 2), (2, 2)), ((1, 8), (1, 4))],
+)
+def test_a_rank_receives_what_the_papers_table_says(trained, generates):
+    """(t p - t_g p_g) / (t_g p_g t p) M: arXiv:2409.19256, table 2."""
+    (p, t), (p_g, t_g) = trained, generates
+    found = SIMULATOR.received(GENERATES, laid_out(p, t), engines(p * t, p_g, t_g))
+    assert found == pytest.approx(WEIGHTS * (t * p - t_g * p_g) / (t_g * p_g * t * p))
+
+
+def test_weights_that_are_spread_over_dp_are_kept_as_far_as_they_reach():
+    spread = changed(GENERATES, sharding="fsdp")
+    kept = [SIMULATOR.kept(spread, laid_out(dp=4), engines(4, 1, tp)) for tp in (1, 2, 4)]
+    assert kept == [WEIGHTS / 4] * 3
+    assert SIMULATOR.kept(spread, laid_out(dp=2), engines(4, 1, 4)) == 0.0
+    assert SIMULATOR.kept(GENERATES, laid_out(1, 2), engines(6, 1, 3)) == 0.0  # no part of one is in one of the other
+
+
+def test_weights_go_over_the_links_or_out_of_the_node():
+    inside = SIMULATOR.transition(GENERATES, laid_out(1, 2), engines(2))
+    assert inside == pytest.approx(WEIGHTS / 2 / 500)
+    wide = Simulator.of(attrs.evolve(NODES, count=2, between_gbs=1e-6), SIMULATOR.workload)
+    outside = wide.transition(GENERATES, laid_out(2, 2), engines(4))
+    assert outside == pytest.approx(WEIGHTS * 3 / 4 * 2 / (1000 * 0.8))  # two ranks of a node receive at once
+    takes = attrs.evolve(NODES, efficiency=attrs.evolve(NODES.efficiency, sync_ms=250.0))
+    assert Simulator.of(takes, SIMULATOR.workload).transition(GENERATES, laid_out(), engines(1)) == 0.25

@@ -8,6 +8,7 @@ import pytest
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.plugins import registry
+from hybridflow.planner.calibration.probes import Likelihood
 from hybridflow.planner.trace import TraceError, trace_step
 
 
@@ -57,6 +58,27 @@ def test_every_algorithm_can_be_followed(name):
     role = "actor" if "actor" in trained else next(iter(trained))
     if updates is not None:
         assert sum(t.times for t in tasks if (t.role, t.verb) == (role, "train")) == updates
+
+
+class Waits(Algorithm):
+    """Waits for what its calls report, as a step may."""
+
+    Config = attrs.make_class("Config", [])
+
+    def roles(self):
+        return (Role("actor", trained=True, generates=True),)
+
+    def step(self, ctx):
+        batch = ctx.actor.generate(ctx.prompts(4))
+        before = ctx.actor.loss(batch, Likelihood()).result()
+        after = ctx.actor.update((batch, Likelihood())).result()
+        ctx.log(**before.values(), **after.values())
+        ctx.actor.sync().result()
+
+
+def test_a_step_may_wait_for_what_its_calls_report():
+    tasks = {(t.verb, t.sequences, t.times) for t in trace_step(Waits(None))}
+    assert tasks == {("generate", 4, 1), ("infer", 4, 1), ("train", 4, 1)}
 
 
 class Odd(Algorithm):

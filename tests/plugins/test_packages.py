@@ -8,8 +8,6 @@ import pytest
 from helpers.packages import hybridflow, install, python
 from helpers.paths import ROOT
 
-from hybridflow.cli.new.command import new_package
-
 TINY = (
     "run.steps=1", "runtime=inline", "validation.data.limit=8",
     "stages.warm-up.actor.model.config.hidden_size=32", "stages.warm-up.actor.model.config.num_hidden_layers=1",
@@ -32,22 +30,6 @@ def test_a_new_package_passes_its_tests_untouched_and_is_listed(kind, tmp_path):
     packages = install(package, tmp_path / "site")
     listed = hybridflow(packages, tmp_path, "plugins", kind).stdout
     assert "my_own" in listed and "hybridflow-my-own" in listed
-
-
-def test_a_new_algorithm_has_under_sixty_lines(tmp_path):
-    new_package("algorithm", "mine", tmp_path)
-    assert sum(len(p.read_text().splitlines()) for p in (tmp_path / "mine").iterdir()) < 60
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("My-Algo", "must be a module's name"), ("class", "must be a module's name"), ("there", "is there already")],
-)
-def test_a_bad_name_or_a_folder_that_is_there_is_told_and_nothing_written(tmp_path, name, said):
-    (tmp_path / "there").mkdir()
-    made = hybridflow(None, tmp_path, "new", "algorithm", name)
-    assert made.returncode == 1 and said in made.stderr
-    assert [p.name for p in tmp_path.iterdir()] == ["there"] and not list((tmp_path / "there").iterdir())
 
 
 def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):

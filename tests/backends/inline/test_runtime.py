@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,16 @@ from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.groups.group import Pool, WorkerGroup
+
+
+def test_what_is_put_stays_as_it_was_while_its_maker_writes_on():
+    runtime = InlineRuntime()
+    made = np.arange(3)
+    handle = runtime.put([made, np.ones(2)])
+    made[:] = 9
+    numbers, ones = runtime.get(handle)
+    assert numbers.tolist() == [0, 1, 2]
+    assert ones.tolist() == [1.0, 1.0]
 
 
 class Threads(Worker):
@@ -33,26 +44,26 @@ BARRIER = threading.Barrier(3)
 
 
 @pytest.fixture
-def runtime():
+def inline():
     runtime = InlineRuntime()
     runtime.start()
     yield runtime
     runtime.shutdown()
 
 
-def group_of(runtime, world):
-    return WorkerGroup(Threads, Pool.launch(ResourcePool("main", (world,)), runtime))
+def group_of(inline, world):
+    return WorkerGroup(Threads, Pool.launch(ResourcePool("main", (world,)), inline))
 
 
-def test_one_rank_runs_in_the_callers_thread_so_that_a_breakpoint_works(runtime):
-    group = group_of(runtime, 1)
+def test_one_rank_runs_in_the_callers_thread_so_that_a_breakpoint_works(inline):
+    group = group_of(inline, 1)
     assert group.thread().result() == [threading.get_ident()]
     with pytest.raises(KeyboardInterrupt):
         group.interrupted()
 
 
-def test_several_ranks_have_a_thread_each_so_that_they_can_wait_for_one_another(runtime):
-    group = group_of(runtime, 3)
+def test_several_ranks_have_a_thread_each_so_that_they_can_wait_for_one_another(inline):
+    group = group_of(inline, 3)
     assert len({*group.thread().result(), threading.get_ident()}) == 4
 
     class Meets(Threads):  # threads share this module
@@ -61,22 +72,22 @@ def test_several_ranks_have_a_thread_each_so_that_they_can_wait_for_one_another(
     assert sorted(WorkerGroup(Meets, group.pool, name="meets").meet("x").result()) == [0, 1, 2]
 
 
-def test_a_process_group_that_the_caller_made_is_left_alone(runtime):
+def test_a_process_group_that_the_caller_made_is_left_alone(inline):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        group_of(runtime, 1)
-        runtime.shutdown()
+        group_of(inline, 1)
+        inline.shutdown()
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
 
 
-def test_its_own_process_group_ends_with_it(runtime):
-    group_of(runtime, 1)
+def test_its_own_process_group_ends_with_it(inline):
+    group_of(inline, 1)
     assert dist.is_initialized()
-    runtime.shutdown()
+    inline.shutdown()
     assert not dist.is_initialized()
-    runtime.shutdown()
+    inline.shutdown()
 
 
 def test_threads_of_torch_are_set_on_demand():

@@ -6,6 +6,7 @@ import json
 import pickle
 import threading
 import time
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -17,6 +18,14 @@ from hybridflow.backends.rewards.math import MathReward, number
 from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
 from hybridflow.core.workers.scoring import score_samples
+
+
+def test_numbers_are_read_without_signs_of_money_and_thousands():
+    texts = ("$1,234", " -5. ", "\\$18.50", ".5", "+3", "0018")
+    values = (1234, -5, Decimal("18.5"), Decimal("0.5"), 3, 18)
+    assert tuple(map(number, texts)) == values
+    for text in ("12,34", "1/2", "18 dollars", "", "x", "1e5"):
+        assert number(text) is None, text
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +81,13 @@ def test_other_answers_do_not_count(reward, answer, response):
     assert score(reward, answer, response) == 0
 
 
-def test_numbers_are_read_without_signs_of_money_and_thousands():
-    assert [number(t) for t in ("$1,234", " -5. ", "\\$18.50", ".5", "+3", "0018")] == [
-        1234,
-        -5,
-        number("18.5"),
-        number("0.5"),
-        3,
-        18,
-    ]
-    assert [number(t) for t in ("12,34", "1/2", "18 dollars", "", "x", "1e5")] == [None] * 6
-
-
 def test_a_response_that_never_ends_to_compute_counts_as_wrong_and_the_next_row_is_scored():
-    reward = MathReward(timeout_s=10.0)
+    reward = MathReward(timeout_s=3.0)
     score(reward, "x", "\\boxed{y}")  # the process is up
     start = time.monotonic()
     bad = ("5", "\\boxed{9^{9^{9^9}}}")
     assert score_samples(reward, samples(bad, ("\\frac{10}{2}", "\\boxed{5}")), "math").tolist() == [0, 1]
     assert time.monotonic() - start < 60
-
-
-def test_a_process_that_is_killed_is_replaced():
-    reward = MathReward(timeout_s=60.0)
-    assert score(reward, "x+1", "\\boxed{1+x}") == 1
-    reward._verifier._process.kill()
-    assert score(reward, "x+1", "\\boxed{1+x}") == 0
-    assert score(reward, "x+1", "\\boxed{1+x}") == 1
 
 
 def test_it_works_off_the_main_thread_and_from_several(reward):

@@ -11,12 +11,6 @@ from hybridflow.core.errors import DataError, ModelError
 from hybridflow.kit.testing import TokenizerConformance
 
 
-class TestOurs(TokenizerConformance):
-    @pytest.fixture
-    def plugin(self):
-        return HuggingFaceTokenizers()
-
-
 @pytest.fixture
 def hf_folder(tmp_path):
     """A folder as a stranger's: a tokenizer with a chat template and without our mark."""
@@ -69,3 +63,9 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_named(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{broken")
     with pytest.raises(ModelError, match="cannot be read"):
         load_tokenizer(str(tmp_path))
+
+
+class TestOurs(TokenizerConformance):
+    @pytest.fixture
+    def plugin(self):
+        return HuggingFaceTokenizers()

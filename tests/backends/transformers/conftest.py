@@ -1,7 +1,7 @@
 """Tiny models of random weights with peaked logits, and an engine that holds the same weights."""
 
-import sys
-from pathlib import Path
+from __future__ import annotations
+
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +14,6 @@ from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.weights import Box
-
-sys.path.insert(0, str(Path(__file__).parent))  # the ranks import tensor_parallel_jobs by its name
 
 LLAMA_LIKE = dict(
     vocab_size=48,
@@ -98,6 +96,12 @@ def tiny():
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def case(tiny, request):
+    """A Tiny of its own, of the model type that a test is parametrized with."""
+    return tiny(request.param, fresh=True)
 
 
 @pytest.fixture

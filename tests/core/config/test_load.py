@@ -1,87 +1,17 @@
-"""Configuration: files, overrides, layers and their sources, and classes with every problem reported at once."""
+"""Tables: files, overrides, layers, and where each value came from."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridflow.core.config import (
-    Provenance,
-    at_least,
-    field_docs,
-    flatten,
-    fraction,
-    load_toml,
-    merge,
-    nearest,
-    nest,
-    non_negative,
-    parse_override,
-    positive,
-    read_config,
-    structure,
-)
+from hybridflow.core.config.load import Provenance, flatten, load_toml, merge, nest, parse_override, read_config
 from hybridflow.core.errors import ConfigError
-
-
-@attrs.frozen
-class Optimizer:
-    """An optimizer."""
-
-    lr: float = attrs.field(default=1e-6, validator=positive)
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float | None = attrs.field(default=1.0, validator=non_negative)
-    """Largest norm of the gradient;
-    none: not clipped."""
-    steps: int = attrs.field(default=10, validator=at_least(1))
-
-
-@attrs.frozen
-class Role:
-    model: str
-    """Folder of the model."""
-    kind: Literal["policy", "value"] = "policy"
-    optimizer: Optimizer = Optimizer()
-    frozen: bool = False
-    devices: tuple[int, ...] = ()
-    options: dict[str, Any] = attrs.field(factory=dict)
-    stop: int | Literal["auto"] | None = None
-    folder: Path | None = None
-
-
-@attrs.frozen
-class Part:
-    name: str
-    weight: float = 1.0
-
-
-@attrs.frozen
-class Run:
-    actor: Role
-    roles: dict[str, Role] = attrs.field(factory=dict)
-    rewards: list[Part] = attrs.field(factory=list)
-    share: float = attrs.field(default=1.0, validator=fraction)
-
-    def __attrs_post_init__(self):
-        if self.actor.kind == "value":
-            raise ValueError('the actor is a policy; give actor.kind = "policy"')
-
-
-MINIMAL = {"actor": {"model": "m"}}
-
-
-def problems_of(data: Any, cls: type = Run, path: str = "") -> list[str]:
-    problems: list[str] = []
-    made = structure(data, cls, path, problems)
-    assert (made is None) == bool(problems)
-    return problems
-
 
 # --- files ---
 
@@ -260,209 +190,29 @@ def test_all_overrides_that_cannot_be_parsed_are_reported_together():
     assert len(caught.value.problems) == 2
 
 
+@attrs.frozen
+class Layer:
+    width: int
+    betas: tuple[float, float] = (0.9, 0.95)
+    folder: Path | None = None
+
+
+@attrs.frozen
+class Net:
+    layers: list[Layer]
+    options: dict[str, Any] = attrs.field(factory=dict)
+    _hidden: int = 1
+    made: int = attrs.field(default=3, init=False)
+
+
 def test_an_instance_flattens_to_the_leaves_of_its_fields():
-    run = structure({**MINIMAL, "rewards": [{"name": "a"}]}, Run)
-    flat = flatten(run)
-    assert flat["actor.optimizer.betas"] == (0.9, 0.95) and flat["rewards.0.weight"] == 1.0
-    assert flat["actor.options"] == {} and flat["actor.stop"] is None and flat["roles"] == {}
-
-
-# --- classes ---
-
-
-def test_tables_become_frozen_classes_with_their_defaults():
-    data = {
-        "actor": {"model": "m", "devices": [0, 1], "optimizer": {"lr": 1}, "options": {"a": [1, "b"]}, "folder": "/x"},
-        "roles": {"ref": {"model": "r", "stop": "auto"}, "critic": {"model": "c", "stop": 3, "kind": "value"}},
-        "rewards": [{"name": "a", "weight": 2}],
+    assert flatten(Net([Layer(4), Layer(5)])) == {
+        "layers.0.width": 4,
+        "layers.0.betas": (0.9, 0.95),
+        "layers.0.folder": None,
+        "layers.1.width": 5,
+        "layers.1.betas": (0.9, 0.95),
+        "layers.1.folder": None,
+        "options": {},
+        "hidden": 1,
     }
-    run = structure(data, Run)
-    assert run.actor.devices == (0, 1) and run.actor.options == {"a": [1, "b"]} and run.actor.folder == Path("/x")
-    assert run.actor.optimizer.lr == 1.0 and type(run.actor.optimizer.lr) is float
-    assert (run.roles["ref"].stop, run.roles["critic"].stop) == ("auto", 3)
-    assert run.rewards == [Part("a", 2.0)] and run.share == 1.0
-
-
-def test_a_flattened_instance_structures_to_itself():
-    run = structure({**MINIMAL, "roles": {"ref": {"model": "r", "devices": [1]}}}, Run)
-    data: dict[str, Any] = {}
-    for path, value in flatten(run).items():
-        data = merge(data, nest(path, value))
-    assert structure(data, Run) == run
-
-
-@pytest.mark.parametrize(
-    "field, value, why",
-    [
-        ("optimizer.lr", "fast", "expected a number, got 'fast' (string)"),
-        ("optimizer.lr", True, "expected a number, got true (boolean)"),
-        ("optimizer.steps", "3", "expected an integer, got '3' (string)"),
-        ("optimizer.steps", 3.5, "expected an integer, got 3.5 (number)"),
-        ("optimizer.steps", True, "expected an integer, got true (boolean)"),
-        ("optimizer.clip", "x", "expected a number, got 'x' (string)"),
-        ("optimizer.betas", [0.9], "expected a list of 2, got 1 values: [0.9] (list)"),
-        ("optimizer", 3, "expected a table, got 3 (integer)"),
-        ("frozen", "True", "expected true or false, got 'True' (string)"),
-        ("frozen", 1, "expected true or false, got 1 (integer)"),
-        ("model", 3, "expected a string, got 3 (integer)"),
-        ("kind", "score", 'expected one of "policy", "value", got \'score\' (string)'),
-        ("devices", "01", "expected a list, got '01' (string)"),
-        ("devices", {"a": 1}, "expected a list, got {'a': 1} (table)"),
-        ("options", [1], "expected a table, got [1] (list)"),
-        ("stop", "never", "expected an integer or one of \"auto\", got 'never' (string)"),
-        ("stop", True, 'expected an integer or one of "auto", got true (boolean)'),
-        ("folder", 3, "expected a string (a path), got 3 (integer)"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_named_with_what_was_expected_and_got(field, value, why):
-    data = merge(MINIMAL, nest(f"actor.{field}", value))
-    [problem] = problems_of(data)
-    assert problem.startswith(f"actor.{field}: ") and why.split(" (a path)")[0] in problem
-
-
-def test_a_wrong_element_of_a_list_is_named_by_its_place():
-    data = {"actor": {"model": "m", "devices": [0, "one", 2.5]}, "rewards": [{"name": "a"}, {"weigth": 1}]}
-    assert problems_of(data) == [
-        "actor.devices.1: expected an integer, got 'one' (string)",
-        "actor.devices.2: expected an integer, got 2.5 (number)",
-        "rewards.1.weigth: unknown key; did you mean `weight`? (known: name, weight)",
-        "rewards.1.name: required, but missing; expected a string",
-    ]
-
-
-def test_every_problem_is_reported_at_once_with_its_key():
-    data = {
-        "actor": {"optimzer": {}, "optimizer": {"lr": -1, "steps": "3", "clip": -2.0}},
-        "roles": {"ref": {"model": 1}},
-        "share": 0,
-        "zzz": 1,
-    }
-    assert problems_of(data) == [
-        "zzz: unknown key (known: actor, roles, rewards, share)",
-        "actor.optimzer: unknown key; did you mean `optimizer`? "
-        "(known: model, kind, optimizer, frozen, devices, options, stop, folder)",
-        "actor.model: required, but missing; expected a string (Folder of the model.)",
-        "actor.optimizer.steps: expected an integer, got '3' (string)",
-        "actor.optimizer.lr: must be above 0, got -1.0; give a number above 0",
-        "actor.optimizer.clip: must be 0 or more, got -2.0; give 0 to turn it off, or a positive number",
-        "roles.ref.model: expected a string, got 1 (integer)",
-        "share: must be above 0 and at most 1, got 0.0; give a fraction, 1 for all",
-    ]
-
-
-def test_the_path_at_which_a_table_stands_begins_every_problem():
-    assert problems_of({"lr": "x"}, Optimizer, "actor.optimizer")[0].startswith("actor.optimizer.lr: expected a number")
-    assert problems_of([], Optimizer, "actor.optimizer") == ["actor.optimizer: expected a table, got [] (list)"]
-
-
-def test_problems_are_added_to_those_that_were_there():
-    problems = ["before"]
-    assert structure({"lr": "x"}, Optimizer, "o", problems) is None and len(problems) == 2
-
-
-def test_without_a_list_of_problems_they_are_raised_together():
-    with pytest.raises(ConfigError) as caught:
-        structure({"lr": "x", "steps": 0}, Optimizer)
-    assert len(caught.value.problems) == 2
-
-
-def test_what_the_class_itself_refuses_is_named_by_the_key_of_its_table():
-    data = {"actor": {"model": "m", "kind": "value"}}
-    assert problems_of(data, Run, "run") == ['run: the actor is a policy; give actor.kind = "policy"']
-    assert problems_of(data) == ['the actor is a policy; give actor.kind = "policy"']
-
-
-def test_a_validator_that_asks_the_instance_and_a_field_with_a_converter_are_checked_by_the_class():
-    @attrs.frozen
-    class Pair:
-        low: int = 0
-        high: int = attrs.field(default=1)
-        names: list[str] = attrs.field(factory=list, converter=tuple, validator=attrs.validators.max_len(1))
-
-        @high.validator
-        def _above(self, attribute, value):
-            if value < self.low:
-                raise ValueError("high: must be at least low")
-
-    assert structure({"names": ["a"]}, Pair).names == ("a",)
-    assert problems_of({"low": 2}, Pair, "pair") == ["pair: high: must be at least low"]
-    assert "Length of 'names' must be <= 1: 2" in problems_of({"names": ["a", "b"]}, Pair)[0]
-
-
-def test_an_attrs_validator_is_reported_in_its_own_words():
-    @attrs.frozen
-    class Sized:
-        size: int = attrs.field(default=1, validator=attrs.validators.in_([1, 2]))
-
-    assert problems_of({"size": 3}, Sized, "x") == ["x.size: 'size' must be in [1, 2] (got 3)"]
-
-
-def test_the_problems_inside_a_table_that_may_be_nothing_are_named_inside_it():
-    @attrs.frozen
-    class Maybe:
-        part: Part | str | None = None
-        parts: list[Part] | int = 0
-
-    assert structure({"part": {"name": "a"}}, Maybe).part == Part("a")
-    assert structure({"part": None}, Maybe).part is None
-    assert problems_of({"part": {"name": 3}}, Maybe) == ["part.name: expected a string, got 3 (integer)"]
-    assert problems_of({"parts": [{"name": 3}]}, Maybe) == ["parts.0.name: expected a string, got 3 (integer)"]
-    assert problems_of({"part": 3}, Maybe) == ["part: expected a table or a string, got 3 (integer)"]
-
-
-def test_a_type_without_a_hook_is_a_problem_and_not_a_crash():
-    @attrs.frozen
-    class Odd:
-        number: complex = 0j
-
-    assert problems_of({"number": "x"}, Odd)[0].startswith("number: expected complex, got 'x' (string)")
-
-
-def test_a_long_value_is_cut_in_the_message():
-    assert len(problems_of({"lr": "x" * 1000}, Optimizer)[0]) < 150
-
-
-# --- documentation, names, validators ---
-
-
-def test_the_docstring_under_a_field_is_its_documentation():
-    assert dict(field_docs(Optimizer)) == {
-        "lr": "Peak learning rate.",
-        "clip": "Largest norm of the gradient;\nnone: not clipped.",
-    }
-
-
-def test_a_subclass_inherits_and_replaces_the_documentation_of_fields():
-    @attrs.frozen
-    class Special(Optimizer):
-        lr: float = 1.0
-        """Another rate."""
-
-    assert field_docs(Special)["lr"] == "Another rate." and "clip" in field_docs(Special)
-
-
-def test_a_class_without_source_has_no_documentation():
-    assert dict(field_docs(attrs.make_class("Made", {"x": attrs.field(default=1)}))) == {}
-
-
-def test_the_nearest_name_ignores_case_and_far_ones_are_not_near():
-    assert nearest("LR", ["lr", "steps"]) == "lr" and nearest("optimzer", ["optimizer"]) == "optimizer"
-    assert nearest("zzz", ["lr"]) is None and nearest("x", []) is None
-
-
-@pytest.mark.parametrize(
-    "validator, good, bad",
-    [
-        (positive, [1, 1e-9, None], [0, -1, float("nan")]),
-        (non_negative, [0, 1, None], [-1, float("nan")]),
-        (fraction, [1e-9, 1, None], [0, 1.01, float("nan")]),
-        (at_least(2), [2, 3, None], [1, float("nan")]),
-    ],
-)
-def test_a_validator_names_the_field_what_it_must_be_what_was_got_and_what_to_do(validator, good, bad):
-    cls = attrs.make_class("Made", {"size": attrs.field(validator=validator)}, frozen=True)
-    for value in good:
-        assert cls(value).size is value
-    for value in bad:
-        with pytest.raises(ValueError, match=rf"^size: must be .*, got {value}; give "):
-            cls(value)

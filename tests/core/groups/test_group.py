@@ -169,6 +169,20 @@ def batch_of(rows, **more):
     return Batch({"x": torch.arange(rows, dtype=torch.float32).view(-1, 1), **more})
 
 
+def test_a_future_is_asked_for_once_and_keeps_its_answer_but_not_a_failure():
+    answers = iter(["first", "second"])
+    future = Future(lambda: next(answers))
+    assert [future.result(), future.result()] == ["first", "first"]
+
+    def fails():
+        raise WorkerError("it was killed", role="two", phase="add", rank=0)
+
+    failed = Future(fails)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="it was killed"):
+            failed.result()
+
+
 @pytest.mark.parametrize("rows", [5, 2, 1, 0, 4000])
 def test_a_batch_is_split_over_the_ranks_and_comes_back_in_order(two, rows):
     out = two.add(batch_of(rows), amount=2.0)

@@ -1,13 +1,16 @@
 """Plans carried out by the ranks of a gloo group, bit for bit, and what they cost."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from helpers import reshard_jobs as jobs
 
-from hybridflow.core.resharding.exchange import checksum
+from hybridflow.core.resharding.exchange import Shards, checksum, same_storage
+from hybridflow.core.resharding.plan import ReshardError
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
-from hybridflow.core.values.weights import Box
+from hybridflow.core.values.weights import Box, LazyShard
 from hybridflow.kit.huggingface.shapes import llama_shape
 from hybridflow.kit.layouts import engine_layout, fsdp_layout, megatron_layout, zero3_layout
 
@@ -94,3 +97,34 @@ def test_checksums_add_up_over_shards_and_see_a_swap():
     assert checksum(swapped, full, (7, 5)) != total
     assert checksum(whole.to(B), full, (7, 5)) != total
     assert checksum(torch.zeros(2), Box.full((2,)), (2,)) != checksum(torch.zeros(3), Box.full((3,)), (3,))
+
+
+def test_a_rank_that_fails_says_so_after_the_last_round_and_the_others_end_theirs(ranks):
+    source, target = layouts(LLAMA, "fsdp", ParallelLayout(dp=2), 1, 2, (F, F))
+    failed, other = ranks(jobs.move_where_rank_0_cannot_read, 2, source, target, 4096)
+    assert failed[0].endswith("cannot be read")
+    assert failed[2] < failed[1]  # it writes nothing any more
+    assert other[0] == ""
+    assert other[2] == other[1] > 4
+
+
+def test_shards_give_a_view_of_what_lies_within_one_of_them():
+    upper, lower = torch.arange(6.0).view(2, 3), torch.arange(6.0, 12.0).view(2, 3)
+    made = []
+    lazy = LazyShard((1,), lambda: made.append(1) or torch.tensor([7.0]))
+    shards = Shards([
+        ("a", Box((0, 0), (2, 3)), upper), ("a", Box((2, 0), (4, 3)), lower), ("b", Box((0,), (1,)), lazy),
+    ])  # fmt: skip
+    part = shards.read("a", Box((3, 1), (4, 3)))
+    assert part.tolist() == [[10.0, 11.0]]
+    assert same_storage(part, lower[1:, 1:])
+    assert not same_storage(part, part.clone())
+    assert shards.read("b", Box((0,), (1,))).tolist() == [7.0] and made == [1]
+
+
+def test_what_is_not_held_in_one_piece_is_named_with_what_is():
+    shards = Shards([("a", Box((0,), (2,)), torch.zeros(2)), ("a", Box((2,), (4,)), torch.zeros(2))])
+    with pytest.raises(ReshardError, match=r"a \[1:3\] is not held here: \[0:2\], \[2:4\]"):
+        shards.read("a", Box((1,), (3,)))
+    with pytest.raises(ReshardError, match=r"b \[0:1\] is not held here: nothing of it"):
+        shards.read("b", Box((0,), (1,)))

@@ -1,59 +1,18 @@
 """The planner against an account of every element."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch
 from helpers.brute import best_balance, check_plan, layout, mask, whole
+from helpers.random_layouts import layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridflow.cli.explain import explain
 from hybridflow.cli.gather import lower_bound
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard
-from hybridflow.core.resharding.rounds import plan_rounds, rank_rounds
 from hybridflow.core.values.weights import Box, Param, WeightLayout
-
-SHAPES = st.lists(
-    st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]), min_size=1, max_size=3
-)
-
-
-@st.composite
-def cuts(draw, shape):
-    """The parameter in disjoint boxes."""
-    boxes = [Box.full(shape)]
-    for _ in range(draw(st.integers(0, 4)) if shape else 0):
-        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        dim = draw(st.integers(0, len(shape) - 1))
-        at = draw(st.integers(box.start[dim], box.stop[dim]))
-        low = Box(box.start, (*box.stop[:dim], at, *box.stop[dim + 1 :]))
-        high = Box((*box.start[:dim], at, *box.start[dim + 1 :]), box.stop)
-        boxes += [b for b in (low, high) if b.numel]
-    return boxes
-
-
-@st.composite
-def layouts(draw):
-    """(source, target): random boxes on random ranks; the source holds everything somewhere."""
-    shapes = {f"p{i}": s for i, s in enumerate(draw(SHAPES))}
-    ranks = range(draw(st.integers(1, 5)))
-    first = draw(st.sampled_from([0, 0, len(ranks) - 1, len(ranks)]))  # pools of their own, too
-    targets = range(first, first + draw(st.integers(1, 5)))
-    have = {r: {} for r in ranks}
-    want = {r: {} for r in targets}
-    for name, shape in shapes.items():
-        pieces = draw(cuts(shape))
-        owners = [draw(st.sets(st.sampled_from(list(ranks)), min_size=1)) for _ in pieces]
-        for r in ranks:
-            mine = [box for box, who in zip(pieces, owners, strict=True) if r in who]
-            if draw(st.booleans()) and len(mine) != len(pieces) and draw(st.integers(0, 4)) == 0:
-                mine = list(whole(shape))  # overlaps the pieces of others
-            have[r][name] = tuple(mine)
-        for r in targets:
-            parts = draw(cuts(shape))
-            want[r][name] = tuple(b for b in parts if draw(st.booleans()))
-    dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in range(2)]
-    return layout(shapes, have, dtypes[0]), layout(shapes, want, dtypes[1])
 
 
 @settings(max_examples=300, deadline=None)
@@ -87,39 +46,6 @@ def test_plans_are_deterministic_whatever_the_order_of_ranks_and_names(pair, buc
     first, second = plan_reshard(source, target, bucket), plan_reshard(shuffled(source), shuffled(target), bucket)
     assert sorted(map(str, first.transfers)) == sorted(map(str, second.transfers))
     assert list(first.transfers) == list(plan_reshard(source, target, bucket).transfers)
-
-
-@settings(max_examples=100, deadline=None)
-@given(layouts(), st.sampled_from([64, 96, 256]), st.data())
-def test_buckets_are_never_larger_than_asked_and_carry_everything_once(pair, bucket, data):
-    source, target = pair
-    import attrs
-
-    plan = attrs.evolve(plan_reshard(source, target), bucket_bytes=bucket)
-    try:
-        rounds = plan_rounds(plan)
-    except ReshardError as error:
-        assert "too small" in str(error)
-        return
-    per_rank = {rank: rank_rounds(plan, rounds, rank) for rank in plan.ranks}
-    arrived = {(t.receiver, t.name): np.zeros(target.params[t.name].shape, np.int32) for t in plan.transfers}
-    for rank, made in per_rank.items():
-        assert len(made) == len(rounds)
-        for at, one in enumerate(made):
-            for side in (one.sends, one.receives):
-                nbytes = sum(b.numel * plan.wire[n].itemsize for m in side.values() for n, b in m)
-                assert nbytes <= bucket // 4  # two rounds are under way, each in both directions
-            for receiver, message in one.sends.items():
-                assert per_rank[receiver][at].receives[rank] == message
-            for message in one.receives.values():
-                for name, box in message:
-                    arrived[rank, name][box.slices()] += 1
-    for (rank, name), got in arrived.items():
-        want = np.zeros_like(got)
-        for t in plan.transfers:
-            if (t.receiver, t.name) == (rank, name):
-                want[t.box.slices()] += 1
-        assert (got == want).all()
 
 
 @given(st.sampled_from([(6,), (4, 5), (3, 4, 2), (2, 3, 2, 2)]), st.data())
@@ -196,13 +122,6 @@ def test_a_bucket_below_the_least_is_refused():
     one = layout({"a": (4,)}, {0: {"a": whole((4,))}})
     with pytest.raises(ReshardError, match="at least 1,024"):
         plan_reshard(one, one, 100)
-
-
-def test_explain_tells_the_figures():
-    one = {"a": (1000, 10)}
-    source = layout(one, {r: {"a": (Box((500 * r, 0), (500 * r + 500, 10)),)} for r in (0, 1)})
-    text = explain(plan_reshard(source, layout(one, {r: {"a": whole((1000, 10))} for r in (0, 1)})))
-    assert "20.00 kB" in text and "40.00 kB over 2 transfers of 1 parameters" in text and "most" in text
 
 
 def test_masks_count():  # the account itself

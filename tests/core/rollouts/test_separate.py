@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 import torch
 from helpers.syncs import sync
+from helpers.tiny_roles import ENGINE, NextToken, role
 
-from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
-from hybridflow.backends.transformers.config import TransformersEngineConfig
-from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
-from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.groups.group import Pool, WorkerGroup
-from hybridflow.core.job.job import ModelRole
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
-from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
 
-MODEL = {
-    "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-ROLE = ModelRole(ModelSpec(MODEL, None, 0), "fsdp", FSDPConfig(), 40, OptimizerConfig(lr=5e-2))
+ROLE = role(lr=5e-2)
+WITH_ENGINE = role(lr=5e-2, **ENGINE)
 PROMPTS = Batch({"prompt_ids": tokens([[1, 2], [3], [4, 5, 6]]), "sample_id": torch.arange(3)})
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 EXAMPLES = Batch({
     "prompt_ids": tokens([[1, 2], [3]]), "response_ids": tokens([[7, 8, 9], [10]]),
     "loss_mask": tokens([[1, 1, 1], [1]], torch.uint8),
 })  # fmt: skip
-
-
-class NextToken(Loss):
-    def __call__(self, batch, outputs):
-        return Term("nll", -outputs["logprobs"])
 
 
 @pytest.fixture
@@ -54,9 +40,8 @@ def apart():
     def make(**settings):
         config = sync(bucket_mb=0.01, **settings)
         actor = WorkerGroup(ModelWorker, Pool.launch(ResourcePool("main"), runtime), ROLE, name="actor")
-        role = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
         engines = WorkerGroup(
-            RolloutWorker, Pool.launch(ResourcePool("engines"), runtime), role, name="engines",
+            RolloutWorker, Pool.launch(ResourcePool("engines"), runtime), WITH_ENGINE, name="engines",
             generation=generation_layout(ParallelLayout()),
         )  # fmt: skip
         for group in (actor, engines):
@@ -75,10 +60,8 @@ def expected():
     """What an engine on the actor's own rank says: before an update, and after it."""
     runtime = InlineRuntime()
     runtime.start()
-    role = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
-    actor = WorkerGroup(
-        ModelWorker, Pool.launch(ResourcePool("main"), runtime), role, generation=generation_layout(ParallelLayout())
-    )
+    pool = Pool.launch(ResourcePool("main"), runtime)
+    actor = WorkerGroup(ModelWorker, pool, WITH_ENGINE, generation=generation_layout(ParallelLayout()))
     actor.build().result()
     said = []
     for _ in range(2):

@@ -5,48 +5,17 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+from helpers.batch_engine import BatchEngine
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine, SamplingParams
+from hybridflow.core.contracts.rollout import Completion, Request, SamplingParams
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.serving.service import RolloutService
 from hybridflow.kit.hosting.hosted import HostedEngine
 from hybridflow.kit.testing import one_rank
 from hybridflow.kit.testing.engine_base import PROMPTS, give_weights, requests
 from hybridflow.kit.testing.models import reference
-
-
-class BatchEngine(RolloutEngine):
-    """An engine with `submit` alone: what a third party may give."""
-
-    def __init__(self, inner: TransformersEngine):
-        super().__init__(inner.model, inner.config, inner.context)
-        self.inner = inner
-        self.version = inner.version
-
-    def start(self):
-        self.inner.start()
-
-    def submit(self, requests):
-        return self.inner.submit(requests)
-
-    def layout(self):
-        return self.inner.layout()
-
-    def receive(self, name, box, tensor):
-        self.inner.receive(name, box, tensor)
-
-    def begin_update(self, version):
-        super().begin_update(version)
-        self.inner.begin_update(version)
-
-    def end_update(self):
-        self.inner.end_update()
-        super().end_update()
-
-    def abort(self, ids=None):
-        self.inner.abort(ids)
 
 
 @pytest.fixture(scope="module")

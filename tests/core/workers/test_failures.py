@@ -124,6 +124,17 @@ def test_a_function_may_run_a_loop_of_its_own_and_is_called_in_the_callers_threa
     assert found.tolist() == [1.0, 1.0] and failed == 0 and seen == {threading.get_ident()}
 
 
+def test_of_a_reward_per_token_the_score_by_rule_is_at_the_last_token_that_the_model_wrote():
+    def fails(sample):
+        raise ValueError("no judge")
+
+    answered = RewardSample("p", "", np.array([7, 8, 9]), {}, written=np.array([True, True, False]))
+    empty = RewardSample("p", "", np.array([], np.int64), {})
+    every = [RewardSample("p", "", np.array([4, 5, 6]), {}), answered, empty]
+    found, failed = score_by_rule(FunctionReward(fails), every, "own", FailureRule(score=-1.0), per_token=True)
+    assert [f.tolist() for f in found] == [[0, 0, -1], [0, -1, 0], []] and failed == 3
+
+
 class Batches(Reward):
     """Scores a batch, unless sample 1 is in it with others."""
 

@@ -7,36 +7,25 @@ import numpy as np
 import pytest
 import torch
 from helpers.syncs import sync
+from helpers.tiny_roles import ENGINE, MODEL, NextToken, role
 
-from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
-from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
-from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import WorkerError
 from hybridflow.core.groups.group import Pool, WorkerGroup
-from hybridflow.core.job.job import ModelRole
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
-from hybridflow.core.workers.generation import row_seed
-from hybridflow.core.workers.gradients import loss_reads
 from hybridflow.core.workers.model_worker import Built, ModelWorker
+from hybridflow.kit.testing import TinyRun
+from hybridflow.kit.testing import runs as tiny_runs
 
-MODEL = {
-    "model_type": "qwen2", "vocab_size": 19, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-ROLE = ModelRole(ModelSpec(MODEL, None, 0), "fsdp", FSDPConfig(), 40, OptimizerConfig(lr=1e-2))
-WITH_ENGINE = attrs.evolve(ROLE, engine="transformers", engine_config=TransformersEngineConfig())
-
-
-class NextToken(Loss):
-    def __call__(self, batch, outputs):
-        return Term("nll", -outputs["logprobs"])
+ROLE = role(lr=1e-2)
+WITH_ENGINE = role(lr=1e-2, **ENGINE)
 
 
 class Weighted(Loss):
@@ -148,14 +137,6 @@ def test_rows_without_a_token_to_train_on_are_left_out_and_units_stay_whole(pool
     assert by_row["nll"] == pytest.approx(group.loss((batch.take(slice(3, 6)), NextToken())).result()["nll"])
 
 
-def test_an_update_reads_its_losses_columns_and_no_more():
-    batch = make_batch()
-    names = loss_reads([(batch, NextToken()), (batch, Weighted())])
-    assert set(names) == {
-        "prompt_ids", "response_ids", "loss_mask", "advantages", "group", "rollout_logprobs", "weight_version",
-    }  # fmt: skip
-
-
 def test_two_pairs_report_the_sum_of_their_losses(pool):
     group, batch = make_group(pool), make_batch()
     alone = [group.loss((batch, loss)).result()["loss"] for loss in (NextToken(), Weighted())]
@@ -193,7 +174,6 @@ def test_what_is_sampled_depends_on_seed_and_sample_alone(pool):
     assert any(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
     limited = group.generate(batch, sampling, 3, [1, 2])["response_ids"].lengths
     assert (limited <= np.array([1, 2] * 4)).all()
-    assert row_seed(3, 0) != row_seed(3, 1) != row_seed(4, 1)
 
 
 def test_a_checkpoint_brings_back_weights_and_what_follows(pool, tmp_path):
@@ -251,3 +231,12 @@ def test_an_offloaded_role_works_as_a_resident_one(pool):
         made = group.generate(batch, SamplingParams(max_tokens=4), 1)["response_ids"]
         found.append((group.checksum().result(), made.values.tolist()))
     assert found[0] == found[1]
+
+
+def test_a_reward_that_is_a_model_reports_its_mean():
+    tables = {"reward": {"model": {"config": tiny_runs.MODEL}}, "data": {"limit": 0}}
+    with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=4)), tables) as run:
+        batch = run.ctx.actor.generate(run.ctx.prompts(4))
+        scores = torch.as_tensor(run.ctx.reward.score(batch)["scores"].values)
+        assert len(set(scores.tolist())) > 1
+        assert run.ctx.finish()["reward/scores"] == pytest.approx(scores.double().mean().item())

@@ -1,22 +1,16 @@
-"""Rewards: functions and classes by name or path, and errors that name the row."""
+"""Rewards at work: one finite number for a sample or for each of its tokens, and errors that name the row."""
 
 from __future__ import annotations
 
 import math
-import sys
-import types
 
 import numpy as np
 import pytest
 import torch
 
-from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.core.contracts.reward import FunctionReward, Reward, RewardSample
-from hybridflow.core.errors import ConfigError, PluginError, RewardError
-from hybridflow.core.plugins.resolve import make_reward, reward_from
+from hybridflow.core.errors import RewardError
 from hybridflow.core.workers.scoring import score_samples
-from hybridflow.kit.testing import TinyRun
-from hybridflow.kit.testing.runs import MODEL
 
 
 def sample(response, prompt="1+1=", **meta):
@@ -40,45 +34,18 @@ class Batched(Reward):
 SAMPLES = [sample("a"), sample("bb"), sample("ccc")]
 
 
-@pytest.fixture
-def module(monkeypatch):
-    made = types.ModuleType("made_for_test")
-    made.length, made.Batched, made.number = length, Batched, 3
-    monkeypatch.setitem(sys.modules, "made_for_test", made)
-
-
-def test_a_function_of_one_sample_is_a_reward(module):
-    reward = reward_from("made_for_test:length")
-    scores = score_samples(reward, SAMPLES, "length")
+def test_a_function_is_called_with_each_sample():
+    scores = score_samples(FunctionReward(length), SAMPLES, "length")
     assert scores.dtype == np.float32
     assert scores.tolist() == [1, 2, 3]
-    assert score_samples(reward_from("made_for_test:length", {"scale": 0.5}), SAMPLES, "l").tolist() == [0.5, 1, 1.5]
+    assert score_samples(FunctionReward(length, scale=0.5), SAMPLES, "length").tolist() == [0.5, 1, 1.5]
 
 
-def test_a_reward_class_gets_its_options_and_all_samples_at_once(module):
+def test_a_class_gets_all_samples_at_once():
     calls = []
-    reward = reward_from("made_for_test:Batched", {"give": lambda s: calls.append(len(s)) or range(len(s))})
+    reward = Batched(lambda samples: calls.append(len(samples)) or range(len(samples)))
     assert score_samples(reward, SAMPLES, "batched").tolist() == [0, 1, 2]
     assert calls == [3]
-
-
-def test_the_built_in_rewards_are_found_by_name():
-    assert score_samples(reward_from("exact_match"), [sample("2", answer="2")], "exact_match").tolist() == [1]
-
-
-def test_a_name_that_is_none_options_that_do_not_fit_and_objects_that_are_no_reward_are_refused(module):
-    with pytest.raises(PluginError, match="exact_match"):
-        reward_from("exact_mach")
-    with pytest.raises(
-        ConfigError, match=r"'scal': 2.* do not fit reward 'made_for_test:length'\(sample, scale=1\.0\)"
-    ):
-        reward_from("made_for_test:length", {"scal": 2})
-    with pytest.raises(ConfigError, match=r"do not fit reward 'made_for_test:Batched'.*give"):
-        reward_from("made_for_test:Batched")
-    with pytest.raises(ConfigError, match="must be a function of one sample, or a class derived from"):
-        reward_from("made_for_test:number")
-    with pytest.raises(ConfigError, match="class derived from"):
-        make_reward(dict, "dict", {})
 
 
 def test_no_samples_give_no_scores():
@@ -116,7 +83,6 @@ def test_what_is_no_finite_number_is_named(value):
 
 
 def test_numbers_of_every_kind_are_taken():
-
     values = [True, np.float64(0.5), torch.tensor(2.0)]
     assert score_samples(Batched(lambda s: values), SAMPLES, "mine").tolist() == [1, 0.5, 2]
     assert score_samples(Batched(lambda s: torch.arange(3)), SAMPLES, "mine").tolist() == [0, 1, 2]
@@ -130,10 +96,26 @@ def test_a_batch_of_the_wrong_size_is_refused(given, words):
         score_samples(Batched(lambda s: given), SAMPLES, "mine")
 
 
-def test_a_reward_that_is_a_model_reports_its_mean():
-    tables = {"reward": {"model": {"config": MODEL}}, "data": {"limit": 0}}
-    with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=4)), tables) as run:
-        batch = run.ctx.actor.generate(run.ctx.prompts(4))
-        scores = torch.as_tensor(run.ctx.reward.score(batch)["scores"].values)
-        assert len(set(scores.tolist())) > 1
-        assert run.ctx.finish()["reward/scores"] == pytest.approx(scores.double().mean().item())
+WORDS = [RewardSample("p", "abc", np.array([4, 5, 6]), {}), RewardSample("p", "", np.array([], np.int64), {})]
+
+
+def test_each_sample_gets_a_number_per_token_where_that_is_asked_for():
+    own = FunctionReward(lambda sample: [float(token) for token in sample.response_ids])
+    found = score_samples(own, WORDS, "own", per_token=True)
+    assert [f.tolist() for f in found] == [[4, 5, 6], []] and found[0].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([1.0, 2.0], "returned 2 numbers for 3 response tokens; return one for each"),
+        (1.0, "returned 1.0; with per_token = true return a list with one number for each of the 3 tokens"),
+        ("abc", "returned 'abc'; with per_token = true return a list"),
+        ([1.0, float("nan"), 2.0], "returned nan; return a finite float32 number"),
+    ],
+    ids=["short", "number", "text", "nan"],
+)
+def test_what_is_not_a_number_per_token_is_refused_with_the_row(given, said):
+    with pytest.raises(RewardError, match=r"reward 'own' .*row 0") as caught:
+        score_samples(FunctionReward(lambda sample: given), WORDS[:1], "own", per_token=True)
+    assert said in str(caught.value)

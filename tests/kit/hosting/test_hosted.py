@@ -1,41 +1,233 @@
-"""An engine in a process of its own: the kit, crashes, and what is left behind."""
+"""An engine in a process of its own does what one in this process does, and loses nothing with it."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
+import attrs
+import numpy as np
 import pytest
+import torch
+from helpers.counting import Counting
+from helpers.kept_engines import kept_engines
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.contracts.rollout import Request, SamplingParams
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.weights import Box
 from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.hosting.process import EngineDied
 from hybridflow.kit.testing import RolloutEngineConformance, one_rank
+from hybridflow.kit.testing.engine_base import PROMPTS, give_weights
+from hybridflow.kit.testing.models import reference
+
+REF = reference("qwen2")
 
 
 @pytest.fixture(scope="module")
 def hosted(tmp_path_factory):
-    """One process per model serves all tests; each gets its engine as if it were new."""
-    engines: dict[str, HostedEngine] = {}
-    logs = tmp_path_factory.mktemp("logs")
-    with one_rank() as context:
-
-        def start(spec):
-            key = repr((spec.hf_config, spec.kind))
-            if key not in engines:
-                engines[key] = HostedEngine(TransformersEngine, spec, TransformersEngineConfig(), context, str(logs))
-                engines[key].start()
-            engine = engines[key]
-            engine.abort()
-            engine._end_old_stream()
-            if engine.asleep:
-                engine.wake()
-            engine.version, engine.store.complete = None, False
-            return engine
-
+    """One process per model serves all tests."""
+    logs, config = str(tmp_path_factory.mktemp("logs")), TransformersEngineConfig()
+    with kept_engines(lambda spec, context: HostedEngine(TransformersEngine, spec, config, context, logs)) as start:
         yield start
-        for engine in engines.values():
-            engine.close()
 
 
 class TestHosted(RolloutEngineConformance):
     @pytest.fixture
     def start(self, hosted):
         return hosted
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(engine_class=..., **config) -> a HostedEngine; ended with the test."""
+    made: list[HostedEngine] = []
+    with one_rank() as context:
+
+        def make(engine_class=TransformersEngine, **config) -> HostedEngine:
+            made.append(
+                HostedEngine(engine_class, REF.spec, TransformersEngineConfig(**config), context, str(tmp_path))
+            )
+            return made[-1]
+
+        yield make
+        for engine in made:
+            engine.close()
+
+
+@pytest.fixture
+def speaking(make):
+    def speaking(**config) -> HostedEngine:
+        engine = make(**config)
+        engine.start()
+        give_weights(engine, REF.parameters, 1)
+        return engine
+
+    return speaking
+
+
+def asked(count: int, tokens: int = 100) -> list[Request]:
+    """The first ends early. A stop token that is rare makes the engine look after every token."""
+    return [
+        Request(at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=3 if at == 0 else tokens), seed=at)
+        for at in range(count)
+    ]
+
+
+def kill(engine: HostedEngine, how: signal.Signals = signal.SIGKILL) -> int:
+    assert engine.process is not None
+    os.kill(engine.process.pid, how)
+    return engine.process.pid
+
+
+def same(found, expected) -> bool:
+    return all(f.response_ids.tolist() == e.response_ids.tolist() for f, e in zip(found, expected, strict=True))
+
+
+def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speaking, capsys):
+    engine = speaking(restarts=2)
+    expected = engine.generate(asked(12))
+    for number in (1, 2):
+        stream = engine.submit(asked(12))
+        done = [next(stream)]
+        pid = kill(engine)
+        done += list(stream)
+        assert sorted(c.id for c in done) == list(range(12))
+        assert same(sorted(done, key=lambda c: c.id), expected)
+        assert all((c.weight_version == 1).all() for c in done)
+        assert engine.restarts == number and engine.figures() == {"engine_restarts": 1.0}
+        assert engine.process is not None and engine.process.pid != pid
+    said = capsys.readouterr().out
+    assert "was killed by SIGKILL" in said and "restart 2 of 2" in said and "--- engine started" in said
+
+
+def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, tmp_path):
+    engine = speaking()
+    stream = engine.submit(asked(4))
+    next(stream)
+    kill(engine, signal.SIGABRT)
+    with pytest.raises(
+        EngineDied, match=r"was killed by SIGABRT.*engine-conformance-0\.log(?s:.*)rollout\.restarts > 0"
+    ):
+        list(stream)
+    assert (tmp_path / "engine-conformance-0.log").exists()
+
+
+def test_restarts_are_used_up(speaking):
+    engine = speaking(restarts=1)
+    for _ in range(2):
+        stream = engine.submit(asked(4))
+        next(stream)
+        kill(engine)
+        if engine.restarts == 0:
+            assert len(list(stream)) == 3
+    with pytest.raises(EngineDied, match="used up"):
+        list(stream)
+
+
+def test_killed_between_two_calls_it_comes_back_with_its_weights(speaking):
+    engine = speaking(restarts=1)
+    expected = engine.generate(asked(4))
+    kill(engine)
+    assert same(engine.generate(asked(4)), expected)
+
+
+def test_killed_during_an_update_it_gets_all_of_the_new_weights(speaking):
+    engine, second = speaking(restarts=1), reference("qwen2", seed=1)
+    engine.begin_update(2)
+    names = list(engine.layout().params)
+    for at, name in enumerate(names):
+        if at == len(names) // 2:
+            kill(engine)
+            time.sleep(0.1)
+        engine.receive(name, Box.full(second.parameters[name].shape), second.parameters[name])
+    engine.end_update()
+    greedy = Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=12, temperature=0.0))
+    [done] = engine.generate([greedy])
+    assert done.response_ids.tolist() == second.greedy(np.asarray(PROMPTS[1]), 12)
+    assert set(done.weight_version.tolist()) == {2} and engine.restarts == 1
+
+
+def test_killed_during_an_update_without_restarts_the_sync_fails(speaking):
+    engine = speaking()
+    engine.begin_update(2)
+    kill(engine)
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        for name, values in REF.parameters.items():
+            if name in engine.layout().params:
+                engine.receive(name, Box.full(values.shape), values)
+        engine.end_update()
+
+
+def test_an_engine_that_comes_back_with_other_weights_is_not_believed(speaking):
+    engine = speaking(restarts=1)
+    engine.generate(asked(4))
+    for values in engine._kept.values():
+        values.add_(torch.randn_like(values))
+    kill(engine)
+    with pytest.raises(HybridFlowError, match="its weights did not come back"):
+        engine.generate(asked(4))
+
+
+def test_killed_in_its_sleep_it_wakes_anew(speaking):
+    engine = speaking(restarts=1)
+    expected = engine.generate(asked(4))
+    engine.sleep()
+    kill(engine)
+    engine.wake()
+    assert same(engine.generate(asked(4)), expected) and engine.restarts == 1
+
+
+def test_one_that_hangs_counts_as_dead(speaking):
+    engine = speaking(restarts=1, hang_timeout_s=2.0)
+    expected = engine.generate(asked(4))
+    stream = engine.submit(asked(4))
+    done = [next(stream)]
+    kill(engine, signal.SIGSTOP)
+    done += list(stream)
+    assert same(sorted(done, key=lambda c: c.id), expected)
+
+
+def test_one_that_does_not_start_in_time_is_given_up(make):
+    engine = make(Counting, start_timeout_s=0.2)
+    with pytest.raises(EngineDied, match="gave no answer to start within 0 s"):
+        engine.start()
+    assert engine.process is not None and engine.process.process.poll() is not None
+
+
+def test_closing_ends_the_process(make):
+    engine = make(Counting)
+    engine.start()
+    assert engine.process is not None
+    process = engine.process.process
+    assert process.poll() is None
+    engine.close()
+    engine.close()
+    assert process.poll() is not None
+
+
+def test_bad_requests_are_refused_before_they_reach_the_process(speaking):
+    engine = speaking()
+    with pytest.raises(HybridFlowError, match="request 3: the prompt is empty"):
+        engine.submit([attrs.evolve(asked(1)[0], id=3, prompt_ids=np.asarray([], np.int64))])
+    assert len(engine.generate(asked(2))) == 2
+
+
+class BetweenAlone(TransformersEngine):
+    inflight = False
+
+
+def test_weights_of_an_engine_that_cannot_change_them_in_flight_wait_in_the_worker_too(make):
+    engine = make(BetweenAlone)
+    engine.start()
+    give_weights(engine, REF.parameters, 1)
+    stream = engine.submit(asked(4))
+    next(stream)
+    with pytest.raises(HybridFlowError, match="a weight update while sequences run"):
+        engine.begin_update(2)
+    assert len(list(stream)) == 3
+    give_weights(engine, REF.parameters, 2)
+    assert set(engine.generate(asked(1))[0].weight_version.tolist()) == {2}

@@ -1,29 +1,19 @@
-"""`hybridflow calibrate`: the fit finds what made the times, a machine is measured, its file is read back; and messages."""
+"""The fit finds what made the times, and two devices are measured with their link."""
 
 from __future__ import annotations
-
-import builtins
-import io
-import json
-import re
 
 import attrs
 import numpy as np
 import pytest
-from helpers.configs import OWN_CLUSTER as OWN
 from helpers.planned import engines, laid_out, planned
-from rich.console import Console
 
-from hybridflow.cli.plan import plan
-from hybridflow.core.errors import ConfigError
-from hybridflow.core.launch import run
 from hybridflow.kit.huggingface.shapes import llama_shape
-from hybridflow.kit.testing.runs import MODEL
 from hybridflow.planner import PlannedModel
-from hybridflow.planner.calibration import calibrate, command
+from hybridflow.planner.calibration import calibrate
 from hybridflow.planner.calibration.calibrate import START, Probed, fit, probing_job
+from hybridflow.planner.calibration.machine import MachineFigures
 from hybridflow.planner.calibration.probes import VERBS, Sample
-from hybridflow.planner.cluster import Cluster, Device, Efficiency, Nodes, RunsOn, device_called
+from hybridflow.planner.cluster import DEVICES, Device, Efficiency, Nodes
 
 NODES = Nodes(Device(12, 0.16, 12, 1.4, name="laptop"), 1, 2, 25.0)
 TRUE = Efficiency(
@@ -81,39 +71,6 @@ def test_what_no_sample_shows_keeps_its_default():
     assert found.update_ms == pytest.approx(TRUE.update_ms, rel=0.3)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Smaller models and fewer calls."""
-    monkeypatch.setitem(calibrate.SHAPES, "cpu", {"small": (128, 2, 64), "deep": (256, 2, 64)})
-    monkeypatch.setitem(calibrate.LENGTHS, "cpu", ((2, 4, 4), (8, 8, 8)))
-
-
-def calibrated(*arguments, **options) -> str:
-    out = io.StringIO()
-    command.run_calibrate(*arguments, **options, console=Console(file=out, width=200, highlight=False, markup=False))
-    return out.getvalue()
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_machine_is_measured_and_its_file_is_planned_on(tmp_path):
-    target, config = tmp_path / "here.toml", tmp_path / "tiny.toml"
-    text = calibrated(None, write=str(target), name="mine")
-    for said in ("measuring the machine", "inference", "training", "generation", "TFLOP/s", f"written: {target}"):
-        assert said in text
-    cluster = Cluster.read(target)
-    [nodes] = cluster.nodes
-    assert (nodes.device.name, nodes.count, nodes.per_node) == ("mine", 1, 1)
-    assert nodes.figures == "measured" and nodes.measured == RunsOn("fsdp", "transformers", 32)
-    assert 1e-4 < nodes.device.tflops < 100 and 0.1 < nodes.device.bandwidth_gbs < 10_000
-    assert nodes.efficiency.tp_layer_us == 0.0 and nodes.efficiency.call_ms > 0.0
-    config.write_text(tiny(tmp_path, target))
-    out = io.StringIO()
-    plan(config, console=Console(file=out, width=200, highlight=False, markup=False))
-    assert "measured figures" in out.getvalue() and "was measured with" not in out.getvalue()
-    plan(config, ["rollout=vllm"], console=Console(file=(out := io.StringIO()), width=200, markup=False))
-    assert "actor runs on vllm, and mine was measured with transformers: calibrate with vllm" in out.getvalue()
-
-
 @pytest.mark.usefixtures("quick", "ray_cluster")
 def test_two_devices_are_measured_with_their_link_and_tensor_parallelism(tmp_path):
     found = calibrate.calibrate({"run": {"device": "cpu"}}, 2)
@@ -124,44 +81,10 @@ def test_two_devices_are_measured_with_their_link_and_tensor_parallelism(tmp_pat
     assert all(0 < p.sample.seconds < 60 for p in found.probed)
 
 
-def tiny(folder, cluster) -> str:
-    model = json.dumps(MODEL).replace('":', '" =')
-    return f"""
-algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 2 }}
-runtime = "inline"
-placement = {{ name = "given", cluster = "{cluster}" }}
-reward = "exact_match"
-run = {{ folder = "{folder / "runs"}", steps = 3, trackers = ["jsonl"], device = "cpu" }}
-tokenizer.characters = "0123456789+="
-data = {{ source = "arithmetic", max_prompt_tokens = 8, answer = "{{answer}}" }}
-sampling.max_tokens = 3
-actor.model.config = {model}
-"""
-
-
-def test_a_run_that_knows_its_cluster_says_what_was_predicted(tmp_path, capsys):
-    (tmp_path / "cluster.toml").write_text(OWN)
-    (tmp_path / "tiny.toml").write_text(tiny(tmp_path, tmp_path / "cluster.toml"))
-    assert run(tmp_path / "tiny.toml").step == 3
-    text = capsys.readouterr().out
-    assert re.search(r"^a step took [\d.]+ m?s \(median\), [\d.]+ m?s were predicted \([+-]\d+%\)$", text, re.M)
-    for work in ("generation", "training"):
-        assert re.search(rf"^  actor {work}: [\d.]+ m?s, predicted [\d.]+ m?s \([+-]\d+%\)$", text, re.M), text
-    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
-    predicted = {json.loads(line)["seconds/predicted"] for line in lines}
-    assert len(lines) == 3 and len(predicted) == 1 and predicted.pop() > 0
-
-
 def test_every_cut_has_models_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "_cuts", lambda *_: [(1, 1), (1, 2)])  # a backend without tp, an engine with it
     models = probing_job({"run": {"device": "cpu"}}, 2, str(tmp_path)).models
     assert len(models) == 6 and {m.generation.tp for m in models.values()} == {1, 2}
-
-
-def test_a_measured_section_without_efficiencies_is_told(tmp_path):
-    (tmp_path / "odd.toml").write_text(OWN + '[measured.laptop]\nbackend = "fsdp"\nengine = "vllm"\n')
-    with pytest.raises(ConfigError, match=r"measured\.laptop: there is no \[efficiency\.laptop\]"):
-        Cluster.read(tmp_path / "odd.toml")
 
 
 def test_the_models_are_cut_as_the_backend_and_the_engine_can(tmp_path):
@@ -174,46 +97,15 @@ def test_the_models_are_cut_as_the_backend_and_the_engine_can(tmp_path):
     assert {len(probing_job({"run": {"device": "cpu"}}, n, str(tmp_path)).models) for n in (1, 3)} == {3}
 
 
-@pytest.mark.parametrize(
-    ("said", "known"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H200", "h200-141gb"),
-        ("NVIDIA H20", "h20-96gb"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090-24gb"),
-        ("NVIDIA L40S", "l40s-48gb"),
-        ("NVIDIA L4", "l4-24gb"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("AMD Instinct MI300X", "mi300x-192gb"),
-        ("NVIDIA GeForce RTX 3060", None),
-    ],
-)
-def test_drivers_names_of_known_devices(said, known):
-    found = device_called(said)
-    assert (found and found.name) == known
+def test_an_unknown_device_is_described_by_its_slowest_rank():
+    fast = MachineFigures("Some CPU @ 3GHz", 16e9, 2e11, 3e10, link_rate=4e9)
+    slow = MachineFigures("Some CPU @ 3GHz", 12e9, 1e11, 2e10, link_rate=5e9)
+    expected = Device(12, 0.1, 20, 4, host_gbs=20, name="some-cpu-3ghz")
+    assert calibrate.described([fast, slow], "cpu", None) == expected
+    alone = attrs.evolve(slow, link_rate=None)  # its own memory stands for the link
+    assert calibrate.described([alone], "cpu", "mine") == attrs.evolve(expected, link_gbs=20, name="mine")
 
 
-def test_what_cannot_be_measured_is_said_before_anything_starts(tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"--devices 0: calibrate at least one device"):
-        calibrated(None, devices=0)
-    with pytest.raises(ConfigError, match="there is no folder"):
-        calibrated(None, devices=1, write=str(tmp_path / "no" / "here.toml"))
-    with pytest.raises(ConfigError, match=r"overrides are of a config, and none is given: calibrate CONFIG actor\.x=1"):
-        calibrated(None, ["actor.x=1"])
-    (tmp_path / "odd.toml").write_text('rollout = "none"\nactor.backend = "fsdp"\n')
-    with pytest.raises(ConfigError, match="none"):
-        calibrated(tmp_path / "odd.toml")
-    with pytest.raises(ConfigError, match=r"precision"):
-        calibrated(tmp_path / "odd.toml", ["rollout=transformers", "actor.backend.precision=fp7"])
-    real = builtins.__import__
-
-    def without_scipy(name, *rest, **more):
-        if name == "hybridflow.planner.calibration.calibrate":
-            raise ImportError("No module named 'scipy'")
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without_scipy)
-    with pytest.raises(ConfigError, match=r"needs scipy .*pip install 'hybridflow\[calibrate\]'"):
-        calibrated(None)
+def test_a_known_device_keeps_its_data_sheet_and_the_memory_that_is_there():
+    known = MachineFigures("NVIDIA A100-SXM4-80GB", 79e9, 2e14, 1.5e12, link_rate=1e11)
+    assert calibrate.described([known], "cuda", None) == attrs.evolve(DEVICES["a100-80gb"], memory_gb=79)

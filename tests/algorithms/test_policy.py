@@ -1,0 +1,118 @@
+"""The policy loss that the policy-gradient algorithms share: clip, entropy, KL, correction, means; by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss, RewardKLConfig
+from hybridflow.core.contracts.loss import Counts
+from hybridflow.core.workers.reduction import reduce_terms
+
+
+def terms(loss, batch: dict, outputs: dict) -> dict:
+    """The loss's terms on [B, T] lists, by name."""
+    tensors = {name: torch.tensor(value) for name, value in batch.items()}
+    found = loss({"loss_mask": torch.ones(1, 2), **tensors}, {n: torch.tensor(v) for n, v in outputs.items()})
+    return {term.name: term for term in found}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "loss"),
+    [
+        (1.5, 1.0, None, -1.2),  # clipped at 1 + clip_high
+        (0.5, 1.0, None, -0.5),  # worse than the bound: not clipped
+        (0.5, -1.0, None, 0.7),  # clipped at 1 - clip_low
+        (1.5, -1.0, None, 1.5),
+        (5.0, -1.0, 3.0, 3.0),  # dual clip: at most 3 |A|
+        (5.0, 1.0, 3.0, -1.2),
+    ],
+)
+def test_the_policy_loss_is_clipped_as_by_hand(ratio, advantage, dual_clip, loss):
+    config = PolicyConfig(clip_low=0.3, clip_high=0.2, dual_clip=dual_clip)
+    batch = dict(old_logprobs=[[-1.0, -1.0]], advantages=[[advantage, 0.0]])
+    found = terms(PolicyLoss(config), batch, dict(logprobs=[[-1.0 + math.log(ratio), -1.0]]))
+    assert found["policy_loss"].value[0].tolist() == pytest.approx([loss, 0.0], abs=1e-6)
+    assert found["clip_fraction"].value[0].tolist() == [float(not 0.7 <= ratio <= 1.2), 0.0]
+    d = math.log(ratio)  # k3 of KL(old || new)
+    assert found["approx_kl"].value[0].tolist() == pytest.approx([math.exp(d) - 1 - d, 0.0], abs=1e-5)
+
+
+def test_the_entropy_bonus_lowers_the_loss():
+    batch = dict(old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]])
+    outputs = dict(logprobs=[[-1.0, -1.0]], entropy=[[2.0, 4.0]])
+    loss = PolicyLoss(PolicyConfig(entropy_coef=0.1))
+    assert loss.needs == ["logprobs", "entropy"]
+    total, _ = reduce_terms(terms(loss, batch, outputs).values(), torch.ones(1, 2), Counts(2, 1, 1), Counts(2, 1, 1))
+    assert float(total) == pytest.approx(-1.0 - 0.1 * 3.0)
+
+
+def test_the_correction_for_the_engine_multiplies_the_loss():
+    batch = dict(old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]], rollout_logprobs=[[-1.5, -3.0]])
+    for mode, weights in (("truncate", [math.exp(0.5), 2.0]), ("mask", [math.exp(0.5), 0.0])):
+        loss = PolicyLoss(PolicyConfig(correction=mode, correction_high=2.0))
+        assert "rollout_logprobs" in loss.reads
+        value = terms(loss, batch, dict(logprobs=[[-1.0, -1.0]]))["policy_loss"].value
+        assert value[0].tolist() == pytest.approx([-w for w in weights], rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "kl"), [("k3", math.exp(-0.5) - 1 + 0.5), ("k2", 0.125)])
+def test_the_kl_term_is_the_estimate_computed_by_hand(kind, kl):
+    loss = PolicyLoss(PolicyConfig(kl_kind=kind), on_policy=True, kl_coef=0.2)
+    assert loss.reads == ["advantages", "ref_logprobs"]
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    batch = {"loss_mask": torch.ones(1, 1), "advantages": torch.zeros(1, 1), "ref_logprobs": torch.tensor([[-1.5]])}
+    found = loss(batch, {"logprobs": logprobs})
+    total, _ = reduce_terms(found, batch["loss_mask"], Counts(1, 1, 1), Counts(1, 1, 1))
+    assert float(total.detach()) == pytest.approx(0.2 * kl, rel=1e-5)
+    total.backward()
+    slope = 1 - math.exp(-0.5) if kind == "k3" else 0.5  # d/dx of exp(-d) - 1 + d, and of d^2 / 2
+    assert float(logprobs.grad) == pytest.approx(0.2 * slope, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    # rows of 1 and 3 tokens with loss 4 and 1, 2, 3 per token; the constant is 5
+    [
+        ("token-mean", 10 / 4),
+        ("seq-mean-token-mean", (4 + 2) / 2),
+        ("seq-mean-token-sum", (4 + 6) / 2),
+        ("seq-mean-token-sum-norm", (4 + 6) / 5 / 2),
+    ],
+)
+def test_every_term_of_the_policy_loss_has_the_chosen_mean(how, expected):
+    mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
+    values = torch.tensor([[4.0, 0.0, 0.0], [1.0, 2.0, 3.0]])
+    config = PolicyConfig(how=how, length=5, entropy_coef=0.5, kl_kind="abs")
+    loss = PolicyLoss(config, on_policy=True, kl_coef=0.25)
+    batch = {"loss_mask": mask, "advantages": -values, "ref_logprobs": -1.0 - values}
+    outputs = {"logprobs": torch.full((2, 3), -1.0), "entropy": values}
+    total, _ = reduce_terms(loss(batch, outputs), mask, Counts(4, 2, 2), Counts(4, 2, 2))
+    assert float(total) == pytest.approx(expected * (1 - 0.5 + 0.25))
+
+
+def test_on_policy_the_ratio_is_that_of_this_forward_and_its_gradient_is_not_lost():
+    loss = PolicyLoss(PolicyConfig(), on_policy=True)
+    assert loss.reads == ["advantages"]
+    logprobs = torch.tensor([[-1.0, -5.0]], requires_grad=True)
+    batch = {"loss_mask": torch.ones(1, 2), "advantages": torch.tensor([[2.0, -3.0]])}
+    value = loss(batch, {"logprobs": logprobs})[0].value
+    assert value.tolist() == [[-2.0, 3.0]]
+    value.sum().backward()
+    assert logprobs.grad.tolist() == [[-2.0, 3.0]]  # of -A rho with rho = 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("clip_low", 0.0), ("how", "mean"), ("kl_kind", "k4"), ("kl_in", "both"), ("correction", "clip"), ("epochs", 0)],
+)
+def test_a_setting_that_cannot_be_is_refused_by_name(setting, value):
+    with pytest.raises(ValueError, match=setting):
+        PolicyConfig(**{setting: value})
+
+
+def test_the_kl_is_a_term_of_the_loss_unless_rewards_pay_it():
+    assert (PolicyConfig().kl_in, PolicyConfig().kl_coef) == ("loss", 0.0)
+    assert (RewardKLConfig().kl_in, RewardKLConfig().kl_kind, RewardKLConfig().kl_coef) == ("reward", "k1", 0.05)

@@ -1,0 +1,65 @@
+"""DeepSpeed on one rank under the conformance kit; a role that only scores needs no DeepSpeed below stage 3."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.installed import needs
+from helpers.one_rank_backends import InBfloat16, OneRank
+
+from hybridflow.backends.deepspeed.backend import DeepSpeedBackend
+from hybridflow.backends.deepspeed.config import DeepSpeedConfig
+from hybridflow.core.names import is_installed
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.config import LoRAConfig
+
+
+class Spread(OneRank):
+    backend, config = DeepSpeedBackend, DeepSpeedConfig()
+
+
+class TestFrozen(Spread):
+    config, trains = DeepSpeedConfig(stage=2), False
+
+
+@needs("deepspeed")
+class TestStage1(Spread):
+    config = DeepSpeedConfig(stage=1)
+
+
+@needs("deepspeed")
+class TestStage2(Spread):
+    config = DeepSpeedConfig(stage=2)
+
+
+@needs("deepspeed")
+class TestStage3(Spread):
+    config = DeepSpeedConfig(stage=3)
+
+
+@needs("deepspeed")
+class TestOffloaded(Spread):
+    config = DeepSpeedConfig(stage=2, offload_optimizer=True)
+
+
+@needs("deepspeed")
+class TestStage3InBfloat16(InBfloat16, Spread):
+    config = DeepSpeedConfig(stage=3, precision="bf16", offload_optimizer=True, offload_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (DeepSpeedConfig(stage=1, precision="bf16"), ["set backend.stage to 2 or 3"]),
+        (DeepSpeedConfig(stage=1), []),
+        (DeepSpeedConfig(stage=2, precision="bf16"), []),
+    ],
+)
+def test_a_stage_that_deepspeed_has_in_float32_alone_is_named(config, said):
+    found = DeepSpeedBackend.problems(config, ParallelLayout(dp=2), "policy")
+    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True))
+
+
+def test_adapters_need_peft():
+    found = DeepSpeedBackend.problems(DeepSpeedConfig(lora=LoRAConfig(rank=2)), ParallelLayout(), "policy")
+    remedy = "backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"
+    assert found == ([] if is_installed("peft") else [remedy])

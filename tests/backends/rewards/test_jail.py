@@ -1,0 +1,196 @@
+"""What a program in the sandbox tries beyond its own work fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers.programs import run
+
+from hybridflow.backends.rewards import jail
+from hybridflow.backends.rewards.sandbox import Limits
+
+
+def test_a_system_call_that_fails_is_an_error_with_its_name():
+    jail.call("getppid")
+    with pytest.raises(OSError, match="rmdir: No such file or directory") as caught:
+        jail.call("rmdir", "/no/such/folder")
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it():
+    for ended, status in (("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL)):
+        shell = os.spawnv(os.P_NOWAIT, "/bin/sh", ["sh", "-c", ended])
+        assert jail.exit_status(os.waitpid(shell, 0)[1]) == status
+
+
+def test_without_a_place_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
+    settings = {"root": str(tmp_path / "none"), "prefix": sys.prefix, "disk_bytes": 10**6}
+    given = json.dumps(settings).encode()
+    command = [sys.executable, "-I", "-S", jail.__file__, str(len(given))]
+    done = subprocess.run(command, input=given, capture_output=True, env={})
+    assert done.returncode == 125
+    assert done.stderr.startswith(b"cannot isolate: ")
+    assert done.stdout == b""
+
+
+def test_nothing_of_this_machine_can_be_read_or_written(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    tmp_path.chmod(0o777)
+    for path in (
+        secret,
+        "/etc/passwd",
+        "/proc/self/environ",
+        "/proc/1/environ",
+        "/sys/kernel",
+        __file__,
+        os.path.abspath("."),
+    ):
+        assert "FileNotFoundError" in run(f"import os; os.stat({str(path)!r})").errors, path
+    assert run(f"open({str(tmp_path / 'new')!r}, 'w')").status == 1 and not (tmp_path / "new").exists()
+    for place in ("/usr/x", "/x", "/dev/x", "/lib/x"):
+        assert run(f"open({place!r}, 'w')").status == 1, place
+    seen = run("import os; print(sorted(os.environ))").output
+    assert set(eval(seen)) <= {"PATH", "HOME", "LC_CTYPE"}
+
+
+def test_files_are_gone_with_the_program_and_do_not_fill_the_disk():
+    assert run("open('/tmp/left', 'w').write('x')").good
+    assert run("import os; print(os.listdir('/tmp'))").output == "['main.py']\n"
+    full = run(
+        """
+        written = 0
+        try:
+            for i in range(64):
+                with open(f"/tmp/{i}", "wb") as file:
+                    written += file.write(bytes(10**6))
+        except OSError:
+            pass
+        print(written)
+        """,
+        limits=Limits(seconds=3.0, disk_mb=4),
+    )
+    assert int(full.output) <= 5 * 10**6
+
+
+def test_there_is_no_network():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)")
+        assert found.status == 1 and "Error" in found.errors
+    assert run("import socket; socket.create_connection(('8.8.8.8', 53), 1)").status == 1
+    with socket.socket(socket.AF_UNIX) as server:  # an abstract address belongs to the network too
+        server.bind("\0hybridflow-sandbox-test")
+        server.listen()
+        assert run("import socket; socket.socket(socket.AF_UNIX).connect('\\0hybridflow-sandbox-test')").status == 1
+
+
+def test_memory_is_limited():
+    found = run("x = bytearray(10**9)", limits=Limits(seconds=3.0, memory_mb=128))
+    assert found.status == 1 and "MemoryError" in found.errors
+
+
+def test_a_fork_bomb_stops_at_the_limit_of_processes():
+    found = run(
+        """
+        import os, time
+        made = 0
+        try:
+            while True:
+                if os.fork() == 0:
+                    time.sleep(60)
+                made += 1
+        except OSError:
+            print(made)
+        """
+    )
+    assert 0 < int(found.output) <= 8
+
+
+def left_behind(mark: str) -> list[str]:
+    """Processes of this machine whose command line has the mark."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if mark in line]
+
+
+def test_processes_end_with_the_program_that_started_them():
+    mark = f"77{os.getpid()}"
+    program = f"""
+        import os, subprocess, sys
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep({mark})"])
+            os._exit(0)
+        os.wait()
+        """
+    assert run(program).good
+    time.sleep(0.2)
+    assert not left_behind(f"time.sleep({mark})")
+    run(program + "\n        import time; time.sleep(60)", limits=Limits(seconds=1.0))
+    time.sleep(0.5)
+    assert not left_behind(f"time.sleep({mark})")
+
+
+def test_no_process_of_this_machine_can_be_seen_or_ended():
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        found = run(f"import os; os.kill({child.pid}, 9)")
+        assert found.status == 1 and "ProcessLookupError" in found.errors and child.poll() is None
+        assert run("import os; print(os.getpid(), os.getppid())").output == "2 1\n"
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_what_root_may_do_it_may_not():
+    for call in (
+        "os.setuid(0)", "os.chroot('/tmp')", "os.mknod('/tmp/sda', 0o660 | 0o060000, os.makedev(8, 0))",
+        "os.sched_setaffinity(0, {0}); os.nice(-5)",
+        "ctypes.CDLL(None, use_errno=True).mount(b'x', b'/tmp', b'tmpfs', 0, None) and 1 / 0",
+        "ctypes.CDLL(None, use_errno=True).unshare(0x20000) and 1 / 0",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
+    ):  # fmt: skip
+        assert run(f"import ctypes, os, resource\n{call}").status != 0, call
+
+
+def test_a_program_that_holds_on_to_life_ends_with_its_time():
+    mark = f"88{os.getpid()}"
+    program = f"""
+        import ctypes, signal, time
+        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
+        for s in (1, 2, 15):
+            signal.signal(s, signal.SIG_IGN)
+        open("/tmp/{mark}", "w")
+        import os, sys
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep({mark})"])
+        """
+    assert run(program, limits=Limits(seconds=1.0)).reason == "time"
+    time.sleep(0.5)
+    assert not left_behind(f"time.sleep({mark})")
+
+
+def test_a_program_cannot_pretend_that_the_sandbox_failed():
+    found = run("import sys; sys.stderr.write('cannot isolate: x'); sys.exit(125)")
+    assert found.reason == "ended" and found.status == 1
+
+
+def test_programs_side_by_side_do_not_share_their_limit_of_processes():
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda _: run("import time; time.sleep(1)", limits=Limits(seconds=20, processes=1)), range(4))
+        )
+    assert all(outcome.good for outcome in found), found

@@ -1,0 +1,65 @@
+"""SGLang against the kit, in a process of its own as always, alone and with tensor parallelism; run by `make test-engines`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import engine_jobs as jobs
+from helpers.installed import needs
+from helpers.kept_engines import KeptOnCPU, kept_engines
+
+from hybridflow.backends.sglang.config import SGLangConfig
+from hybridflow.backends.sglang.engine import SGLangEngine, _checked, _shares
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.hosting.hosted import HostedEngine
+from hybridflow.kit.testing import tiny_config
+
+SMALL = SGLangConfig(kv_tokens=16384, max_sequences=64)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    logs = str(tmp_path_factory.mktemp("logs"))
+    with kept_engines(lambda spec, context: HostedEngine(SGLangEngine, spec, SMALL, context, logs)) as start:
+        yield start
+
+
+@needs("sglang")
+class TestSGLang(KeptOnCPU):
+    recomputes = True
+
+
+@needs("sglang")
+@pytest.mark.parametrize(("architecture", "weights"), [("qwen2", "bucket"), ("llama", "group")])
+@pytest.mark.timeout(400)
+def test_the_first_of_two_ranks_hosts_it_and_the_second_follows(ranks, tmp_path, architecture, weights):
+    before = jobs.in_shared_memory()
+    found = jobs.two_ranks(ranks, jobs.sglang, architecture, weights, str(tmp_path))
+    assert jobs.in_shared_memory() <= before
+    assert found[0]["holding"] and not found[1]["holding"]
+
+
+@pytest.mark.parametrize("kind", ["value", "score"])
+def test_a_model_that_is_no_policy_is_refused_before_sglang_is_imported(kind):
+    context = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
+    engine = SGLangEngine(ModelSpec(tiny_config(), None, 0, kind), SMALL, context)
+    with pytest.raises(ModelError, match=f"generates with a policy; this model is a '{kind}' model"):
+        engine.start()
+
+
+def test_cores_are_shared_among_the_ranks():
+    assert _shares([0, 1, 2, 3], 2) == "0,1|2,3"
+    assert _shares([5], 2) == "5|5"
+    assert _shares([0, 1, 2], 2) == "0|1"
+
+
+def test_what_sglang_says_has_failed_is_an_error_with_its_reason():
+    _checked("flush_cache", None)
+    _checked("flush_cache", (True, "done"))
+    with pytest.raises(HybridFlowError, match="SGLang's flush_cache failed: no such tensor"):
+        _checked("flush_cache", (False, "no such tensor"))
+    with pytest.raises(HybridFlowError, match="SGLang's flush_cache failed"):
+        _checked("flush_cache", False)

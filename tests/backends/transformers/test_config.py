@@ -1,0 +1,53 @@
+"""Settings of the embedded engine: what is refused, and what they take of a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.shapes import llama_shape
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dtype", "float16"),
+        ("max_sequences", -1),
+        ("prefill_tokens", 0),
+        ("kv_memory_gb", -1.0),
+        ("sync_every", -1),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_its_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        TransformersEngineConfig(**{name: value})
+
+
+def test_its_limits_are_those_of_the_settings_and_256_sequences_where_none_is_set():
+    automatic = TransformersEngineConfig().limits()
+    assert automatic.weight_bytes == 4
+    assert automatic.max_sequences == 256
+    assert automatic.cache_gb is None
+    given = TransformersEngineConfig(dtype="bfloat16", max_sequences=8, kv_memory_gb=0.5).limits()
+    assert given.weight_bytes == 2
+    assert given.max_sequences == 8
+    assert given.cache_gb == 0.5
+
+
+def test_the_planned_layout_cuts_heads_and_vocabulary_over_the_ranks_of_a_replica():
+    """Four ranks as two replicas of two; a hidden size of 32, 4 heads of 8 and 2 key heads."""
+    shape = llama_shape(32, 1, 4, 2, 8, 48, 10)
+    generation = generation_layout(ParallelLayout(dp=4), tp=2)
+    planned = TransformersEngineConfig().planned_layout(shape, generation, torch.bfloat16)
+    assert {param.dtype for param in planned.params.values()} == {torch.bfloat16}
+    (ranks,) = {tuple(replica[0]) for replica in generation.replicas if 0 in replica[0]}
+    second = ranks[1]
+    attention = "model.layers.0.self_attn."
+    assert planned.held[second]["model.embed_tokens.weight"] == (Box((5, 0), (10, 32)),)
+    assert planned.held[second][f"{attention}q_proj.weight"] == (Box((16, 0), (32, 32)),)
+    assert planned.held[second][f"{attention}k_proj.weight"] == (Box((8, 0), (16, 32)),)
+    assert planned.held[second][f"{attention}o_proj.weight"] == (Box((0, 16), (32, 32)),)
+    assert planned.held[second]["model.norm.weight"] == (Box((0,), (32,)),)

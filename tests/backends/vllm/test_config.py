@@ -1,0 +1,31 @@
+"""The settings of vLLM: arguments are checked by name without importing it; what it takes of a device."""
+
+from __future__ import annotations
+
+from helpers.engine_settings import EngineSettings
+
+from hybridflow.backends.vllm import config
+from hybridflow.backends.vllm.config import VLLMConfig
+
+ARGUMENTS = """
+class Other:
+    unrelated: int = 0
+class EngineArgs:
+    block_size: int = 16
+    enforce_eager: bool = False
+"""
+
+
+class TestSettings(EngineSettings):
+    module, config, package, engine = config, VLLMConfig, "vllm", "vllm.engine"
+    argument, ours = ("block_size", "block_sise", 32), "tensor_parallel_size"
+    sources = {"vllm/engine/arg_utils.py": ARGUMENTS}
+    wrong = {"max_sequences": 0, "gpu_memory": 1.5, "kv_memory_gb": -1}
+
+
+def test_a_cache_of_a_given_size_leaves_no_share_of_the_device_open():
+    given = VLLMConfig(kv_memory_gb=2.5, max_length=96, max_sequences=7).limits()
+    assert (given.cache_gb, given.memory_share) == (2.5, None)
+    assert (given.max_length, given.max_sequences) == (96, 7)
+    shared = VLLMConfig(gpu_memory=0.3).limits()
+    assert (shared.cache_gb, shared.memory_share, shared.max_length) == (None, 0.3, None)

@@ -1,0 +1,38 @@
+"""What the registry knows of vLLM before it is imported."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.brought import Brought, check_brought, loaded
+
+from hybridflow.backends.vllm import plugin
+from hybridflow.backends.vllm.config import VLLMConfig
+from hybridflow.backends.vllm.diagnosis import diagnose
+from hybridflow.backends.vllm.engine import VLLMEngine
+from hybridflow.core.contracts.capabilities import EngineCapabilities
+from hybridflow.core.errors import PluginError
+from hybridflow.core.names import is_installed
+from hybridflow.core.plugins import Registry
+
+
+def test_it_joins_requests_in_either_process_and_sleeps_on_gpus():
+    can = EngineCapabilities(
+        tp=True, abort=True, sleeps_on=frozenset({"cuda"}), continuous=True, grouping="consecutive", views=False,
+        process="either",
+    )  # fmt: skip
+    engine = Brought(
+        "rollout_engine", "vllm", VLLMEngine, config=VLLMConfig, requires=("vllm",), capabilities=can
+    )  # fmt: skip
+    check_brought(plugin, engine)
+
+
+def test_where_it_is_missing_the_remedy_and_the_doctors_question_are_there():
+    registry = Registry()
+    registry.register(plugin)
+    [(_, _, question)] = registry.diagnoses()
+    assert loaded(question) is diagnose
+    if is_installed("vllm"):
+        assert registry.get("rollout_engine", "vllm") is VLLMEngine
+        return
+    with pytest.raises(PluginError, match=r"needs vllm, not installed here: pip install 'hybridflow\[vllm\]'"):
+        registry.get("rollout_engine", "vllm")

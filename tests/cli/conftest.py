@@ -1,0 +1,50 @@
+"""What tests of the commands share.
+
+path    sys.path as it is, put back at the end.
+config  the file of a PPO config that plans well.
+shown   the current folder, with the configs of helpers/shown.py.
+broken  in the place of our registry one with a plugin that lacks something, one that does not load,
+        and two of one name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from helpers.plans import ppo_config
+from helpers.shown import write_shown
+
+from hybridflow.cli import doctor, plugins
+from hybridflow.core.plugins import Descriptor, Registry
+
+
+@pytest.fixture
+def path(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return sys.path
+
+
+@pytest.fixture
+def config(tmp_path):
+    return ppo_config(tmp_path)
+
+
+@pytest.fixture
+def shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_shown(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    found = Registry()
+    lacking = Descriptor("reward", "lacking", "a:B", requires=("no_such_module",), remedy="pip install it")
+    found.add(lacking, "acme", "1.0")
+    found.add(Descriptor("reward", "raising", "no_such_module:B"), "acme", "1.0")
+    found.add(Descriptor("reward", "double", "a:B"), "acme", "1.0")
+    found.add(Descriptor("reward", "double", "c:D"), "other", "2.0")
+    monkeypatch.setattr(doctor, "registry", lambda: found)
+    monkeypatch.setattr(plugins, "registry", lambda: found)
+    return found

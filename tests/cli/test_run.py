@@ -1,0 +1,56 @@
+"""`hybridflow run`: how it ends, and what it does with a run that is there already."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from helpers.tiny import write
+
+from hybridflow.cli.main import main
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, path):
+    """The current folder, with the smallest config there is."""
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path.insert(0, str(tmp_path))  # of its rewards
+    sys.modules.pop("rewards", None)
+    yield tmp_path
+    sys.modules.pop("rewards", None)
+
+
+def run(*arguments: str) -> int:
+    return main(["run", "tiny.toml", *arguments])
+
+
+def steps(folder) -> list[int]:
+    lines = (folder / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+def test_a_missing_file_is_named(capsys, path):
+    assert main(["run", "no/such.toml"]) == 1
+    assert "no/such.toml: cannot be read" in capsys.readouterr().err
+
+
+def test_resume_and_overwrite_contradict_each_other(here, capsys):
+    assert run("--resume", "--overwrite") == 1
+    assert "contradict each other" in capsys.readouterr().err
+    assert not (here / "runs").exists()
+
+
+def test_a_run_that_is_there_is_gone_on_with_or_replaced_as_asked(here, capsys):
+    assert run("run.steps=1") == 0
+    assert run("run.steps=2") == 1
+    assert "there is a run in runs/tiny already" in capsys.readouterr().err
+    assert run("run.steps=2", "--resume") == 0 and steps(here) == [1, 2]
+    assert run("run.steps=1", "--overwrite") == 0 and steps(here) == [1]
+
+
+def test_a_run_that_is_told_to_stop_ends_with_3(here, capsys):
+    assert run("reward.function=rewards:asks_to_stop") == 3
+    assert "go on with --resume" in capsys.readouterr().out
+    assert steps(here) == [1, 2, 3]  # 16 rows are scored per step, and the 40th asks

@@ -1,0 +1,186 @@
+"""What a run tells on the console, to trackers and to observers."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+import torch
+from helpers.running import reporter
+
+from hybridflow.core.contracts.planner import Prediction
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.job.job import TrackerSpec
+from hybridflow.core.running.predictions import Comparison
+from hybridflow.core.values.metrics import Metrics
+
+MEANS = {"actor/response_length": (40.0, 16.0), "kl": (0.5, 2.0)}
+RESPONSES = Metrics(MEANS, {"actor/largest": 3.0})
+"""16 responses of 40 tokens in all."""
+
+
+def quiet(run) -> None:
+    """Nothing was sent and nothing took time so far."""
+    run.session.runtime.traffic.take()
+    run.session.timeline.take()
+
+
+def logged(run) -> list[dict]:
+    lines = (run.job.folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_it_begins_with_what_runs_where_and_on_how_many_rows(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny)
+    report.prepared = attrs.evolve(report.prepared, dropped={"train": 3, "validation": 0})
+    with report:
+        report.begin(0, {"actor": 1_500_000})
+        report.begin(4, {"actor": 1_500_000, "ref": 250_000})
+    assert out.getvalue().splitlines() == [
+        f"conformance: grpo on 256 train rows, 6 validation rows; folder {run.job.folder}",
+        "3 train rows are left out: their prompts are longer than data.max_prompt_tokens",
+        "parameters: actor 1.5M",
+        "parameters: actor 1.5M, ref 0.2M; resuming after step 4",
+    ]
+
+
+def test_a_step_s_figures_are_counted_out(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=2)
+    quiet(run)
+    run.step = 2
+    with report:
+        values = report.step(run, RESPONSES, 2.0)
+    assert (values["actor/response_length"], values["kl"]) == (2.5, 0.25)
+    assert values["actor/largest"] == 3.0
+    assert (values["tokens_per_second"], values["sequences_per_second"]) == (20.0, 8.0)
+    assert (values["bytes/controller"], values["bytes/per_sequence"]) == (0.0, 0.0)
+    assert values["seconds/step"] == 2.0 and "seconds/predicted" not in values
+    line = "conformance step 2/2  kl 0.25  tok/s 20  B/seq 0  2.00 s ()"
+    assert out.getvalue().splitlines()[-1] == line
+
+
+def test_a_step_has_the_bytes_and_the_seconds_of_its_calls(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=1)
+    quiet(run)
+    prompts = run.ctx.prompts(4)
+    doubled = run.ctx.compute(lambda group: {"doubled": 2 * group}, prompts)["doubled"]
+    assert torch.equal(doubled.values, 2 * prompts["group"].values)
+    run.ctx.finish()
+    run.step = 1
+    values = report.step(run, RESPONSES, 1.0)
+    kinds = [value for name, value in values.items() if name.startswith("bytes/")]
+    total = values["bytes/controller"]
+    assert total > 0 and values["bytes/per_sequence"] == total / 16
+    assert sum(kinds) == pytest.approx(2 * total + total / 16)  # each kind, and these two
+    assert values["seconds/tasks/draw"] > 0 and values["seconds/tasks/compute"] > 0
+    assert "tasks/" in out.getvalue()
+    again = report.step(run, Metrics(), 1.0)
+    assert again["bytes/controller"] == 0.0 and "seconds/tasks/draw" not in again
+
+
+def test_without_a_terminal_lines_are_rare_but_the_last_step_has_one(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=5)
+    for run.step in range(1, 6):
+        report.step(run, Metrics.of(kl=run.step), 0.5)
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["1/5", "5/5"]
+
+
+def test_a_terminal_has_a_bar_instead(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, terminal=True, steps=2)
+    with report:
+        report.begin(0, {"actor": 1})
+        run.step = 1
+        report.step(run, Metrics.of(kl=0.25), 0.5)
+    assert "kl 0.25  0.50 s" in out.getvalue() and "step 1/2" not in out.getvalue()
+
+
+def test_trackers_get_steps_and_validations_and_one_that_is_not_there_is_left_out(run_of, tiny):
+    run = run_of()
+    run.job.folder.mkdir(exist_ok=True)
+    run.job = attrs.evolve(run.job, trackers=(TrackerSpec("jsonl"), TrackerSpec("no-such-tracker")))
+    report, out = reporter(run, tiny, steps=9)
+    with report:
+        report.begin(0, {"actor": 1})
+        assert len(report.trackers) == 1
+        for run.step in (1, 2, 3):
+            report.step(run, Metrics.of(kl=run.step), 0.5)
+        report.begin(2, {"actor": 1})  # a restart: step 3 is done again
+        run.step = 3
+        report.step(run, Metrics.of(kl=7.0), 0.5)
+        report.validation(run, {"validation/score": 0.625, "validation/seconds": 9.0})
+    assert "tracker 'no-such-tracker' is left out: " in out.getvalue()
+    rows = [(row["step"], row.get("kl")) for row in logged(run)]
+    assert rows == [(1, 1.0), (2, 2.0), (3, 7.0), (3, None)]
+    assert logged(run)[-1]["validation/score"] == 0.625
+    said = [line for line in out.getvalue().splitlines() if "step 3" in line]
+    assert said[-1] == "conformance step 3: validation: score 0.625"
+    with pytest.raises(ValueError, match="closed file"):
+        report.trackers[0].log(4, {})
+
+
+def test_a_reached_goal_is_told_with_the_steps_that_it_saved(run_of, tiny):
+    run = run_of(stop_at=0.5, name="held-out")
+    report, out = reporter(run, tiny, steps=9)
+    run.step = 3
+    run.validations[3] = {"validation/score": 0.5}
+    report.validation(run, {"validation/score": 0.5})
+    assert out.getvalue().splitlines() == [
+        "conformance step 3: held-out: score 0.5",
+        "conformance: the score has reached validation.stop_at = 0.5, after step 3 of 9",
+    ]
+
+
+def mismatching(report, run, mean: float) -> None:
+    run.step += 1
+    report.step(run, Metrics.of(**{"actor/mismatch_mean": mean}), 0.5)
+
+
+def test_a_mismatch_is_told_once_until_it_is_over(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=100, mismatch_warn=0.1)
+    for mean in (0.05, 0.2, 0.3, 0.1, float("nan"), 0.05):
+        mismatching(report, run, mean)
+    said = [line for line in out.getvalue().splitlines() if "mismatch_warn" in line]
+    assert [line.split(":")[0] for line in said] == ["step 2", "step 5"]
+    assert "differ by 0.2 nats on average, more than run.mismatch_warn = 0.1" in said[0]
+
+
+def test_a_larger_mismatch_ends_the_run_and_none_is_asked_for_without_limits(run_of, tiny):
+    run = run_of()
+    report, _ = reporter(run, tiny, mismatch_warn=None, mismatch_stop=0.5)
+    mismatching(report, run, 0.5)
+    said = r"more than run\.mismatch_stop = 0\.5; .*sync\.verify"
+    for mean in (0.6, float("nan")):
+        with pytest.raises(HybridFlowError, match=said):
+            mismatching(report, run, mean)
+    report, out = reporter(run, tiny, mismatch_warn=None, mismatch_stop=None)
+    mismatching(report, run, 7.0)
+    assert "nats on average" not in out.getvalue()
+
+
+def test_no_number_counts_beside_another_actors_mismatch(run_of, tiny):
+    run = run_of()
+    report, _ = reporter(run, tiny, mismatch_warn=None, mismatch_stop=0.5)
+    run.step += 1
+    means = {"actor/mismatch_mean": 0.1, "other/mismatch_mean": float("nan")}
+    with pytest.raises(HybridFlowError, match="differ by nan nats"):
+        report.step(run, Metrics.of(**means), 0.5)
+
+
+def test_predictions_stand_beside_the_steps_and_are_compared_at_the_end(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=2)
+    report.ended()
+    assert out.getvalue() == ""
+    report.foresight = Comparison(Prediction(4.0))
+    for run.step in (1, 2):
+        assert report.step(run, Metrics(), 2.0)["seconds/predicted"] == 4.0
+    report.ended()
+    last = out.getvalue().splitlines()[-1]
+    assert last == "a step took 2.00 s (median), 4.00 s were predicted (+100%)"

@@ -1,0 +1,85 @@
+"""Rows to requests, and completions to columns."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from helpers.episodes import echoing
+from helpers.small_tokenizers import char
+
+from hybridflow.core.contracts.rollout import SamplingParams
+from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.columns import tokens
+from hybridflow.core.workers.generation import (
+    EPISODE_COLUMNS,
+    GENERATED,
+    generate_episodes,
+    generate_rows,
+    make_requests,
+    row_seed,
+)
+from hybridflow.kit.testing import reference
+
+PROMPTS = [[5, 4], [1], [9, 9, 30]]
+ROWS = Batch({"prompt_ids": tokens(PROMPTS), "sample_id": torch.tensor([7, 8, 9]), "meta": [{}, {}, {}]})
+
+
+def test_each_row_gets_the_response_that_hugging_face_gives_it(speaker):
+    made = generate_rows(speaker[0], ROWS, SamplingParams(max_tokens=6, temperature=0.0), 3, None)
+    assert tuple(made.names) == GENERATED
+    for prompt, response, logprobs in zip(PROMPTS, made["response_ids"], made["rollout_logprobs"], strict=True):
+        assert response.tolist() == reference().greedy(np.array(prompt), 6)
+        with torch.no_grad():
+            expected = reference().outputs(torch.tensor(prompt), response)["logprobs"]
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    assert made["loss_mask"].values.tolist() == [1] * 18
+    assert made["weight_version"].values.tolist() == [5] * 18
+    assert made["finish_reason"].values == ["length"] * 3
+
+
+def test_the_metrics_count_tokens_and_responses_that_were_cut(speaker):
+    rare = SamplingParams(max_tokens=4, stop_token_ids=(2,), logit_bias={2: -1e9})
+    often = SamplingParams(max_tokens=4, stop_token_ids=(2,), logit_bias={2: 1e9})
+    cut = generate_rows(speaker[0], ROWS, rare, 3, None).metrics
+    assert cut.means["response_length"] == (12.0, 3.0) and cut.means["clipped"] == (3.0, 3.0)
+    stopped = generate_rows(speaker[0], ROWS, often, 3, None).metrics
+    assert stopped.means["response_length"] == (3.0, 3.0) and stopped.means["clipped"] == (0.0, 3.0)
+    assert cut.means["generate_seconds"][0] > 0 and cut.means["generate_seconds"][1] == 1.0
+
+
+def test_no_rows_give_empty_columns(speaker):
+    made = generate_rows(speaker[0], ROWS.take(slice(0, 0)), SamplingParams(max_tokens=4), 3, None)
+    assert made.rows == 0
+    assert made["response_ids"].values.dtype == torch.int64
+    assert made["rollout_logprobs"].values.dtype == torch.float32
+
+
+def test_the_tokens_of_an_environment_are_no_part_of_the_response_length(speaker):
+    sampling = SamplingParams(max_tokens=12, logit_bias={14: 3.0})
+    made = generate_episodes(speaker[0], ROWS, sampling, 3, None, echoing(char()), speaker[1])
+    assert set(made.names) == set(EPISODE_COLUMNS)
+    own = sum(int(mask.sum()) for mask in made["loss_mask"])
+    assert own < len(made["response_ids"].values)
+    assert made.metrics.means["response_length"] == (own, 3.0)
+    assert made.metrics.means["turns"][0] == sum(map(len, made["turn_rewards"].values))
+
+
+def test_a_limit_belongs_to_a_sample_whatever_its_row():
+    asked = make_requests(ROWS, SamplingParams(max_tokens=50), 3, [10, 20])
+    assert [request.sampling.max_tokens for request in asked] == [20, 10, 20]  # samples 7, 8 and 9
+    assert [request.id for request in asked] == [0, 1, 2]
+    assert [request.prompt_ids.tolist() for request in asked] == PROMPTS
+    assert [request.seed for request in asked] == [row_seed(3, sample) for sample in (7, 8, 9)]
+
+
+def test_an_engine_gets_the_columns_that_it_declares_where_the_batch_has_them():
+    rows = ROWS.with_columns(image=["a", "b", "c"], size=torch.tensor([1, 2, 3]))
+    asked = make_requests(rows, SamplingParams(max_tokens=5), 3, None, ("image", "sound"))
+    assert [request.extras for request in asked] == [{"image": "a"}, {"image": "b"}, {"image": "c"}]
+
+
+def test_seeds_are_of_the_run_and_the_sample():
+    """As `printf '3:0' | b2sum -l 64` gives them, without the highest bit of the number."""
+    for seed, sample, digest in ((3, 0, "58f32a4ac3cc4ecf"), (12345, 678, "79cdb9bd65b2965c")):
+        assert row_seed(seed, sample) == int.from_bytes(bytes.fromhex(digest), "little") // 2
+    assert len({row_seed(seed, sample) for seed in range(30) for sample in range(30)}) == 900

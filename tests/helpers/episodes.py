@@ -1,0 +1,43 @@
+"""An environment for tests, and the rows that meet it."""
+
+from __future__ import annotations
+
+from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.job.schema import EnvironmentSection
+from hybridflow.core.workers.episodes import Episodes
+
+STOP = "="
+
+
+class Echo(Environment):
+    """Answers every turn with `said`; the turn number `last`, or the end of the text, ends the episode."""
+
+    stops = (STOP,)
+    opened: list[Echo] = []
+    closed: list[Echo] = []
+
+    def __init__(self, said: str = "12", opening: str = "", last: int = 99, raises: str = ""):
+        self.said, self.opening, self.last, self.raises = said, opening, last, raises
+
+    def reset(self, start):
+        self.start = start
+        if self.raises == "reset":
+            raise OSError("no port")
+        Echo.opened.append(self)
+        return Answer(self.opening, state="begin")
+
+    def step(self, turn):
+        if self.raises == "step":
+            raise ValueError("no such tool")
+        done = turn.ended or turn.number >= self.last
+        return Answer(self.said, reward=0.5 + turn.number, done=done, state=f"after {turn.number}")
+
+    def close(self):
+        Echo.closed.append(self)
+        if self.raises == "close":
+            raise OSError("still busy")
+
+
+def echoing(tokenizer, max_turns: int = 8, **options) -> Episodes:
+    """Its options and the tokenizer, as a worker has them."""
+    return Episodes(EnvironmentSection("helpers.episodes:Echo", max_turns, options), tokenizer)

@@ -1,0 +1,78 @@
+"""A Hugging Face folder from whole parameters, read back by transformers."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2ForCausalLM
+
+from hybridflow.kit.huggingface.export import export_role
+from hybridflow.kit.huggingface.models import policy_config
+from hybridflow.kit.testing import one_rank
+from hybridflow.kit.testing.models import reference
+
+
+def exported(folder, hf=Qwen2ForCausalLM, dtype=torch.float32, generation=None, more=None):
+    ref = reference("qwen2")
+    config = policy_config(ref.spec)
+    parameters = ((name, values) for name, values in ref.parameters.items())
+    with one_rank() as context:
+        export_role(parameters, hf, config, generation, folder, dtype, context, more)
+    return ref
+
+
+def test_the_folder_loads_with_the_same_weights_and_says_the_same(tmp_path):
+    ref = exported(tmp_path / "new" / "actor")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "actor")
+    assert isinstance(model, Qwen2ForCausalLM) and model.dtype == torch.float32
+    ids = torch.tensor([[5, 17, 11, 2]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits[0], ref.logits(ids[0]), atol=1e-5, rtol=1e-4)
+    with safe_open(tmp_path / "new/actor/model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(ref.parameters)
+        assert file.metadata() == {"format": "pt"}
+    assert not (tmp_path / "new/actor/generation_config.json").exists()
+
+
+class FSDPQwen2ForCausalLM(Qwen2ForCausalLM):
+    """As fully_shard names the class of what it has wrapped."""
+
+
+def test_it_is_written_in_the_dtype_asked_for_under_the_name_of_the_plain_class(tmp_path):
+    ref = exported(tmp_path, FSDPQwen2ForCausalLM, torch.bfloat16)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert (fields["architectures"], fields["dtype"]) == (["Qwen2ForCausalLM"], "bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    norm = model.model.norm.weight
+    assert torch.equal(norm, ref.parameters["model.norm.weight"].bfloat16())
+
+
+def test_the_generation_settings_and_what_else_belongs_there_are_written_too(tmp_path):
+    def more() -> None:
+        assert (tmp_path / "config.json").exists()  # the folder is there already
+        (tmp_path / "more.txt").write_text("adapters, say")
+
+    exported(tmp_path, generation=GenerationConfig(max_new_tokens=77), more=more)
+    assert GenerationConfig.from_pretrained(tmp_path).max_new_tokens == 77
+    assert (tmp_path / "more.txt").exists()
+
+
+def test_parameters_are_kept_although_their_storage_is_used_again(tmp_path):
+    """A backend may give one buffer after the other: what it yields is good until the next one."""
+    ref, buffer = reference("qwen2"), torch.empty(40_000)
+
+    def one_after_the_other():
+        for name, values in ref.parameters.items():
+            flat = buffer[: values.numel()]
+            flat.copy_(values.flatten())
+            yield name, flat.view(values.shape)
+
+    with one_rank() as context:
+        config = policy_config(ref.spec)
+        given = (one_after_the_other(), Qwen2ForCausalLM, config, None)
+        export_role(*given, tmp_path, torch.float32, context)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        for name, values in ref.parameters.items():
+            assert torch.equal(file.get_tensor(name), values), name

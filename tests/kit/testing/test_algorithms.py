@@ -1,0 +1,158 @@
+"""Every invariant of AlgorithmConformance notices the fault that it is for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers.expect import caught, each_fault, invariants
+
+from hybridflow.algorithms.sft import SFT, NextTokenLoss, SFTConfig
+from hybridflow.core.contracts.role import Role
+from hybridflow.kit.testing import AlgorithmConformance, LossConformance
+
+
+class Plain:
+    batch_size = 4
+
+
+class TwoActors(SFT):
+    def roles(self):
+        return (Role("actor", trained=True), Role("actor", trained=True))
+
+
+class HiddenRole(SFT):
+    """ctx.log is taken."""
+
+    def roles(self):
+        return (Role("actor", trained=True), Role("log"))
+
+
+class NoLosses(SFT):
+    def losses(self):
+        return {}
+
+
+class LossOfAFrozenRole(SFT):
+    def roles(self):
+        return (*super().roles(), Role("ref"))
+
+    def losses(self):
+        return {**super().losses(), "ref": NextTokenLoss()}
+
+
+class PlainConfig(SFT):
+    Config = Plain
+
+
+class NoUpdates(SFT):
+    def updates_per_step(self):
+        return self.config.batch_size // 1000
+
+
+class UnhappyConfig(SFT):
+    def problems(self):
+        return ["batch_size is odd"]
+
+
+class NeverUpdates(SFT):
+    def step(self, ctx):
+        rows = ctx.prompts(self.config.batch_size)
+        ctx.actor.loss(rows, self.losses()["actor"]).result()
+        ctx.log(drawn=1.0)
+
+
+class BadMetric(SFT):
+    def step(self, ctx):
+        super().step(ctx)
+        ctx.log(share=float("nan"))
+
+
+class OwnRandomness(SFT):
+    """Draws from a generator of its own, which begins anew after a resume."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.random = np.random.default_rng(0)
+
+    def step(self, ctx):
+        kept = self.random.permutation(self.config.batch_size)[:2]
+        ctx.actor.update((ctx.prompts(self.config.batch_size).take(kept), self.losses()["actor"]))
+
+
+class ForgetsItsState(SFT):
+    """A curriculum whose position is in no checkpoint."""
+
+    seen = 0
+
+    def step(self, ctx):
+        self.seen += 1
+        rows = ctx.prompts(self.config.batch_size).take([0] * self.seen)
+        ctx.actor.update((rows, self.losses()["actor"]))
+
+
+class TensorState(SFT):
+    def state_dict(self):
+        return {"seen": torch.zeros(1)}
+
+
+class HalfState(SFT):
+    seen = 5
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = 0
+
+
+FAULTS = {
+    "test_its_roles_can_be_used": {
+        TwoActors: "no name twice",
+        HiddenRole: "log",
+    },
+    "test_its_losses_are_those_of_its_trained_roles": {
+        NoLosses: "losses() is not overridden",
+        LossOfAFrozenRole: "trained=True",
+    },
+    "test_its_config_is_a_frozen_attrs_class_with_checks": {
+        PlainConfig: "attrs.frozen",
+        NoUpdates: "rounds down",
+        UnhappyConfig: "batch_size is odd",
+    },
+    "test_it_trains": {
+        NeverUpdates: "never calls",
+        BadMetric: "share",
+    },
+    "test_a_resumed_run_goes_on_bit_for_bit": {
+        OwnRandomness: "instead of ctx",
+        ForgetsItsState: "state_dict",
+    },
+    "test_its_state_survives_json": {
+        TensorState: "tolist",
+        HalfState: "leaves something out",
+    },
+}
+
+
+@each_fault(FAULTS)
+def test_the_fault_is_noticed(fault, method, says, tmp_path):
+    fixtures = {"tmp_path": tmp_path} if "resumed" in method else {}
+    algorithm = fault(SFTConfig(batch_size=4))
+    caught(AlgorithmConformance, method, says, algorithm=algorithm, **fixtures)
+
+
+def test_each_invariant_has_a_fault():
+    assert invariants(AlgorithmConformance) == set(FAULTS)
+
+
+def test_its_losses_are_tested_by_the_suite_of_losses():
+    assert issubclass(AlgorithmConformance, LossConformance)
+
+
+def test_a_class_inside_a_function_cannot_be_run():
+    class Local(SFT):
+        pass
+
+    with pytest.raises(ValueError, match="top level"):
+        AlgorithmConformance().test_it_trains(Local(SFTConfig(batch_size=4)))

@@ -1,0 +1,74 @@
+"""Every invariant of BackendOutputs notices the fault that it is for."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.expect import each_fault, invariants
+from helpers.faulty_backends import caught_in_backend
+
+from hybridflow.backends.fsdp.backend import FSDPBackend
+from hybridflow.kit.testing.backend_outputs import BackendOutputs
+
+
+class OffByOne(FSDPBackend):
+    def forward(self, micros, needs, temperature=1.0):
+        found = super().forward(micros, needs, temperature)
+        return [{n: v.roll(1, 1) for n, v in outputs.items()} for outputs in found]
+
+
+class NoTemperature(FSDPBackend):
+    def forward(self, micros, needs, temperature=1.0):
+        return super().forward(micros, needs, 1.0)
+
+
+class BackwardsMicroBatches(FSDPBackend):
+    """Longest first, and never put back."""
+
+    def forward(self, micros, needs, temperature=1.0):
+        order = sorted(range(len(micros)), key=lambda i: -micros[i].ids.shape[1])
+        return super().forward([micros[i] for i in order], needs, temperature)
+
+
+class KeepsTheGraph(FSDPBackend):
+    def forward(self, micros, needs, temperature=1.0):
+        return [self.module(micro, needs, temperature) for micro in micros]
+
+
+class HalfPrecisionOutputs(FSDPBackend):
+    def forward(self, micros, needs, temperature=1.0):
+        found = super().forward(micros, needs, temperature)
+        return [{n: v.bfloat16() for n, v in outputs.items()} for outputs in found]
+
+
+FAULTS = {
+    "test_outputs_are_those_of_hugging_face": {
+        OffByOne: "off by one",
+        NoTemperature: "temperature 0.6",
+    },
+    "test_the_largest_logprobs_and_those_of_given_tokens_are_those_of_hugging_face": {
+        OffByOne: "topk_ids",
+    },
+    "test_outputs_do_not_depend_on_the_micro_batches": {
+        BackwardsMicroBatches: "another order",
+    },
+    "test_a_forward_keeps_no_graph_and_gives_float32": {
+        KeepsTheGraph: "no_grad",
+        HalfPrecisionOutputs: "float32",
+    },
+}
+
+
+@each_fault(FAULTS)
+def test_the_fault_is_noticed(fault, method, says):
+    caught_in_backend(BackendOutputs, fault, method, says)
+
+
+def test_each_invariant_has_a_fault():
+    assert invariants(BackendOutputs) == set(FAULTS)
+
+
+@pytest.mark.parametrize("lacks", [{"topk": False}, {"kinds": ("value",)}])
+def test_a_backend_without_top_k_or_without_policies_skips_it(lacks):
+    kit = type("Kit", (BackendOutputs,), lacks)()
+    with pytest.raises(pytest.skip.Exception, match="no top-k"):
+        kit.test_the_largest_logprobs_and_those_of_given_tokens_are_those_of_hugging_face(None)

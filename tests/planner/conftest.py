@@ -1,0 +1,14 @@
+"""What tests of the planner share.
+
+config  the file of a PPO config that plans well.
+"""
+
+from __future__ import annotations
+
+import pytest
+from helpers.plans import ppo_config
+
+
+@pytest.fixture
+def config(tmp_path):
+    return ppo_config(tmp_path)

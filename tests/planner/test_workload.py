@@ -1,0 +1,87 @@
+"""What a step asks of its models, and a model as the planner sees it."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.planned import changed, laid_out, planned
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.kit.huggingface.shapes import llama_shape
+from hybridflow.planner import Task, Workload
+
+SHAPE = llama_shape(64, 3, 4, 2, 16, 128, 1000)
+ACTOR = planned("actor", SHAPE, trained=True, rollout_bytes=2)
+CRITIC = planned("critic", SHAPE, head="value")
+TASKS = (
+    Task("actor", "train", 8, 4),
+    Task("actor", "train", 2),
+    Task("actor", "infer", 8),
+    Task("critic", "infer", 8),
+)
+
+
+def test_tasks_of_a_role_and_verb_are_found():
+    workload = Workload(TASKS, 5, 7)
+    assert workload.of("actor", "train") == TASKS[:2]
+    assert workload.of("critic", "train") == () == workload.of("ref", "infer")
+    assert workload.tokens == 12
+
+
+def test_a_task_has_a_stage_and_something_to_do():
+    with pytest.raises(ValueError, match="verb"):
+        Task("actor", "think", 8)
+    with pytest.raises(ValueError, match="sequences: must be at least 1"):
+        Task("actor", "train", 0)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "models", "said"),
+    [
+        (
+            (Task("cost", "infer", 8),),
+            (ACTOR,),
+            "asks 'cost' to infer, and there is no such model (models: actor)",
+        ),
+        ((Task("critic", "train", 8),), (CRITIC,), "trains 'critic', which is frozen"),
+        ((), (ACTOR, ACTOR), "two models are called 'actor'"),
+        ((), (), "there is no model to place"),
+    ],
+    ids=["unknown", "frozen", "twice", "none"],
+)
+def test_a_workload_that_does_not_fit_the_models_is_refused(tasks, models, said):
+    with pytest.raises(ConfigError) as caught:
+        Workload(tasks, 16, 16).check(models)
+    assert said in str(caught.value)
+
+
+def test_everything_that_does_not_fit_is_told_at_once():
+    tasks = (*TASKS, Task("critic", "train", 8), Task("cost", "infer", 8))
+    with pytest.raises(ConfigError) as caught:
+        Workload(tasks, 16, 16).check((ACTOR, ACTOR, CRITIC))
+    assert len(caught.value.problems) == 3
+    Workload(TASKS, 16, 16).check((ACTOR, CRITIC))
+
+
+def test_an_engine_keeps_what_its_settings_limit_it_to():
+    keeps = changed(ACTOR, keeps_engine=True)
+    assert ACTOR.kept(80) == 0.0
+    assert keeps.kept(80) == 80e9
+    assert changed(keeps, memory_share=0.25).kept(80) == 20e9
+    assert changed(keeps, memory_share=0.25, cache_gb=3.0).kept(80) == 3e9
+
+
+def test_logits_are_of_the_vocabulary_that_a_rank_has():
+    assert (ACTOR.logits_of_a_token(1), ACTOR.logits_of_a_token(4)) == (1000, 250)
+    assert changed(ACTOR, gathers_logits=True).logits_of_a_token(4) == 1000
+    assert CRITIC.logits_of_a_token(1) == 0  # it has one number a token
+
+
+def test_the_cache_of_a_token_has_a_key_and_a_value_of_each_layer():
+    assert ACTOR.cache_bytes == 2 * 3 * (2 * 16) * 2  # 2 key/value heads of 16, 2 bytes each
+    assert changed(ACTOR, rollout_bytes=4).cache_bytes == 2 * ACTOR.cache_bytes
+
+
+def test_the_backend_says_which_layouts_it_takes():
+    picky = changed(ACTOR, takes=lambda layout: layout.tp == 2)
+    assert picky.takes(laid_out(1, 2, 1)) and not picky.takes(laid_out(1, 1, 2))
+    assert ACTOR.takes(laid_out(1, 1, 2))
