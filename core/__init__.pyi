@@ -1,66 +1,102 @@
 """What `hybridflow.core` has at its top."""
 
 from .contracts.algorithm import Algorithm as Algorithm
-from .contracts.capabilities import CommandCapabilities as CommandCapabilities
-from .contracts.capabilities import EngineCapabilities as EngineCapabilities
-from .contracts.capabilities import RuntimeCapabilities as RuntimeCapabilities
-from .contracts.capabilities import TrainingCapabilities as TrainingCapabilities
-from .contracts.capabilities import TransportCapabilities as TransportCapabilities
+from .contracts.capabilities import (
+    CommandCapabilities as CommandCapabilities,
+    EngineCapabilities as EngineCapabilities,
+    RuntimeCapabilities as RuntimeCapabilities,
+    TrainingCapabilities as TrainingCapabilities,
+    TransportCapabilities as TransportCapabilities,
+)
 from .contracts.command import Command as Command
 from .contracts.data_source import DataSource as DataSource
-from .contracts.environment import Answer as Answer
-from .contracts.environment import Environment as Environment
-from .contracts.footprint import Collective as Collective
-from .contracts.footprint import EngineLimits as EngineLimits
-from .contracts.footprint import Execution as Execution
-from .contracts.footprint import Footprint as Footprint
-from .contracts.footprint import Phase as Phase
-from .contracts.loss import Counts as Counts
-from .contracts.loss import Loss as Loss
-from .contracts.loss import Term as Term
-from .contracts.planner import Plan as Plan
-from .contracts.planner import Planner as Planner
-from .contracts.planner import Prediction as Prediction
-from .contracts.protocol import Protocol as Protocol
-from .contracts.protocol import TransferProtocol as TransferProtocol
-from .contracts.reward import Reward as Reward
-from .contracts.reward import RewardSample as RewardSample
+from .contracts.environment import (
+    Answer as Answer,
+    Environment as Environment,
+)
+from .contracts.footprint import (
+    Collective as Collective,
+    EngineLimits as EngineLimits,
+    Execution as Execution,
+    Footprint as Footprint,
+    Phase as Phase,
+)
+from .contracts.loss import (
+    Counts as Counts,
+    Loss as Loss,
+    Term as Term,
+)
+from .contracts.planner import (
+    Plan as Plan,
+    Planner as Planner,
+    Prediction as Prediction,
+)
+from .contracts.protocol import (
+    Protocol as Protocol,
+    TransferProtocol as TransferProtocol,
+)
+from .contracts.reward import (
+    Reward as Reward,
+    RewardSample as RewardSample,
+)
 from .contracts.role import Role as Role
-from .contracts.rollout import Completion as Completion
-from .contracts.rollout import EngineSettings as EngineSettings
-from .contracts.rollout import Request as Request
-from .contracts.rollout import RolloutEngine as RolloutEngine
-from .contracts.rollout import SamplingParams as SamplingParams
-from .contracts.runtime import ResourcePool as ResourcePool
-from .contracts.runtime import Runtime as Runtime
-from .contracts.runtime import RuntimeSettings as RuntimeSettings
+from .contracts.rollout import (
+    Completion as Completion,
+    EngineSettings as EngineSettings,
+    Request as Request,
+    RolloutEngine as RolloutEngine,
+    SamplingParams as SamplingParams,
+)
+from .contracts.runtime import (
+    ResourcePool as ResourcePool,
+    Runtime as Runtime,
+    RuntimeSettings as RuntimeSettings,
+)
 from .contracts.step import StepContext as StepContext
 from .contracts.tracker import Tracker as Tracker
-from .contracts.training import MicroBatch as MicroBatch
-from .contracts.training import OptimizerConfig as OptimizerConfig
-from .contracts.training import TrainingBackend as TrainingBackend
-from .contracts.training import TrainingSettings as TrainingSettings
+from .contracts.training import (
+    MicroBatch as MicroBatch,
+    OptimizerConfig as OptimizerConfig,
+    TrainingBackend as TrainingBackend,
+    TrainingSettings as TrainingSettings,
+)
 from .contracts.transport import Transport as Transport
-from .contracts.worker import RankContext as RankContext
-from .contracts.worker import Worker as Worker
-from .contracts.worker import register as register
+from .contracts.worker import (
+    RankContext as RankContext,
+    Worker as Worker,
+    register as register,
+)
 from .errors import HybridFlowError as HybridFlowError
-from .groups.group import Pool as Pool
-from .groups.group import WorkerGroup as WorkerGroup
-from .launch import load_config as load_config
-from .launch import run as run
-from .resharding.plan import ReshardPlan as ReshardPlan
-from .resharding.plan import plan_reshard as plan_reshard
+from .groups.group import (
+    Pool as Pool,
+    WorkerGroup as WorkerGroup,
+)
+from .launch import (
+    load_config as load_config,
+    run as run,
+)
+from .resharding.plan import (
+    ReshardPlan as ReshardPlan,
+    plan_reshard as plan_reshard,
+)
 from .values.batch import Batch as Batch
-from .values.columns import Column as Column
-from .values.columns import tokens as tokens
+from .values.columns import (
+    Column as Column,
+    tokens as tokens,
+)
 from .values.metrics import Metrics as Metrics
 from .values.model import ModelSpec as ModelSpec
-from .values.model_shape import ModelShape as ModelShape
-from .values.model_shape import ModelSize as ModelSize
-from .values.parallel import GenerationLayout as GenerationLayout
-from .values.parallel import ParallelLayout as ParallelLayout
-from .values.parallel import generation_layout as generation_layout
-from .values.weights import Box as Box
-from .values.weights import Param as Param
-from .values.weights import WeightLayout as WeightLayout
+from .values.model_shape import (
+    ModelShape as ModelShape,
+    ModelSize as ModelSize,
+)
+from .values.parallel import (
+    GenerationLayout as GenerationLayout,
+    ParallelLayout as ParallelLayout,
+    generation_layout as generation_layout,
+)
+from .values.weights import (
+    Box as Box,
+    Param as Param,
+    WeightLayout as WeightLayout,
+)

@@ -323,3 +323,8 @@ def read_cluster(text: str) -> Cluster:
         f"the cluster {text!r} is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write a-cluster.toml, or h100-80gb:2x8, or "
         "h100-80gb:2x8@3200 (docs/mapping.md)"
     )
+
+
+def gigabytes(nbytes: float) -> str:
+    """1.5 GB, of 10^9 bytes each."""
+    return f"{nbytes / 1e9:.1f} GB"

@@ -14,8 +14,7 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import PlacedModel
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model_shape import ModelSize
-from hybridflow.core.values.units import gigabytes
-from hybridflow.planner.cluster import Cluster, RunsOn, read_cluster
+from hybridflow.planner.cluster import Cluster, RunsOn, gigabytes, read_cluster
 from hybridflow.planner.pools import Choice, Entry, PoolPlanner, after
 from hybridflow.planner.search import Mapping, NothingFitsError, Pool, describe, plan_mapping
 from hybridflow.planner.trace import trace_step

@@ -16,8 +16,7 @@ import numpy as np
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.values.units import gigabytes
-from hybridflow.planner.cluster import Cluster
+from hybridflow.planner.cluster import Cluster, gigabytes
 from hybridflow.planner.pools import Candidate, Entry, PoolPlanner, front, layouts
 from hybridflow.planner.workload import PlannedModel, Workload
 

@@ -7,8 +7,7 @@ HybridFlow (arXiv:2409.19256), table 3. `distribute` gives one piece per rank, `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-from typing import Protocol as Typing
+from typing import Any, Protocol as Typing
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.batch import Batch

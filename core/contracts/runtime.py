@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
-from typing import Protocol as Typing
+from typing import Any, ClassVar, Protocol as Typing
 
 import attrs
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
-from typing import Protocol as Typing
+from typing import Any, Protocol as Typing
 
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.role import Role

@@ -9,8 +9,7 @@ import torch
 from helpers.numbers import close, t
 from helpers.ragged import SEEDS, Random, ref_mean, run, same, smooth_batch
 
-from hybridflow.algorithms import _tensors
-from hybridflow.algorithms import functional as fn
+from hybridflow.algorithms import _tensors, functional as fn
 
 
 def test_masked_mean_counts_only_unmasked_tokens():

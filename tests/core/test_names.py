@@ -47,7 +47,7 @@ def test_a_path_is_a_module_a_colon_and_an_object(text):
 @pytest.mark.parametrize("text", ["a", "a.b", ":C", "a:", "a:b:c", "a..b:C", "a:C.", "a b:C", "a:1", "C:\\x"])
 def test_what_lacks_a_part_or_has_one_that_is_no_name_is_no_path(text):
     assert not is_path(text)
-    with pytest.raises(ValueError, match="is not of the form 'package.module:Object'"):
+    with pytest.raises(ValueError, match=r"is not of the form 'package.module:Object'"):
         import_object(text)
 
 
@@ -59,11 +59,11 @@ def test_an_object_is_found_by_its_path_inside_classes_too():
 
 
 def test_an_object_that_is_not_there_is_told_with_the_nearest():
-    with pytest.raises(ImportError, match="collections has no 'OrderdDict'; did you mean 'OrderedDict'?"):
+    with pytest.raises(ImportError, match=r"collections has no 'OrderdDict'; did you mean 'OrderedDict'\?"):
         import_object("collections:OrderdDict")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         import_object("no_such_module:X")
-    with pytest.raises(ImportError, match="json has no 'zzzz'$"):
+    with pytest.raises(ImportError, match=r"json has no 'zzzz'$"):
         import_named("json:zzzz")
 
 

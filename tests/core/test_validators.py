@@ -36,5 +36,5 @@ def test_one_of_ones_own_is_a_condition_and_words():
     cls = attrs.make_class("Made", {"size": attrs.field(validator=even)})
     assert cls(4).size == 4
     assert cls(None).size is None
-    with pytest.raises(ValueError, match="^size: must be even, got 3; give a multiple of 2$"):
+    with pytest.raises(ValueError, match=r"^size: must be even, got 3; give a multiple of 2$"):
         cls(3)

@@ -9,8 +9,7 @@ import itertools
 
 import numpy as np
 
-from helpers.planned import engines as engines_on
-from helpers.planned import laid_out
+from helpers.planned import engines as engines_on, laid_out
 from hybridflow.planner.memory import Memory
 from hybridflow.planner.times import Simulator
 

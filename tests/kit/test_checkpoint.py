@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.values.weights import Box

@@ -8,8 +8,7 @@ import pickle
 import numpy as np
 import pytest
 from helpers.small_tokenizers import TEXTS, bpe, char
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hybridflow.backends.tokenizers.small import load_small_tokenizer, train_tokenizer
 from hybridflow.core.errors import DataError

@@ -7,8 +7,7 @@ from typing import Any
 
 import attrs
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from hybridflow.core.config.load import Provenance, flatten, load_toml, merge, nest, parse_override, read_config
 from hybridflow.core.errors import ConfigError

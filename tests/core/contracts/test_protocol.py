@@ -6,8 +6,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.core.contracts.protocol import BUILT_IN, Protocol, TransferProtocol
 from hybridflow.core.contracts.worker import Worker, register

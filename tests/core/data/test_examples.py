@@ -8,8 +8,7 @@ import types
 import numpy as np
 import pytest
 from helpers.paths import GSM8K
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.core.contracts.data_source import DataConfig, DataSource

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.configs import CONFIG
-from helpers.configs import OWN_CLUSTER as OWN
+from helpers.configs import CONFIG, OWN_CLUSTER as OWN
 
 from hybridflow.cli.show import show
 from hybridflow.core.errors import ConfigError

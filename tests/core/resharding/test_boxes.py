@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from helpers.brute import mask
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hybridflow.core.resharding.boxes import covers, disjoint, overlaps
 from hybridflow.core.values.weights import Box

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 from helpers.brute import mask
 from helpers.random_layouts import cuts
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hybridflow.core.resharding.demands import common, deal, lacking
 from hybridflow.core.values.weights import Box

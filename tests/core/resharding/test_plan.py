@@ -7,8 +7,7 @@ import pytest
 import torch
 from helpers.brute import best_balance, check_plan, layout, mask, whole
 from helpers.random_layouts import layouts
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.cli.gather import lower_bound
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard

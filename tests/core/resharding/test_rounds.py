@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers.brute import layout, whole
 from helpers.random_layouts import layouts
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan, plan_reshard
 from hybridflow.core.resharding.rounds import Slice, plan_rounds, rank_rounds

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.batches import CountingStore, plain, promised, rows_of, sent
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.groups import wire

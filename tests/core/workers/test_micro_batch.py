@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.columns import Column, tokens

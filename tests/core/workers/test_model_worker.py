@@ -21,8 +21,7 @@ from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.workers.model_worker import Built, ModelWorker
-from hybridflow.kit.testing import TinyRun
-from hybridflow.kit.testing import runs as tiny_runs
+from hybridflow.kit.testing import TinyRun, runs as tiny_runs
 
 ROLE = role(lr=1e-2)
 WITH_ENGINE = role(lr=1e-2, **ENGINE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybridflow.core.contracts.loss import REDUCTIONS, Counts, Term
 from hybridflow.core.workers.reduction import Tally, reduce_terms
