@@ -1,0 +1,166 @@
+"""Counts what makes code easy or hard to read, and compares it with the limits that were reached.
+
+    python ci/text.py                every folder together, with its limits; exits 1 where one is passed
+    python ci/text.py core/job ...   these folders or files, one row each; the limits are shown beside them
+
+Templates and tests are not counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import statistics
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("core", "kit", "planner", "cli", "backends", "algorithms")
+WIDTH = 100
+LIMITS = {
+    "tokens a line, median": (6.0, "at most"),
+    "tokens a line, 99th percentile": (26.0, "at most"),
+    f"lines over {WIDTH} columns, %": (0.5, "at most"),
+    "blank lines in functions, %": (5.0, "at least"),
+    "comments per 100 lines": (4.0, "at least"),
+    "`a, b = x, y` per 1,000 lines": (3.0, "at most"),
+    "nested comprehensions per 1,000 lines": (1.5, "at most"),
+    "public functions and classes with docstrings, %": (80.0, "at least"),
+    "settings with docstrings, %": (100.0, "at least"),
+    "one-letter locals, %": (8.0, "at most"),
+}
+SETTINGS = ("Config", "Section", "Settings")
+"""How the names of classes end whose fields are settings."""
+COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Text:
+    """The counts of some files."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.tokens: list[int] = []
+        """Of each line with code."""
+
+    def add(self, path: Path) -> None:
+        source = path.read_text()
+        lines = source.splitlines()
+        tree = ast.parse(source)
+        self.counts["lines"] += len(lines)
+        self.counts["wide"] += sum(len(line) > WIDTH for line in lines)
+        self._add_tokens(source)
+        for node in ast.walk(tree):
+            self._add_node(node, lines)
+        for documented in _public(tree):
+            self.counts["public"] += 1
+            self.counts["public documented"] += documented
+        for documented in _settings(tree):
+            self.counts["settings"] += 1
+            self.counts["settings documented"] += documented
+
+    def _add_tokens(self, source: str) -> None:
+        per_line: Counter[int] = Counter()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type in COUNTED:
+                per_line[token.start[0]] += 1
+            elif token.type == tokenize.COMMENT:
+                self.counts["comments"] += 1
+        self.tokens += per_line.values()
+
+    def _add_node(self, node: ast.AST, lines: list[str]) -> None:
+        counts = self.counts
+        if isinstance(node, ast.Assign):
+            sides = (node.targets[0], node.value)
+            counts["tuple assignments"] += all(isinstance(side, ast.Tuple) for side in sides)
+        elif isinstance(node, COMPREHENSIONS):
+            inner = (child for child in ast.walk(node) if child is not node)
+            nested = len(node.generators) > 1 or any(isinstance(c, COMPREHENSIONS) for c in inner)
+            counts["nested comprehensions"] += nested
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            counts["locals"] += 1
+            counts["one-letter locals"] += len(node.id) == 1 and node.id != "_"
+        elif isinstance(node, FUNCTIONS):
+            body = lines[node.lineno - 1 : node.end_lineno]
+            counts["function lines"] += len(body)
+            counts["blank function lines"] += sum(not line.strip() for line in body)
+
+    def figures(self) -> dict[str, float]:
+        """By the names of LIMITS."""
+        counts = self.counts
+        thousands = counts["lines"] / 1000
+        percentiles = sorted(self.tokens) or [0]
+        values = (
+            statistics.median(percentiles),
+            percentiles[int(0.99 * len(percentiles))],
+            100 * counts["wide"] / max(counts["lines"], 1),
+            100 * counts["blank function lines"] / max(counts["function lines"], 1),
+            100 * counts["comments"] / max(counts["lines"], 1),
+            counts["tuple assignments"] / max(thousands, 1e-3),
+            counts["nested comprehensions"] / max(thousands, 1e-3),
+            100 * counts["public documented"] / max(counts["public"], 1),
+            100 * counts["settings documented"] / max(counts["settings"], 1),
+            100 * counts["one-letter locals"] / max(counts["locals"], 1),
+        )
+        return dict(zip(LIMITS, values, strict=True))
+
+
+def _public(node: ast.AST) -> Iterator[bool]:
+    """For each public function and class, outside functions, whether it has a docstring."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (*FUNCTIONS, ast.ClassDef)) and not child.name.startswith("_"):
+            yield ast.get_docstring(child) is not None
+            if isinstance(child, ast.ClassDef):
+                yield from _public(child)
+
+
+def _settings(tree: ast.Module) -> Iterator[bool]:
+    """For each field of a class of settings, whether a docstring follows it."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or not node.name.endswith(SETTINGS):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and "ClassVar" not in ast.unparse(field.annotation):
+                text = after.value if isinstance(after, ast.Expr) else None
+                yield isinstance(text, ast.Constant) and isinstance(text.value, str)
+
+
+def files(paths: Iterable[Path]) -> Iterator[Path]:
+    for path in paths:
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def count(paths: Iterable[Path]) -> dict[str, float]:
+    text = Text()
+    for path in files(paths):
+        text.add(path)
+    return text.figures()
+
+
+def kept(figure: float, limit: float, kind: str) -> bool:
+    return figure <= limit if kind == "at most" else figure >= limit
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        for argument in arguments:
+            print(argument)
+            for name, figure in count([Path(argument)]).items():
+                limit, kind = LIMITS[name]
+                mark = "" if kept(figure, limit, kind) else "   <--"
+                print(f"  {name:<50} {figure:7.1f}  ({kind} {limit:g}){mark}")
+        return 0
+    figures = count(ROOT / folder for folder in FOLDERS)
+    for name, figure in figures.items():
+        limit, kind = LIMITS[name]
+        mark = "" if kept(figure, limit, kind) else "   passed"
+        print(f"{name:<50} {figure:7.1f}  ({kind} {limit:g}){mark}")
+    return 0 if all(kept(figure, *LIMITS[name]) for name, figure in figures.items()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
