@@ -16,6 +16,9 @@ class ConfigError(HybridFlowError):
         head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
         super().__init__(head + ":\n" + "\n".join(f"  - {p}" for p in self.problems))
 
+    def __reduce__(self):
+        return type(self), (self.problems,)
+
 
 class PluginError(HybridFlowError):
     """A plugin is unknown, broken, a duplicate, or lacks what it needs."""

@@ -30,7 +30,8 @@ from hybridflow.kit.huggingface.models import policy_config, write_config
 from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_TOKENS = 65536
-LOOK_S = 0.2
+LOOK_S = 0.02
+"""Seconds that it waits for answers at a time: what its process is told meanwhile (requests, updates) waits as long."""
 GROUP = "hybridflow"
 
 

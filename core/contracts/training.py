@@ -102,12 +102,6 @@ class MicroBatch:
         rows = torch.repeat_interleave(lengths)
         return rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
 
-    @property
-    def response_mask(self) -> torch.Tensor:
-        """bool [B, T], on the device."""
-        mask = torch.arange(self.width)[None] < self.response_lengths[:, None]
-        return mask.to(self.ids.device)
-
 
 OUTPUTS = {"policy": ("logprobs", "entropy", "topk_logprobs"), "value": ("values",), "score": ("scores",)}
 """What a model of each kind can be asked for, beside topk:K of a policy."""

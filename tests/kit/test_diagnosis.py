@@ -12,8 +12,10 @@ from hybridflow.kit.diagnosis import has_gpu, import_row, installed, tries
 
 
 def test_installed_packages_have_their_versions_and_others_are_left_out():
-    found = installed(["torch", "no-such-package"])
-    assert found == {"torch": str(torch.__version__)}
+    versions = installed(["torch", "no-such-package"])
+    assert list(versions) == ["torch"]
+    build = str(torch.__version__)  # with a local part on some builds: 2.13.0+cpu
+    assert versions["torch"].partition("+")[0] == build.partition("+")[0]
 
 
 def test_a_gpu_is_one_that_torch_can_use():

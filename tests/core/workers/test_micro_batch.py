@@ -117,7 +117,6 @@ def test_a_micro_batch_puts_the_response_behind_the_prompt():
     assert micro.prompt_lengths.tolist() == [3, 2, 1]
     assert micro.response_lengths.tolist() == [0, 1, 2]
     assert micro.width == 2
-    assert micro.response_mask.tolist() == [[False, False], [True, False], [True, True]]
     assert [x.tolist() for x in micro.places] == [[1, 2, 2], [0, 0, 1]]
     assert not micro.dummy
 
@@ -138,7 +137,7 @@ def test_a_dummy_is_one_row_of_two_tokens():
     assert dummy.dummy
     assert dummy.ids.shape == (1, 2)
     assert dummy.topk_ids.shape == (1, 1, 3)
-    assert dummy.response_mask.tolist() == [[True]]
+    assert dummy.response_lengths.tolist() == [1]
 
 
 @settings(deadline=None)
