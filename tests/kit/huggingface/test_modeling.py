@@ -88,7 +88,7 @@ def test_a_value_stands_before_its_token_and_a_score_at_the_last_one(kind, need)
 def test_logits_in_pieces_give_the_same_numbers_and_gradients(monkeypatch):
     """12 response tokens in pieces of 5, made again in the backward."""
     role, batch = role_of(reference("qwen2").spec), micro(ROWS)
-    weights = torch.randn(2, *len(batch.response_lengths), batch.width)
+    weights = torch.randn(2, len(ROWS), batch.width)
 
     def passed() -> list[torch.Tensor]:
         outputs = role(batch, ["logprobs", "entropy"], 0.9)
