@@ -1,5 +1,6 @@
 # make demo   set up .venv and run the main job       make test   set up .venv and run the tests
 # make check  lint, types, import contracts            make docs   build the documentation
+# make mirror  breaks each module and sees its test fail
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make matrix  each training backend with each rollout engine
 # make curves  what each algorithm learns, three seeds
@@ -25,6 +26,8 @@ demo: $(VENV)/.done
 test: $(VENV)/.done
 	$(PY) -m pytest -n 2 --dist loadfile
 
+ENGINES := vllm sglang deepspeed megatron
+
 # vLLM and SGLang pin their torch and need stubs on a CPU: an environment of their own, of what was seen to work together.
 .venv-engines/.done: pyproject.toml $(wildcard ci/engines/*.txt)
 	$(PYTHON) -m venv .venv-engines
@@ -33,7 +36,7 @@ test: $(VENV)/.done
 	touch $@
 
 test-engines: .venv-engines/.done
-	.venv-engines/bin/python -m pytest tests/engines
+	.venv-engines/bin/python -m pytest tests/engines $(ENGINES:%=tests/backends/%)
 
 matrix: .venv-engines/.done
 	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest tests/engines/test_combinations.py -v
@@ -46,6 +49,11 @@ check: $(VENV)/.done
 	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.kit -p hybridflow.planner -p hybridflow.cli -p hybridflow.backends -p hybridflow.algorithms
 	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
 	$(PY) ci/rooms.py
+	$(PY) ci/mirror.py --paths
+
+# Breaks each module in a copy, and sees the test at the mirrored path fail: some minutes.
+mirror: $(VENV)/.done
+	$(PY) ci/mirror.py $(MIRROR)
 
 docs: $(VENV)/.done
 	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'
@@ -74,4 +82,4 @@ curves: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines matrix check docs bench curves clean
+.PHONY: demo test test-engines matrix check mirror docs bench curves clean
