@@ -48,7 +48,7 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "checkpointed layers keep the GPU's state": _random,
     "tensors are made on the GPU by name": _CudaIsCpu,
 }
-"""Why -> the patch; tests/engines/test_megatron.py shows of each that it is needed."""
+"""Why -> the patch; tests/backends/megatron/test_cpu.py shows of each that it is needed."""
 
 
 EXPECTED = (
