@@ -54,6 +54,8 @@ def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
         for name, box, tensor in held:
             expected = value(name, SHAPES[name], torch.float32)[box.slices()].bfloat16()
             assert torch.equal(tensor, expected)
+    for side in every:
+        side.mailbox.forget()
 
 
 def test_messages_of_the_last_two_rounds_are_kept(tmp_path):
