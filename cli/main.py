@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from hybridflow.core.contracts.capabilities import CommandCapabilities
 from hybridflow.core.contracts.command import Command
-from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.names import did_you_mean
+from hybridflow.core.errors import HybridFlowError, PluginError
+from hybridflow.core.names import did_you_mean, reason
 from hybridflow.core.plugins import registry
 
 
@@ -45,10 +47,10 @@ def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
     name = next((text for text in given if not text.startswith("-")), None)
     command = _load(parser, name) if name is not None else None
     for there in registry().names("command"):
-        text = summary(there)
+        text = summary(there).replace("%", "%%")  # argparse puts figures into its texts
         own = commands.add_parser(there, help=text, description=text, allow_abbrev=False)
         if there == name and command is not None:
-            command.add_arguments(own)
+            _started(name, partial(command.add_arguments, own))
     arguments, rest = parser.parse_known_args(given)
     strange = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if strange:
@@ -66,7 +68,15 @@ def _load(parser: argparse.ArgumentParser, name: str) -> Command:
     if name not in every:
         parser.error(f"unknown command {name!r}{did_you_mean(name, every)} (commands: {', '.join(sorted(every))})")
     command_class: type[Command] = registry().get("command", name)
-    return command_class()
+    return _started(name, command_class)
+
+
+def _started(name: str, work: Callable[[], Any]) -> Any:
+    """What `work` of a command gives. Raises PluginError where it raises: a stranger's command is not ours to trace."""
+    try:
+        return work()
+    except Exception as error:
+        raise PluginError(f"the command {name!r} does not start: {reason(error)}") from error
 
 
 def summary(name: str) -> str:

@@ -39,9 +39,9 @@ def write_config(
 def _settle(tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None) -> None:
     for table in (tables, *tables.get("stages", {}).values()):
         if "placement" in table:
-            own = table["placement"].get("cluster") if isinstance(table["placement"], Mapping) else None
-            named = {"cluster": cluster or own} if cluster or own else {}
-            table["placement"] = {"name": "given", **named}
+            own = table["placement"] if isinstance(table["placement"], Mapping) else {}
+            named = {"cluster": cluster} if cluster else {}
+            table["placement"] = {**own, **named, "name": "given"}
     if None not in stages:
         forget_places(tables)  # each stage has its own; a pool that is left over would be started
     for stage, settled in stages.items():

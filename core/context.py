@@ -131,6 +131,8 @@ class StepContext:
             if size >= batch.rows:
                 yield batch
                 continue
+            if batch.rows % unit:
+                raise ValueError(f"a batch of {batch.rows} rows has a part of a unit of {unit} rows at its end")
             self.counters["shuffles"] += 1
             generator = np.random.default_rng([self.seed, self.counters["shuffles"]])
             starts = generator.permutation(batch.rows // unit) * unit
@@ -152,11 +154,12 @@ class StepContext:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is called within is left out of the step's metrics (a baseline's responses and scores)."""
+        outside = self._aside
         self._aside = True
         try:
             yield
         finally:
-            self._aside = False
+            self._aside = outside
 
     def watch(self, role: str, result: Any) -> Any:
         if not self._aside:

@@ -115,7 +115,8 @@ class Rows(Sequence):
             row = self._source_row(index)
             if field not in row:
                 raise _no_field(field, row, "data.pattern_field", index)
-            found += [(index, match.groupdict(default="")) for match in regex.finditer(str(row[field] or ""))]
+            text = "" if row[field] is None else str(row[field])
+            found += [(index, match.groupdict(default="")) for match in regex.finditer(text)]
         if not found and len(self.source):
             first = str(self._source_row(0)[field])
             raise DataError(

@@ -35,6 +35,18 @@ from hybridflow.core.plugins.discovery import Found, entry_points
 
 log = logging.getLogger(__name__)
 
+CONTRACTS = {
+    "training_backend": "training:TrainingBackend",
+    "rollout_engine": "rollout:RolloutEngine",
+    "runtime": "runtime:Runtime",
+    "transport": "transport:Transport",
+    "tracker": "tracker:Tracker",
+    "tokenizer": "tokenizer:Tokenizers",
+    "planner": "planner:Planner",
+    "command": "command:Command",
+}
+"""Kind -> the class in core.contracts that its plugins are derived from."""
+
 
 @attrs.frozen
 class Entry:
@@ -177,6 +189,7 @@ class Registry:
         owner = self._registered[kind, name][0].owner
         try:
             found = _imported(descriptor.factory, owner)
+            _check_contract(kind, found)
         except Exception as error:
             text = self._broken[kind, name] = _said(error)
             raise PluginError(f"{kind} {name!r} of {owner} does not load ({descriptor.factory}): {text}") from error
@@ -345,3 +358,17 @@ def _checked(found: Any) -> list[Descriptor]:
 def registry() -> Registry:
     """The registry of this process, loaded on the first call."""
     return Registry().load()
+
+
+def _check_contract(kind: str, found: Any) -> None:
+    """Raises TypeError for what is no class of the kind's contract, lacks a method, or has capabilities of another kind."""
+    if kind not in CONTRACTS:
+        return
+    contract = import_named(f"hybridflow.core.contracts.{CONTRACTS[kind]}")
+    if not (isinstance(found, type) and issubclass(found, contract)):
+        raise TypeError(f"{found!r} is no class derived from {contract.__name__}")
+    if lacking := sorted(found.__abstractmethods__):
+        raise TypeError(f"{found.__name__} lacks {', '.join(lacking)} of {contract.__name__}")
+    wanted = capabilities_class(kind)
+    if wanted is not NoCapabilities and not isinstance(found.capabilities, wanted):
+        raise TypeError(f"{found.__name__}.capabilities is {found.capabilities!r}; give {wanted.__name__}(...)")

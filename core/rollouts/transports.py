@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from hybridflow.core.contracts.capabilities import TransportCapabilities
 from hybridflow.core.contracts.transport import Link, Transport
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job.job import AUTO, SyncSpec
 from hybridflow.core.plugins import registry
+
+log = logging.getLogger(__name__)
 
 
 def connect(spec: SyncSpec, link: Link) -> Transport:
@@ -27,8 +31,11 @@ def automatic(link: Link) -> list[str]:
     for name in registry().names("transport"):
         if registry().descriptor("transport", name).missing():
             continue
-        can = registry().capabilities("transport", name)
-        if isinstance(can, TransportCapabilities) and can.order is not None:
-            crosses = registry().get("transport", name).crosses_pools
-            orders[name] = (link.grouped and crosses, can.order)
+        try:
+            can = registry().capabilities("transport", name)
+            if isinstance(can, TransportCapabilities) and can.order is not None:
+                crosses = registry().get("transport", name).crosses_pools
+                orders[name] = (link.grouped and crosses, can.order)
+        except PluginError as error:
+            log.warning("sync.transport = auto leaves %s out: %s", name, error)
     return sorted(orders, key=lambda name: orders[name])

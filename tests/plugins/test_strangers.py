@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -151,7 +152,6 @@ def test_their_sharding_is_planned_as_they_say(installed, folder):
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 3 * 4096 + 2 * 4096  # q, k, v with biases and o, the MLP, two norms
     parameters = 32 * layer + 2 * 32000 * 4096 + 4096
     resting = 16 * parameters / 8 / 1e9  # weights, two moments and gradients in float32, on eight ranks
-    print(done.stdout)
     assert "dp 8" in done.stdout and "does not say" not in done.stdout
     assert f"{resting:.1f}" in done.stdout
 
@@ -160,7 +160,7 @@ def test_their_sharding_is_planned_as_they_say(installed, folder):
     ("override", "said"),
     [
         ('run.trackers=[{ name = "ledger", fil = "x" }]', "run.trackers.0.fil: unknown key; did you mean `file`?"),
-        ('run.trackers=["ledger"]', "file"),
+        ('run.trackers=["ledger"]', "run.trackers.file: required, but missing"),
         ("actor.layout.tp=2", "actor.layout.tp: is 2, and the backend striped has the axes dp; set it to 1"),
         ("rollout.at_ones=2", "rollout.at_ones: unknown key; did you mean `at_once`?"),
         ('placement={ name = "auto", cluster = "many", planner = "first" }', "takes a number of devices"),
@@ -180,14 +180,73 @@ def test_a_command_of_theirs_is_one_of_ours(installed, tmp_path):
     assert wrong.returncode == 2 and "unknown argument --who" in wrong.stderr
 
 
-def test_broken_and_duplicate_commands_are_told_and_hurt_no_other(installed, tmp_path):
-    info = tmp_path / "site" / "careless-1.0.dist-info"
+CARELESS = """
+from hybridflow.core import Command, CommandCapabilities
+
+def no_command():
+    pass
+
+class Half(Command):
+    capabilities = CommandCapabilities(summary="Does 50% of it.")
+    def add_arguments(self, parser):
+        raise RuntimeError("no arguments today")
+    def run(self, arguments):
+        return 0
+
+class Nothing(Command):
+    capabilities = "runs"
+"""
+
+
+def careless(folder: Path, *points: str) -> Path:
+    """A site folder with the package `careless`, which has these entry points."""
+    site = folder / "site"
+    info = site / "careless-1.0.dist-info"
     info.mkdir(parents=True)
+    (site / "careless.py").write_text(CARELESS)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: careless\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[hybridflow]\ncommand.broken = nowhere:Thing\ncommand.plan = strangers.greet:Greet\n"
-    )
-    both = os.pathsep.join((installed, str(tmp_path / "site")))
+    (info / "entry_points.txt").write_text("[hybridflow]\n" + "\n".join(points) + "\n")
+    return site
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("careless:no_command", "is no class derived from Command"),
+        ("careless:Nothing", "Nothing lacks run of Command"),
+        ("careless:Half", "does not start: RuntimeError: no arguments today"),
+    ],
+)
+def test_a_command_that_keeps_no_contract_hurts_no_other(installed, tmp_path, target, said):
+    both = os.pathsep.join((installed, str(careless(tmp_path, f"command.odd = {target}"))))
+    odd = hybridflow(both, tmp_path, "odd")
+    assert odd.returncode == 1 and said in odd.stderr, odd.stderr
+    assert "Traceback" not in odd.stderr
+    assert hybridflow(both, tmp_path, "greet").stdout == "good day, world\n"
+    assert hybridflow(both, tmp_path, "--help").returncode == 0
+
+
+def test_a_transport_that_does_not_load_is_left_out_of_auto(installed, folder):
+    both = os.pathsep.join((installed, str(careless(folder, "transport.gone = nowhere:Thing"))))
+    assert len(run(both, folder, "left-out", "runtime=inline")) == 2
+
+
+def test_a_written_plan_keeps_the_planner(installed, folder):
+    planner = 'placement = { name = "auto", cluster = "2", planner = { name = "first", devices = 2 } }'
+    text = CONFIG.replace("[actor]", '[actor]\nbackend.name = "striped"').lstrip()
+    (folder / "planned.toml").write_text(f'rollout.name = "halves"\n{planner}\n{text}')
+    done = hybridflow(installed, folder, "plan", "planned.toml", "--write", "w.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open(folder / "w.toml", "rb") as file:
+        placement = tomllib.load(file)["placement"]
+    assert placement == {"name": "given", "cluster": "2", "planner": {"name": "first", "devices": 2}}
+    shown = hybridflow(installed, folder, "show", "w.toml")
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_broken_and_duplicate_commands_are_told_and_hurt_no_other(installed, tmp_path):
+    site = careless(tmp_path, "command.broken = nowhere:Thing", "command.plan = strangers.greet:Greet")
+    both = os.pathsep.join((installed, str(site)))
     broken = hybridflow(both, tmp_path, "broken")
     assert broken.returncode == 1 and "No module named 'nowhere'" in broken.stderr
     claimed = hybridflow(both, tmp_path, "plan", "x.toml", "--cluster", "a100-80gb:1x1")

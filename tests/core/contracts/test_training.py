@@ -1,11 +1,20 @@
-"""The contract of training backends: the learning rate, and what may be asked of a model."""
+"""The contract of training backends: the learning rate, what may be asked of a model, and what planners assume."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from hybridflow.core.contracts.training import OptimizerConfig, check_needs
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.contracts.training import (
+    MicroBatch,
+    OptimizerConfig,
+    TrainingSettings,
+    check_needs,
+    training_settings,
+)
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.values.model_shape import ModelShape, ModelSize
+from hybridflow.core.values.parallel import ParallelLayout
 
 
 @pytest.mark.parametrize(
@@ -46,3 +55,52 @@ def test_a_model_is_asked_only_for_what_its_kind_has():
     for kind, need in (("policy", "values"), ("value", "logprobs"), ("score", "topk:2"), ("policy", "logprob")):
         with pytest.raises(HybridFlowError, match=f"a {kind} model has no output '{need}'; it has "):
             check_needs(kind, [need])
+
+
+def test_the_places_of_response_tokens_are_row_by_row():
+    lengths = torch.tensor([2, 0, 3])
+    batch = MicroBatch(torch.zeros(3, 6, dtype=torch.int64), torch.tensor([1, 2, 3]), lengths)
+    rows, times = batch.places
+    assert batch.width == 3
+    assert rows.tolist() == [0, 0, 2, 2, 2]
+    assert times.tolist() == [0, 1, 0, 1, 2]
+    nothing = MicroBatch(torch.zeros(0, 0, dtype=torch.int64), torch.tensor([]), torch.tensor([], dtype=torch.int64))
+    assert nothing.width == 0
+
+
+SHAPE = ModelShape(4, 2, 2, 1, 2, 6, 8, layer={"up": (6, 4)}, before={"embed": (8, 4)}, after={"norm": (4,)},
+                   ties={"head": "embed"})  # fmt: skip
+NUMBERS = 2 * 24 + 32 + 4
+
+
+def test_a_backend_that_says_nothing_keeps_the_whole_model_in_float32_on_every_rank():
+    settings = training_settings({"anything": 1})
+    layout = ParallelLayout(dp=3)
+    planned = settings.planned_layout(SHAPE, layout, torch.float32)
+    assert planned.ranks == [0, 1, 2]
+    assert [planned.nbytes(rank) for rank in planned.ranks] == [4 * NUMBERS] * 3
+    assert planned.ties == {"head": "embed"}
+    assert settings.takes(SHAPE, layout)
+    assert not settings.takes(SHAPE, ParallelLayout(dp=3, tp=2))
+    assert settings.execution(trained=True).weight_bytes == 4
+
+
+def test_what_is_trained_takes_gradients_and_two_moments_and_sums_gradients_over_dp():
+    settings = TrainingSettings()
+    layout = ParallelLayout(dp=3)
+    frozen = settings.footprint(ModelSize(SHAPE), layout, trained=False, micro_batches=2)
+    assert (frozen.resident, frozen.training, frozen.update) == (4 * NUMBERS, (), ())
+    learnt = settings.footprint(ModelSize(SHAPE), layout, trained=True, micro_batches=2)
+    assert learnt.resident == 3 * 4 * NUMBERS
+    assert {phase.nbytes for phase in learnt.training} == {4 * NUMBERS}
+    [collective] = learnt.update
+    assert (collective.kind, collective.nbytes, collective.ranks) == ("all_reduce", 4 * NUMBERS, 3)
+    adapters = settings.footprint(ModelSize(SHAPE, adapter_rank=1), layout, trained=True, micro_batches=2)
+    assert adapters.resident == pytest.approx(4 * NUMBERS + 2 * 4 * 2 * (6 + 4))
+
+
+def test_a_backend_that_names_no_shapes_says_so():
+    with pytest.raises(ConfigError, match=r"TrainingSettings\.model_shape"):
+        TrainingSettings().model_shape({"model_type": "llama"})
+    with pytest.raises(ConfigError, match=r"TrainingSettings\.example_config"):
+        TrainingSettings().example_config(4, 2, 8, 2, 1)

@@ -1,0 +1,31 @@
+"""What a tracker has from its contract."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.core.contracts.tracker import Tracker
+
+
+class Kept(Tracker):
+    def start(self, folder, step):
+        self.steps = {}
+
+    def log(self, step, metrics):
+        self.steps[step] = dict(metrics)
+
+
+def test_a_tracker_keeps_its_settings_and_needs_no_end(tmp_path):
+    settings = object()
+    tracker = Kept(settings)
+    tracker.start(tmp_path, 0)
+    tracker.log(1, {"loss": 0.5})
+    tracker.close()
+    assert tracker.config is settings
+    assert tracker.steps == {1: {"loss": 0.5}}
+    assert Kept().config is None
+
+
+def test_without_a_place_to_log_to_there_is_no_tracker():
+    with pytest.raises(TypeError, match="log"):
+        Tracker()
