@@ -62,7 +62,7 @@ class Traffic:
 
 
 class Process(ABC):
-    """One process of a pool: hosts a core.host.Host and runs its messages one after the other, in the order sent."""
+    """One process of a pool: hosts a core.groups.host.Host and runs its messages one after the other, in the order sent."""
 
     pool: ResourcePool
     rank: int
@@ -133,7 +133,7 @@ class Runtime(ABC):
     def shutdown(self) -> None:
         """End every process that this runtime started; safe to call twice."""
 
-    # The store (core.wire.Store), as the controller sees it
+    # The store (Store), as the controller sees it
     @abstractmethod
     def put(self, block: list[Any]) -> Any: ...
     @abstractmethod

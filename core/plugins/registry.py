@@ -365,7 +365,8 @@ def _check_contract(kind: str, found: Any) -> None:
     if kind not in CONTRACTS:
         return
     contract = import_named(f"hybridflow.core.contracts.{CONTRACTS[kind]}")
-    if not (isinstance(found, type) and issubclass(found, contract)):
+    derived = isinstance(found, type) and issubclass(found, contract)
+    if not derived:
         raise TypeError(f"{found!r} is no class derived from {contract.__name__}")
     if lacking := sorted(found.__abstractmethods__):
         raise TypeError(f"{found.__name__} lacks {', '.join(lacking)} of {contract.__name__}")
