@@ -133,7 +133,7 @@ class Runtime(ABC):
     def shutdown(self) -> None:
         """End every process that this runtime started; safe to call twice."""
 
-    # The store (Store), as the controller sees it
+    # The Store, as the controller sees it
     @abstractmethod
     def put(self, block: list[Any]) -> Any: ...
     @abstractmethod
