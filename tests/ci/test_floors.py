@@ -94,3 +94,14 @@ def test_a_circle_of_rooms_is_found(copy, capsys):
         path.write_text(text)
     assert status == 1
     assert "core.data" in capsys.readouterr().out.split("circles of rooms:")[1]
+
+
+def test_a_room_of_core_does_not_come_back_by_the_door(copy, capsys):
+    path = copy / "hybridflow" / "core" / "values" / "text.py"
+    text = path.read_text()
+    path.write_text(text + "\ndef later():\n    from hybridflow.core import WorkerGroup\n")
+    try:
+        assert script("rooms").main(copy / "hybridflow") == 1
+    finally:
+        path.write_text(text)
+    assert "core.values.text imports hybridflow.core" in capsys.readouterr().out
