@@ -16,7 +16,7 @@ lock = get_context("spawn").Lock()  # a semaphore with a name, and a resource tr
 file = open(f"/dev/shm/{name}", "wb+"); file.truncate(4096); kept = mmap.mmap(file.fileno(), 4096)
 open(f"/dev/shm/{name}_{os.getpid()}_x", "wb").close()
 children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"]) for _ in range(2)]
-print("ready", flush=True)
+print("ready", lock._semlock.name.lstrip("/"), flush=True)
 time.sleep(100)
 """
 
@@ -29,16 +29,18 @@ def test_it_ends_with_its_children_its_files_and_its_semaphores():
         process = subprocess.Popen(
             [sys.executable, "-c", CODE, name], stdout=subprocess.PIPE, start_new_session=True, text=True
         )
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        assert len(members(process.pid)) == 4
-        assert {p.name for p in Path("/dev/shm").iterdir()} - before >= {name, f"{name}_{process.pid}_x", other.name}
+        assert process.stdout is not None
+        ready, lock = process.stdout.readline().split()
+        assert ready == "ready" and len(members(process.pid)) == 4
+        theirs = {name, f"{name}_{process.pid}_x", f"sem.{lock}"}
+        assert {p.name for p in Path("/dev/shm").iterdir()} - before >= theirs | {other.name}
         end_group(process.pid)
         process.wait(5)
         process.stdout.close()
         assert members(process.pid) == set()
         left = {p.name for p in Path("/dev/shm").iterdir()} - before
         assert other.name in left and not any(name in entry for entry in left)
-        assert not [entry for entry in left if entry.startswith("sem.mp-")]
+        assert not left & theirs
     finally:
         other.unlink()
 
