@@ -283,6 +283,8 @@ class PoolPlanner:
         order = sorted(members, key=self.generates)  # those that generate last
         for model in order:
             found = self._with(found, self.options(model, devices), self.memory(members))
+            if not len(found.resident):  # no room for them together
+                return []
             if not self.generates(model):
                 found = found.front()
         generation = np.zeros(len(found.resident))

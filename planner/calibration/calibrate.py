@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from hybridflow.core.config import structure
+from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.rollout import engine_settings
 from hybridflow.core.contracts.training import training_settings
 from hybridflow.core.errors import ConfigError

@@ -14,7 +14,7 @@ import attrs
 import torch
 from rich.console import Console
 
-from hybridflow.core.config import read_config
+from hybridflow.core.config.load import read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.schema import SHORTHAND
