@@ -14,7 +14,8 @@ import attrs
 
 from hybridflow.cli.plugins import spell
 from hybridflow.cli.show import render
-from hybridflow.core.config import describe, field_docs
+from hybridflow.core.config.field_docs import field_docs
+from hybridflow.core.config.structure import describe
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.tokenizer import TokenizerConfig

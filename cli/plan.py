@@ -11,7 +11,7 @@ from rich.console import Console
 from hybridflow.cli.arguments import add_config
 from hybridflow.cli.pictures import draw_steps
 from hybridflow.cli.written import write_config
-from hybridflow.core.config import read_config
+from hybridflow.core.config.load import read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.planner import Block, Line, Plan
 from hybridflow.core.errors import ConfigError

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from hybridflow.cli.explain import print_explained
 from hybridflow.cli.gather import gather_plan
-from hybridflow.core.config import parse_value, structure
+from hybridflow.core.config.load import parse_value
+from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.contracts.training import TrainingSettings, training_settings

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from hybridflow.cli.arguments import add_config
 from hybridflow.cli.figures import figures, remarks
-from hybridflow.core.config import DEFAULT, Provenance, field_docs, read_config
+from hybridflow.core.config.field_docs import field_docs
+from hybridflow.core.config.load import DEFAULT, Provenance, read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.job.job import Job, PlacedModel, Rewards

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import sys
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 
@@ -62,7 +63,11 @@ def is_installed(module: str) -> bool:
     locations, spec = None, None
     parts = module.split(".")
     for depth in range(len(parts)):
-        spec = _find(".".join(parts[: depth + 1]), locations)
+        name = ".".join(parts[: depth + 1])
+        if name in sys.modules:  # None there means that its import is forbidden
+            spec = getattr(sys.modules[name], "__spec__", None)
+        else:
+            spec = find_spec(name, locations)
         if spec is None:
             return False
         locations = spec.submodule_search_locations
@@ -71,13 +76,14 @@ def is_installed(module: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def _find(name: str, locations: Any) -> Any:
-    """`importlib.util.find_spec` for a part of a dotted name, given where its parent lies."""
-    if name in sys.modules:  # None there means that its import is forbidden
-        return getattr(sys.modules[name], "__spec__", None)
+def find_spec(name: str, locations: Any) -> ModuleSpec | None:
+    """Where a part of a dotted name would be imported from, given where its parent lies (None: at the top).
+
+    Unlike `importlib.util.find_spec` it does not answer from sys.modules, and imports no parent.
+    """
     for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
-        spec = find_spec(name, locations) if find_spec else None
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find(name, locations) if find else None
         if spec is not None:
             return spec
     return None

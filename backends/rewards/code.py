@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.backends.rewards.sandbox import Limits, run_program
-from hybridflow.core.config import structure
+from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import RewardError
 

@@ -7,7 +7,6 @@ travel in the blob; tensors larger than `INLINE_BYTES` per message never do.
 
 from __future__ import annotations
 
-import importlib.machinery
 import io
 import pickle
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.runtime import Store
+from hybridflow.core.names import find_spec
 from hybridflow.core.values.batch import Batch, LocalTable, PromisedTable, Table, View
 from hybridflow.core.values.columns import Column, Index, _positions
 from hybridflow.core.values.metrics import Metrics
@@ -191,12 +191,8 @@ def _workers_can_import(module: str) -> bool:
         path = getattr(parent, "__path__", None)
         if path is None or not _workers_can_import(module.rpartition(".")[0]):
             return False
-    for finder in sys.meta_path:  # not importlib.util.find_spec: it answers from sys.modules
-        find = getattr(finder, "find_spec", None)
-        spec: importlib.machinery.ModuleSpec | None = find(module, path) if find is not None else None
-        if spec is not None:
-            return spec.origin == getattr(loaded.__spec__, "origin", None) or spec.origin == loaded.__file__
-    return False
+    spec = find_spec(module, path)
+    return spec is not None and spec.origin in (getattr(loaded.__spec__, "origin", None), loaded.__file__)
 
 
 class _Pickler(cloudpickle.Pickler):

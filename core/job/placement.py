@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from hybridflow.core.config import Provenance
+from hybridflow.core.config.load import Provenance
 from hybridflow.core.contracts.planner import NotPlanned, Planner
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import attrs
 
-from hybridflow.core.config import merge, structure
+from hybridflow.core.config.load import merge
+from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.errors import ConfigError, HybridFlowError, PluginError

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hybridflow.core.config import merge, structure
+from hybridflow.core.config.load import merge
+from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.role import Role

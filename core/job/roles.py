@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.config import merge
+from hybridflow.core.config.load import merge
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool

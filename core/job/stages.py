@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.config import COMMAND_LINE, Provenance, expand, merge
+from hybridflow.core.config.load import COMMAND_LINE, Provenance, expand, merge
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.schema import SECTIONS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,13 +16,13 @@ from hybridflow.core.resharding.plan import ReshardPlan
 from hybridflow.core.values.weights import Box
 
 Sums = dict[tuple[str, int], int]
-"""(parameter, receiver) -> the checksum of its wire values."""
+"""(parameter, receiver) -> the checksum of its wire values, modulo 2**64."""
 
 
 @torch.no_grad()
 def sums_sent(plan: ReshardPlan, rank: int, source: Shards) -> Sums:
     """Of what a rank sends, and of what it keeps for itself."""
-    found: Sums = {}
+    found: Sums = Counter()
     pieces = [(t.name, t.receiver, t.box) for t in plan.of_rank(rank)[0]]
     pieces += [(name, rank, box) for name, box in plan.local(rank)]
     for name, receiver, box in pieces:
@@ -32,7 +33,7 @@ def sums_sent(plan: ReshardPlan, rank: int, source: Shards) -> Sums:
 @torch.no_grad()
 def sums_held(plan: ReshardPlan, rank: int, engine: RolloutEngine) -> Sums:
     """Of what a rank's engine holds."""
-    found: Sums = {}
+    found: Sums = Counter()
     for name, boxes in plan.target.held.get(rank, {}).items():
         for box in boxes:
             if box.numel:
@@ -41,19 +42,18 @@ def sums_held(plan: ReshardPlan, rank: int, engine: RolloutEngine) -> Sums:
 
 
 def _add(found: Sums, plan: ReshardPlan, name: str, receiver: int, box: Box, values: torch.Tensor) -> None:
-    value = checksum(values.to(plan.wire[name]), box, plan.target.params[name].shape)
-    found[name, receiver] = (found.get((name, receiver), 0) + value) & (2**64 - 1)
+    found[name, receiver] += checksum(values.to(plan.wire[name]), box, plan.target.params[name].shape)
 
 
 def compare(every: Iterable[tuple[Sums, Sums]]) -> list[str]:
     """Names of parameters whose sums over all senders are not what their receivers hold; of every rank (sent, held)."""
-    expected: Sums = {}
+    expected: Counter[tuple[str, int]] = Counter()
     found: Sums = {}
     for sent, held in every:
-        for key, value in sent.items():
-            expected[key] = (expected.get(key, 0) + value) & (2**64 - 1)
+        expected.update(sent)
         found |= held
-    return list(dict.fromkeys(key[0] for key, value in found.items() if expected.get(key) != value))
+    wrong = (key for key, value in found.items() if key not in expected or (value - expected[key]) % 2**64)
+    return list(dict.fromkeys(name for name, _ in wrong))
 
 
 def differing(plan: ReshardPlan, context: RankContext, source: Shards, engine: RolloutEngine) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from hybridflow.core.config import expand
+from hybridflow.core.config.load import expand
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.job.job import Job

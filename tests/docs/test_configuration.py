@@ -8,7 +8,7 @@ import tomllib
 import pytest
 from helpers.paths import DOCS
 
-from hybridflow.core.config import expand, merge
+from hybridflow.core.config.load import expand, merge
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.job_texts import BASE
-from hybridflow.core.config import merge, nest, parse_override
+from hybridflow.core.config.load import merge, nest, parse_override
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.resolve import resolve_jobs

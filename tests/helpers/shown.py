@@ -6,7 +6,7 @@ from pathlib import Path
 
 from helpers.tiny import MODEL
 from hybridflow.cli.show import Value, blocks
-from hybridflow.core.config import read_config
+from hybridflow.core.config.load import read_config
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.job.schema import SHORTHAND

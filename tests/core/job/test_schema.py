@@ -5,7 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core.config import field_docs, structure
+from hybridflow.core.config.field_docs import field_docs
+from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job import schema

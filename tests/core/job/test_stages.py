@@ -6,7 +6,7 @@ import pytest
 from helpers.job_texts import MODEL, STAGES
 from helpers.jobs import jobs
 
-from hybridflow.core.config import COMMAND_LINE, Provenance, read_config
+from hybridflow.core.config.load import COMMAND_LINE, Provenance, read_config
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND

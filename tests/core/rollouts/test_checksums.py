@@ -76,3 +76,7 @@ def test_what_a_rank_keeps_for_itself_is_compared_too(engine, context):
 def test_a_parameter_that_several_receivers_hold_is_named_once():
     sent = {("a", 1): 5, ("a", 2): 5, ("b", 2): 2**64 - 1}
     assert compare([(sent, {}), ({("b", 2): 3}, {}), ({}, {("a", 1): 4}), ({}, {("a", 2): 6, ("b", 2): 2})]) == ["a"]
+
+
+def test_what_nobody_sent_is_named_though_its_sum_is_zero():
+    assert compare([({("a", 1): 0}, {("a", 1): 0, ("b", 1): 0})]) == ["b"]
