@@ -151,6 +151,11 @@ def read_source(text: str) -> Source:
         layout = ParallelLayout(**sizes, order=order)
     except ValueError as error:
         raise ConfigError(f"--from {text!r}: {error}") from error
+    has = registry().training_capabilities(name).axes
+    if lacking := [f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in has]:
+        raise ConfigError(
+            f"--from {text!r}: backend {name} has no {', '.join(lacking)}; its axes are {', '.join(sorted(has))}"
+        )
     return Source(layout, name, training_settings(config))
 
 
@@ -160,6 +165,9 @@ def read_target(text: str) -> Target:
     sizes = _sizes(table, "--to", ("pp", "tp"))
     name = table.pop("engine", "") or registry().default("rollout_engine")
     config = _settings("rollout_engine", name, table, "--to", ("pp", "tp", "engine"))
+    can = registry().engine_capabilities(name)
+    if lacking := [axis for axis, able in (("tp", can.tp), ("pp", can.pp)) if sizes.get(axis, 1) > 1 and not able]:
+        raise ConfigError(f"--to {text!r}: engine {name} has no {' and no '.join(lacking)}; leave it out")
     return Target(sizes.get("pp", 1), sizes.get("tp", 1), name, engine_settings(config))
 
 

@@ -22,7 +22,10 @@ class GiGPOConfig(GRPOConfig):
 
 
 class GiGPO(GRPO):
-    """A = A_episode + omega A_step. A step is compared with those that its group took in the same state."""
+    """GRPO with one thing changed, the advantages; its `step` is GRPO's.
+
+    A = A_episode + omega A_step. A step is compared with those that its group took in the same state.
+    """
 
     Config = GiGPOConfig
 
