@@ -5,5 +5,7 @@ from setuptools import find_packages, setup
 FOLDERS = ("core", "kit", "planner", "cli", "backends", "algorithms")
 
 packages = [f"hybridflow.{folder}" for folder in FOLDERS]
-packages += [f"hybridflow.{folder}.{inner}" for folder in FOLDERS for inner in find_packages(folder)]
+packages += [
+    f"hybridflow.{folder}.{inner}" for folder in FOLDERS for inner in find_packages(folder)
+]
 setup(packages=packages, package_dir={f"hybridflow.{folder}": folder for folder in FOLDERS})

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms._tensors import as_bool, masked_mean, refuse, result_dtype, same_shape, wide
+from hybridflow.algorithms._tensors import (
+    as_bool,
+    masked_mean,
+    refuse,
+    result_dtype,
+    same_shape,
+    wide,
+)
 
 
 @torch.no_grad()
@@ -24,7 +31,9 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     return white.to(result_dtype(x))
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, in_loss: bool = False) -> Tensor:
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, in_loss: bool = False
+) -> Tensor:
     """Estimate of KL(policy || reference) per token, from one sample (Schulman, http://joschu.net/blog/kl-approx.html).
 
     With d = logprobs - ref_logprobs: `k1` = d; `abs` = |d|; `k2` = d^2 / 2; `k3` = exp(-d) - 1 + d (d clamped).
@@ -44,7 +53,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, *, in_loss: b
     elif kind == "k2":
         estimate = d.square() / 2
     elif kind == "k3":
-        d = d.clamp(-20, 20)  # in both terms: clamped in the exp alone, the gradient's sign would be wrong below -20
+        d = d.clamp(
+            -20, 20
+        )  # in both terms: clamped in the exp alone, the gradient's sign would be wrong below -20
         estimate = torch.expm1(-d) + d
     else:
         refuse("kl_estimate", "kind", kind, "k1", "abs", "k2", "k3")
@@ -66,7 +77,9 @@ def token_rewards(score: Tensor, kl: Tensor, mask: Tensor, beta: float) -> Tenso
     if score.dim() == 2:
         return torch.where(m, rewards + score.to(rewards.dtype), rewards).to(result_dtype(kl))
     last = m & (m.flip(1).cumsum(1).flip(1) == 1)
-    return torch.where(last, rewards + score.to(rewards.dtype)[:, None], rewards).to(result_dtype(kl))
+    return torch.where(last, rewards + score.to(rewards.dtype)[:, None], rewards).to(
+        result_dtype(kl)
+    )
 
 
 @torch.no_grad()
@@ -83,7 +96,9 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 @torch.no_grad()
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438, eq. 16), across the holes of the mask.
 
     delta_t = r_t + gamma V_t' - V_t;  A_t = delta_t + gamma lam A_t';  returns = A + V;  t' is the next unmasked token.
@@ -104,7 +119,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 @torch.no_grad()
-def group_normalized(scores: Tensor, group: Tensor, scale: str = "std", eps: float = 1e-6) -> Tensor:
+def group_normalized(
+    scores: Tensor, group: Tensor, scale: str = "std", eps: float = 1e-6
+) -> Tensor:
     """GRPO's advantage (r - mean_g) / (std_g + eps), unbiased std (arXiv:2402.03300, section 4.1.2).
 
     `scale="none"` drops the division (Dr. GRPO, arXiv:2503.20783). `scores`, result: [B]; `group`: int64 [B], any ids
@@ -132,7 +149,9 @@ def leave_one_out(scores: Tensor, group: Tensor) -> Tensor:
 def _by_group(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Scores above the lowest of their group (so that equal scores are exactly 0), the group's index, its size: [B]."""
     if scores.dim() != 1 or scores.shape != group.shape:
-        raise ValueError(f"scores and group must both be [B], got {tuple(scores.shape)} and {tuple(group.shape)}")
+        raise ValueError(
+            f"scores and group must both be [B], got {tuple(scores.shape)} and {tuple(group.shape)}"
+        )
     _, inverse, count = torch.unique(group, return_inverse=True, return_counts=True)
     x = wide(scores)
     lowest = x.new_zeros(len(count)).scatter_reduce(0, inverse, x, "amin", include_self=False)
@@ -149,7 +168,9 @@ def overlong_punishment(length: Tensor, limit: int, cache: int) -> Tensor:
     0 if n <= limit - cache; ((limit - cache) - n) / cache up to limit; -1 beyond. `length`: [B], tokens; result: [B].
     Raises ValueError unless 0 < cache <= limit."""
     if not 0 < cache <= limit:
-        raise ValueError(f"overlong_punishment: 0 < cache <= limit must hold, got cache={cache}, limit={limit}")
+        raise ValueError(
+            f"overlong_punishment: 0 < cache <= limit must hold, got cache={cache}, limit={limit}"
+        )
     return ((limit - cache - wide(length)) / cache).clamp(-1, 0).to(result_dtype(length))
 
 

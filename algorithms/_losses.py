@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridflow.algorithms._tensors import as_bool, masked_mean, ratio, refuse, result_dtype, same_shape, wide
+from hybridflow.algorithms._tensors import (
+    as_bool,
+    masked_mean,
+    ratio,
+    refuse,
+    result_dtype,
+    same_shape,
+    wide,
+)
 
 
 def policy_ratio_loss(
@@ -24,7 +32,9 @@ def policy_ratio_loss(
 
     With `dual_clip` c > 1, where A < 0: min(that, -c A) (arXiv:1912.09729). All tensors and the result: [B, T].
     Raises ValueError if dual_clip <= 1."""
-    same_shape("policy_ratio_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    same_shape(
+        "policy_ratio_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
     rho = ratio(logprobs, old_logprobs)
     return _surrogate(rho, advantages, clip_low, clip_high, dual_clip).to(result_dtype(logprobs))
 
@@ -58,7 +68,9 @@ def sequence_ratio_loss(
     return _surrogate(rho, advantages, clip_low, clip_high, dual_clip).to(result_dtype(logprobs))
 
 
-def _surrogate(rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None) -> Tensor:
+def _surrogate(
+    rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> Tensor:
     clipped = rho.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-rho * advantages, -clipped * advantages)
     if dual_clip is None:
@@ -68,7 +80,9 @@ def _surrogate(rho: Tensor, advantages: Tensor, clip_low: float, clip_high: floa
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
 
 
-def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
     """-sg(clip(rho, 1 - low, 1 + high)) A logprob, per token (arXiv:2506.13585): no token loses its gradient.
 
     All tensors and the result: [B, T]. `clip_low` of 1 or more leaves the lower side open."""
@@ -77,7 +91,9 @@ def cispo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_
     return (-weight * advantages * wide(logprobs)).to(result_dtype(logprobs))
 
 
-def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None) -> Tensor:
+def value_loss(
+    values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None
+) -> Tensor:
     """0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), per token (PPO's, arXiv:2005.12729).
 
     All tensors and the result: [B, T]. `clip=None`: 0.5 (v - R)^2, and old_values is not read.
@@ -87,7 +103,9 @@ def value_loss(values: Tensor, old_values: Tensor | None, returns: Tensor, clip:
     error = (v - target).square()
     if clip is not None:
         if old_values is None:
-            raise ValueError(f"value_loss: clip={clip} needs old_values, got None; pass them, or clip=None")
+            raise ValueError(
+                f"value_loss: clip={clip} needs old_values, got None; pass them, or clip=None"
+            )
         same_shape("value_loss", values=values, old_values=old_values)
         old = wide(old_values)
         error = torch.maximum(error, (v.clamp(old - clip, old + clip) - target).square())
@@ -110,10 +128,16 @@ def cost_model_loss(cost_w: Tensor, cost_l: Tensor, sign_w: Tensor, sign_l: Tens
 
     `cost_w`, `cost_l`: [P]; `sign_w`, `sign_l`: [P], +1 if that answer is harmful, else -1; result: [P]."""
     same_shape("cost_model_loss", cost_w=cost_w, cost_l=cost_l, sign_w=sign_w, sign_l=sign_l)
-    return -F.logsigmoid(cost_w - cost_l) - F.logsigmoid(sign_w * cost_w) - F.logsigmoid(sign_l * cost_l)
+    return (
+        -F.logsigmoid(cost_w - cost_l)
+        - F.logsigmoid(sign_w * cost_w)
+        - F.logsigmoid(sign_l * cost_l)
+    )
 
 
-def dpo_loss(policy_w: Tensor, policy_l: Tensor, ref_w: Tensor, ref_l: Tensor, beta: float) -> Tensor:
+def dpo_loss(
+    policy_w: Tensor, policy_l: Tensor, ref_w: Tensor, ref_l: Tensor, beta: float
+) -> Tensor:
     """-log s(beta ((policy_w - ref_w) - (policy_l - ref_l))) per pair (arXiv:2305.18290, eq. 7); w is preferred.
 
     All tensors and the result: [P]; each is the sum of the logprobs of one answer."""
@@ -121,7 +145,9 @@ def dpo_loss(policy_w: Tensor, policy_l: Tensor, ref_w: Tensor, ref_l: Tensor, b
     return -F.logsigmoid(beta * ((policy_w - ref_w) - (policy_l - ref_l)))
 
 
-def aggregate(loss: Tensor, mask: Tensor, how: str, counts: Any = None, *, length: float | None = None) -> Tensor:
+def aggregate(
+    loss: Tensor, mask: Tensor, how: str, counts: Any = None, *, length: float | None = None
+) -> Tensor:
     """The per-token loss as one number; summed over micro-batches and ranks it is the loss of the whole mini-batch.
 
     Denominators, with N tokens and S sequences (rows with at least one token) in the mini-batch:
@@ -147,10 +173,17 @@ def aggregate(loss: Tensor, mask: Tensor, how: str, counts: Any = None, *, lengt
         total = x.sum() / sequences
     elif how == "seq-mean-token-sum-norm":
         if length is None or not length > 0:
-            raise ValueError(f"aggregate: 'seq-mean-token-sum-norm' needs a constant length above 0, got {length}")
+            raise ValueError(
+                f"aggregate: 'seq-mean-token-sum-norm' needs a constant length above 0, got {length}"
+            )
         total = x.sum() / sequences / length
     else:
-        allowed = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+        allowed = (
+            "token-mean",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum",
+            "seq-mean-token-sum-norm",
+        )
         refuse("aggregate", "how", how, *allowed)
     return total.to(result_dtype(loss))
 

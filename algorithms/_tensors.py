@@ -11,7 +11,9 @@ from torch import Tensor
 def as_bool(mask: Tensor, like: Tensor) -> Tensor:
     """The mask as bool; ValueError if it would be broadcast."""
     if mask.shape != like.shape:
-        raise ValueError(f"the mask must have the shape of its tensor: got {tuple(mask.shape)} for {tuple(like.shape)}")
+        raise ValueError(
+            f"the mask must have the shape of its tensor: got {tuple(mask.shape)} for {tuple(like.shape)}"
+        )
     return mask.bool()
 
 
@@ -47,4 +49,6 @@ def ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def refuse(function: str, name: str, got: object, *allowed: str) -> NoReturn:
-    raise ValueError(f"{function}: {name} must be one of {', '.join(map(repr, allowed))}, got {got!r}")
+    raise ValueError(
+        f"{function}: {name} must be one of {', '.join(map(repr, allowed))}, got {got!r}"
+    )

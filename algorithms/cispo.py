@@ -37,4 +37,8 @@ class CISPO(GRPO):
 
     def problems(self) -> list[str]:
         found = super().problems()
-        return found + (["dual_clip has no meaning in CISPO's loss; leave it out"] if self.config.dual_clip else [])
+        return found + (
+            ["dual_clip has no meaning in CISPO's loss; leave it out"]
+            if self.config.dual_clip
+            else []
+        )

@@ -62,18 +62,37 @@ class LagrangeMultiplier:
     Raises ValueError if one of them is out of its range.
     """
 
-    def __init__(self, init: float, lr: float, limit: float, maximum: float, window: int, damping: float = 0.0):
+    def __init__(
+        self,
+        init: float,
+        lr: float,
+        limit: float,
+        maximum: float,
+        window: int,
+        damping: float = 0.0,
+    ):
         _check_positive("LagrangeMultiplier", init=init, lr=lr, maximum=maximum, window=window)
         if init > maximum:
-            raise ValueError(f"LagrangeMultiplier: init must not exceed maximum, got init={init}, maximum={maximum}")
+            raise ValueError(
+                f"LagrangeMultiplier: init must not exceed maximum, got init={init}, maximum={maximum}"
+            )
         if window != int(window):
-            raise ValueError(f"LagrangeMultiplier: window must be a whole number of sequences, got {window}")
+            raise ValueError(
+                f"LagrangeMultiplier: window must be a whole number of sequences, got {window}"
+            )
         if not math.isfinite(limit):
             raise ValueError(f"LagrangeMultiplier: limit must be a finite number, got {limit}")
         if not (math.isfinite(damping) and damping >= 0):
-            raise ValueError(f"LagrangeMultiplier: damping must be a finite number of at least 0, got {damping}")
+            raise ValueError(
+                f"LagrangeMultiplier: damping must be a finite number of at least 0, got {damping}"
+            )
         self.log_value = math.log(init)
-        self.lr, self.limit, self.maximum, self.damping = float(lr), float(limit), float(maximum), float(damping)
+        self.lr, self.limit, self.maximum, self.damping = (
+            float(lr),
+            float(limit),
+            float(maximum),
+            float(damping),
+        )
         self.costs: deque[float] = deque(maxlen=int(window))
 
     @property
@@ -94,7 +113,9 @@ class LagrangeMultiplier:
         new = [float(cost) for cost in costs]
         bad = [cost for cost in new if not math.isfinite(cost)]
         if bad:
-            raise ValueError(f"LagrangeMultiplier.update: costs must be finite, got {len(bad)} that are not: {bad[:3]}")
+            raise ValueError(
+                f"LagrangeMultiplier.update: costs must be finite, got {len(bad)} that are not: {bad[:3]}"
+            )
         if new:
             self.costs.extend(new)
             ascent = self.lr * math.exp(self.log_value) * self.excess

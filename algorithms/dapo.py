@@ -60,7 +60,9 @@ class DAPO(GRPO):
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
         if self.config.overlong_cache:
-            scores = scores + F.overlong_punishment(loss_mask.sum(1), self.limit, self.config.overlong_cache)
+            scores = scores + F.overlong_punishment(
+                loss_mask.sum(1), self.limit, self.config.overlong_cache
+            )
         return super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
 
     def unequal(self, batch: Batch) -> np.ndarray:

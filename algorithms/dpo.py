@@ -41,7 +41,9 @@ class DPOLoss(Loss):
         policy, ref = (outputs["logprobs"] * mask).sum(-1), (batch["ref_logprobs"] * mask).sum(-1)
         loss = F.dpo_loss(policy[best], policy[~best], ref[best], ref[~best], self.beta)
         margin = self.beta * ((policy - ref)[best] - (policy - ref)[~best]).detach()
-        right = (margin > 0).float() + 0.5 * (margin == 0).float()  # before the first step all are equal
+        right = (margin > 0).float() + 0.5 * (
+            margin == 0
+        ).float()  # before the first step all are equal
         figures = {"accuracy": right, "margin": margin, "chosen_logprob": policy[best].detach()}
         return [
             Term("dpo_loss", loss, how="unit-mean"),

@@ -17,7 +17,9 @@ class GSPOConfig(GRPOConfig):
     clip_low: float = attrs.field(default=3e-4, validator=positive)
     """The response's ratio new/old is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = attrs.field(default=4e-4, validator=positive)
-    how: str = attrs.field(default="seq-mean-token-mean", validator=one_of(("seq-mean-token-mean",)))
+    how: str = attrs.field(
+        default="seq-mean-token-mean", validator=one_of(("seq-mean-token-mean",))
+    )
     """The only mean for which the loss is that of whole responses."""
 
 
@@ -26,7 +28,9 @@ class SequenceLoss(PolicyLoss):
 
     def surrogate(self, logprobs, old, advantages, mask):
         c = self.config
-        return F.sequence_ratio_loss(logprobs, old, advantages, mask, c.clip_low, c.clip_high, c.dual_clip)
+        return F.sequence_ratio_loss(
+            logprobs, old, advantages, mask, c.clip_low, c.clip_high, c.dual_clip
+        )
 
     def ratio(self, logprobs, old, mask):
         return F.sequence_ratio(logprobs, old, mask)[:, None].expand_as(logprobs)

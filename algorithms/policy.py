@@ -13,7 +13,9 @@ from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.validators import at_least, non_negative, positive
 
 one_of = attrs.validators.in_
-AGGREGATIONS = one_of(("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"))
+AGGREGATIONS = one_of(
+    ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+)
 
 KL_PLACES, KL_KINDS = one_of(("reward", "loss")), one_of(("k1", "abs", "k2", "k3"))
 
@@ -114,8 +116,13 @@ class PolicyLoss(Loss):
         ratio = self.ratio(logprobs.detach(), old, mask)
         clipped = ((ratio < 1 - c.clip_low) | (ratio > 1 + c.clip_high)).float()
         mean = {"mask": mask, "how": c.how, "length": c.length or None}
-        terms = [Term("policy_loss", value, **mean), Term("clip_fraction", clipped, mask, weight=0.0)]
-        terms.append(Term("approx_kl", F.kl_estimate(old, logprobs.detach(), "k3"), mask, weight=0.0))
+        terms = [
+            Term("policy_loss", value, **mean),
+            Term("clip_fraction", clipped, mask, weight=0.0),
+        ]
+        terms.append(
+            Term("approx_kl", F.kl_estimate(old, logprobs.detach(), "k3"), mask, weight=0.0)
+        )
         if c.entropy_coef:
             terms.append(Term("entropy", outputs["entropy"], **mean, weight=-c.entropy_coef))
         if self.kl_coef:

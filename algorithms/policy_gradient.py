@@ -27,7 +27,11 @@ class PolicyGradient(Algorithm):
         self.kl = ReferenceKL(config)
 
     def roles(self) -> tuple[Role, ...]:
-        return (Role("actor", trained=True, generates=True), *self.kl.roles(), Role("reward", "reward"))
+        return (
+            Role("actor", trained=True, generates=True),
+            *self.kl.roles(),
+            Role("reward", "reward"),
+        )
 
     def losses(self) -> dict[str, Loss]:
         return {"actor": self.loss(self.config, self.on_policy, self.kl.in_loss)}
@@ -55,12 +59,16 @@ class PolicyGradient(Algorithm):
     def problems(self) -> list[str]:
         c, rows, problems = self.config, self.rows_per_step, []
         if c.mini_batch_size > rows:
-            problems.append(f"mini_batch_size {c.mini_batch_size} is larger than the {rows} sequences of a step")
+            problems.append(
+                f"mini_batch_size {c.mini_batch_size} is larger than the {rows} sequences of a step"
+            )
         if c.dual_clip is not None and c.dual_clip <= 1:
             problems.append(f"dual_clip must be above 1, got {c.dual_clip}")
         problems += self.kl.problems(rows)
         if c.how == "seq-mean-token-sum-norm" and not c.length:
-            problems.append('how = "seq-mean-token-sum-norm" needs length, the constant it divides by')
+            problems.append(
+                'how = "seq-mean-token-sum-norm" needs length, the constant it divides by'
+            )
         return problems
 
     @property
@@ -76,7 +84,10 @@ class PolicyGradient(Algorithm):
         return min(self.config.mini_batch_size or self.rows_per_step, self.rows_per_step)
 
     def updates_per_step(self) -> int:
-        return -(-self.rows_per_step // (self.config.mini_batch_size or self.rows_per_step)) * self.config.epochs
+        return (
+            -(-self.rows_per_step // (self.config.mini_batch_size or self.rows_per_step))
+            * self.config.epochs
+        )
 
     @property
     def on_policy(self) -> bool:

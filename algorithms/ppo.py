@@ -59,15 +59,21 @@ class PPO(PolicyGradient):
     def step(self, ctx: StepContext) -> None:
         c, losses = self.config, self.losses()
         batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
-        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch), ctx.critic.values(batch))
+        batch = batch.join(
+            ctx.reward.score(batch), *self.logprobs(ctx, batch), ctx.critic.values(batch)
+        )
         advantages = ctx.compute(self.advantages, batch)
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
             ctx.critic.update((mini, losses["critic"]))
         self.kl.follow(advantages, batch.rows)
 
-    def advantages(self, scores, values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None):
+    def advantages(
+        self, scores, values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None
+    ):
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0)
+        rewards = F.token_rewards(
+            scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0
+        )
         advantages, returns = F.gae(rewards, values, loss_mask, self.config.gamma, self.config.lam)
         return {"advantages": F.whiten(advantages, loss_mask), "returns": returns, **figures}

@@ -34,7 +34,9 @@ class ReferenceKL:
         if c.kl_target and not c.kl_coef:
             problems.append("kl_target needs kl_coef > 0, the coefficient to begin with")
         if c.kl_coef and c.kl_in == "loss" and c.kl_kind == "k1":
-            problems.append('kl_kind "k1" has no gradient on policy as a loss: use "k2" or "k3", or kl_in = "reward"')
+            problems.append(
+                'kl_kind "k1" has no gradient on policy as a loss: use "k2" or "k3", or kl_in = "reward"'
+            )
         return problems
 
     def roles(self) -> tuple[Role, ...]:
@@ -60,7 +62,10 @@ class ReferenceKL:
         return [ctx.ref.logprobs(batch)] if self.config.kl_coef else []
 
     def penalty(
-        self, loss_mask: torch.Tensor, old: torch.Tensor | None = None, ref: torch.Tensor | None = None
+        self,
+        loss_mask: torch.Tensor,
+        old: torch.Tensor | None = None,
+        ref: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """beta times the KL of each token that its reward pays, [B, T], and figures; 0 where the loss has the KL."""
         if ref is None or old is None:

@@ -37,9 +37,13 @@ class ReinforcePP(PolicyGradient):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
         self.kl.follow(advantages, batch.rows)
 
-    def advantages(self, scores, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None):
+    def advantages(
+        self, scores, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None
+    ):
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0)
+        rewards = F.token_rewards(
+            scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0
+        )
         returns = F.discounted_returns(rewards, loss_mask, self.config.gamma)
         return {"advantages": F.whiten(returns, loss_mask), **figures}
 

@@ -29,7 +29,9 @@ class ReMax(PolicyGradient):
         batch = ctx.actor.generate(prompts.repeat(c.group_size))
         batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
         with ctx.aside():  # the metrics are those of the sampled responses
-            greedy = ctx.reward.score(ctx.actor.generate(prompts, greedy=True)).rename(scores="baseline_scores")
+            greedy = ctx.reward.score(ctx.actor.generate(prompts, greedy=True)).rename(
+                scores="baseline_scores"
+            )
         batch = batch.join(greedy.repeat(c.group_size))
         advantages = ctx.compute(self.advantages, batch)
         for mini in self.minibatches(ctx, batch.join(advantages)):

@@ -39,7 +39,10 @@ class PreferenceLoss(Loss):
         chosen, rejected = outputs["scores"][best], outputs["scores"][~best]
         loss = F.bradley_terry_loss(chosen, rejected, self.margin)
         right = (chosen > rejected).float()
-        return [Term("preference_loss", loss, how="unit-mean"), Term("accuracy", right, how="unit-mean", weight=0.0)]
+        return [
+            Term("preference_loss", loss, how="unit-mean"),
+            Term("accuracy", right, how="unit-mean", weight=0.0),
+        ]
 
 
 class RewardModel(Algorithm):
@@ -61,7 +64,9 @@ class RewardModel(Algorithm):
         return 1
 
     def step(self, ctx: StepContext) -> None:
-        ctx.roles[self.role].update((ctx.prompts(self.config.pairs_per_step), self.losses()[self.role]))
+        ctx.roles[self.role].update(
+            (ctx.prompts(self.config.pairs_per_step), self.losses()[self.role])
+        )
 
     def losses(self) -> dict[str, Loss]:
         return {"reward": PreferenceLoss(self.config.margin)}

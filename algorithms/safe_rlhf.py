@@ -40,17 +40,28 @@ class SafeRLHF(PPO):
         super().__init__(config)
         c = config
         self.multiplier = F.LagrangeMultiplier(
-            c.multiplier, c.multiplier_lr, c.cost_limit, c.multiplier_max, c.multiplier_window, c.multiplier_damping
+            c.multiplier,
+            c.multiplier_lr,
+            c.cost_limit,
+            c.multiplier_max,
+            c.multiplier_window,
+            c.multiplier_damping,
         )
 
     def roles(self) -> tuple[Role, ...]:
-        return (*super().roles(), Role("cost_critic", "value", trained=True), Role("cost", "reward"))
+        return (
+            *super().roles(),
+            Role("cost_critic", "value", trained=True),
+            Role("cost", "reward"),
+        )
 
     def step(self, ctx: StepContext) -> None:
         c, losses = self.config, self.losses()
         batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
         batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
-        batch = batch.join(ctx.cost.score(batch), ctx.critic.values(batch), ctx.cost_critic.values(batch))
+        batch = batch.join(
+            ctx.cost.score(batch), ctx.critic.values(batch), ctx.cost_critic.values(batch)
+        )
         self.multiplier.update(torch.as_tensor(batch["costs"].values))
         advantages = ctx.compute(self.lagrangian_advantages, batch)
         for mini in self.minibatches(ctx, batch.join(advantages)):
@@ -65,12 +76,22 @@ class SafeRLHF(PPO):
     ):  # fmt: skip
         c, lam, mask = self.config, self.multiplier.value, loss_mask
         penalty, figures = self.kl.penalty(mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(scores if token_scores is None else token_scores, penalty, mask, 1.0)
-        charges = F.token_rewards(costs if token_costs is None else token_costs, penalty, mask, -1.0)
+        rewards = F.token_rewards(
+            scores if token_scores is None else token_scores, penalty, mask, 1.0
+        )
+        charges = F.token_rewards(
+            costs if token_costs is None else token_costs, penalty, mask, -1.0
+        )
         reward_advantages, returns = F.gae(rewards, values, mask, c.gamma, c.lam)
         cost_advantages, cost_returns = F.gae(charges, cost_values, mask, c.gamma, c.lam)
         advantages = (reward_advantages - lam * cost_advantages) / (1 + lam)
-        return {"advantages": advantages, "returns": returns, "cost_returns": cost_returns, "lambda": lam, **figures}
+        return {
+            "advantages": advantages,
+            "returns": returns,
+            "cost_returns": cost_returns,
+            "lambda": lam,
+            **figures,
+        }
 
     def losses(self):
         cost = ValueLoss(self.config.value_clip, "cost_values", "cost_returns")

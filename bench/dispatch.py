@@ -16,7 +16,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
 
 import numpy as np
 import ray
@@ -83,11 +87,16 @@ class Floor:
 
     def __init__(self):
         self.actors = [Bare.remote() for _ in range(WORKERS)]
-        self.large, self.small = np.random.rand(*LARGE).astype(np.float32), np.random.rand(*SMALL).astype(np.float32)
+        self.large, self.small = (
+            np.random.rand(*LARGE).astype(np.float32),
+            np.random.rand(*SMALL).astype(np.float32),
+        )
 
     def echo_small(self):
         parts = np.array_split(self.small, WORKERS)
-        return ray.get([a.echo.remote({"x": part}) for a, part in zip(self.actors, parts, strict=True)])
+        return ray.get(
+            [a.echo.remote({"x": part}) for a, part in zip(self.actors, parts, strict=True)]
+        )
 
     def add_large(self):
         handles = [ray.put({"x": part}) for part in np.array_split(self.large, WORKERS)]
@@ -130,11 +139,20 @@ def throughput(ours: Ours, floor: Floor, peers: dict[str, Peer]) -> bool:
             emit(f"{title}: {name}", moved / statistics.median(taken), "GB/s")
             bar = THROUGHPUT_BAR if name in peers else None
             ratio = paired(taken, rounds["ours"])
-            met &= emit(title, moved / statistics.median(rounds["ours"]), "GB/s", ratio=ratio, against=name, bar=bar)
+            met &= emit(
+                title,
+                moved / statistics.median(rounds["ours"]),
+                "GB/s",
+                ratio=ratio,
+                against=name,
+                bar=bar,
+            )
     return met
 
 
-def in_turns(who: dict[str, Callable[[], list[float]]], rounds: int, warm: int) -> dict[str, list[float]]:
+def in_turns(
+    who: dict[str, Callable[[], list[float]]], rounds: int, warm: int
+) -> dict[str, list[float]]:
     """name -> the median of each round."""
     for once in who.values():
         for _ in range(warm):
@@ -159,9 +177,15 @@ def controller_bytes() -> bool:
         steps = [json.loads(line) for line in log.read_text().splitlines()]
     steps = [step for step in steps if "bytes/per_sequence" in step]
     for kind in ("sent", "received", "fetched"):
-        emit(f"controller bytes of a GRPO step: {kind}", statistics.median(s[f"bytes/{kind}"] for s in steps), "B")
+        emit(
+            f"controller bytes of a GRPO step: {kind}",
+            statistics.median(s[f"bytes/{kind}"] for s in steps),
+            "B",
+        )
     value = statistics.median(step["bytes/per_sequence"] for step in steps)
-    return emit("controller bytes per sequence of a GRPO step", value, "B", bar=BYTES_BAR, at_most=True)
+    return emit(
+        "controller bytes per sequence of a GRPO step", value, "B", bar=BYTES_BAR, at_most=True
+    )
 
 
 def main() -> int:
@@ -171,7 +195,10 @@ def main() -> int:
     met = True
     try:
         for method in VERL:
-            environment = {**os.environ, "VERL_DATAPROTO_SERIALIZATION_METHOD": method if method != "pickle" else ""}
+            environment = {
+                **os.environ,
+                "VERL_DATAPROTO_SERIALIZATION_METHOD": method if method != "pickle" else "",
+            }
             try:
                 peers[f"verl, {method}"] = Peer("verl", "verl_dispatch.py", environment)
             except (FileNotFoundError, RuntimeError) as error:

@@ -40,7 +40,10 @@ def main() -> int:
             *sys.argv[1:],
         ]
         subprocess.run(command, check=True, stdout=sys.stderr)
-        rows = [json.loads(r) for r in (Path(folder) / "gpu_grpo/metrics.jsonl").read_text().splitlines()][WARM:]
+        rows = [
+            json.loads(r)
+            for r in (Path(folder) / "gpu_grpo/metrics.jsonl").read_text().splitlines()
+        ][WARM:]
     return report(rows, tomllib.loads(config.read_text()), torch.cuda.get_device_name())
 
 
@@ -55,8 +58,16 @@ def report(rows: list[dict], tables: dict, device: str) -> int:
         emit(f"{phase} on {device}", mean(phase), "s")
     for key in sorted(k for k in rows[0] if k.endswith("_peak_gb")):
         emit(f"{key} on {device}", max(row[key] for row in rows), "GB")
-    emit("response tokens per second of a step", sequences * length / mean("seconds/step"), "tokens/s")
-    emit("response tokens per second of generation", sequences * length / mean("actor/generate_seconds"), "tokens/s")
+    emit(
+        "response tokens per second of a step",
+        sequences * length / mean("seconds/step"),
+        "tokens/s",
+    )
+    emit(
+        "response tokens per second of generation",
+        sequences * length / mean("actor/generate_seconds"),
+        "tokens/s",
+    )
     used = update_flops(model, sequences, length + 7) / mean("actor/update_seconds")
     peak = next((flops for name, flops in PEAK_BF16.items() if name in device), None)
     if peak is None:

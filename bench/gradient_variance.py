@@ -29,7 +29,11 @@ from hybridflow.core.launch import run as launch
 from hybridflow.kit.testing import TinyRun
 
 PROMPTS, GROUP = 8, 8
-WARM_UP = ("stages.grpo.run.steps=1", "stages.grpo.validation.every=1", "stages.grpo.algorithm.prompts_per_step=8")
+WARM_UP = (
+    "stages.grpo.run.steps=1",
+    "stages.grpo.validation.every=1",
+    "stages.grpo.algorithm.prompts_per_step=8",
+)
 SHIFTS = {"REINFORCE": 0.0, "REINFORCE, scores less 1/2": -0.5, "REINFORCE, scores plus 1": 1.0}
 ESTIMATORS: dict[str, PolicyGradient | None] = {
     **dict.fromkeys(SHIFTS),
@@ -54,15 +58,26 @@ def gradient(worker, batch, loss) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=64)
     parser.add_argument(
-        "--warm-up", type=float, help="held-out score at which the warm-up ends; default: the example's, 0.6"
+        "--warm-up",
+        type=float,
+        help="held-out score at which the warm-up ends; default: the example's, 0.6",
     )
     arguments = parser.parse_args()
-    until = () if arguments.warm_up is None else (f"stages.warm-up.validation.stop_at={arguments.warm_up}",)
+    until = (
+        ()
+        if arguments.warm_up is None
+        else (f"stages.warm-up.validation.stop_at={arguments.warm_up}",)
+    )
     with tempfile.TemporaryDirectory() as folder:
-        launch(ROOT / "examples" / "arithmetic.toml", [f"run.folder={folder}", "runtime.name=inline", *WARM_UP, *until])
+        launch(
+            ROOT / "examples" / "arithmetic.toml",
+            [f"run.folder={folder}", "runtime.name=inline", *WARM_UP, *until],
+        )
         measure(Path(folder) / "arithmetic" / "warm-up" / "export" / "actor", arguments.batches)
 
 
@@ -73,13 +88,17 @@ def measure(warm: Path, batches: int) -> None:
     }  # fmt: skip
     loss = PolicyLoss(PolicyConfig(how="seq-mean-token-sum"), on_policy=True)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
-    with TinyRun(RLOO(RLOOConfig(kl_coef=0.0, group_size=GROUP, prompts_per_step=PROMPTS)), tables) as run:
+    with TinyRun(
+        RLOO(RLOOConfig(kl_coef=0.0, group_size=GROUP, prompts_per_step=PROMPTS)), tables
+    ) as run:
         worker = run.worker("actor")
         for _ in range(batches):
             prompts = run.ctx.prompts(PROMPTS)
             batch = run.ctx.actor.generate(prompts.repeat(GROUP))
             batch = batch.join(run.ctx.reward.score(batch))
-            greedy = run.ctx.reward.score(run.ctx.actor.generate(prompts, greedy=True)).rename(scores="baseline_scores")
+            greedy = run.ctx.reward.score(run.ctx.actor.generate(prompts, greedy=True)).rename(
+                scores="baseline_scores"
+            )
             scores, group, mask = (padded(batch[n]) for n in ("scores", "group", "loss_mask"))
             for name, algorithm in ESTIMATORS.items():
                 given = {"scores": scores, "loss_mask": mask}
@@ -91,8 +110,12 @@ def measure(warm: Path, batches: int) -> None:
                     made = (scores + SHIFTS[name])[:, None] * mask
                 else:
                     made = algorithm.advantages(**given)["advantages"]
-                rows = [row[: int(n)] for row, n in zip(made, batch["loss_mask"].lengths, strict=True)]
-                found[name].append(gradient(worker, batch.with_columns(advantages=column_of(rows)), loss))
+                rows = [
+                    row[: int(n)] for row, n in zip(made, batch["loss_mask"].lengths, strict=True)
+                ]
+                found[name].append(
+                    gradient(worker, batch.with_columns(advantages=column_of(rows)), loss)
+                )
             run.ctx.finish()
     relative = {}
     for name, gradients in found.items():

@@ -40,7 +40,11 @@ def draws() -> dict[str, list[int]]:
     rng = np.random.default_rng(7)
     tail = np.clip(rng.exponential(24, ROWS).astype(int) + 1, 1, 128)
     tail[0] = 128
-    return {"fixed 32": [32] * ROWS, "short 3 to 5": rng.integers(3, 6, ROWS).tolist(), "long-tailed": tail.tolist()}
+    return {
+        "fixed 32": [32] * ROWS,
+        "short 3 to 5": rng.integers(3, 6, ROWS).tolist(),
+        "long-tailed": tail.tolist(),
+    }
 
 
 def make_model(folder: Path) -> None:
@@ -75,7 +79,9 @@ actor = {{ model.path = "{folder}/model", optimizer.lr = 1e-4 }}
 
 def digits(sample) -> float:
     """The share of answer positions whose character is right."""
-    return sum(x == y for x, y in zip(sample.response, sample.answer, strict=False)) / len(sample.answer)
+    return sum(x == y for x, y in zip(sample.response, sample.answer, strict=False)) / len(
+        sample.answer
+    )
 
 
 def __getattr__(name: str):
@@ -130,13 +136,20 @@ def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[float]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    rows = [json.loads(line) for line in (folder / "runs/ours/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "runs/ours/metrics.jsonl").read_text().splitlines()
+    ]
     return [row["seconds/step"] for row in rows][WARM:]
 
 
 def trl(folder: Path, steps: int, mode: str) -> list[float]:
     python = HERE.parent / ".bench/trl/bin/python"
-    environment = {**os.environ, **MODES[mode], "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        **MODES[mode],
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     command = [
         str(python),
         str(HERE / "peers/trl_grpo.py"),
@@ -166,7 +179,9 @@ def compare(case: str, folder: Path, lengths: list[int], rounds: int, steps: int
         ratios.append(statistics.median(theirs) / statistics.median(mine))
     ratio = statistics.median(ratios)
     mean = sum(lengths) / len(lengths)
-    emit(f"grpo step of TRL, {case} (mean {mean:.1f} tokens), {best_trl}", statistics.median(b), "s")
+    emit(
+        f"grpo step of TRL, {case} (mean {mean:.1f} tokens), {best_trl}", statistics.median(b), "s"
+    )
     return emit(
         f"grpo step of hybridflow, {case} (mean {mean:.1f} tokens), {best_us}", statistics.median(a), "s",
         ratio=ratio, against="TRL", bar=BARS[case],

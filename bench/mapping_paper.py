@@ -22,7 +22,15 @@ from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 from hybridflow.kit.footprints import Spread, ThreeD
 from hybridflow.kit.huggingface.shapes import PUBLISHED
-from hybridflow.planner import Cluster, Mapping, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
+from hybridflow.planner import (
+    Cluster,
+    Mapping,
+    NothingFitsError,
+    PlannedModel,
+    Task,
+    Workload,
+    plan_mapping,
+)
 from hybridflow.planner.cluster import Efficiency
 from hybridflow.planner.pools import PoolPlanner
 
@@ -61,7 +69,10 @@ def placement(*pools: str) -> frozenset[frozenset[str]]:
 
 
 COLOCATE, SPLIT = placement("actor critic ref reward"), placement("actor ref", "critic reward")
-STANDALONE, OWN_CRITIC = placement("actor", "critic", "ref", "reward"), placement("actor ref reward", "critic")
+STANDALONE, OWN_CRITIC = (
+    placement("actor", "critic", "ref", "reward"),
+    placement("actor ref reward", "critic"),
+)
 WINNERS = [
     ("13b", "13b", {16: COLOCATE, 32: COLOCATE, 64: COLOCATE, 96: SPLIT, 128: STANDALONE}),
     ("34b", "34b", {32: COLOCATE, 64: COLOCATE, 96: SPLIT, 128: SPLIT}),
@@ -92,13 +103,25 @@ def header(*names: str) -> None:
 
 def winners(efficiency: Efficiency) -> int:
     met = 0
-    header("actor, critic", "devices", "the paper's winner", "ours for it", "our winner", "ours", "ratio")
+    header(
+        "actor, critic",
+        "devices",
+        "the paper's winner",
+        "ours for it",
+        "our winner",
+        "ours",
+        "ratio",
+    )
     for actor, critic, cases in WINNERS:
         for devices, want in cases.items():
             try:
-                best = plan_mapping(cluster(devices, efficiency), WORK, models(actor, critic), alternatives=14)
+                best = plan_mapping(
+                    cluster(devices, efficiency), WORK, models(actor, critic), alternatives=14
+                )
             except NothingFitsError as error:
-                print(f"| {actor}, {critic} | {devices} | {named(want)} | {error.problems[0]} | | | |")
+                print(
+                    f"| {actor}, {critic} | {devices} | {named(want)} | {error.problems[0]} | | | |"
+                )
                 continue
             theirs = next((m for m in (best, *best.others) if m.placement == want), None)
             ratio = theirs.seconds / best.seconds if theirs else float("inf")
@@ -135,7 +158,9 @@ def generation_layouts() -> int:
         planner = PoolPlanner(cluster(16).nodes[0], WORK, (actor,))
         option = planner.option(actor, ParallelLayout(1, 8, 2))
         cuts = {tp: GenerationLayout(ParallelLayout(dp=16), 1, tp) for tp in (1, 2, 4, 8)}
-        found = {tp: planner.engine(option, 16, option.bytes.resident, cut) for tp, cut in cuts.items()}
+        found = {
+            tp: planner.engine(option, 16, option.bytes.resident, cut) for tp, cut in cuts.items()
+        }
         best = min((c.seconds, tp) for tp, c in found.items() if c)[1]
         met += best == want
         times = " | ".join(f"{c.seconds:.1f} s" if c else "no room" for c in found.values())
@@ -145,16 +170,33 @@ def generation_layouts() -> int:
 
 def transitions() -> None:
     """Bytes that a rank receives, as shares of the model; gathers as in system.md, at 128 devices."""
-    header("actor", "t_g, p_g of t, p", "planned", "gather over a replica", "gather over everything", "less")
-    for name, tg, pg, t, p in (("7b", 2, 1, 8, 1), ("13b", 4, 1, 8, 1), ("34b", 8, 1, 8, 4), ("70b", 8, 1, 8, 8)):
+    header(
+        "actor",
+        "t_g, p_g of t, p",
+        "planned",
+        "gather over a replica",
+        "gather over everything",
+        "less",
+    )
+    for name, tg, pg, t, p in (
+        ("7b", 2, 1, 8, 1),
+        ("13b", 4, 1, 8, 1),
+        ("34b", 8, 1, 8, 4),
+        ("70b", 8, 1, 8, 8),
+    ):
         actor = attrs.evolve(models(name, name)[0], settings=Paper(max_pp=80))
         planner = PoolPlanner(cluster(128).nodes[0], WORK, (actor,))
         size = actor.size.params * actor.limits.weight_bytes
-        trained, engines = ParallelLayout(p, t, 128 // (p * t)), GenerationLayout(ParallelLayout(dp=128), pg, tg)
+        trained, engines = (
+            ParallelLayout(p, t, 128 // (p * t)),
+            GenerationLayout(ParallelLayout(dp=128), pg, tg),
+        )
         got = planner.simulator.received(actor, trained, engines) / size
         replica, everything = (t * p - 1) / (t * p), 127 / 128
         less = f"{100 * (1 - got / replica):.1f}%, {100 * (1 - got / everything):.1f}%"
-        print(f"| {name} | {tg}, {pg} of {t}, {p} | {got:.3f} | {replica:.3f} | {everything:.3f} | {less} |")
+        print(
+            f"| {name} | {tg}, {pg} of {t}, {p} | {got:.3f} | {replica:.3f} | {everything:.3f} | {less} |"
+        )
 
 
 BARS = {128: 5, 1024: 30, 16384: 120}
@@ -166,14 +208,23 @@ SAFE_BAR = 20
 def planning_times(plot: str | None) -> bool:
     """Whether the bars are met; with `plot` also sizes between, drawn."""
     ladder = [8 * 2**k for k in range(12)] if plot else list(BARS)
-    ppo = {n: cpu_seconds(Cluster.of("a100-80gb", max(1, n // 8)), WORK, models("7b", "7b")) for n in ladder}
+    ppo = {
+        n: cpu_seconds(Cluster.of("a100-80gb", max(1, n // 8)), WORK, models("7b", "7b"))
+        for n in ladder
+    }
     six, work = safe_rlhf()
-    safe = {n: cpu_seconds(cluster(n), work, six) for n in ([16, 32, 64, 128, 256] if plot else [128])}
+    safe = {
+        n: cpu_seconds(cluster(n), work, six) for n in ([16, 32, 64, 128, 256] if plot else [128])
+    }
     good = True
     for devices, seconds in ppo.items():
         good &= said(f"plan PPO, 4 models of 7B on {devices}", seconds, BARS.get(devices))
     for devices, seconds in safe.items():
-        good &= said(f"plan Safe RLHF, 6 models of 7B on {devices}", seconds, SAFE_BAR if devices == 128 else None)
+        good &= said(
+            f"plan Safe RLHF, 6 models of 7B on {devices}",
+            seconds,
+            SAFE_BAR if devices == 128 else None,
+        )
     if plot:
         draw(plot, {"PPO, 4 models": ppo, "Safe RLHF, 6 models": safe})
     return good
@@ -198,7 +249,9 @@ def cpu_seconds(where: Cluster, work: Workload, what: list[PlannedModel]) -> flo
 def said(name: str, seconds: float, bar: float | None) -> bool:
     if bar is None:
         return emit(name, seconds, "CPU s")
-    return emit(name, seconds, "CPU s", ratio=seconds / bar, against=f"{bar} s", bar=1.0, at_most=True)
+    return emit(
+        name, seconds, "CPU s", ratio=seconds / bar, against=f"{bar} s", bar=1.0, at_most=True
+    )
 
 
 def draw(target: str, lines: dict[str, dict[int, float]]) -> None:
@@ -227,8 +280,17 @@ def main() -> None:
     found = winners(EFFICIENCY)
     layouts = generation_layouts()
     transitions()
-    good = emit("placement winners of the paper", found, "of 12", ratio=found / 12, against="12", bar=10 / 12)
-    good &= emit("generation layouts of the paper", layouts, "of 2", ratio=layouts / 2, against="2", bar=1.0)
+    good = emit(
+        "placement winners of the paper",
+        found,
+        "of 12",
+        ratio=found / 12,
+        against="12",
+        bar=10 / 12,
+    )
+    good &= emit(
+        "generation layouts of the paper", layouts, "of 2", ratio=layouts / 2, against="2", bar=1.0
+    )
     good &= planning_times(plot)
     raise SystemExit(not good)
 

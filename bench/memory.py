@@ -77,12 +77,28 @@ FSDP = (
     ("61M GQA", {}, 1, 16, 96, 32, 4096),
     ("61M GQA", {}, 2, 16, 32, 96, 1024),
     ("61M GQA", {"wrap_min_parameters": 1_000_000, "precision": "bf16"}, 1, 16, 64, 64, 2048),
-    ("61M GQA", {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000}, 1, 16, 64, 64, 512),
+    (
+        "61M GQA",
+        {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000},
+        1,
+        16,
+        64,
+        64,
+        512,
+    ),
     ("62M deep", {}, 1, 16, 64, 64, 4096),
     ("62M deep", {}, 2, 16, 32, 96, 2048),
     ("62M deep", {"precision": "bf16"}, 2, 16, 32, 96, 2048),
     ("62M deep", {"wrap_min_parameters": 1_000_000}, 1, 16, 64, 64, 1024),
-    ("62M deep", {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000}, 1, 32, 96, 32, 4096),
+    (
+        "62M deep",
+        {"activation_checkpointing": True, "wrap_min_parameters": 1_000_000},
+        1,
+        32,
+        96,
+        32,
+        4096,
+    ),
     ("45M wide", {}, 1, 64, 32, 96, 4096),
     ("45M wide", {}, 2, 32, 32, 96, 4096),
     ("45M wide", {"precision": "bf16"}, 1, 64, 32, 96, 4096),
@@ -107,7 +123,9 @@ class CountedWorker(ModelWorker):
     """Notes every allocation from the building of the model on."""
 
     def __init__(self, *given):
-        self.profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self.profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
         self.profile.start()
         super().__init__(*given)
 
@@ -167,9 +185,14 @@ def measure(name: str, case: tuple) -> tuple[dict[str, float], dict[str, float]]
             every = actor.group.peaks(spans).result()
         model = planned_model("actor", job.models["actor"], [])
         layout = job.models["actor"].layout
-    work = Workload((Task("actor", "infer", sequences), Task("actor", "train", sequences)), prompt, response)
+    work = Workload(
+        (Task("actor", "infer", sequences), Task("actor", "train", sequences)), prompt, response
+    )
     said = Memory(Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], work)).bytes(model, layout)
-    peaks = [[held[at][rank] + r[at][1] - r[at][0] for rank, r in enumerate(every)] for at in range(len(held))]
+    peaks = [
+        [held[at][rank] + r[at][1] - r[at][0] for rank, r in enumerate(every)]
+        for at in range(len(held))
+    ]
     middle = statistics.median
     most = {
         "rest": middle([*itertools.chain(*held[1:])]),
@@ -184,7 +207,9 @@ def measure(name: str, case: tuple) -> tuple[dict[str, float], dict[str, float]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--zero", action="store_true", help="DeepSpeed's ZeRO in place of FSDP2")
     parser.add_argument("--model", choices=tuple(MODELS), help="this one alone")
     wanted = parser.parse_args()

@@ -30,9 +30,19 @@ def plan(kind: str, ranks: int) -> None:
         source = megatron_layout(shape, train)
     else:
         train = ParallelLayout(dp=ranks)
-        source = fsdp_layout(shape.params(), train) if kind == "fsdp" else zero3_layout(shape.params(), ranks)
+        source = (
+            fsdp_layout(shape.params(), train)
+            if kind == "fsdp"
+            else zero3_layout(shape.params(), ranks)
+        )
     made = plan_reshard(source, engine_layout(shape, generation_layout(train, 1, TP)))
-    for figure in (made.bytes_received, made.bytes_sent, made.peak_bytes, made.bytes_redundant, made.bytes_aliased):
+    for figure in (
+        made.bytes_received,
+        made.bytes_sent,
+        made.peak_bytes,
+        made.bytes_redundant,
+        made.bytes_aliased,
+    ):
         max(figure.values())
 
 
@@ -41,7 +51,13 @@ def main() -> int:
     for ranks, bar in BARS.items():
         for kind in ("megatron", "fsdp", "zero3"):
             seconds = timed(lambda kind=kind, ranks=ranks: plan(kind, ranks))
-            good &= emit(f"plan llama-70b, {kind} on {ranks:,} ranks to tp {TP}", seconds, "s", bar=bar, at_most=True)
+            good &= emit(
+                f"plan llama-70b, {kind} on {ranks:,} ranks to tp {TP}",
+                seconds,
+                "s",
+                bar=bar,
+                at_most=True,
+            )
     return 0 if good else 1
 
 

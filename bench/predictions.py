@@ -48,7 +48,9 @@ def config(folder: Path, work: tuple, layout: tuple[int, int]) -> Path:
     name = f"{algorithm}-{size}-{prompt}+{response}-tp{layout[0]}-engine{layout[1]}"
     data = folder / f"{prompt}.jsonl"
     draw = random.Random(0)
-    rows = ({"prompt": "".join(draw.choices("0123456789", k=prompt)), "answer": "1"} for _ in range(256))
+    rows = (
+        {"prompt": "".join(draw.choices("0123456789", k=prompt)), "answer": "1"} for _ in range(256)
+    )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = f'{{ model_type = "qwen2", num_key_value_heads = 2, max_position_embeddings = 512, {SIZES[size]} }}'
     grouped = f", group_size = {group}" if algorithm == "grpo" else ""
@@ -87,7 +89,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--keep", help="a folder for the cluster file, the configs and the runs; a cluster file that is there is taken"
+        "--keep",
+        help="a folder for the cluster file, the configs and the runs; a cluster file that is there is taken",
     )
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -100,21 +103,39 @@ def compare(folder: Path, rounds: int) -> int:
     cluster = folder / "cluster.toml"
     if not cluster.exists():
         hybridflow("calibrate", "--devices", str(PROCESSES), "--write", str(cluster))
-    paths = {(work, layout): config(folder, work, layout) for work, layout in itertools.product(WORK, LAYOUTS)}
+    paths = {
+        (work, layout): config(folder, work, layout)
+        for work, layout in itertools.product(WORK, LAYOUTS)
+    }
     found: dict[tuple, list[list[dict[str, float]]]] = {key: [] for key in paths}
     for at in range(rounds):
         for key, path in paths.items():
             hybridflow("run", str(path), "--overwrite")
             found[key].append(steps_of(path))
         print(f"round {at + 1} of {rounds}", file=sys.stderr, flush=True)
-    best = {key: [min(step["seconds/step"] for step in steps) for steps in runs] for key, runs in found.items()}
+    best = {
+        key: [min(step["seconds/step"] for step in steps) for steps in runs]
+        for key, runs in found.items()
+    }
     predicted = {key: runs[0][0]["seconds/predicted"] for key, runs in found.items()}
     errors = []
     for key, path in paths.items():
         measured = min(best[key])
         errors.append(abs(predicted[key] / measured - 1))
-        emit(path.stem, predicted[key], "s", ratio=predicted[key] / measured, against=f"measured {measured:.4g} s")
-    good = emit("mean error of the step time", sum(errors) / len(errors), "of 1", bar=MEAN_ERROR, at_most=True)
+        emit(
+            path.stem,
+            predicted[key],
+            "s",
+            ratio=predicted[key] / measured,
+            against=f"measured {measured:.4g} s",
+        )
+    good = emit(
+        "mean error of the step time",
+        sum(errors) / len(errors),
+        "of 1",
+        bar=MEAN_ERROR,
+        at_most=True,
+    )
     for work in WORK:
         said = min(LAYOUTS, key=lambda layout: predicted[work, layout])
         was = min(LAYOUTS, key=lambda layout: min(best[work, layout]))

@@ -46,10 +46,13 @@ def plans(tp: int) -> dict:
     params, train = shape.params(torch.float32), ParallelLayout(tp=WORLD)
     held = megatron_layout(shape, train, params)
     targets = {
-        g: engine_layout(shape, generation_layout(train, 1, tp, g), params) for g in ("zero-redundancy", "consecutive")
+        g: engine_layout(shape, generation_layout(train, 1, tp, g), params)
+        for g in ("zero-redundancy", "consecutive")
     }
     return {
-        "everything": gather_plan(zero3_layout(params, WORLD), targets["consecutive"], [list(range(WORLD))], BUCKET),
+        "everything": gather_plan(
+            zero3_layout(params, WORLD), targets["consecutive"], [list(range(WORLD))], BUCKET
+        ),
         "replica": gather_plan(held, targets["consecutive"], [list(range(WORLD))], BUCKET),
         "planned": plan_reshard(held, targets["zero-redundancy"], BUCKET),
     }
@@ -90,7 +93,11 @@ class Side:
         self.into = None
         held = []
         if self.name == "planned":
-            target = [(n, b, torch.ones(b.shape)) for n, bs in self.plan.target.held[self.rank].items() for b in bs]
+            target = [
+                (n, b, torch.ones(b.shape))
+                for n, bs in self.plan.target.held[self.rank].items()
+                for b in bs
+            ]
             self.into = Shards(target)
         for name, boxes in self.plan.source.held[self.rank].items():
             for box in boxes:
@@ -108,7 +115,11 @@ class Side:
 
         if self.name == "planned":
             return self.exchange.run(self.transport, self.source.read, self._write)
-        whole = [(n, b, torch.empty(b.shape)) for n, bs in self.plan.target.held[self.rank].items() for b in bs]
+        whole = [
+            (n, b, torch.empty(b.shape))
+            for n, bs in self.plan.target.held[self.rank].items()
+            for b in bs
+        ]
         self.into = Shards(whole)
         for name, box in self.local:
             view, own = self.into.read(name, box), self.source.read(name, box)
@@ -116,7 +127,9 @@ class Side:
                 view.copy_(own)
         moved = self.exchange.run(self.transport, self.source.read, self._write)
         final = self.plan.final.held[self.rank]
-        sliced = [(n, b, self.into.read(n, b).clone()) for n, bs in final.items() for b in bs if b.numel]
+        sliced = [
+            (n, b, self.into.read(n, b).clone()) for n, bs in final.items() for b in bs if b.numel
+        ]
         self.into = Shards(sliced)
         return moved
 
@@ -129,7 +142,9 @@ class Side:
         wanted = (self.plan.target if self.name == "planned" else self.plan.final).held[self.rank]
         for name, boxes in wanted.items():
             for box in boxes:
-                assert torch.equal(self.into.read(name, box), self.expected(name, box)), f"{self.name}: {name} {box}"
+                assert torch.equal(self.into.read(name, box), self.expected(name, box)), (
+                    f"{self.name}: {name} {box}"
+                )
 
 
 def work(rank: int, store: str, answers) -> None:
@@ -190,7 +205,9 @@ def main() -> int:
     context = mp.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=work, args=(r, f"{folder}/store", answers)) for r in range(WORLD)]
+        ranks = [
+            context.Process(target=work, args=(r, f"{folder}/store", answers)) for r in range(WORLD)
+        ]
         for process in ranks:
             process.start()
         told = {}
@@ -201,7 +218,9 @@ def main() -> int:
             process.join()
     good = True
     for case, (_, bar) in CASES.items():
-        per = {n: [max(told[r][case][n][i][0] for r in told) for i in range(REPEATS)] for n in ENGINES}
+        per = {
+            n: [max(told[r][case][n][i][0] for r in told) for i in range(REPEATS)] for n in ENGINES
+        }
         for name in ENGINES:
             rows = [row for r in told for row in told[r][case][name]]
             received, stated = max(r[1] for r in rows), max(r[3] for r in rows)
@@ -213,7 +232,9 @@ def main() -> int:
             planned = name == "planned"
             good &= emit(f"{key}: peak above the plan", over / 1e6, "MB",
                          bar=BUCKET / 1e6 if planned else None, at_most=True)  # fmt: skip
-            ratio = statistics.median(a / b for a, b in zip(per[name], per["everything"], strict=True))
+            ratio = statistics.median(
+                a / b for a, b in zip(per[name], per["everything"], strict=True)
+            )
             good &= emit(f"{key}: seconds", statistics.median(per[name]), "s", ratio=ratio, against="everything",
                          bar=bar if planned else None, at_most=True)  # fmt: skip
     return 0 if good else 1

@@ -67,7 +67,9 @@ def draws(requests: int, at: int, lengths: str, vocab: int):
     prompts = np.random.default_rng([7, at]).integers(0, vocab, (requests, PROMPT))
     if lengths != "long-tailed":
         return prompts, [FIXED] * requests
-    tail = np.clip(np.random.default_rng(7).lognormal(2.8, 1.0, requests).astype(int) + 1, 1, LONGEST)
+    tail = np.clip(
+        np.random.default_rng(7).lognormal(2.8, 1.0, requests).astype(int) + 1, 1, LONGEST
+    )
     tail[0] = LONGEST
     return prompts, np.minimum(tail, FIXED if at == WARM_UP else LONGEST).tolist()
 
@@ -86,7 +88,9 @@ class Contestant:
         self.name, self.requests, self.logs = name, requests, logs
         self.spec = ModelSpec({**COMMON, **MODELS[model]}, None, 0)
         torch.manual_seed(0)
-        self.model = AutoModelForCausalLM.from_config(hf_config_of(self.spec), dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_config(
+            hf_config_of(self.spec), dtype=torch.float32
+        ).eval()
         self.parameters = {name: p.detach() for name, p in self.model.named_parameters()}
         self.start()
 
@@ -100,7 +104,9 @@ class Contestant:
         prompts, wanted = draws(self.requests, at, lengths, self.spec.vocab_size)
         seconds, responses, logprobs, how = self.sample(prompts, wanted, kind, at)
         if [len(r) for r in responses] != wanted:
-            raise RuntimeError(f"{self.name} gave responses of {[len(r) for r in responses]} tokens, not of {wanted}")
+            raise RuntimeError(
+                f"{self.name} gave responses of {[len(r) for r in responses]} tokens, not of {wanted}"
+            )
         if at == WARM_UP and logprobs is not None:
             self.check(prompts[0], responses[0], logprobs[0])
         return {"seconds": seconds, "tokens": sum(wanted), "how": how}
@@ -133,7 +139,10 @@ class Contestant:
             return {"bytes": peak.most - peak.before}
         started = time.perf_counter()
         self.copy_weights(at)
-        return {"seconds": time.perf_counter() - started, "bytes": sum(p.nbytes for p in self.parameters.values())}
+        return {
+            "seconds": time.perf_counter() - started,
+            "bytes": sum(p.nbytes for p in self.parameters.values()),
+        }
 
 
 class Generate(Contestant):
@@ -152,7 +161,9 @@ class Generate(Contestant):
             return (*self._run("none", prompts, wanted, at), "")
         if not self.faster:
             ways = ("output_logits", "second forward")
-            seconds = {way: min(self._run(way, prompts, wanted, at)[0] for _ in range(2)) for way in ways}
+            seconds = {
+                way: min(self._run(way, prompts, wanted, at)[0] for _ in range(2)) for way in ways
+            }
             self.faster = min(seconds, key=seconds.__getitem__)
         return (*self._run(self.faster, prompts, wanted, at), self.faster)
 
@@ -170,15 +181,22 @@ class Generate(Contestant):
             sampled, logprobs = out.sequences[:, PROMPT:], None
             if way == "output_logits":
                 steps = [
-                    x.gather(1, y[:, None])[:, 0] - x.logsumexp(-1) for x, y in zip(out.logits, sampled.T, strict=True)
+                    x.gather(1, y[:, None])[:, 0] - x.logsumexp(-1)
+                    for x, y in zip(out.logits, sampled.T, strict=True)
                 ]
                 logprobs = torch.stack(steps, 1)
             elif way == "second forward":
-                logits = self.model(out.sequences[:, :-1], use_cache=False, logits_to_keep=max(wanted)).logits
+                logits = self.model(
+                    out.sequences[:, :-1], use_cache=False, logits_to_keep=max(wanted)
+                ).logits
                 logprobs = logits.gather(-1, sampled[..., None])[..., 0] - logits.logsumexp(-1)
             responses = [row[:n].numpy() for row, n in zip(sampled, wanted, strict=True)]
         seconds = time.perf_counter() - started
-        values = None if logprobs is None else [row[:n].numpy() for row, n in zip(logprobs, wanted, strict=True)]
+        values = (
+            None
+            if logprobs is None
+            else [row[:n].numpy() for row, n in zip(logprobs, wanted, strict=True)]
+        )
         return seconds, responses, values
 
 
@@ -196,7 +214,9 @@ class Engine(Contestant):
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         layout = ParallelLayout()
-        context = RankContext("bench", 0, layout, torch.device("cpu"), generation=generation_layout(layout))
+        context = RankContext(
+            "bench", 0, layout, torch.device("cpu"), generation=generation_layout(layout)
+        )
         config = registry().get("rollout_engine", self.name).Config(**SETTINGS[self.name])
         self.engine = build_engine(self.name, self.spec, config, context, self.logs)
         self.engine.start()
@@ -216,7 +236,9 @@ class Engine(Contestant):
 
         started = time.perf_counter()
         requests = [
-            Request(row, prompt, SamplingParams(max_tokens=n, ignore_stop=True), seed=1000 * at + row)
+            Request(
+                row, prompt, SamplingParams(max_tokens=n, ignore_stop=True), seed=1000 * at + row
+            )
             for row, (prompt, n) in enumerate(zip(prompts, wanted, strict=True))
         ]
         done = self.engine.generate(requests)
@@ -277,13 +299,30 @@ class Process(Peer):
 
     def __init__(self, name: str, model: str, arguments: argparse.Namespace, logs: Path):
         self.name, self.log = name, logs / f"{name}-{model}.log"
-        command = [str(arguments.python), str(HERE / "rollout.py"), "--engine", name, "--model", model]
+        command = [
+            str(arguments.python),
+            str(HERE / "rollout.py"),
+            "--engine",
+            name,
+            "--model",
+            model,
+        ]
         requests = arguments.requests or GENERATING.get(model, 1)
         command += ["--requests", str(requests), "--logs", str(logs)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                command,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         self.seen: set[tuple[int, str]] = set()
 
@@ -291,7 +330,10 @@ class Process(Peer):
         """False when the environment lacks the engine."""
         if self._answer() == "ready":
             return True
-        print(f"# {self.process.args[0]} has no {self.name}: make .venv-engines/.done", file=sys.stderr)
+        print(
+            f"# {self.process.args[0]} has no {self.name}: make .venv-engines/.done",
+            file=sys.stderr,
+        )
         return False
 
     def call(self, name: str, **parameters) -> dict:
@@ -306,7 +348,9 @@ class Process(Peer):
         try:
             return super()._answer()
         except RuntimeError as error:
-            raise RuntimeError(f"{self.name}: {error}\n{self.log.read_text(errors='replace')[-4000:]}") from None
+            raise RuntimeError(
+                f"{self.name}: {error}\n{self.log.read_text(errors='replace')[-4000:]}"
+            ) from None
 
     def left_behind(self) -> set[tuple[int, str]]:
         """Close it; its processes that live on."""
@@ -324,7 +368,9 @@ class Process(Peer):
 def contestants(model: str, arguments: argparse.Namespace):
     """Name -> its process with this model, started at once; ended, and missed, afterwards."""
     logs = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
-    started = {name: Process(name, model, arguments, logs) for name in (BASELINE, *arguments.engines)}
+    started = {
+        name: Process(name, model, arguments, logs) for name in (BASELINE, *arguments.engines)
+    }
     try:
         there = {name: process for name, process in started.items() if process.ready()}
         arguments.good &= len(there) == len(started)
@@ -338,21 +384,29 @@ def contestants(model: str, arguments: argparse.Namespace):
 
 
 def compare(model: str, lengths: str, there: dict[str, Process], rounds: int) -> None:
-    turns = [(PLAIN, BASELINE), (WITH, BASELINE)] + [(name, name) for name in there if name != BASELINE]
+    turns = [(PLAIN, BASELINE), (WITH, BASELINE)] + [
+        (name, name) for name in there if name != BASELINE
+    ]
     found: dict[str, list[dict]] = {kind: [] for kind, _ in turns}
     for at in range(rounds + 1):
         for kind, name in turns:
             answer = there[name].call("generation", kind=kind, lengths=lengths, at=at)
             if at != WARM_UP:
                 found[kind].append(answer)
-    rate = {kind: max(a["tokens"] / a["seconds"] for a in answers) for kind, answers in found.items()}
+    rate = {
+        kind: max(a["tokens"] / a["seconds"] for a in answers) for kind, answers in found.items()
+    }
     frugal = {
         kind: sum(a["tokens"] for a in answers) / sum(a["processor"] for a in answers)
         for kind, answers in found.items()
     }
     tokens = found[PLAIN][0]["tokens"]
     case = f"generation, {model}, {lengths} ({tokens} tokens)"
-    how = {PLAIN: PLAIN, WITH: f"{WITH} ({found[WITH][0]['how']})", "sglang": "sglang (processes of its own)"}
+    how = {
+        PLAIN: PLAIN,
+        WITH: f"{WITH} ({found[WITH][0]['how']})",
+        "sglang": "sglang (processes of its own)",
+    }
     for kind in found:
         ours = kind not in (PLAIN, WITH)
         name = f"{case}, {how.get(kind, kind)}{', logprobs always' if ours else ''}"
@@ -377,19 +431,31 @@ def syncs(model: str, there: dict[str, Process], rounds: int) -> None:
         if name == BASELINE:
             emit(f"{case}, a plain copy", best[name], "s")
             continue
-        emit(f"{case}, {name}", best[name], "s", ratio=best[name] / best[BASELINE], against="a plain copy")
+        emit(
+            f"{case}, {name}",
+            best[name],
+            "s",
+            ratio=best[name] / best[BASELINE],
+            against="a plain copy",
+        )
         peak = process.call("sync", at=rounds + 2, memory=True)["bytes"]
         where = "the worker's process, not SGLang's own" if name == "sglang" else "its process"
         emit(f"{case}, {name}: peak above what stood before, in {where}", peak / 1e6, "MB")
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, default=ROOT / ".venv-engines/bin/python", help="has all engines")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--python", type=Path, default=ROOT / ".venv-engines/bin/python", help="has all engines"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, help="of every model")
     parser.add_argument("--models", nargs="*", choices=list(GENERATING), default=list(GENERATING))
-    parser.add_argument("--synced", choices=list(MODELS), default=SYNCED, help="the model of the weight sync")
+    parser.add_argument(
+        "--synced", choices=list(MODELS), default=SYNCED, help="the model of the weight sync"
+    )
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
     parser.add_argument("--engine", choices=(BASELINE, *ENGINES), help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=list(MODELS), help=argparse.SUPPRESS)
@@ -402,7 +468,10 @@ def main() -> int:
     if arguments.engine:
         return serve(arguments)
     if not arguments.python.exists():
-        print(f"# there is no {arguments.python}: make .venv-engines/.done, or --python PATH", file=sys.stderr)
+        print(
+            f"# there is no {arguments.python}: make .venv-engines/.done, or --python PATH",
+            file=sys.stderr,
+        )
         return 1
     arguments.good = True
     for model in arguments.models:

@@ -78,7 +78,9 @@ PAIRS = {"dpo": ("actor", "beta = 0.5"), "reward_model": ("reward", ""), "cost_m
 """Settings whose score is the accuracy on held-out pairs: the role that learns, and [algorithm]."""
 CONTROL = "safe_rlhf without its cost"
 """The same run with lambda held at 0: what the cost does where nobody minds it."""
-ONLINE_AND_CONTROL = ONLINE | {CONTROL: ONLINE["safe_rlhf"] + "\nmultiplier = 1e-9\nmultiplier_max = 1e-9"}
+ONLINE_AND_CONTROL = ONLINE | {
+    CONTROL: ONLINE["safe_rlhf"] + "\nmultiplier = 1e-9\nmultiplier_max = 1e-9"
+}
 LIMIT_S = 150
 
 
@@ -110,7 +112,9 @@ def config(name: str, seed: int, warm: Path | None, stop_at: float | None = None
             "validation": "stop_at = 0.6",
         }
         return BASE.substitute(
-            given | more | {"tables": tables, "data": 'response = "{answer}"\noptions = { rows = 1200 }'}
+            given
+            | more
+            | {"tables": tables, "data": 'response = "{answer}"\noptions = { rows = 1200 }'}
         )
     given |= {"every": 10, "at_start": "true", "model": f'model.path = "{warm}"', "steps": 150}
     if name in ONLINE_AND_CONTROL:
@@ -126,10 +130,17 @@ def config(name: str, seed: int, warm: Path | None, stop_at: float | None = None
         data = 'response = "{even}"\nrejected = "{odd}"\nunsafe = ["even_unsafe", "odd_unsafe"]\n'
     own = "optimizer = { lr = 3e-4 }\n" if role == "actor" else ""
     table = (
-        "" if role == "actor" else f'[{role}]\nmodel.path = "{warm}"\nmicro_batch_tokens = 8192\noptimizer.lr = 1e-3\n'
+        ""
+        if role == "actor"
+        else f'[{role}]\nmodel.path = "{warm}"\nmicro_batch_tokens = 8192\noptimizer.lr = 1e-3\n'
     )
     tables = f'{own}{table}[algorithm]\nname = "{name}"\npairs_per_step = 64\n{settings}\n'
-    more = {"source": "examples.learning.pairs:Pairs", "data": data, "validation": "generate = false", "tables": tables}
+    more = {
+        "source": "examples.learning.pairs:Pairs",
+        "data": data,
+        "validation": "generate = false",
+        "tables": tables,
+    }
     return BASE.substitute(given | more)
 
 
@@ -159,7 +170,11 @@ def run(name: str, seed: int, warm: Path | None, stop_at: float | None = None) -
 def metrics(folder: Path, *keys: str) -> list[tuple[float, ...]]:
     """(step, values of `keys`) of each row that has them."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], *(row[key] for key in keys)) for row in rows if all(key in row for key in keys)]
+    return [
+        (row["step"], *(row[key] for key in keys))
+        for row in rows
+        if all(key in row for key in keys)
+    ]
 
 
 def curve(folder: Path, name: str) -> list[tuple[float, float]]:
@@ -169,36 +184,53 @@ def curve(folder: Path, name: str) -> list[tuple[float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=[*ONLINE, *PAIRS], choices=[*ONLINE, *PAIRS])
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at once, of one thread each")
-    parser.add_argument("--stop-at", type=float, help="end a run early at this share of held-out sums")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="runs at once, of one thread each"
+    )
+    parser.add_argument(
+        "--stop-at", type=float, help="end a run early at this share of held-out sums"
+    )
     arguments = parser.parse_args()
     names, seeds = arguments.only, arguments.seeds
     asked = [*names, CONTROL] if "safe_rlhf" in names else names
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        warm = dict(zip(seeds, pool.map(lambda seed: run("warm-up", seed, None), seeds), strict=True))
+        warm = dict(
+            zip(seeds, pool.map(lambda seed: run("warm-up", seed, None), seeds), strict=True)
+        )
         jobs = {
             (n, s): pool.submit(run, n, s, warm[s] / "export" / "actor", arguments.stop_at)
             for n in asked
             for s in seeds
         }
         folders = {key: job.result() for key, job in jobs.items()}
-    lines = ["| algorithm | score | from | to | gain, least | steps | seconds |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| algorithm | score | from | to | gain, least | steps | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
     failed = []
     for name in names:
         curves = [curve(folders[name, seed], name) for seed in seeds]
         first, last = [c[0][1] for c in curves], [max(v for _, v in c[-3:]) for c in curves]
         gain = min(b - a for a, b in zip(first, last, strict=True))
-        kind, bar = ("held-out pairs in order", 15) if name in PAIRS else ("held-out sums right", 20)
+        kind, bar = (
+            ("held-out pairs in order", 15) if name in PAIRS else ("held-out sums right", 20)
+        )
         if gain < bar:
             failed.append(f"{name} gained {gain:.0f} points, less than {bar}")
         steps = span([c[-1][0] for c in curves])
         seconds = span([float((folders[name, seed] / "seconds").read_text()) for seed in seeds])
-        lines.append(f"| `{name}` | {kind} | {spread(first)} | {spread(last)} | {gain:.0f} | {steps} | {seconds} |")
+        lines.append(
+            f"| `{name}` | {kind} | {spread(first)} | {spread(last)} | {gain:.0f} | {steps} | {seconds} |"
+        )
     if "safe_rlhf" in names:
-        table, broken = safety([folders["safe_rlhf", s] for s in seeds], [folders[CONTROL, s] for s in seeds])
+        table, broken = safety(
+            [folders["safe_rlhf", s] for s in seeds], [folders[CONTROL, s] for s in seeds]
+        )
         lines += ["", *table]
         failed += broken
     print("\n".join(lines))
@@ -223,7 +255,10 @@ def safety(constrained: list[Path], control: list[Path]) -> tuple[list[str], lis
     broken = []
     for name, folders in (("`safe_rlhf`, limit 0.4", constrained), ("lambda held at 0", control)):
         found = [metrics(folder, *SAFE) for folder in folders]
-        late = [[statistics.mean(row[i] for row in rows[-len(rows) // 3 :]) for i in (1, 2)] for rows in found]
+        late = [
+            [statistics.mean(row[i] for row in rows[-len(rows) // 3 :]) for i in (1, 2)]
+            for rows in found
+        ]
         cells = [
             spread([r[0][1] for r in found], 3), spread([c for c, _ in late], 3),
             spread([r[0][2] for r in found], 3), spread([s for _, s in late], 3),
@@ -244,7 +279,12 @@ def draw(folders: dict[tuple[str, int], Path], seeds: Iterable[int]) -> None:
 
     matplotlib.use("svg")
     matplotlib.rcParams.update(
-        {"svg.hashsalt": "hybridflow", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+        {
+            "svg.hashsalt": "hybridflow",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
     )
     from matplotlib import pyplot
 
@@ -253,7 +293,9 @@ def draw(folders: dict[tuple[str, int], Path], seeds: Iterable[int]) -> None:
         for seed in seeds:
             axes.plot(*zip(*curve(folders[name, seed], name), strict=True), label=f"seed {seed}")
         axes.set(
-            xlabel="step", ylabel="pairs in order, %" if name in PAIRS else "held-out sums right, %", ylim=(40, 101)
+            xlabel="step",
+            ylabel="pairs in order, %" if name in PAIRS else "held-out sums right, %",
+            ylim=(40, 101),
         )
         axes.legend(frameon=False)
         figure.savefig(CURVES / f"{name}.svg", metadata={"Date": None})

@@ -23,11 +23,15 @@ COLOURS = {"keeps": "#3b6fb6", "receives": "#a9c6e8", "redundant": "#d9534f", ""
 def holdings(parts: int, part_of: dict[int, int]) -> WeightLayout:
     """A parameter of four rows, cut into `parts`."""
     size = 4 // parts
-    held = {rank: {"w": (Box((part * size,), ((part + 1) * size,)),)} for rank, part in part_of.items()}
+    held = {
+        rank: {"w": (Box((part * size,), ((part + 1) * size,)),)} for rank, part in part_of.items()
+    }
     return WeightLayout({"w": Param((4,), torch.float32)}, held)
 
 
-def cells(grouping: str) -> tuple[dict[int, list[str]], list[list[int]], dict[int, int], dict[int, int]]:
+def cells(
+    grouping: str,
+) -> tuple[dict[int, list[str]], list[list[int]], dict[int, int], dict[int, int]]:
     """Rank -> what each quarter is to it; the generation tp groups; elements received and redundant by rank."""
     generation = generation_layout(TRAIN, 1, TP, grouping)
     place = {rank: at for replica in generation.replicas for at, rank in enumerate(replica[0])}
@@ -37,7 +41,8 @@ def cells(grouping: str) -> tuple[dict[int, list[str]], list[list[int]], dict[in
 
     def kind(rank: int, row: int) -> str:
         has, wants = (
-            {i for b in side.held[rank]["w"] for i in range(b.start[0], b.stop[0])} for side in (source, target)
+            {i for b in side.held[rank]["w"] for i in range(b.start[0], b.stop[0])}
+            for side in (source, target)
         )
         if row in wants:
             return "keeps" if row in has else "receives"
@@ -58,7 +63,9 @@ def draw() -> str:
     for block, grouping in enumerate(("consecutive", "zero-redundancy")):
         found, groups, received, redundant = cells(grouping)
         top = TOP + block * BLOCK
-        name = {"consecutive": "ordinary groups", "zero-redundancy": "zero-redundancy groups"}[grouping]
+        name = {"consecutive": "ordinary groups", "zero-redundancy": "zero-redundancy groups"}[
+            grouping
+        ]
         worst = [max(f.values()) // 4 for f in (received, redundant)]
         said = [name, "tp groups", " ".join(f"[{a},{b}]" for a, b in groups[:2]), " ".join(f"[{a},{b}]" for a, b in groups[2:]),
                 f"receives {worst[0]} of 4 quarters", f"redundant {worst[1]} of 4"]  # fmt: skip
@@ -67,7 +74,9 @@ def draw() -> str:
             lines.append(f'<text x="16" y="{top + 18 + 21 * at}"{weight}>{text}</text>')
         for rank, quarters in found.items():
             x = LEFT + rank * (CELL + GAP)
-            lines.append(f'<text x="{x + CELL / 2}" y="{top - 6}" text-anchor="middle">rank {rank}</text>')
+            lines.append(
+                f'<text x="{x + CELL / 2}" y="{top - 6}" text-anchor="middle">rank {rank}</text>'
+            )
             for row, kind in enumerate(quarters):
                 lines.append(
                     f'<rect x="{x}" y="{top + row * CELL}" width="{CELL}" height="{CELL}" fill="{COLOURS[kind]}" '
@@ -78,7 +87,9 @@ def draw() -> str:
               ("redundant", "trained here, of no use in generation: a second copy"))  # fmt: skip
     x = 16
     for kind, text in legend:
-        lines.append(f'<rect x="{x}" y="{y}" width="16" height="16" fill="{COLOURS[kind]}" stroke="#555555"/>')
+        lines.append(
+            f'<rect x="{x}" y="{y}" width="16" height="16" fill="{COLOURS[kind]}" stroke="#555555"/>'
+        )
         lines.append(f'<text x="{x + 22}" y="{y + 13}">{text}</text>')
         x += 40 + 7 * len(text)
     return "\n".join([*lines, "</svg>", ""])

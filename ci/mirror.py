@@ -92,9 +92,25 @@ class Copy:
     def passes(self, test: Path, *plugins: str) -> bool | None:
         """Whether a test file passes; None where all of it is skipped, or where it cannot be read or does not end."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *plugins, str(test)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            *plugins,
+            str(test),
+        ]
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+            )
         except subprocess.TimeoutExpired:
             return None
         if done.returncode == 0:
@@ -119,16 +135,26 @@ class Copy:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("paths", nargs="*", help="folders or modules; default: all")
-    parser.add_argument("--paths", action="store_true", dest="only_paths", help="look whether the test files exist")
+    parser.add_argument(
+        "--paths", action="store_true", dest="only_paths", help="look whether the test files exist"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="test files at once")
     given = parser.parse_args(arguments)
     under = [Path(path) for path in given.paths]
-    chosen = [m for m in modules(ROOT) if not under or any(m == path or path in m.parents for path in under)]
+    chosen = [
+        m
+        for m in modules(ROOT)
+        if not under or any(m == path or path in m.parents for path in under)
+    ]
 
     if given.only_paths:
-        problems = {m: "" if (ROOT / mirrored(m)).exists() else f"there is no {mirrored(m)}" for m in chosen}
+        problems = {
+            m: "" if (ROOT / mirrored(m)).exists() else f"there is no {mirrored(m)}" for m in chosen
+        }
     else:
         with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.jobs) as pool:
             copies: SimpleQueue[Copy] = SimpleQueue()
@@ -149,7 +175,9 @@ def main(arguments: list[str]) -> int:
             print(f"{module}: {problem}")
     count = sum(not problem for problem in problems.values())
     share = count / max(len(problems), 1)
-    print(f"mirrored: {count} of {len(problems)} modules with functions ({share:.0%}; bar {LEAST:.0%})")
+    print(
+        f"mirrored: {count} of {len(problems)} modules with functions ({share:.0%}; bar {LEAST:.0%})"
+    )
     return 0 if share >= LEAST else 1
 
 

@@ -87,7 +87,9 @@ def settings(cls: type, path: str) -> Iterator[str]:
         if not field.init:
             continue
         meaning, key = escape(" ".join(docs.get(field.name, "").split())), f"{path}.{field.alias}"
-        yield f"* `{key}` ({takes(field, hints[field.name])}; {default(field)})" + (f": {meaning}" if meaning else "")
+        yield f"* `{key}` ({takes(field, hints[field.name])}; {default(field)})" + (
+            f": {meaning}" if meaning else ""
+        )
         for inner in get_args(hints[field.name]):
             if field.default is None and attrs.has(inner):
                 yield from settings(inner, key)

@@ -36,14 +36,20 @@ def imports(path: Path, known: Iterable[str]) -> set[str]:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner.removeprefix(f"{NAMESPACE}.") in names else node.module)
-    ours = {name.removeprefix(f"{NAMESPACE}.") for name in found if name.startswith(f"{NAMESPACE}.")}
+    ours = {
+        name.removeprefix(f"{NAMESPACE}.") for name in found if name.startswith(f"{NAMESPACE}.")
+    }
     return ours & names
 
 
 def room(module: str) -> str:
     """core.job.roles is of the room core.job; core.controller is a room by itself; so is a folder outside core."""
     parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] in ("core", "kit", "planner", "cli", "backends") else parts[0]
+    return (
+        ".".join(parts[:2])
+        if parts[0] in ("core", "kit", "planner", "cli", "backends")
+        else parts[0]
+    )
 
 
 def by_room(files: Mapping[str, set[str]]) -> Graph:
@@ -92,7 +98,9 @@ def main(root: Path) -> int:
         print(f"{name:<24} -> {' '.join(sorted(rooms[name])) or '-'}")
     bad = 0
     for name, imported in files.items():
-        if name.startswith("core.") and "core" in imported:  # its door is for others: it leads to every room
+        if (
+            name.startswith("core.") and "core" in imported
+        ):  # its door is for others: it leads to every room
             bad += 1
             print(f"{name} imports hybridflow.core: import the module that has the name")
     for what, graph in (("rooms", rooms), ("files", files)):

@@ -13,4 +13,6 @@ def add_config(
         parser.add_argument("config", help="a TOML file")
     else:
         parser.add_argument("config", nargs="?", help="a TOML file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=f"for example {example}")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help=f"for example {example}"
+    )

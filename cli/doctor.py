@@ -58,21 +58,32 @@ def doctor(console: Console | None = None) -> int:
     print_line(console)
     for title, found in diagnoses():
         print_line(console, title, "bold")
-        print_table(console, ("what", "found", "to do"), [(f"  {a}", b, c) for a, b, c in found], header=False)
+        print_table(
+            console,
+            ("what", "found", "to do"),
+            [(f"  {a}", b, c) for a, b, c in found],
+            header=False,
+        )
         print_line(console)
     problems += core_problems()
     for problem in problems:
         print_line(console, f"hybridflow cannot run here: {problem}", "bold red")
     lacking = missing_kinds()
     for kind in lacking:
-        print_line(console, f"no {kind} is ready, so no model can be trained yet; see the remedies above", "yellow")
+        print_line(
+            console,
+            f"no {kind} is ready, so no model can be trained yet; see the remedies above",
+            "yellow",
+        )
     if not problems and not lacking:
         print_line(console, "hybridflow can run here", "bold green")
     return 1 if problems else 0
 
 
 def _print_pairs(console: Console, pairs: Iterator[tuple[str, str]]) -> None:
-    print_table(console, ("what", "value"), [(f"  {name}", value) for name, value in pairs], header=False)
+    print_table(
+        console, ("what", "value"), [(f"  {name}", value) for name, value in pairs], header=False
+    )
     print_line(console)
 
 
@@ -105,7 +116,9 @@ def _cpu_quota() -> float | None:
 
 
 def _memory() -> str:
-    found = re.findall(r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    found = re.findall(
+        r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE
+    )
     sizes = {name: int(kb) * 1024 / 1e9 for name, kb in found}
     if not sizes:
         return "unknown"
@@ -118,7 +131,11 @@ def _shared_memory() -> str:
     if not os.path.isdir("/dev/shm"):
         return "there is none"
     usage = shutil.disk_usage("/dev/shm")
-    small = "; small for an object store (Docker: --shm-size=8g)" if usage.total / 1e9 < SMALL_SHM_GB else ""
+    small = (
+        "; small for an object store (Docker: --shm-size=8g)"
+        if usage.total / 1e9 < SMALL_SHM_GB
+        else ""
+    )
     return f"{usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB free{small}"
 
 
@@ -135,14 +152,23 @@ def torchstate_of(problems: list[str]) -> Iterator[tuple[str, str]]:
     if torch.cuda.is_available():
         for at in range(torch.cuda.device_count()):
             p = torch.cuda.get_device_properties(at)
-            yield f"cuda:{at}", f"{p.name}, {p.total_memory / 1e9:.1f} GB, compute capability {p.major}.{p.minor}"
+            yield (
+                f"cuda:{at}",
+                f"{p.name}, {p.total_memory / 1e9:.1f} GB, compute capability {p.major}.{p.minor}",
+            )
     else:
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        built = (
+            f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        )
         yield "cuda", f"no device ({built})"
     if not dist.is_available():
         problems.append("this torch has no torch.distributed: install another build")
         return
-    names = [n for n, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+    names = [
+        n
+        for n, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+        if there
+    ]
     yield "collectives", ", ".join(names) or "none"
 
 
@@ -208,11 +234,15 @@ def core_problems() -> list[str]:
     """What stops every run."""
     problems = []
     if sys.version_info < PYTHON:
-        problems.append(f"python {platform.python_version()}; {'.'.join(map(str, PYTHON))} or newer is needed")
+        problems.append(
+            f"python {platform.python_version()}; {'.'.join(map(str, PYTHON))} or newer is needed"
+        )
     try:
         import hybridflow.core.launch  # noqa: F401
     except Exception as error:
-        problems.append(f"hybridflow.core does not import: {reason(error)}; pip install --force-reinstall hybridflow")
+        problems.append(
+            f"hybridflow.core does not import: {reason(error)}; pip install --force-reinstall hybridflow"
+        )
     return problems
 
 

@@ -23,12 +23,17 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
     if rows is not None:
         yield "sequences in all", f"{rows * job.run.steps:,}"
         limit = job.data.max_prompt_tokens + job.sampling.max_tokens
-        if job.data.max_prompt_tokens and any(m.spec.engine and m.role.generates for m in job.models.values()):
+        if job.data.max_prompt_tokens and any(
+            m.spec.engine and m.role.generates for m in job.models.values()
+        ):
             yield "tokens per step, at most", f"{rows * limit:,} ({rows:,} x {limit:,})"
     for name, model in job.models.items():
         yield name, _role(job, model, rows, mini)
     for name, reward in job.scorers.items():
-        yield name, f"{_sum(reward.parts)}, on the {_ranks(job.pools[job.main_pool].world)} of pool {job.main_pool}"
+        yield (
+            name,
+            f"{_sum(reward.parts)}, on the {_ranks(job.pools[job.main_pool].world)} of pool {job.main_pool}",
+        )
     yield "data", f"drawn on rank 0 of pool {job.main_pool}"
     yield "tokenizer", _tokenizer(job)
     yield "checkpoints", _checkpoints(job)
@@ -38,7 +43,10 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
 
 def _role(job: Job, model: PlacedModel, rows: int | None, mini: int | None) -> str:
     layout, does = model.layout, "trained" if model.role.trained else "frozen"
-    parts = [f"{model.role.kind}, {does}", f"{_ranks(layout.world)} of pool {model.pool}, layout {layout}"]
+    parts = [
+        f"{model.role.kind}, {does}",
+        f"{_ranks(layout.world)} of pool {model.pool}, layout {layout}",
+    ]
     if rows is not None:
         parts.append(f"{_share(rows, layout.dp)} sequences per step and dp rank")
     if mini is not None and mini != rows and model.role.trained:
@@ -63,11 +71,15 @@ def _count(rows: int | None) -> str:
 
 
 def _sum(parts) -> str:
-    return " + ".join(p.function if p.weight == 1 else f"{p.weight:g} x {p.function}" for p in parts)
+    return " + ".join(
+        p.function if p.weight == 1 else f"{p.weight:g} x {p.function}" for p in parts
+    )
 
 
 def _devices(job: Job) -> str:
-    pools = ", ".join(f"{n} {' + '.join(map(str, p.devices_per_node))}" for n, p in job.pools.items())
+    pools = ", ".join(
+        f"{n} {' + '.join(map(str, p.devices_per_node))}" for n, p in job.pools.items()
+    )
     return f"{sum(p.world for p in job.pools.values())} x {job.device} (pools: {pools}), runtime {job.runtime}"
 
 

@@ -26,7 +26,10 @@ class GatherPlan(ReshardPlan):
 
 
 def gather_plan(
-    source: WeightLayout, target: WeightLayout, groups: Sequence[Sequence[int]], bucket_bytes: int = BUCKET_BYTES
+    source: WeightLayout,
+    target: WeightLayout,
+    groups: Sequence[Sequence[int]],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> GatherPlan:
     """Every rank of a group gets the whole model from the group's ranks, which hold all of it together.
 
@@ -38,14 +41,20 @@ def gather_plan(
     plan = None
     for group in groups:
         members = set(group)
-        mine = {name: {r: b for r, b in shards.items() if r in members} for name, shards in held.items()}
+        mine = {
+            name: {r: b for r, b in shards.items() if r in members} for name, shards in held.items()
+        }
         plan = plan_reshard(
-            WeightLayout.by_name(source.params, mine, group, source.ties), _whole(source, group), bucket_bytes
+            WeightLayout.by_name(source.params, mine, group, source.ties),
+            _whole(source, group),
+            bucket_bytes,
         )
         flows += plan.flows
     assert plan is not None, "no groups"
     everyone = [rank for group in groups for rank in group]
-    return GatherPlan(source, _whole(source, everyone), bucket_bytes, tuple(flows), plan.wire, plan.origin, target)
+    return GatherPlan(
+        source, _whole(source, everyone), bucket_bytes, tuple(flows), plan.wire, plan.origin, target
+    )
 
 
 def _whole(source: WeightLayout, ranks: Sequence[int]) -> WeightLayout:

@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn errors meant for the user into a message and exit status 1."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # so that "my_file:my_reward" is found; last, so that it hides no package
+        sys.path.append(
+            os.getcwd()
+        )  # so that "my_file:my_reward" is found; last, so that it hides no package
     try:
         command, arguments = _parse(given)
         return command.run(arguments)
@@ -40,9 +42,13 @@ def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
     """The command and its arguments. Overrides may stand before, between and after options, which argparse alone does not
     take. Raises PluginError for a command that does not load; ends the process for --help and for a wrong usage."""
     parser = argparse.ArgumentParser(
-        prog="hybridflow", description="Reinforcement learning of language models.", allow_abbrev=False
+        prog="hybridflow",
+        description="Reinforcement learning of language models.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"hybridflow {version('hybridflow')}")
+    parser.add_argument(
+        "--version", action="version", version=f"hybridflow {version('hybridflow')}"
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     name = next((text for text in given if not text.startswith("-")), None)
     command = _load(parser, name) if name is not None else None
@@ -66,7 +72,9 @@ def _load(parser: argparse.ArgumentParser, name: str) -> Command:
     """Raises PluginError for a command that is there and does not load."""
     every = {entry.name for entry in registry().entries() if entry.kind == "command"}
     if name not in every:
-        parser.error(f"unknown command {name!r}{did_you_mean(name, every)} (commands: {', '.join(sorted(every))})")
+        parser.error(
+            f"unknown command {name!r}{did_you_mean(name, every)} (commands: {', '.join(sorted(every))})"
+        )
     command_class: type[Command] = registry().get("command", name)
     return _started(name, command_class)
 

@@ -26,10 +26,19 @@ def draw_steps(target: str | Path, plans: Mapping[str | None, Plan]) -> None:
     from matplotlib.patches import Patch
 
     rows = sum(len(_pools(plan)) for plan in plans.values())
-    settings: Any = {"svg.hashsalt": "hybridflow", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+    settings: Any = {
+        "svg.hashsalt": "hybridflow",
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(
-            len(plans), 1, figsize=(9, 1.2 * len(plans) + 0.5 * rows), layout="constrained", squeeze=False
+            len(plans),
+            1,
+            figsize=(9, 1.2 * len(plans) + 0.5 * rows),
+            layout="constrained",
+            squeeze=False,
         )
         names = sorted({bar.role for plan in plans.values() for bar in plan.bars})
         colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -37,10 +46,15 @@ def draw_steps(target: str | Path, plans: Mapping[str | None, Plan]) -> None:
             _draw(area, plan, colour)
             area.set(xlabel="seconds of a step", title=stage or "")
         figure.legend(
-            handles=[Patch(color=colour[n], label=n) for n in names], loc="outside lower center", ncols=6, frameon=False
+            handles=[Patch(color=colour[n], label=n) for n in names],
+            loc="outside lower center",
+            ncols=6,
+            frameon=False,
         )
         try:
-            figure.savefig(target, metadata={"Date": None} if Path(target).suffix == ".svg" else None)
+            figure.savefig(
+                target, metadata={"Date": None} if Path(target).suffix == ".svg" else None
+            )
         except OSError as error:
             raise ConfigError(f"--timeline {str(target)!r}: {error.strerror or error}") from error
         finally:
@@ -57,7 +71,14 @@ def _draw(area: Any, plan: Plan, colour: Mapping[str, str]) -> None:
     for bar in plan.bars:
         if bar.seconds:
             row = pools.index(bar.pool)
-            area.barh(row, bar.seconds, left=bar.started, color=colour[bar.role], height=0.6, edgecolor="white")
+            area.barh(
+                row,
+                bar.seconds,
+                left=bar.started,
+                color=colour[bar.role],
+                height=0.6,
+                edgecolor="white",
+            )
     for end in plan.ends:
         area.axvline(end, color="#999999", linewidth=0.6)
     area.set_yticks(range(len(pools)), pools)

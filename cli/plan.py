@@ -29,13 +29,21 @@ class PlanCommand(Command):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser)
         parser.add_argument(
-            "--cluster", metavar="WHAT", help="a TOML file, or DEVICE:NODESxDEVICES[@GBIT/S] as in a100-80gb:2x8"
+            "--cluster",
+            metavar="WHAT",
+            help="a TOML file, or DEVICE:NODESxDEVICES[@GBIT/S] as in a100-80gb:2x8",
         )
-        parser.add_argument("--write", metavar="FILE", help="write the config with these pools and layouts")
         parser.add_argument(
-            "--what-if", metavar="devices=N,...", help="table other numbers of devices: devices=64,128,256"
+            "--write", metavar="FILE", help="write the config with these pools and layouts"
         )
-        parser.add_argument("--timeline", metavar="FILE", help="draw the step: a file ending in .svg or .png")
+        parser.add_argument(
+            "--what-if",
+            metavar="devices=N,...",
+            help="table other numbers of devices: devices=64,128,256",
+        )
+        parser.add_argument(
+            "--timeline", metavar="FILE", help="draw the step: a file ending in .svg or .png"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         a = arguments
@@ -61,9 +69,13 @@ def plan(
     """Print the best placement of each stage of a config. Raises HybridFlowError where nothing fits; starts nothing."""
     console = console or make_console()
     if what_if and (write or timeline):
-        raise ConfigError("--what-if tables many plans; leave out --write and --timeline, which are of one")
+        raise ConfigError(
+            "--what-if tables many plans; leave out --write and --timeline, which are of one"
+        )
     if write and overrides:
-        raise ConfigError("--write keeps the file's own settings: put the overrides into it first, or leave them out")
+        raise ConfigError(
+            "--write keeps the file's own settings: put the overrides into it first, or leave them out"
+        )
     jobs, auto = unplaced_jobs(path, overrides)
     clusters = {job.stage: cluster or job.placement.cluster or "" for job in jobs}
     if "" in clusters.values():
@@ -87,9 +99,13 @@ def plan(
         _print(console, found.explanation)
         plans[job.stage] = found
     if write is not None:
-        kept = write_config(path, write, {stage: found.settings for stage, found in plans.items()}, cluster)
+        kept = write_config(
+            path, write, {stage: found.settings for stage, found in plans.items()}, cluster
+        )
         print_line(console)
-        print_line(console, f"written: {write}{'' if kept else ' (its comments could not be kept)'}")
+        print_line(
+            console, f"written: {write}{'' if kept else ' (its comments could not be kept)'}"
+        )
     if timeline is not None:
         draw_steps(timeline, plans)
         print_line(console, f"drawn: {timeline}")
@@ -101,7 +117,9 @@ def unplaced_jobs(path: str | Path, overrides: Sequence[str]) -> tuple[list[Job]
     every, auto = without_places(tables, SHORTHAND)
     if problems := shadowed_overrides(tables, provenance):
         raise ConfigError(problems)
-    return resolve_jobs(whole(every), Path(path).stem, SHORTHAND, elsewhere=True, unplaced=auto), auto
+    return resolve_jobs(
+        whole(every), Path(path).stem, SHORTHAND, elsewhere=True, unplaced=auto
+    ), auto
 
 
 def _head(console: Console, job: Job) -> None:

@@ -19,8 +19,14 @@ COMMANDS = {
         "reshard:ReshardCommand",
         "Say what it costs to bring weights from a training layout to a rollout layout.",
     ),
-    "plugins": ("plugins:PluginsCommand", "List plugins: kind, name, package, version, capabilities, state."),
-    "new": ("new.command:NewCommand", "Write a package of your own that passes its tests as it is."),
+    "plugins": (
+        "plugins:PluginsCommand",
+        "List plugins: kind, name, package, version, capabilities, state.",
+    ),
+    "new": (
+        "new.command:NewCommand",
+        "Write a package of your own that passes its tests as it is.",
+    ),
     "doctor": (
         "doctor:DoctorCommand",
         "Say what is installed, what works on this machine, and what each plugin still needs.",
@@ -31,6 +37,11 @@ COMMANDS = {
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
     return [
-        Descriptor("command", name, f"hybridflow.cli.{path}", capabilities=CommandCapabilities(summary=text))
+        Descriptor(
+            "command",
+            name,
+            f"hybridflow.cli.{path}",
+            capabilities=CommandCapabilities(summary=text),
+        )
         for name, (path, text) in COMMANDS.items()
     ]

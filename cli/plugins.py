@@ -27,7 +27,9 @@ class PluginsCommand(Command):
         return 0
 
 
-def list_plugins(kind: str | None = None, capabilities: bool = False, console: Console | None = None) -> None:
+def list_plugins(
+    kind: str | None = None, capabilities: bool = False, console: Console | None = None
+) -> None:
     """Print a table of the plugins (of one kind), then why some failed. Raises PluginError for an unknown kind."""
     if kind is not None:
         check_kind(kind)

@@ -52,9 +52,16 @@ class ReshardCommand(Command):
             metavar="LAYOUT",
             help='"tp=2", also pp, engine=NAME and settings of the engine',
         )
-        parser.add_argument("--model", required=True, help="a model folder, a config.json, or a name such as llama-70b")
         parser.add_argument(
-            "--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="of the weights"
+            "--model",
+            required=True,
+            help="a model folder, a config.json, or a name such as llama-70b",
+        )
+        parser.add_argument(
+            "--dtype",
+            default="bfloat16",
+            choices=("bfloat16", "float16", "float32"),
+            help="of the weights",
         )
         parser.add_argument(
             "--grouping",
@@ -80,7 +87,11 @@ class Source:
 
     def shape(self, model: str) -> ModelShape:
         """A published name, else the fields of a config as the backend reads them."""
-        return PUBLISHED[model] if model in PUBLISHED else self.settings.model_shape(read_fields(model))
+        return (
+            PUBLISHED[model]
+            if model in PUBLISHED
+            else self.settings.model_shape(read_fields(model))
+        )
 
     def weights(self, shape: ModelShape, dtype: torch.dtype) -> WeightLayout:
         planned = self.settings.planned_layout(shape, self.layout, dtype)
@@ -124,7 +135,9 @@ def _sizes(table: dict[str, str], option: str, keys: Sequence[str]) -> dict[str,
     return {key: int(table.pop(key)) for key in keys if key in table}
 
 
-def _settings(kind: str, name: str, table: Mapping[str, str], option: str, sizes: Sequence[str]) -> Any:
+def _settings(
+    kind: str, name: str, table: Mapping[str, str], option: str, sizes: Sequence[str]
+) -> Any:
     """What is no size is a setting of the plugin. Raises ConfigError, PluginError."""
     config_class = registry().config_class(kind, name)
     known = [*sizes, *(attrs.fields_dict(config_class) if config_class else ())]
@@ -152,7 +165,9 @@ def read_source(text: str) -> Source:
     except ValueError as error:
         raise ConfigError(f"--from {text!r}: {error}") from error
     has = registry().training_capabilities(name).axes
-    if lacking := [f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in has]:
+    if lacking := [
+        f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in has
+    ]:
         raise ConfigError(
             f"--from {text!r}: backend {name} has no {', '.join(lacking)}; its axes are {', '.join(sorted(has))}"
         )
@@ -166,8 +181,14 @@ def read_target(text: str) -> Target:
     name = table.pop("engine", "") or registry().default("rollout_engine")
     config = _settings("rollout_engine", name, table, "--to", ("pp", "tp", "engine"))
     can = registry().engine_capabilities(name)
-    if lacking := [axis for axis, able in (("tp", can.tp), ("pp", can.pp)) if sizes.get(axis, 1) > 1 and not able]:
-        raise ConfigError(f"--to {text!r}: engine {name} has no {' and no '.join(lacking)}; leave it out")
+    if lacking := [
+        axis
+        for axis, able in (("tp", can.tp), ("pp", can.pp))
+        if sizes.get(axis, 1) > 1 and not able
+    ]:
+        raise ConfigError(
+            f"--to {text!r}: engine {name} has no {' and no '.join(lacking)}; leave it out"
+        )
     return Target(sizes.get("pp", 1), sizes.get("tp", 1), name, engine_settings(config))
 
 
@@ -182,7 +203,10 @@ def reshard(
     if registry().engine_capabilities(wanted.engine).grouping == "consecutive":
         grouping = "consecutive"
     try:
-        asked, ordinary = (generation_layout(layout, wanted.pp, wanted.tp, kind) for kind in (grouping, "consecutive"))
+        asked, ordinary = (
+            generation_layout(layout, wanted.pp, wanted.tp, kind)
+            for kind in (grouping, "consecutive")
+        )
     except ValueError as error:
         raise ConfigError(f"--to {target!r}: {error}") from error
     weights = getattr(torch, dtype)
@@ -193,7 +217,10 @@ def reshard(
     sliced = wanted.settings.planned_layout(shape, ordinary, weights)
     rows = [
         ("gather over everything", gather_plan(everything, sliced, [list(range(layout.world))])),
-        ("gather over a replica, ordinary groups", gather_plan(held, sliced, _replicas(held, layout))),
+        (
+            "gather over a replica, ordinary groups",
+            gather_plan(held, sliced, _replicas(held, layout)),
+        ),
         (f"planned, {grouping} groups", plan),
     ]
     print_table(
@@ -240,11 +267,18 @@ def _head(
 
 
 def _worst(plan: ReshardPlan) -> tuple[str, str, str]:
-    return tuple(amount(max(f.values())) for f in (plan.bytes_received, plan.peak_bytes, plan.bytes_redundant))  # type: ignore[return-value]
+    return tuple(
+        amount(max(f.values()))
+        for f in (plan.bytes_received, plan.peak_bytes, plan.bytes_redundant)
+    )  # type: ignore[return-value]
 
 
 def _groups(console: Console, plan: ReshardPlan, asked: GenerationLayout) -> None:
-    names = {"tp": "generation tp groups", "pp": "generation pp groups", "micro_dp": "micro-dp groups"}
+    names = {
+        "tp": "generation tp groups",
+        "pp": "generation pp groups",
+        "micro_dp": "micro-dp groups",
+    }
     for kind, name in names.items():
         groups = asked.groups(kind)
         if all(len(g) == 1 for g in groups):

@@ -14,8 +14,14 @@ class RunCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_config(parser)
-        parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of this run's folder")
-        parser.add_argument("--overwrite", action="store_true", help="replace the run that is in the folder")
+        parser.add_argument(
+            "--resume",
+            action="store_true",
+            help="go on from the last checkpoint of this run's folder",
+        )
+        parser.add_argument(
+            "--overwrite", action="store_true", help="replace the run that is in the folder"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         from hybridflow.core.launch import run

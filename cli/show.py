@@ -60,7 +60,12 @@ class Block:
     note: str = ""
 
 
-def show(path: str | Path, overrides: Sequence[str] = (), docs: bool = False, console: Console | None = None) -> None:
+def show(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    docs: bool = False,
+    console: Console | None = None,
+) -> None:
     """Print a config. Raises ConfigError with all of its problems, as `run` does; starts nothing."""
     console = console or make_console()
     tables, provenance = read_config(path, overrides, SHORTHAND)
@@ -71,7 +76,12 @@ def show(path: str | Path, overrides: Sequence[str] = (), docs: bool = False, co
         for block in blocks(job, provenance):
             _print(console, block, docs)
         print_line(console, "derived", "bold")
-        print_table(console, ("what", "value"), [(f"  {name}", text) for name, text in figures(job)], header=False)
+        print_table(
+            console,
+            ("what", "value"),
+            [(f"  {name}", text) for name, text in figures(job)],
+            header=False,
+        )
         print_line(console)
         for remark in remarks(job):
             print_line(console, f"note: {remark}", "yellow")
@@ -93,7 +103,11 @@ def render(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(render(v) for v in value) + "]"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {render(v)}" for k, v in value.items()) + " }" if value else "{}"
+        return (
+            "{ " + ", ".join(f"{k} = {render(v)}" for k, v in value.items()) + " }"
+            if value
+            else "{}"
+        )
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
 
 
@@ -102,10 +116,16 @@ def walk(thing: Any, path: str, doc: str = "") -> Iterator[tuple[str, Any, str]]
     cls: Any = type(thing)
     if attrs.has(cls):
         docs = field_docs(cls)
-        inner = [(f.alias, getattr(thing, f.name), docs.get(f.name, "")) for f in attrs.fields(cls) if f.init]
+        inner = [
+            (f.alias, getattr(thing, f.name), docs.get(f.name, ""))
+            for f in attrs.fields(cls)
+            if f.init
+        ]
     elif isinstance(thing, Mapping) and thing:
         inner = [(str(key), value, doc) for key, value in thing.items()]
-    elif isinstance(thing, list | tuple) and any(isinstance(v, Mapping) or attrs.has(type(v)) for v in thing):
+    elif isinstance(thing, list | tuple) and any(
+        isinstance(v, Mapping) or attrs.has(type(v)) for v in thing
+    ):
         inner = [(str(at), value, doc) for at, value in enumerate(thing)]
     else:
         yield path, thing, doc
@@ -133,7 +153,9 @@ class Sources:
         """The values of a config instance at `path`; `places`: where they may stand too, looked at first."""
         for key, value, doc in walk(thing, path):
             rest = key.removeprefix(path)
-            yield Value(key, value, self.of(*(place + rest for place in places), key) or DEFAULT, doc)
+            yield Value(
+                key, value, self.of(*(place + rest for place in places), key) or DEFAULT, doc
+            )
 
     def plugin(self, path: str, name: str, config: Any) -> Iterator[Value]:
         """The name of a plugin and its settings: those of its own sub-table first, then those of the table."""
@@ -168,7 +190,11 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
         _tokenizer(job, sources),
         Block("sampling", tuple(of(_sampling(job.sampling), "sampling"))),
         _rollout(job, sources),
-        *([Block("environment", tuple(of(job.environment, "environment")))] if job.environment else []),
+        *(
+            [Block("environment", tuple(of(job.environment, "environment")))]
+            if job.environment
+            else []
+        ),
         _algorithm(job, sources),
     ]
     for role in job.algorithm.roles():
@@ -176,7 +202,9 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
         if placed is not None:
             found.append(_role(job, sources, placed))
     shown = {role.name for role in job.algorithm.roles()}
-    found += [_role(job, sources, scorer) for name, scorer in job.scorers.items() if name not in shown]
+    found += [
+        _role(job, sources, scorer) for name, scorer in job.scorers.items() if name not in shown
+    ]
     found.append(_validation(job, sources))
     roles = ", ".join(sorted(shown))
     unused = f"unused: algorithm {job.algorithm_name} has the roles {roles}"
@@ -198,7 +226,11 @@ def _pools(job: Job, sources: Sources) -> Iterator[Value]:
 
 def _algorithm(job: Job, sources: Sources) -> Block:
     values = sources.plugin("algorithm", job.algorithm_name, job.algorithm.config)
-    others = [n for n in registry().names("algorithm") if isinstance(job.tables["algorithm"].get(n), Mapping)]
+    others = [
+        n
+        for n in registry().names("algorithm")
+        if isinstance(job.tables["algorithm"].get(n), Mapping)
+    ]
     unused = ", ".join(f"[algorithm.{name}]" for name in others if name != job.algorithm_name)
     return Block("algorithm", tuple(values), f"unused: {unused}" if unused else "")
 
@@ -228,9 +260,14 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
     """A role's own table; what it inherits is "actor"."""
     name = placed.role.name
     if isinstance(placed, Rewards):
-        kept = {key: getattr(placed.section, key) for key in REWARD_KEYS if getattr(placed.section, key)}
+        kept = {
+            key: getattr(placed.section, key) for key in REWARD_KEYS if getattr(placed.section, key)
+        }
         docs = field_docs(RoleSection)
-        values = [attrs.evolve(v, doc=docs.get(v.key.split(".")[1], v.doc)) for v in sources.values(kept, name)]
+        values = [
+            attrs.evolve(v, doc=docs.get(v.key.split(".")[1], v.doc))
+            for v in sources.values(kept, name)
+        ]
         return Block(name, tuple(values), "reward")
     hidden = [*REWARD_KEYS, "backend", *([] if placed.role.trained else ["optimizer"])]
     values = [v for v in sources.values(placed.section, name) if v.key.split(".")[1] not in hidden]
@@ -249,7 +286,11 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
 def _validation(job: Job, sources: Sources) -> Block:
     if job.validation is None:
         return Block("validation", note="none: there is no [validation]")
-    values = [v for v in sources.values(job.validation, "validation") if not v.key.startswith("validation.data")]
+    values = [
+        v
+        for v in sources.values(job.validation, "validation")
+        if not v.key.startswith("validation.data")
+    ]
     for value in sources.values(job.validation_data, "validation.data"):
         if value.key == "validation.data.shuffle":
             value = attrs.evolve(value, source=DERIVED)

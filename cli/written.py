@@ -18,7 +18,10 @@ from hybridflow.core.job.places import forget_places, replace_places
 
 
 def write_config(
-    source: str | Path, target: str | Path, stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None
+    source: str | Path,
+    target: str | Path,
+    stages: Mapping[str | None, Mapping[str, Any]],
+    cluster: str | None,
 ) -> bool:
     """`target` becomes `source` with the pools and the roles' layouts of each stage (None: of a file without stages) in place
     of its own; a `placement` then says that they are given, for `cluster` (None: for its own).
@@ -30,13 +33,17 @@ def write_config(
     written = _edited(text.replace("\r\n", "\n"), wanted)
     try:
         newline = "\r\n" if "\r\n" in text else "\n"
-        Path(target).write_text(tomlkit.dumps(wanted) if written is None else written, newline=newline)
+        Path(target).write_text(
+            tomlkit.dumps(wanted) if written is None else written, newline=newline
+        )
     except OSError as error:
         raise ConfigError(f"--write {str(target)!r}: {error.strerror or error}") from error
     return written is not None
 
 
-def _settle(tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None) -> None:
+def _settle(
+    tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None
+) -> None:
     for table in (tables, *tables.get("stages", {}).values()):
         if "placement" in table:
             own = table["placement"] if isinstance(table["placement"], Mapping) else {}
@@ -45,7 +52,9 @@ def _settle(tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any
     if None not in stages:
         forget_places(tables)  # each stage has its own; a pool that is left over would be started
     for stage, settled in stages.items():
-        replace_places(tables if stage is None else tables["stages"][stage], deepcopy(dict(settled)))
+        replace_places(
+            tables if stage is None else tables["stages"][stage], deepcopy(dict(settled))
+        )
 
 
 def _edited(text: str, wanted: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 class RoleHandle:
     """A role, as a step sees it: its verbs. Each returns at once; results are references."""
 
-    def __init__(self, role: Role, group: WorkerGroup, owner: StepContext, rollout: SeparateRollout | None = None):
+    def __init__(
+        self,
+        role: Role,
+        group: WorkerGroup,
+        owner: StepContext,
+        rollout: SeparateRollout | None = None,
+    ):
         self.role, self.group, self._ctx = role, group, owner
         self.rollout: Any = rollout or group
         """What generates: the group itself, or engines in a pool of their own."""
@@ -43,7 +49,9 @@ class RoleHandle:
             params = attrs.evolve(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         first = self._ctx.counters["samples"]
         self._ctx.counters["samples"] += prompts.rows
-        numbered = prompts.with_columns(sample_id=torch.arange(first, first + prompts.rows, dtype=torch.int32))
+        numbered = prompts.with_columns(
+            sample_id=torch.arange(first, first + prompts.rows, dtype=torch.int32)
+        )
         verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
         made = verb(numbered, params, self._ctx.seed, max_tokens)
         return numbered.join(self._ctx.watch(self.role.name, made))
@@ -83,9 +91,15 @@ class StepContext:
         self, groups: Mapping[str, tuple[Role, WorkerGroup]], tasks: WorkerGroup, sampling: SamplingParams, seed: int,
         rollouts: Mapping[str, SeparateRollout] | None = None, has_environment: bool = False,
     ):  # fmt: skip
-        self.tasks, self.sampling, self.seed, self.has_environment = tasks, sampling, seed, has_environment
+        self.tasks, self.sampling, self.seed, self.has_environment = (
+            tasks,
+            sampling,
+            seed,
+            has_environment,
+        )
         self.roles = {
-            name: RoleHandle(role, group, self, (rollouts or {}).get(name)) for name, (role, group) in groups.items()
+            name: RoleHandle(role, group, self, (rollouts or {}).get(name))
+            for name, (role, group) in groups.items()
         }
         self.counters = {"samples": 0, "shuffles": 0}
         """In every checkpoint: what makes later draws differ from earlier ones."""
@@ -120,19 +134,25 @@ class StepContext:
         """
         return self.watch("", self.tasks.compute(batch, function))
 
-    def minibatches(self, batch: Batch, size: int, epochs: int = 1, unit: int = 1) -> Iterator[Batch]:
+    def minibatches(
+        self, batch: Batch, size: int, epochs: int = 1, unit: int = 1
+    ) -> Iterator[Batch]:
         """Every row once per epoch, in a new random order, `size` rows at a time (the last may be smaller).
 
         Runs of `unit` neighbouring rows stay together. A batch that is one mini-batch keeps its order.
         """
         if size % unit:
-            raise ValueError(f"the mini-batch size {size} must be a multiple of the unit of {unit} rows")
+            raise ValueError(
+                f"the mini-batch size {size} must be a multiple of the unit of {unit} rows"
+            )
         for _ in range(epochs):
             if size >= batch.rows:
                 yield batch
                 continue
             if batch.rows % unit:
-                raise ValueError(f"a batch of {batch.rows} rows has a part of a unit of {unit} rows at its end")
+                raise ValueError(
+                    f"a batch of {batch.rows} rows has a part of a unit of {unit} rows at its end"
+                )
             self.counters["shuffles"] += 1
             generator = np.random.default_rng([self.seed, self.counters["shuffles"]])
             starts = generator.permutation(batch.rows // unit) * unit

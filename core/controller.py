@@ -28,17 +28,25 @@ class Outcome:
 
 
 def run_job(
-    job: Job, prepared: Prepared, resume: bool = False, overwrite: bool = False, export: bool = False
+    job: Job,
+    prepared: Prepared,
+    resume: bool = False,
+    overwrite: bool = False,
+    export: bool = False,
 ) -> Outcome:
     """Run one job to its end, restarting from its last checkpoint up to run.restarts times when a worker dies."""
     with claim(job, resume, overwrite), Reporter(job, prepared) as report:
         for attempt in range(job.run.restarts + 1):
             try:
-                return train(Session(job, prepared, report.say), report, resume or attempt > 0, export)
+                return train(
+                    Session(job, prepared, report.say), report, resume or attempt > 0, export
+                )
             except WorkerDied as error:
                 if attempt == job.run.restarts:
                     raise
-                report.say(f"{error.message}\nrestart {attempt + 1} of {job.run.restarts}, from the last checkpoint")
+                report.say(
+                    f"{error.message}\nrestart {attempt + 1} of {job.run.restarts}, from the last checkpoint"
+                )
     raise AssertionError("unreachable")
 
 
@@ -66,7 +74,9 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
             if due(run.step, job.run.checkpoint_every) or stop.requested:
                 checkpoint(run, algorithm)
             if stop.requested and run.step < job.run.steps:
-                report.say(f"told to stop: the checkpoint of step {run.step} is written; go on with --resume")
+                report.say(
+                    f"told to stop: the checkpoint of step {run.step} is written; go on with --resume"
+                )
                 return Outcome("stopped", run.step, run.validations)
         validate_if_due(run, report, ended=True)
         if export:

@@ -13,7 +13,11 @@ class ConfigError(HybridFlowError):
     def __init__(self, problems: list[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         count = len(self.problems)
-        head = "the configuration has a problem" if count == 1 else f"the configuration has {count} problems"
+        head = (
+            "the configuration has a problem"
+            if count == 1
+            else f"the configuration has {count} problems"
+        )
         super().__init__(head + ":\n" + "\n".join(f"  - {p}" for p in self.problems))
 
     def __reduce__(self):
@@ -47,15 +51,22 @@ class CheckpointError(HybridFlowError):
 class WorkerError(HybridFlowError):
     """A worker failed: carries where (rank, role, phase) and the worker's own traceback."""
 
-    def __init__(self, message: str, *, role: str, phase: str, rank: int | None, remote_traceback: str = ""):
+    def __init__(
+        self, message: str, *, role: str, phase: str, rank: int | None, remote_traceback: str = ""
+    ):
         self.message, self.role, self.phase, self.rank = message, role, phase, rank
         self.remote_traceback = remote_traceback
         where = f"role {role!r}, phase {phase!r}" + ("" if rank is None else f", rank {rank}")
         text = f"{message} [{where}]"
-        super().__init__(text + (f"\n--- traceback of the worker ---\n{remote_traceback}" if remote_traceback else ""))
+        super().__init__(
+            text
+            + (f"\n--- traceback of the worker ---\n{remote_traceback}" if remote_traceback else "")
+        )
 
     def __reduce__(self):
-        args = dict(role=self.role, phase=self.phase, rank=self.rank, remote_traceback=self.remote_traceback)
+        args = dict(
+            role=self.role, phase=self.phase, rank=self.rank, remote_traceback=self.remote_traceback
+        )
         return _rebuild_worker_error, (type(self), self.message, args)
 
 

@@ -26,13 +26,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> list[Job]:
     return resolve_placed(tables, Path(path).stem, SHORTHAND, provenance)
 
 
-def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False) -> Outcome:
+def run(
+    path: str | Path, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False
+) -> Outcome:
     """Run a config; prints as its last line how the held-out set was answered after each stage."""
     jobs = load_config(path, overrides)
     _refuse_what_is_there(jobs, resume, overwrite)
     prepared = prepare_all(jobs)
     if overwrite and not resume:
-        for job in jobs:  # every stage's: what a later one has left would be taken for done by a --resume
+        for (
+            job
+        ) in jobs:  # every stage's: what a later one has left would be taken for done by a --resume
             with claim(job, resume, overwrite):
                 pass
     outcomes: dict[str, Outcome] = {}
@@ -42,10 +46,14 @@ def run(path: str | Path, overrides: Sequence[str] = (), resume: bool = False, o
             outcome = done
         else:
             needed = any(later.follows_stage(job) for later in jobs[at + 1 :])
-            outcome = run_job(with_exports(job), prepared[at], resume, overwrite, export=job.run.export or needed)
+            outcome = run_job(
+                with_exports(job), prepared[at], resume, overwrite, export=job.run.export or needed
+            )
             if outcome.state != "finished":
                 return outcome
-            (job.folder / DONE).write_text(json.dumps({"step": outcome.step, "validations": outcome.validations}))
+            (job.folder / DONE).write_text(
+                json.dumps({"step": outcome.step, "validations": outcome.validations})
+            )
         outcomes[job.stage or job.name] = outcome
     if summary := summarise(jobs, outcomes):
         print(summary, flush=True)
@@ -68,7 +76,9 @@ def _read_done(job: Job) -> Outcome | None:
         return None
     done = json.loads((job.folder / DONE).read_text())
     outcome = Outcome("finished", done["step"], {int(k): v for k, v in done["validations"].items()})
-    return outcome if outcome.step >= job.run.steps or goal_reached(job, outcome.validations) else None
+    return (
+        outcome if outcome.step >= job.run.steps or goal_reached(job, outcome.validations) else None
+    )
 
 
 def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:
@@ -77,7 +87,11 @@ def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:
     last = None
     for job in jobs:
         found = outcomes[job.stage or job.name].validations
-        scores = {step: values["validation/score"] for step, values in found.items() if "validation/score" in values}
+        scores = {
+            step: values["validation/score"]
+            for step, values in found.items()
+            if "validation/score" in values
+        }
         if not scores:
             continue
         if 0 in scores and len(scores) > 1 and not figures:

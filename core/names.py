@@ -41,8 +41,14 @@ def import_object(path: str) -> Any:
     found: Any = importlib.import_module(module_name)
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            public = [name for name in vars(found) if not name.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ImportError(f"{module_name} has no {attributes!r}{did_you_mean(attribute, public)}")
+            public = (
+                [name for name in vars(found) if not name.startswith("_")]
+                if hasattr(found, "__dict__")
+                else []
+            )
+            raise ImportError(
+                f"{module_name} has no {attributes!r}{did_you_mean(attribute, public)}"
+            )
         found = getattr(found, attribute)
     return found
 

@@ -17,7 +17,9 @@ def validator(accepts: Callable[[Any], bool], must: str, advice: str) -> Validat
     """One that takes None and what `accepts` says; `must` and `advice` are for its message."""
 
     def validate(instance: Any, attribute: attrs.Attribute, value: Any) -> None:
-        if value is not None and not accepts(value):  # a NaN is accepted by none: comparisons with it are false
+        if value is not None and not accepts(
+            value
+        ):  # a NaN is accepted by none: comparisons with it are false
             raise ValueError(f"{attribute.name}: must be {must}, got {value!r}; {advice}")
 
     return validate
@@ -31,13 +33,19 @@ non_negative: Validator = validator(
 )
 """value >= 0."""
 
-fraction: Validator = validator(lambda value: 0 < value <= 1, "above 0 and at most 1", "give a fraction, 1 for all")
+fraction: Validator = validator(
+    lambda value: 0 < value <= 1, "above 0 and at most 1", "give a fraction, 1 for all"
+)
 """0 < value <= 1."""
 
-share: Validator = validator(lambda value: 0 <= value <= 1, "from 0 to 1", "give 0 to turn it off, or a fraction")
+share: Validator = validator(
+    lambda value: 0 <= value <= 1, "from 0 to 1", "give 0 to turn it off, or a fraction"
+)
 """0 <= value <= 1."""
 
 
 def at_least(smallest: float) -> Validator:
     """value >= smallest."""
-    return validator(lambda value: value >= smallest, f"at least {smallest}", f"give {smallest} or more")
+    return validator(
+        lambda value: value >= smallest, f"at least {smallest}", f"give {smallest} or more"
+    )

@@ -35,7 +35,9 @@ def as_rst(app, what, name, obj, options, lines: list[str]) -> None:
     lines[:] = []
     item = False
     for line in joined:
-        starts = bool(_ITEM.match(line)) and (item or len([one for one in joined if _ITEM.match(one)]) > 1)
+        starts = bool(_ITEM.match(line)) and (
+            item or len([one for one in joined if _ITEM.match(one)]) > 1
+        )
         if starts and not item and lines and lines[-1]:
             lines.append("")
         if not line:
@@ -47,7 +49,9 @@ def as_rst(app, what, name, obj, options, lines: list[str]) -> None:
 
 def _escaped(line: str) -> str:
     parts = _CODE.split(line)
-    return "".join(f"``{part}``" if i % 2 else _SPECIAL.sub(r"\\\1", part) for i, part in enumerate(parts))
+    return "".join(
+        f"``{part}``" if i % 2 else _SPECIAL.sub(r"\\\1", part) for i, part in enumerate(parts)
+    )
 
 
 def setup(app) -> None:

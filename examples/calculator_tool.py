@@ -35,7 +35,11 @@ class Products(DataSource):
         row = int(self.rows[i])
         a, b = 10 + row // 90, 10 + row % 90
         call, guess = f"[{a}*{b}={a * b:04d}]{a * b:04d}", f"{(a * b + 1 + row % 7):04d}"
-        return {"prompt": f"{a}*{b}?", "answer": f"{a * b:04d}", "shown": call if row % 3 == 0 else guess}
+        return {
+            "prompt": f"{a}*{b}?",
+            "answer": f"{a * b:04d}",
+            "shown": call if row % 3 == 0 else guess,
+        }
 
 
 class Calculator(Environment):

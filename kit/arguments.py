@@ -16,10 +16,16 @@ from hybridflow.core.names import did_you_mean
 def package_folder(package: str) -> Path | None:
     """Where an installed package lies; None where there is none."""
     spec = find_spec(package)
-    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+    return (
+        Path(spec.submodule_search_locations[0])
+        if spec and spec.submodule_search_locations
+        else None
+    )
 
 
-def annotated_fields(files: Iterable[Path], classes: Sequence[str] | None = None) -> tuple[str, ...]:
+def annotated_fields(
+    files: Iterable[Path], classes: Sequence[str] | None = None
+) -> tuple[str, ...]:
     """The annotated names in the bodies of these classes (of all, if none are named), read from the source."""
     found: dict[str, None] = {}
     for file in files:
@@ -38,7 +44,9 @@ def known_arguments(
     def check(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
         for name in value:
             if name in ours:
-                raise ValueError(f"{field.name}: {name} follows from the rest of the config; remove it")
+                raise ValueError(
+                    f"{field.name}: {name} follows from the rest of the config; remove it"
+                )
             if (there := names()) and name not in there:
                 raise ValueError(
                     f"{field.name}: the installed {title} has no argument {name!r}{did_you_mean(name, there)}"

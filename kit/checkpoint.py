@@ -68,7 +68,14 @@ def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
     try:
         version = int(json.loads((folder / COUNTERS).read_text())["version"])
         dcp.load({}, checkpoint_id=folder, planner=_planners()[1](list(parts)))
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError, dcp.api.CheckpointException) as error:
+    except (
+        OSError,
+        KeyError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        dcp.api.CheckpointException,
+    ) as error:
         raise CheckpointError(
             f"the checkpoint {folder} of role {role!r} cannot be read: {_first_cause(error)}"
         ) from error
@@ -84,7 +91,13 @@ def _planners() -> tuple[type, type]:
         TensorProperties,
         TensorStorageMetadata,
     )
-    from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.planner import (
+        LoadPlan,
+        SavePlan,
+        TensorWriteData,
+        WriteItem,
+        WriteItemType,
+    )
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     def chunk(box: Box) -> Any:
@@ -105,7 +118,9 @@ def _planners() -> tuple[type, type]:
             for (entry, offset), part in self.parts.items():
                 properties = TensorProperties.create_from_tensor(part.values)
                 data = TensorWriteData(chunk(part.box), properties, torch.Size(part.shape))
-                items.append(WriteItem(MetadataIndex(entry, offset), WriteItemType.SHARD, tensor_data=data))
+                items.append(
+                    WriteItem(MetadataIndex(entry, offset), WriteItemType.SHARD, tensor_data=data)
+                )
             self.plan = SavePlan(items, planner_data={})
             return self.plan
 
@@ -116,11 +131,17 @@ def _planners() -> tuple[type, type]:
         def create_local_plan(self) -> Any:
             items = []
             for (entry, _), part in self.parts.items():
-                saved = self.metadata.state_dict_metadata.get(entry) if self.metadata is not None else None
+                saved = (
+                    self.metadata.state_dict_metadata.get(entry)
+                    if self.metadata is not None
+                    else None
+                )
                 if not isinstance(saved, TensorStorageMetadata):
                     raise ValueError(f"it has no {entry}")
                 if tuple(saved.size) != part.shape:
-                    raise ValueError(f"{entry} has shape {tuple(saved.size)} there, {part.shape} here")
+                    raise ValueError(
+                        f"{entry} has shape {tuple(saved.size)} there, {part.shape} here"
+                    )
                 items += create_read_items_for_chunk_list(entry, saved, [chunk(part.box)])
             return LoadPlan(items)
 

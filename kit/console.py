@@ -38,11 +38,18 @@ def print_table(
     """`rows` of cells under `columns`, without columns that are empty in every row. `below`: a text for each row."""
     kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     if console.is_terminal:
-        table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0))
+        table = Table(
+            box=box.SIMPLE_HEAD if header else None,
+            show_header=header,
+            pad_edge=False,
+            padding=(0, 2, 0, 0),
+        )
         for i in kept:
             longest = max(len(cell) for cell in (columns[i] * header, *(row[i] for row in rows)))
             whole = min(longest, console.width // 3) if i in kept[:2] else None  # names break last
-            table.add_column(columns[i], overflow="fold", style="bold" if i == kept[0] else "", min_width=whole)
+            table.add_column(
+                columns[i], overflow="fold", style="bold" if i == kept[0] else "", min_width=whole
+            )
         if any(below):
             table.add_column("meaning", overflow="fold", style="dim")
         for row, text in zip(rows, below or [""] * len(rows), strict=True):

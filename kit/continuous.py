@@ -117,7 +117,9 @@ class ContinuousEngine(RolloutEngine):
 
     def _check_current(self, number: int) -> None:
         if number != self._stream_number:
-            raise HybridFlowError("this stream of completions was ended by a later submit or by sleep")
+            raise HybridFlowError(
+                "this stream of completions was ended by a later submit or by sleep"
+            )
 
     def abort(self, ids: Iterable[int] | None = None) -> None:
         """What they have so far comes out of `step`, or of their stream, with finish_reason "abort"."""
@@ -151,7 +153,9 @@ class ContinuousEngine(RolloutEngine):
         if self._free and not self.inflight:
             self._end_old_stream()
         if self.running and not self.inflight:
-            raise HybridFlowError("a weight update while sequences run; read their stream to its end, or abort them")
+            raise HybridFlowError(
+                "a weight update while sequences run; read their stream to its end, or abort them"
+            )
         super().begin_update(version)
 
     def check_idle(self) -> None:

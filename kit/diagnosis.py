@@ -36,7 +36,11 @@ def tries(code: str, environment: Mapping[str, str] | None = None) -> tuple[floa
     variables = {**os.environ, **(environment or {})}
     try:
         ran = subprocess.run(
-            [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=TIMEOUT_S
+            [sys.executable, "-c", code],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         return TIMEOUT_S, f"no answer within {TIMEOUT_S:.0f} s"

@@ -12,7 +12,13 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.contracts.footprint import LOGITS_AT_ONCE, Collective, Execution, Footprint, Phase
+from hybridflow.core.contracts.footprint import (
+    LOGITS_AT_ONCE,
+    Collective,
+    Execution,
+    Footprint,
+    Phase,
+)
 from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.validators import at_least, non_negative
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
@@ -75,7 +81,9 @@ class Sharding(ABC):
         )
 
     @abstractmethod
-    def footprint(self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int) -> Footprint:
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
         """As TrainingSettings.footprint."""
 
     # What the formulas share
@@ -83,7 +91,9 @@ class Sharding(ABC):
         """Ranks that share one copy of what is spread over dp."""
         return max(1, dp // self.replicas)
 
-    def held(self, size: ModelSize, layout: ParallelLayout, trained: bool, over_dp: tuple[int, int, int]) -> Held:
+    def held(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, over_dp: tuple[int, int, int]
+    ) -> Held:
         """`over_dp`: whether weights, gradients and the optimizer are spread over dp, 1 or 0 each."""
         if self.on_host:
             return Held(0.0, 0.0, 0.0)
@@ -120,7 +130,9 @@ class Sharding(ABC):
         found = [Collective("reduce_scatter", mine * self.gradient_bytes, shards, step, times)]
         if gathers:
             found.append(Collective("all_gather", mine * self.compute_bytes, shards, step))
-        between = Collective("all_reduce", mine / shards * self.gradient_bytes, layout.dp // shards, step * shards)
+        between = Collective(
+            "all_reduce", mine / shards * self.gradient_bytes, layout.dp // shards, step * shards
+        )
         return (*found, between)
 
     def step_traffic(self, size: ModelSize, layout: ParallelLayout, shards: int) -> float:
@@ -147,7 +159,9 @@ class ThreeD(Sharding):
     distributed_optimizer: bool = False
     """The optimizer's state is spread over dp too."""
 
-    def footprint(self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int) -> Footprint:
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
         over_dp = (0, 0, 1) if self.distributed_optimizer else (0, 0, 0)
         held = self.held(size, layout, trained, over_dp)
         resident = self.resident(size, held, trained, gradients_stay=True)
@@ -175,7 +189,9 @@ class Zero(Sharding):
 
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
 
-    def footprint(self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int) -> Footprint:
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
         over_dp = {1: (0, 0, 1), 2: (0, 1, 1), 3: (1, 1, 1)}[self.stage]
         held = self.held(size, layout, trained, over_dp)
         resident = self.resident(size, held, trained, self.keeps_gradients)
@@ -187,19 +203,28 @@ class Zero(Sharding):
         share = layout.dp if self.stage == 1 else 1
         return Footprint(
             resident=resident,
-            training=self.whole_weights_phases(size, held, micro_batches, self.keeps_gradients, share),
+            training=self.whole_weights_phases(
+                size, held, micro_batches, self.keeps_gradients, share
+            ),
             weight_ranks=ranks,
             update=self.reduction(size, layout, micro_batches if self.stage == 2 else 1),
             step_traffic=self.step_traffic(size, layout, self.shards(layout.dp)),
         )
 
     def _spread(
-        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int, resident: float
+        self,
+        size: ModelSize,
+        layout: ParallelLayout,
+        trained: bool,
+        micro_batches: int,
+        resident: float,
     ) -> Footprint:
         """Weights are fetched ahead by the buffer, or a layer; in a forward pass what they were fetched in is there too."""
         shards = self.shards(layout.dp)
         ahead = max(self.bucket(size), size.layer_params * self.compute_bytes)
-        gather = Collective("all_gather", size.params / layout.tp * self.compute_bytes, shards, layout.tp)
+        gather = Collective(
+            "all_gather", size.params / layout.tp * self.compute_bytes, shards, layout.tp
+        )
         spread: dict[str, Any] = {
             "resident": resident,
             "reading": 2.0 * ahead,
@@ -227,11 +252,15 @@ class FullyShardedLayers(Sharding):
     whole_below: int = attrs.field(default=0, validator=non_negative)
     """Layers of fewer parameters are gathered all at once and stay until the end of the call."""
 
-    def footprint(self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int) -> Footprint:
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
         held = self.held(size, layout, trained, (1, 1, 1))
         shards, at_once = self.shards(layout.dp), size.layer_params < self.whole_below
         forward, backward = self._gathered(size, layout, shards, at_once)
-        gather = Collective("all_gather", size.params / layout.tp * self.compute_bytes, shards, layout.tp)
+        gather = Collective(
+            "all_gather", size.params / layout.tp * self.compute_bytes, shards, layout.tp
+        )
         once = at_once or self.keeps_gathered
         spread: dict[str, Any] = {
             "resident": self.resident(size, held, trained, self.keeps_gradients),
@@ -251,17 +280,23 @@ class FullyShardedLayers(Sharding):
             step_traffic=self.step_traffic(size, layout, shards),
         )
 
-    def _gathered(self, size: ModelSize, layout: ParallelLayout, shards: int, at_once: bool) -> tuple[float, float]:
+    def _gathered(
+        self, size: ModelSize, layout: ParallelLayout, shards: int, at_once: bool
+    ) -> tuple[float, float]:
         """Bytes of whole weights in a forward pass, and in a backward pass."""
         whole = size.params / layout.tp * self.compute_bytes
         ranks = shards > 1  # one alone copies its weights, and fetches nothing
         if at_once:
-            return (1.0 + ranks) * whole, whole  # in a forward pass what they were gathered in is there too
+            return (
+                1.0 + ranks
+            ) * whole, whole  # in a forward pass what they were gathered in is there too
         layer = size.layer_params / layout.tp * self.compute_bytes
         if self.keeps_gathered:
             return whole + ranks * layer, whole + ranks * layer
         others = whole - size.shape.layers * layer
-        return others + (1.0 + ranks) * layer, others + (1.0 + ranks) * layer  # one at work and the next
+        return others + (1.0 + ranks) * layer, others + (
+            1.0 + ranks
+        ) * layer  # one at work and the next
 
     def _phases(
         self, size: ModelSize, layout: ParallelLayout, held: Held, micro_batches: int, at_once: bool,
@@ -297,7 +332,9 @@ class KnownSettings(TrainingSettings, ABC):
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         return shape_of(hf_config)
 
-    def example_config(self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    def example_config(
+        self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int
+    ) -> dict[str, Any]:
         return {
             "model_type": "qwen2",
             "vocab_size": vocab,
@@ -313,7 +350,9 @@ class KnownSettings(TrainingSettings, ABC):
     def execution(self, trained: bool) -> Execution:
         return self.sharding(trained).execution(trained)
 
-    def footprint(self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int) -> Footprint:
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
         return self.sharding(trained).footprint(size, layout, trained, micro_batches)
 
 

@@ -165,7 +165,10 @@ def chunked(box: Box, dim: int, parts: int, at: int) -> Box:
     """Part `at` of `parts` of a box along `dim`, cut as torch.chunk does: the last parts may be smaller, or nothing."""
     size = -(-box.shape[dim] // parts)
     start, stop = (min(box.start[dim] + size * i, box.stop[dim]) for i in (at, at + 1))
-    return Box((*box.start[:dim], start, *box.start[dim + 1 :]), (*box.stop[:dim], stop, *box.stop[dim + 1 :]))
+    return Box(
+        (*box.start[:dim], start, *box.start[dim + 1 :]),
+        (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
+    )
 
 
 def fsdp_layout(
@@ -180,7 +183,11 @@ def fsdp_layout(
     memo: dict[tuple, Shards] = {}
 
     def shards(name: str, param: Param) -> Shards:
-        cut = tuple(tensor(name, t) for t in range(layout.tp)) if tensor else (Box.full(param.shape),) * layout.tp
+        cut = (
+            tuple(tensor(name, t) for t in range(layout.tp))
+            if tensor
+            else (Box.full(param.shape),) * layout.tp
+        )
         if (param.shape, cut) not in memo:
             held = {}
             for rank in range(layout.world):
@@ -190,23 +197,33 @@ def fsdp_layout(
             memo[param.shape, cut] = held
         return memo[param.shape, cut]
 
-    return WeightLayout.by_name(params, {n: shards(n, p) for n, p in params.items()}, range(layout.world), ties)
+    return WeightLayout.by_name(
+        params, {n: shards(n, p) for n, p in params.items()}, range(layout.world), ties
+    )
 
 
-def zero3_layout(params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None) -> WeightLayout:
+def zero3_layout(
+    params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None
+) -> WeightLayout:
     """DeepSpeed's ZeRO-3: each parameter's elements in `world` equal flat ranges, the last of them padded."""
     memo: dict[tuple[int, ...], Shards] = {}
     for param in params.values():
         if param.shape not in memo:
             whole, size = Box.full(param.shape), -(-param.numel // world)
             memo[param.shape] = {
-                r: tuple(whole.flat_range(min(r * size, param.numel), min((r + 1) * size, param.numel)))
+                r: tuple(
+                    whole.flat_range(min(r * size, param.numel), min((r + 1) * size, param.numel))
+                )
                 for r in range(world)
             }
-    return WeightLayout.by_name(params, {n: memo[p.shape] for n, p in params.items()}, range(world), ties)
+    return WeightLayout.by_name(
+        params, {n: memo[p.shape] for n, p in params.items()}, range(world), ties
+    )
 
 
-def flat_layout(params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None) -> WeightLayout:
+def flat_layout(
+    params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None
+) -> WeightLayout:
     """One flat buffer of all parameters, one behind the other, in `world` equal ranges (ZeRO-1/2's master weights)."""
     size = -(-sum(p.numel for p in params.values()) // world)
     held, at = {}, 0

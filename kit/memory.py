@@ -19,5 +19,7 @@ def keep_freed_memory() -> bool:
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        return all(mallopt(option, KEPT_BYTES) == 1 for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
+        return all(
+            mallopt(option, KEPT_BYTES) == 1 for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD)
+        )
     return False

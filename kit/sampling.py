@@ -10,14 +10,17 @@ import numpy as np
 import torch
 
 _GOLDEN, _MIX1, _MIX2 = (
-    int(np.uint64(c).astype(np.int64)) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    int(np.uint64(c).astype(np.int64))
+    for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64 (Steele, Lea, Flood 2014), on int64 with wrap-around. Works in place."""
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)  # >> on int64 copies the sign; the mask makes it logical
+        x ^= (x >> shift) & (
+            (1 << (64 - shift)) - 1
+        )  # >> on int64 copies the sign; the mask makes it logical
         x *= factor
     x ^= (x >> 31) & ((1 << 33) - 1)
     return x
@@ -34,7 +37,11 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def draw(
-    logprobs: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    logprobs: torch.Tensor,
+    uniform: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
     """Tokens int64 [R] from `logprobs` float32 [R, V] and `uniform` [R].
 
@@ -53,7 +60,11 @@ def draw(
 
 
 def _filtered(
-    probs: torch.Tensor, uniform: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    probs: torch.Tensor,
+    uniform: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
 ) -> torch.Tensor:
     """`draw` of rows that all have a filter: the most likely tokens come first, not those of the lowest number."""
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
@@ -65,7 +76,11 @@ def _filtered(
     return order.gather(1, invert(probs.masked_fill(~kept, 0.0).cumsum(-1), uniform[:, None]))[:, 0]
 
 
-def invert(cumulated: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+def invert(
+    cumulated: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor | None = None
+) -> torch.Tensor:
     """The first column whose cumulated weight exceeds uniform * total: [R, V], [R, 1] -> int64 [R, 1]."""
     total = cumulated[:, -1:] if total is None else total
-    return torch.searchsorted(cumulated, uniform * total, right=True).clamp_(max=cumulated.shape[-1] - 1)
+    return torch.searchsorted(cumulated, uniform * total, right=True).clamp_(
+        max=cumulated.shape[-1] - 1
+    )

@@ -20,7 +20,9 @@ class WholeParameters:
     `values` is what was received, or put together here; it stays as it is until the update ends.
     """
 
-    def __init__(self, params: Mapping[str, Param], ties: Mapping[str, str], device: torch.device, load: Load):
+    def __init__(
+        self, params: Mapping[str, Param], ties: Mapping[str, str], device: torch.device, load: Load
+    ):
         self.params, self.ties, self.device, self.load = dict(params), dict(ties), device, load
         self.complete = False
         """Whether every parameter has arrived, in this update or an earlier one."""
@@ -38,7 +40,9 @@ class WholeParameters:
     def layout(self, ranks: int) -> WeightLayout:
         """Every rank holds everything, and gives no view of it."""
         held = {name: (Box.full(p.shape),) for name, p in self.params.items()}
-        return WeightLayout(self.params, dict.fromkeys(range(ranks), held), self.ties, frozenset(self.params))
+        return WeightLayout(
+            self.params, dict.fromkeys(range(ranks), held), self.ties, frozenset(self.params)
+        )
 
     def begin(self) -> None:
         self._parts.clear()
@@ -54,7 +58,9 @@ class WholeParameters:
                 raise HybridFlowError(f"{name} is tied to {self.ties[name]}; send that one alone")
             raise HybridFlowError(f"the rollout model has no parameter {name!r}")
         full = Box.full(param.shape)
-        if tuple(tensor.shape) != box.shape or any(b > s for b, s in zip(box.stop, param.shape, strict=True)):
+        if tuple(tensor.shape) != box.shape or any(
+            b > s for b, s in zip(box.stop, param.shape, strict=True)
+        ):
             raise HybridFlowError(
                 f"{name} has shape {param.shape}; got a tensor of shape {tuple(tensor.shape)} for the box {box.start} to "
                 f"{box.stop}"
@@ -78,7 +84,9 @@ class WholeParameters:
     def end(self) -> None:
         """Raises HybridFlowError when a parameter is half here, or one has never arrived."""
         if self._lacks:
-            names = ", ".join(f"{n} ({self.params[n].numel - lacks} elements)" for n, lacks in self._lacks.items())
+            names = ", ".join(
+                f"{n} ({self.params[n].numel - lacks} elements)" for n, lacks in self._lacks.items()
+            )
             raise HybridFlowError(f"the weight update brought only a part of {names}")
         missing = [name for name in self.params if name not in self._loaded]
         if missing and not self.complete:

@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 class AutoMapping(Planner):
     """A plugin of kind "planner", name "auto-mapping". Clusters are TOML files, or texts such as "a100-80gb:2x8"."""
 
-    def plan(self, job: PlannableJob, cluster: str, alternatives: int = 3, placed: bool = False) -> Plan:
+    def plan(
+        self, job: PlannableJob, cluster: str, alternatives: int = 3, placed: bool = False
+    ) -> Plan:
         plan = plan_job(job, cluster)
         check_ranks(job, plan.cluster)
         best = plan.best(alternatives)
@@ -34,7 +36,9 @@ class AutoMapping(Planner):
     def predict(self, job: PlannableJob, cluster: str) -> Prediction:
         plan = plan_job(job, cluster)
         written = plan.written()
-        if job.device == "cpu" and all(n.device == DEVICES.get(n.device.name) for n in plan.cluster.nodes):
+        if job.device == "cpu" and all(
+            n.device == DEVICES.get(n.device.name) for n in plan.cluster.nodes
+        ):
             log.warning("placement.cluster %r is no cluster of CPUs, on which this runs", cluster)
         return prediction(written)
 
@@ -51,5 +55,10 @@ class AutoMapping(Planner):
 def prediction(mapping: Mapping) -> Prediction:
     """The seconds of a mapping, role by role."""
     choices = [choice for pool in mapping.pools for choice in pool.entry.choices]
-    work = {(c.option.model.name, verb): time for c in choices for verb in STAGES if (time := c.time(verb))}
+    work = {
+        (c.option.model.name, verb): time
+        for c in choices
+        for verb in STAGES
+        if (time := c.time(verb))
+    }
     return Prediction(mapping.seconds, work)

@@ -17,7 +17,9 @@ from hybridflow.core.validators import at_least, fraction, non_negative, share, 
 
 GB = 1e9
 positive_figure = validator(
-    lambda value: 0 < value < float("inf"), "above 0 and finite", "give the figure of the data sheet"
+    lambda value: 0 < value < float("inf"),
+    "above 0 and finite",
+    "give the figure of the data sheet",
 )
 """0 < value < infinity."""
 
@@ -179,7 +181,9 @@ class Cluster:
 
     def __attrs_post_init__(self) -> None:
         if not self.nodes:
-            raise ConfigError("the cluster has no device; give it [[nodes]] with device, count and per_node")
+            raise ConfigError(
+                "the cluster has no device; give it [[nodes]] with device, count and per_node"
+            )
 
     @property
     def devices(self) -> int:
@@ -187,10 +191,25 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, device: str, count: int, per_node: int = 8, between_gbs: float = 25.0, efficiency: Efficiency | None = None
+        cls,
+        device: str,
+        count: int,
+        per_node: int = 8,
+        between_gbs: float = 25.0,
+        efficiency: Efficiency | None = None,
     ) -> Cluster:
         """`count` machines of one known kind. Raises ConfigError for a kind that is not in the table."""
-        return cls((Nodes(known_device(device, {}), count, per_node, between_gbs, efficiency or Efficiency()),))
+        return cls(
+            (
+                Nodes(
+                    known_device(device, {}),
+                    count,
+                    per_node,
+                    between_gbs,
+                    efficiency or Efficiency(),
+                ),
+            )
+        )
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
@@ -219,11 +238,15 @@ class Cluster:
                     nodes.between_gbps / 8,
                     file.efficiency.get(nodes.device, Efficiency()),
                     nodes.device in file.efficiency,
-                    RunsOn(by.backend, by.engine, by.bits) if (by := file.measured.get(nodes.device)) else None,
+                    RunsOn(by.backend, by.engine, by.bits)
+                    if (by := file.measured.get(nodes.device))
+                    else None,
                 )
             )
         if not file.nodes:
-            problems.append(f"{where}: the cluster has no device; give it [[nodes]] with device, count and per_node")
+            problems.append(
+                f"{where}: the cluster has no device; give it [[nodes]] with device, count and per_node"
+            )
         problems += [
             f"{where}: measured.{n}: there is no [efficiency.{n}]; calibrate writes both" for n in file.measured
             if n not in file.efficiency
@@ -238,10 +261,14 @@ class Cluster:
         """As many of the same: whole nodes, or a part of one. Raises ConfigError for other numbers, and for nodes of several
         kinds."""
         if len(self.nodes) > 1:
-            raise ConfigError(f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of one kind")
+            raise ConfigError(
+                f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of one kind"
+            )
         [nodes] = self.nodes
         if devices < 1 or (devices > nodes.per_node and devices % nodes.per_node):
-            raise ConfigError(f"{devices} devices are not whole nodes of {nodes.per_node}; give a multiple of that")
+            raise ConfigError(
+                f"{devices} devices are not whole nodes of {nodes.per_node}; give a multiple of that"
+            )
         if devices <= nodes.per_node:
             return Cluster((attrs.evolve(nodes, count=1, per_node=devices),))
         return Cluster((attrs.evolve(nodes, count=devices // nodes.per_node),))

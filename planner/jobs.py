@@ -42,7 +42,9 @@ class JobPlan:
 
     def best(self, alternatives: int = 0, cluster: Cluster | None = None) -> Mapping:
         """The fastest mapping there, or on another cluster. Raises NothingFitsError."""
-        return plan_mapping(cluster or self.cluster, self.work.workload, self.work.models, alternatives)
+        return plan_mapping(
+            cluster or self.cluster, self.work.workload, self.work.models, alternatives
+        )
 
     def written(self) -> Mapping:
         """The mapping that the job itself says. Raises Misfit, NotPlanned."""
@@ -103,11 +105,17 @@ def plannable(job: PlannableJob) -> Plannable:
     if functions:
         remarks.append(f"reward functions take no time here: {', '.join(functions)}")
     if not any(t.verb == "generate" for t in tasks):
-        remarks.append("the lengths of given responses are not known: sampling.max_tokens stands for them")
+        remarks.append(
+            "the lengths of given responses are not known: sampling.max_tokens stands for them"
+        )
     kept = tuple(t for t in tasks if t.role in names)
     work = Workload(kept, max(1, job.data.max_prompt_tokens), max(1, job.sampling.max_tokens))
     runs_on = {
-        m.name: RunsOn(job.models[m.name].spec.backend, job.models[m.name].spec.engine, 8 * m.execution.compute_bytes)
+        m.name: RunsOn(
+            job.models[m.name].spec.backend,
+            job.models[m.name].spec.engine,
+            8 * m.execution.compute_bytes,
+        )
         for m in models
     }
     return Plannable(work, tuple(models), tuple(remarks), runs_on)
@@ -123,9 +131,13 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
         )
     runs = settings.execution(trained)
     if runs.from_host:
-        remarks.append(f"{name}: what it has in the host's memory all the time takes no time to come from there, here")
+        remarks.append(
+            f"{name}: what it has in the host's memory all the time takes no time to come from there, here"
+        )
     if spec.offload and not runs.offloads:
-        remarks.append(f"{name}: its backend does not offload it as it is; planned as staying on the device")
+        remarks.append(
+            f"{name}: its backend does not offload it as it is; planned as staying on the device"
+        )
     head: Literal["policy", "value"] = "policy" if placed.role.kind == "policy" else "value"
     return PlannedModel(
         name,
@@ -151,9 +163,15 @@ def _engine(name: str, placed: PlacedModel, remarks: list[str]) -> dict[str, Any
     limited = limits.cache_gb is not None or limits.memory_share is not None
     if keeps and limits.memory_share is None:
         what = "the engine's weights are" if limits.cache_gb else "the engine's memory is"
-        remarks.append(f"{name}: {what} taken to be free while models train (as with generation.keep = false)")
+        remarks.append(
+            f"{name}: {what} taken to be free while models train (as with generation.keep = false)"
+        )
     found: dict[str, Any] = {"limits": limits, "keeps_engine": keeps and limited}
-    return found | ({} if can.tp else {"max_rollout_tp": 1}) | ({} if can.pp else {"max_rollout_pp": 1})
+    return (
+        found
+        | ({} if can.tp else {"max_rollout_tp": 1})
+        | ({} if can.pp else {"max_rollout_pp": 1})
+    )
 
 
 def as_written(job: PlannableJob, work: Plannable, cluster: Cluster) -> Mapping:
@@ -182,8 +200,12 @@ def as_written(job: PlannableJob, work: Plannable, cluster: Cluster) -> Mapping:
         found = []
         try:
             for (name, pool), kind in zip(pools.items(), kinds, strict=True):
-                members = {role: placed for role, placed in job.models.items() if placed.pool == name}
-                entry = _entry(planners[kind], pool.world, members, {m.name: m for m in work.models})
+                members = {
+                    role: placed for role, placed in job.models.items() if placed.pool == name
+                }
+                entry = _entry(
+                    planners[kind], pool.world, members, {m.name: m for m in work.models}
+                )
                 found.append(Pool(entry, kind))
         except Misfit as error:
             misfit = error
@@ -197,7 +219,10 @@ def as_written(job: PlannableJob, work: Plannable, cluster: Cluster) -> Mapping:
 
 
 def _entry(
-    planner: PoolPlanner, devices: int, members: dict[str, PlacedModel], models: dict[str, PlannedModel]
+    planner: PoolPlanner,
+    devices: int,
+    members: dict[str, PlacedModel],
+    models: dict[str, PlannedModel],
 ) -> Entry:
     """Raises Misfit."""
     options = [planner.option(models[role], placed.layout) for role, placed in members.items()]
@@ -243,7 +268,9 @@ def settings_of(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:
         name = "main" if alone else pool.names[0]
         per_node = cluster.nodes[pool.kind].per_node
         devices = pool.entry.devices
-        tables["pools"][name] = [devices] if devices <= per_node else [per_node] * (devices // per_node)
+        tables["pools"][name] = (
+            [devices] if devices <= per_node else [per_node] * (devices // per_node)
+        )
         for choice in pool.entry.choices:
             layout = choice.option.layout
             table: dict[str, Any] = {

@@ -45,7 +45,9 @@ class Memory:
         workload = self.simulator.workload
         resident = self.simulator.footprint(model, layout, 1).resident
         updates, reads = workload.of(model.name, "train"), workload.of(model.name, "infer")
-        training = max((self._update_bytes(model, t.sequences, layout) for t in updates), default=0.0)
+        training = max(
+            (self._update_bytes(model, t.sequences, layout) for t in updates), default=0.0
+        )
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
         fetched = resident if model.offload else 0.0
         resident, training, inference = resident - fetched, training + fetched, inference + fetched
@@ -77,7 +79,9 @@ class Memory:
         phases = self.simulator.footprint(model, layout, count).training
         return max((phase.nbytes + there[phase.activations] for phase in phases), default=0.0)
 
-    def activations(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> Activations:
+    def activations(
+        self, model: PlannedModel, sequences: int, layout: ParallelLayout
+    ) -> Activations:
         """Of a micro-batch of `sequences`.
 
         A layer with rotary attention and a gated MLP keeps, per token, 10 numbers for each hidden unit (two
@@ -100,7 +104,9 @@ class Memory:
         kept = layers * (tokens * shape.hidden * runs.compute_bytes if runs.recompute else one)
         return Activations(kept, one, logits)
 
-    def engine_weights(self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout) -> float:
+    def engine_weights(
+        self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout
+    ) -> float:
         """Bytes that the engine's weights take beside the trained ones."""
         runs, width = model.execution, model.limits.weight_bytes
         size = model.size.params * width / (engines.pp * engines.tp)

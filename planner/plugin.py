@@ -5,7 +5,9 @@ from __future__ import annotations
 from hybridflow.core.contracts.capabilities import CommandCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
-CALIBRATE = CommandCapabilities(summary="Measure this machine: a cluster file for plan, in under two minutes.")
+CALIBRATE = CommandCapabilities(
+    summary="Measure this machine: a cluster file for plan, in under two minutes."
+)
 
 
 @hookimpl
@@ -13,6 +15,9 @@ def hybridflow_plugins() -> list[Descriptor]:
     return [
         Descriptor("planner", "auto-mapping", "hybridflow.planner.auto:AutoMapping", default=True),
         Descriptor(
-            "command", "calibrate", "hybridflow.planner.calibration.command:CalibrateCommand", capabilities=CALIBRATE
+            "command",
+            "calibrate",
+            "hybridflow.planner.calibration.command:CalibrateCommand",
+            capabilities=CALIBRATE,
         ),
     ]

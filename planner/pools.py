@@ -52,7 +52,9 @@ class Choice:
 
     def time(self, verb: str) -> float:
         """Seconds of a stage."""
-        return {"generate": self.seconds, "infer": self.option.infer, "train": self.option.train}[verb]
+        return {"generate": self.seconds, "infer": self.option.infer, "train": self.option.train}[
+            verb
+        ]
 
 
 @attrs.frozen
@@ -89,7 +91,9 @@ class _Combinations:
     """[n, models]: which of a model's options."""
 
     def taken(self, rows: np.ndarray) -> _Combinations:
-        return _Combinations(self.times[rows], self.resident[rows], self.most[rows], self.picks[rows])
+        return _Combinations(
+            self.times[rows], self.resident[rows], self.most[rows], self.picks[rows]
+        )
 
     def front(self) -> _Combinations:
         return self.taken(front(np.column_stack([self.times, self.resident, self.most])))
@@ -144,7 +148,9 @@ def rollouts(model: PlannedModel, nodes: Nodes, devices: int) -> list[Generation
         if tp > model.max_rollout_tp or model.shape.tensor_parallel_problems(tp):
             continue
         pp = 1
-        while devices % (pp * tp) == 0 and model.shape.layers % pp == 0 and pp <= model.max_rollout_pp:
+        while (
+            devices % (pp * tp) == 0 and model.shape.layers % pp == 0 and pp <= model.max_rollout_pp
+        ):
             found.append(GenerationLayout(ranks, pp, tp))
             pp *= 2
     return found
@@ -178,7 +184,11 @@ class PoolPlanner:
         return bool(self.workload.of(model.name, "generate"))
 
     def most_dp(self, model: PlannedModel) -> int:
-        shared = [t.sequences for t in self.workload.tasks if t.role == model.name and t.verb != "generate"]
+        shared = [
+            t.sequences
+            for t in self.workload.tasks
+            if t.role == model.name and t.verb != "generate"
+        ]
         return max(shared, default=1 << 40)
 
     def options(self, model: PlannedModel, devices: int) -> list[Option]:
@@ -186,10 +196,18 @@ class PoolPlanner:
         at = (model.name, devices)
         if at in self._options:
             return self._options[at]
-        every = (self.option(model, layout) for layout in layouts(model, self.nodes, devices, self.most_dp(model)))
+        every = (
+            self.option(model, layout)
+            for layout in layouts(model, self.nodes, devices, self.most_dp(model))
+        )
         found = [o for o in every if o.bytes.resident + o.most <= self.nodes.memory]
         if found and not self.generates(model):
-            found = [found[i] for i in front(np.array([(o.infer, o.train, o.bytes.resident, o.most) for o in found]))]
+            found = [
+                found[i]
+                for i in front(
+                    np.array([(o.infer, o.train, o.bytes.resident, o.most) for o in found])
+                )
+            ]
         self._options[at] = found
         return found
 
@@ -202,7 +220,9 @@ class PoolPlanner:
                 Cut(
                     engines,
                     np.array([self.transition(o, engines) for o in options]),
-                    np.array([self.sizes.engine_weights(model, o.layout, engines) for o in options]),
+                    np.array(
+                        [self.sizes.engine_weights(model, o.layout, engines) for o in options]
+                    ),
                 )
                 for engines in rollouts(model, self.nodes, devices)
             ]
@@ -210,8 +230,14 @@ class PoolPlanner:
 
     def option(self, model: PlannedModel, layout: ParallelLayout) -> Option:
         sim, taken = self.simulator, self.sizes.bytes(model, layout)
-        infer = sum(t.times * sim.inference(model, t.sequences, layout) for t in self.workload.of(model.name, "infer"))
-        train = sum(t.times * sim.update(model, t.sequences, layout) for t in self.workload.of(model.name, "train"))
+        infer = sum(
+            t.times * sim.inference(model, t.sequences, layout)
+            for t in self.workload.of(model.name, "infer")
+        )
+        train = sum(
+            t.times * sim.update(model, t.sequences, layout)
+            for t in self.workload.of(model.name, "train")
+        )
         moves = sim.moves(model, layout, taken.fetched)
         infer += moves * sum(t.times for t in self.workload.of(model.name, "infer"))
         train += moves * sum(t.times for t in self.workload.of(model.name, "train"))
@@ -219,18 +245,24 @@ class PoolPlanner:
 
     def memory(self, members: Sequence[PlannedModel]) -> float:
         """Usable bytes of a device while these models read and train: an engine may keep its share."""
-        return self.nodes.memory - sum(m.kept(self.nodes.device.memory_gb) for m in members if self.generates(m))
+        return self.nodes.memory - sum(
+            m.kept(self.nodes.device.memory_gb) for m in members if self.generates(m)
+        )
 
     def engines_keep(self, members: Sequence[PlannedModel]) -> str:
         """For messages: what of the memory is not usable for that, and how it would be."""
         device = self.nodes.device.memory_gb
-        kept = {m.name: m.kept(device) / GB for m in members if self.generates(m) and m.keeps_engine}
+        kept = {
+            m.name: m.kept(device) / GB for m in members if self.generates(m) and m.keeps_engine
+        }
         if not kept:
             return ""
         ways = " or ".join(f"{name}.generation.keep = false" for name in kept)
         return f" ({sum(kept.values()):.1f} GB more are kept by engines: set {ways}, or give them less)"
 
-    def cache(self, model: PlannedModel, engines: GenerationLayout, resident: Any, weights: Any) -> Any:
+    def cache(
+        self, model: PlannedModel, engines: GenerationLayout, resident: Any, weights: Any
+    ) -> Any:
         """Bytes of a device for the cache of an engine whose weights take `weights` bytes beside `resident` ones; numbers or
         arrays."""
         limits, device = model.limits, self.nodes.device.memory_gb * GB
@@ -246,7 +278,9 @@ class PoolPlanner:
     def generation(self, model: PlannedModel, engines: GenerationLayout, cache: Any) -> Any:
         """Seconds of a step's generation with so many bytes of each device for the cache: a number, or an array."""
         tasks = self.workload.of(model.name, "generate")
-        return sum(t.times * self.simulator.generation(model, t.sequences, engines, cache) for t in tasks)
+        return sum(
+            t.times * self.simulator.generation(model, t.sequences, engines, cache) for t in tasks
+        )
 
     def transition(self, option: Option, engines: GenerationLayout) -> float:
         if not option.model.trained:
@@ -271,10 +305,17 @@ class PoolPlanner:
 
     def moved(self, members: Sequence[PlannedModel]) -> float:
         """Seconds of a step's columns to a pool in which nothing generates."""
-        rows = max((t.sequences * t.times for t in self.workload.tasks if t.verb == "generate"), default=0)
+        rows = max(
+            (t.sequences * t.times for t in self.workload.tasks if t.verb == "generate"), default=0
+        )
         if any(self.generates(m) for m in members) or not rows:
             return 0.0
-        return rows * self.workload.tokens * self.workload.row_bytes / self.simulator.machine.network_rate
+        return (
+            rows
+            * self.workload.tokens
+            * self.workload.row_bytes
+            / self.simulator.machine.network_rate
+        )
 
     def candidates(self, members: tuple[PlannedModel, ...], devices: int) -> list[Candidate]:
         """The pools of these models on so many devices that no other is better than in all three stages."""
@@ -292,11 +333,16 @@ class PoolPlanner:
             if self.generates(model):
                 generation += self._generation(model, devices, found, column)
         moved = self.moved(members)
-        stages = [(g, *after(moved, i, t)) for g, (i, t) in zip(generation, found.times, strict=True)]
+        stages = [
+            (g, *after(moved, i, t)) for g, (i, t) in zip(generation, found.times, strict=True)
+        ]
         points = np.array(stages).reshape(-1, 3)
         rows = np.flatnonzero(np.isfinite(generation))
         kept = rows[front(points[rows])]
-        return [Candidate(devices, tuple(map(float, points[row])), tuple(map(int, found.picks[row]))) for row in kept]  # type: ignore[arg-type]
+        return [
+            Candidate(devices, tuple(map(float, points[row])), tuple(map(int, found.picks[row])))
+            for row in kept
+        ]  # type: ignore[arg-type]
 
     def _with(self, found: _Combinations, options: list[Option], memory: float) -> _Combinations:
         """Each combination with each option, where the memory is enough."""
@@ -313,25 +359,34 @@ class PoolPlanner:
         )
         return joined.taken(np.flatnonzero(joined.resident + joined.most <= memory))
 
-    def _generation(self, model: PlannedModel, devices: int, found: _Combinations, column: int) -> np.ndarray:
+    def _generation(
+        self, model: PlannedModel, devices: int, found: _Combinations, column: int
+    ) -> np.ndarray:
         """[n]: seconds of the fastest engine of each combination, the transition too."""
         seconds = np.full(len(found.resident), np.inf)
         picked = found.picks[:, column]
         for cut in self.cuts(model, devices):
             cache = self.cache(model, cut.engines, found.resident, cut.weights[picked])
-            seconds = np.minimum(seconds, cut.transitions[picked] + self.generation(model, cut.engines, cache))
+            seconds = np.minimum(
+                seconds, cut.transitions[picked] + self.generation(model, cut.engines, cache)
+            )
         return seconds
 
     def entry(self, members: tuple[PlannedModel, ...], candidate: Candidate) -> Entry:
         """A candidate in full."""
         devices = candidate.devices
         order = sorted(members, key=self.generates)
-        options = {m.name: self.options(m, devices)[pick] for m, pick in zip(order, candidate.picks, strict=True)}
+        options = {
+            m.name: self.options(m, devices)[pick]
+            for m, pick in zip(order, candidate.picks, strict=True)
+        }
         resident = sum(options[m.name].bytes.resident for m in order)
         choices = []
         for model in members:
             option = options[model.name]
-            choice = self.engine(option, devices, resident) if self.generates(model) else Choice(option)
+            choice = (
+                self.engine(option, devices, resident) if self.generates(model) else Choice(option)
+            )
             assert choice is not None
             choices.append(choice)
         return Entry(devices, candidate.times, tuple(choices))

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hybridflow.core.contracts.planner import STAGE_NAMES, STAGES, Bar, Block, Line, NotPlanned, Table
+from hybridflow.core.contracts.planner import (
+    STAGE_NAMES,
+    STAGES,
+    Bar,
+    Block,
+    Line,
+    NotPlanned,
+    Table,
+)
 from hybridflow.core.values.units import seconds
 from hybridflow.planner.cluster import GB, Cluster
 from hybridflow.planner.jobs import JobPlan, Misfit, Plannable
@@ -30,19 +38,42 @@ def report(plan: JobPlan, best: Mapping, placed: bool) -> Iterator[Block]:
     for verb, time in zip(STAGES, best.stages, strict=True):
         if time:
             share = 100 * time / best.seconds
-            yield Line(f"  {STAGE_NAMES[verb]:<12}{seconds(time):>9}  {share:3.0f}%  {_slowest(best, verb)}")
+            yield Line(
+                f"  {STAGE_NAMES[verb]:<12}{seconds(time):>9}  {share:3.0f}%  {_slowest(best, verb)}"
+            )
     yield Line()
-    columns = ("pool", "role", "devices", "layout", "engine", *(STAGE_NAMES[verb] for verb in STAGES))
+    columns = (
+        "pool",
+        "role",
+        "devices",
+        "layout",
+        "engine",
+        *(STAGE_NAMES[verb] for verb in STAGES),
+    )
     yield Table(columns, tuple(row for pool in best.pools for row in _pool_rows(pool, cluster)))
     yield Line()
-    columns = ("GB per device", "at rest", "generation", "inference", "training", "usable", "tightest")
+    columns = (
+        "GB per device",
+        "at rest",
+        "generation",
+        "inference",
+        "training",
+        "usable",
+        "tightest",
+    )
     yield Table(columns, tuple(_memory_row(pool, cluster) for pool in best.pools))
     yield Line()
     for other in best.others:
         more = f"{seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
         yield Line(f"next: {describe(other)}: {more}")
-    yield Line(f"as the config says it: {_written(plan, best) if placed else 'the same (placement = auto)'}")
-    for remark in (*plan.work.remarks, *_kinds_to_choose(best, cluster), *_otherwise_measured(plan.work, cluster)):
+    yield Line(
+        f"as the config says it: {_written(plan, best) if placed else 'the same (placement = auto)'}"
+    )
+    for remark in (
+        *plan.work.remarks,
+        *_kinds_to_choose(best, cluster),
+        *_otherwise_measured(plan.work, cluster),
+    ):
         yield Line(f"note: {remark}", "yellow")
 
 
@@ -84,8 +115,16 @@ def scaling(plan: JobPlan, sizes: Sequence[int]) -> Table:
         first = first or (size, rate)
         efficiency = rate / first[1] * first[0] / size
         stages = [seconds(t) if t else "" for t in best.stages]
-        rows.append((str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", describe(best)))
-    columns = ("devices", "step", *(STAGE_NAMES[verb] for verb in STAGES), "efficiency", "placement")
+        rows.append(
+            (str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", describe(best))
+        )
+    columns = (
+        "devices",
+        "step",
+        *(STAGE_NAMES[verb] for verb in STAGES),
+        "efficiency",
+        "placement",
+    )
     return Table(columns, tuple(rows))
 
 
@@ -93,7 +132,9 @@ def _kinds_to_choose(best: Mapping, cluster: Cluster) -> list[str]:
     """What the config has no word for."""
     if len({pool.kind for pool in best.pools}) < 2:
         return []
-    on = ", ".join(f"{'+'.join(pool.names)} on {cluster.nodes[pool.kind].device.name}" for pool in best.pools)
+    on = ", ".join(
+        f"{'+'.join(pool.names)} on {cluster.nodes[pool.kind].device.name}" for pool in best.pools
+    )
     return [
         f"a config does not say which kind of device a pool gets, and the runtime takes any that are free: see that it is {on}"
     ]
@@ -106,7 +147,11 @@ def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
         for model, own in work.runs_on.items():
             measured = nodes.measured or own
             pairs = [(own.backend, measured.backend), (own.engine, measured.engine)]
-            pairs += [(f"{own.bits}-bit numbers", f"{measured.bits}-bit numbers")] if measured.bits else []
+            pairs += (
+                [(f"{own.bits}-bit numbers", f"{measured.bits}-bit numbers")]
+                if measured.bits
+                else []
+            )
             found += [
                 f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
                 for mine, theirs in pairs
@@ -137,7 +182,9 @@ def _slowest(mapping: Mapping, verb: str) -> str:
     times = {c.option.model.name: c.time(verb) for c in pool.entry.choices}
     parts = [f"{name} {seconds(t)}" for name, t in sorted(times.items(), key=lambda x: -x[1]) if t]
     wait = f"; {', '.join('+'.join(p.names) for p in mapping.pools if p is not pool and p.entry.times[stage])} waits"
-    return ", then ".join(parts) + (wait if any(p is not pool and p.entry.times[stage] for p in mapping.pools) else "")
+    return ", then ".join(parts) + (
+        wait if any(p is not pool and p.entry.times[stage] for p in mapping.pools) else ""
+    )
 
 
 def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
@@ -176,4 +223,10 @@ def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
         cells[0] += f" ({max(c.cache_bytes for c in engines) / GB:.1f} of it cache)"
     share = f"{100 * max(phases.values()) / nodes.memory:.0f}% while {tightest} {phase}"
     kept_too = f", {kept / GB:.1f} of it the engine's" if kept else ""
-    return ("+".join(pool.names), f"{resident / GB:.1f}", *cells, f"{nodes.memory / GB:.1f}", share + kept_too)
+    return (
+        "+".join(pool.names),
+        f"{resident / GB:.1f}",
+        *cells,
+        f"{nodes.memory / GB:.1f}",
+        share + kept_too,
+    )

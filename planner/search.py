@@ -110,8 +110,14 @@ class _Front:
             good = np.flatnonzero((self.generate <= generate) & (self.train <= train))
             devices = self.devices[good]
             least = np.minimum.accumulate(devices) if len(good) else devices
-            first = np.concatenate([[True], least[1:] < least[:-1]]) if len(good) else np.zeros(0, bool)
-            self._stairs[at] = self.infer[good][first].tolist(), least[first].tolist(), good[first].tolist()
+            first = (
+                np.concatenate([[True], least[1:] < least[:-1]]) if len(good) else np.zeros(0, bool)
+            )
+            self._stairs[at] = (
+                self.infer[good][first].tolist(),
+                least[first].tolist(),
+                good[first].tolist(),
+            )
         return self._stairs[at]
 
 
@@ -141,10 +147,14 @@ class _Search:
             self.fronts[at] = _Front([every[i] for i in front(points)])
         return self.fronts[at]
 
-    def _placement(self, placement: tuple[tuple[PlannedModel, ...], ...], bound: float) -> Mapping | None:
+    def _placement(
+        self, placement: tuple[tuple[PlannedModel, ...], ...], bound: float
+    ) -> Mapping | None:
         best: Mapping | None = None
         for kinds in itertools.product(range(len(self.cluster.nodes)), repeat=len(placement)):
-            fronts = [self.front(members, kind) for members, kind in zip(placement, kinds, strict=True)]
+            fronts = [
+                self.front(members, kind) for members, kind in zip(placement, kinds, strict=True)
+            ]
             if any(not f.entries for f in fronts):
                 continue
             chosen = self._allocate(fronts, kinds, min(bound, best.seconds if best else bound))
@@ -157,17 +167,24 @@ class _Search:
                 best = Mapping(pools, sum(stages), stages)  # type: ignore[arg-type]
         return best
 
-    def _allocate(self, fronts: list[_Front], kinds: Sequence[int], bound: float) -> list[Candidate] | None:
+    def _allocate(
+        self, fronts: list[_Front], kinds: Sequence[int], bound: float
+    ) -> list[Candidate] | None:
         """One entry of each front: the least sum of the stages' slowest, below `bound`, with the devices that there are.
 
         The entry of one pool (the one that generates) is tried after the other, then the time that training may take, from
         the least up; the least time of inference with enough devices follows by bisection.
         """
         budgets = [nodes.devices for nodes in self.cluster.nodes]
-        anchor = max(range(len(fronts)), key=lambda i: (fronts[i].generate.max(), len(fronts[i].entries)))
+        anchor = max(
+            range(len(fronts)), key=lambda i: (fronts[i].generate.max(), len(fronts[i].entries))
+        )
         others = [i for i in range(len(fronts)) if i != anchor]
         first = fronts[anchor]
-        least = [sum(int(fronts[i].devices.min()) for i in others if kinds[i] == kind) for kind in range(len(budgets))]
+        least = [
+            sum(int(fronts[i].devices.min()) for i in others if kinds[i] == kind)
+            for kind in range(len(budgets))
+        ]
         floor = [
             max((float(getattr(fronts[i], s).min()) for i in others), default=0.0)
             for s in ("generate", "infer", "train")
@@ -201,7 +218,10 @@ class _Search:
                         continue
                     infer, picked = within
                     bound = generate + infer + train
-                    chosen = [entry if j == anchor else fronts[j].entries[picked[j]] for j in range(len(fronts))]
+                    chosen = [
+                        entry if j == anchor else fronts[j].entries[picked[j]]
+                        for j in range(len(fronts))
+                    ]
                 if generate + max(i, floor[1]) + max(t, floor[2]) >= bound:
                     break
         return chosen
@@ -230,7 +250,9 @@ class _Search:
 
         if pick(below) is None:
             return None
-        limits = sorted({infer, *(t for _, times, _, _ in stairs for t in times if infer < t < below)})
+        limits = sorted(
+            {infer, *(t for _, times, _, _ in stairs for t in times if infer < t < below)}
+        )
         low, high = 0, len(limits)
         while low < high:
             middle = (low + high) // 2

@@ -30,11 +30,15 @@ class Simulator:
     def _footprints(self) -> dict[tuple, Footprint]:
         return {}
 
-    def footprint(self, model: PlannedModel, layout: ParallelLayout, micro_batches: int) -> Footprint:
+    def footprint(
+        self, model: PlannedModel, layout: ParallelLayout, micro_batches: int
+    ) -> Footprint:
         """What the model's backend says, asked once."""
         key = (model, layout.pp, layout.tp, layout.dp, layout.cp, layout.ep, micro_batches)
         if key not in self._footprints:
-            self._footprints[key] = model.settings.footprint(model.size, layout, model.trained, micro_batches)
+            self._footprints[key] = model.settings.footprint(
+                model.size, layout, model.trained, micro_batches
+            )
         return self._footprints[key]
 
     def micro_batches(self, model: PlannedModel, sequences: int, dp: int) -> tuple[int, int]:
@@ -59,18 +63,27 @@ class Simulator:
         return self.machine.nodes.efficiency.logit_passes * size / self.machine.memory_peak
 
     def _passes(
-        self, model: PlannedModel, sequences: int, layout: ParallelLayout, rate: float, train: bool = False
+        self,
+        model: PlannedModel,
+        sequences: int,
+        layout: ParallelLayout,
+        rate: float,
+        train: bool = False,
     ) -> float:
         """Seconds of `sequences` through the pipeline: of one forward pass, or of an update's passes. A backward pass takes as
         long as a forward for the gradients of activations, and again for those of the weights that are trained."""
         pp, tp, size, runs = layout.pp, layout.tp, model.size, model.execution
         count, each = self.micro_batches(model, sequences, layout.dp)
         tokens = each * self.workload.tokens
-        said = each * self.workload.response_tokens  # the head, which the last stage has, sees no other positions
+        said = (
+            each * self.workload.response_tokens
+        )  # the head, which the last stage has, sees no other positions
         again = train and said * model.logits_of_a_token(tp) > runs.logits_at_once
         forwards = 1.0 + (train and runs.recompute)
         passes = forwards + (1.0 + size.trained_share if train else 0.0)
-        head_passes = 1.0 + again + (1.0 + (not runs.adapter_rank) if train else 0.0)  # `recompute` is of the layers
+        head_passes = (
+            1.0 + again + (1.0 + (not runs.adapter_rank) if train else 0.0)
+        )  # `recompute` is of the layers
         flops = passes * tokens * size.trunk_flops(self.workload.tokens) / pp
         flops = (flops + head_passes * said * 2.0 * size.head_params) / tp
         shared, rest = self._layer_times(model, tp, each)
@@ -79,9 +92,13 @@ class Simulator:
         stage = flops / rate + layers * (shared * repeated + rest * passes)
         stage += self._logits_time(model, tp, said) * head_passes
         if runs.gathers_logits and tp > 1:
-            stage += (1 + again) * self.machine.gather(said * model.shape.vocab * runs.compute_bytes, tp)
+            stage += (1 + again) * self.machine.gather(
+                said * model.shape.vocab * runs.compute_bytes, tp
+            )
         if pp > 1:
-            stage += (1 + train) * self.machine.send(tokens * model.shape.hidden * runs.compute_bytes, tp)
+            stage += (1 + train) * self.machine.send(
+                tokens * model.shape.hidden * runs.compute_bytes, tp
+            )
         moves = self.footprint(model, layout, count)
         gathered = self.machine.collectives(moves.forward)
         if train:
@@ -104,7 +121,9 @@ class Simulator:
         time += self.machine.collectives(moves.update) * (1.0 - e.overlap)
         return time + moves.step_traffic / self.machine.optimizer_rate + e.update_ms * 1e-3
 
-    def generation(self, model: PlannedModel, sequences: int, engines: GenerationLayout, free: Any) -> Any:
+    def generation(
+        self, model: PlannedModel, sequences: int, engines: GenerationLayout, free: Any
+    ) -> Any:
         """On all ranks of `engines`, with `free` bytes of each for the cache (a number, or an array of them); infinite where
         no sequence fits."""
         pp, tp, limits = engines.pp, engines.tp, model.limits
@@ -121,7 +140,9 @@ class Simulator:
         per_stage = np.maximum(1.0, at_once / pp)
         weights = size.params * limits.weight_bytes * size.read_share(per_stage) / tp
         cached = at_once * (w.prompt_tokens + w.response_tokens / 2) * model.cache_bytes / cut
-        step = np.maximum((weights + cached) / machine.memory_rate, at_once * 2.0 * size.active_params / rate)
+        step = np.maximum(
+            (weights + cached) / machine.memory_rate, at_once * 2.0 * size.active_params / rate
+        )
         step = step + layers * 2.0 * machine.all_reduce(per_stage * hidden, tp)
         if pp > 1:
             step = step + pp * machine.send(per_stage * hidden, tp)
@@ -130,14 +151,21 @@ class Simulator:
         seconds = prefill + mine / at_once * w.response_tokens * step + e.call_ms * 1e-3
         return np.where(fit >= 1.0, seconds, np.inf)
 
-    def transition(self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout) -> float:
+    def transition(
+        self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout
+    ) -> float:
         """Seconds of bringing trained weights to the engine."""
-        received, fixed = self.received(model, layout, engines), self.machine.nodes.efficiency.sync_ms * 1e-3
+        received, fixed = (
+            self.received(model, layout, engines),
+            self.machine.nodes.efficiency.sync_ms * 1e-3,
+        )
         if self.footprint(model, layout, 1).weight_ranks <= self.machine.nodes.per_node:
             return fixed + received / self.machine.link_rate
         return fixed + received * self.machine.nodes.per_node / self.machine.network_rate
 
-    def received(self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout) -> float:
+    def received(
+        self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout
+    ) -> float:
         """Bytes that a rank lacks of its generation shard: under zero-redundancy grouping (t p - t_g p_g) / (t_g p_g t p) M."""
         size = model.size.params * model.limits.weight_bytes
         return max(0.0, size / (engines.pp * engines.tp) - self.kept(model, layout, engines))

@@ -36,7 +36,9 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     Scores are 0 or 1 at random, as rewards often are: a step that draws until its groups differ (DAPO) draws as it would.
     """
     recorder = _Recorder(seed)
-    groups: dict[str, tuple[Role, Any]] = {r.name: (r, _Model(r, recorder)) for r in algorithm.roles()}
+    groups: dict[str, tuple[Role, Any]] = {
+        r.name: (r, _Model(r, recorder)) for r in algorithm.roles()
+    }
     ctx = StepContext(groups, _Tasks(recorder, algorithm), SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
     ctx.step = 1
     try:
@@ -57,14 +59,21 @@ class _Recorder:
         self.calls[role, verb, rows] += 1
 
     def tasks(self) -> tuple[Task, ...]:
-        return tuple(Task(role, verb, rows, times) for (role, verb, rows), times in self.calls.items() if rows)  # type: ignore[arg-type]
+        return tuple(
+            Task(role, verb, rows, times)
+            for (role, verb, rows), times in self.calls.items()
+            if rows
+        )  # type: ignore[arg-type]
 
     def per_token(self, rows: int, trailing: tuple[int, ...] = ()) -> Column:
         values = self.generator.uniform(-2.0, -0.1, (rows * TOKENS, *trailing)).astype(np.float32)
         return Column(torch.from_numpy(values), np.full(rows, TOKENS))
 
     def ids(self, rows: int) -> Column:
-        return tokens([torch.from_numpy(self.generator.integers(0, 9, TOKENS)) for _ in range(rows)], torch.int64)
+        return tokens(
+            [torch.from_numpy(self.generator.integers(0, 9, TOKENS)) for _ in range(rows)],
+            torch.int64,
+        )
 
     def answered(self, rows: int) -> dict[str, Any]:
         ones = Column(torch.ones(rows * TOKENS, dtype=torch.uint8), np.full(rows, TOKENS))
@@ -86,7 +95,9 @@ class _Model:
             {
                 **made.answered(rows),
                 "rollout_logprobs": made.per_token(rows),
-                "weight_version": Column(torch.ones(rows * TOKENS, dtype=torch.int32), np.full(rows, TOKENS)),
+                "weight_version": Column(
+                    torch.ones(rows * TOKENS, dtype=torch.int32), np.full(rows, TOKENS)
+                ),
                 "finish_reason": ["stop"] * rows,
                 "turn": turns,
                 "episode_return": self._scores(rows),
@@ -99,11 +110,14 @@ class _Model:
 
     def logprobs(self, batch: Batch, columns: Mapping[str, str], topk: int = 0) -> Batch:
         self.recorder.add(self.role.name, "infer", batch.rows)
-        made: dict[str, Any] = {name: self.recorder.per_token(batch.rows) for name in columns.values()}
+        made: dict[str, Any] = {
+            name: self.recorder.per_token(batch.rows) for name in columns.values()
+        }
         if topk:
             made["topk_logprobs"] = self.recorder.per_token(batch.rows, (topk,))
             made["topk_ids"] = Column(
-                torch.zeros((batch.rows * TOKENS, topk), dtype=torch.int64), np.full(batch.rows, TOKENS)
+                torch.zeros((batch.rows * TOKENS, topk), dtype=torch.int64),
+                np.full(batch.rows, TOKENS),
             )
         return Batch(made)
 
@@ -136,7 +150,9 @@ class _Tasks:
     def __init__(self, recorder: _Recorder, algorithm: Algorithm):
         self.recorder, self.drawn = recorder, 0
         sets = {"train": algorithm.data_columns, **algorithm.data_sets}
-        self.columns: dict[str, tuple[str, ...]] = {name: tuple(columns) for name, columns in sets.items()}
+        self.columns: dict[str, tuple[str, ...]] = {
+            name: tuple(columns) for name, columns in sets.items()
+        }
 
     def draw(self, name: str, count: int) -> Batch:
         wanted = self.columns.get(name, ())
@@ -145,7 +161,11 @@ class _Tasks:
         pairs = "preferred" in wanted
         groups = torch.from_numpy(np.repeat(numbers, 2 if pairs else 1))
         rows = len(groups)
-        columns: dict[str, Any] = {"prompt_ids": self.recorder.ids(rows), "group": groups, "meta": [{}] * rows}
+        columns: dict[str, Any] = {
+            "prompt_ids": self.recorder.ids(rows),
+            "group": groups,
+            "meta": [{}] * rows,
+        }
         if wanted:
             columns |= self.recorder.answered(rows)
         if pairs:

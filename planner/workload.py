@@ -111,7 +111,9 @@ class Workload:
     def check(self, models: tuple[PlannedModel, ...]) -> None:
         """Raises ConfigError for a task of a role without a model, training of one that is not trained, or a name twice."""
         names = [m.name for m in models]
-        problems = [f"two models are called {n!r}" for n in sorted({n for n in names if names.count(n) > 1})]
+        problems = [
+            f"two models are called {n!r}" for n in sorted({n for n in names if names.count(n) > 1})
+        ]
         problems += [
             f"the workload asks {t.role!r} to {t.verb}, and there is no such model (models: {', '.join(names) or 'none'})"
             for t in self.tasks

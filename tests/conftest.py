@@ -20,7 +20,9 @@ import sys
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("ours", deadline=None)  # time says something of the machine, not of the code
+hypothesis.settings.register_profile(
+    "ours", deadline=None
+)  # time says something of the machine, not of the code
 hypothesis.settings.load_profile("ours")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -27,17 +27,25 @@ class ArithmeticSource(DataSource):
         rows = options["rows"]
         problems = []
         if split not in ("train", "held-out", "all"):
-            problems.append(f'data.options.split is {split!r}; it must be "train", "held-out" or "all"')
+            problems.append(
+                f'data.options.split is {split!r}; it must be "train", "held-out" or "all"'
+            )
         if not 1 <= held_out < SUMS:
-            problems.append(f"data.options.held_out is {held_out}; it must be 1 to {SUMS - 1} of the {SUMS} sums")
+            problems.append(
+                f"data.options.held_out is {held_out}; it must be 1 to {SUMS - 1} of the {SUMS} sums"
+            )
         if seed < 0:
             problems.append(f"data.options.split_seed is {seed}; it cannot be negative")
         if not 0 <= rows <= SUMS:
-            problems.append(f"data.options.rows is {rows}; it must be 0 (all of the split) to {SUMS}")
+            problems.append(
+                f"data.options.rows is {rows}; it must be 0 (all of the split) to {SUMS}"
+            )
         if problems:
             raise ConfigError(problems)
         order = np.random.Generator(np.random.Philox(key=seed)).permutation(SUMS)
-        sums = {"train": order[held_out:], "held-out": order[:held_out], "all": np.arange(SUMS)}[split]
+        sums = {"train": order[held_out:], "held-out": order[:held_out], "all": np.arange(SUMS)}[
+            split
+        ]
         self._sums = sums[:rows] if rows else sums
 
     def __len__(self) -> int:

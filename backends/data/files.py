@@ -16,7 +16,9 @@ def data_path(config: DataConfig) -> Path:
     if not path.exists():
         parent = next(p for p in (path.parent, *path.parent.parents) if p.exists())
         there = ", ".join(sorted(p.name for p in parent.iterdir())[:8]) or "nothing"
-        raise DataError(f"data.path: there is no {str(path)!r} ({str(parent)!r} has {there}); give an existing one")
+        raise DataError(
+            f"data.path: there is no {str(path)!r} ({str(parent)!r} has {there}); give an existing one"
+        )
     return path
 
 
@@ -24,7 +26,9 @@ def data_file(config: DataConfig, endings: tuple[str, ...], others: str) -> Path
     """data.path, which must be a file with one of these endings and at least one byte; `others`: where else to go."""
     path = data_path(config)
     if path.is_dir():
-        raise DataError(f"data.path: {str(path)!r} is a folder and source {config.source!r} reads a file; {others}")
+        raise DataError(
+            f"data.path: {str(path)!r} is a folder and source {config.source!r} reads a file; {others}"
+        )
     if not path.name.lower().endswith(endings):
         raise DataError(
             f"data.path: {str(path)!r} does not end in {' or '.join(endings)}, which is what source {config.source!r} "

@@ -34,7 +34,9 @@ class DatasetsSource(DataSource):
         if isinstance(data, datasets.DatasetDict):
             names = ", ".join(data)
             if not split:
-                raise DataError(f"data.path: {str(path)!r} has the splits {names}; set data.options.split to one")
+                raise DataError(
+                    f"data.path: {str(path)!r} has the splits {names}; set data.options.split to one"
+                )
             if split not in data:
                 raise DataError(
                     f"data.options.split: {str(path)!r} has no split {split!r}{did_you_mean(split, data)} "
@@ -42,9 +44,13 @@ class DatasetsSource(DataSource):
                 )
             data = data[split]
         elif split:
-            raise DataError(f"data.options.split is {split!r}, but {str(path)!r} has no splits; remove the option")
+            raise DataError(
+                f"data.options.split is {split!r}, but {str(path)!r} has no splits; remove the option"
+            )
         if len(data) == 0:
-            raise DataError(f"data.path: {str(path)!r} has no rows; write it again or give another one")
+            raise DataError(
+                f"data.path: {str(path)!r} has no rows; write it again or give another one"
+            )
         self._data = data
 
     def __len__(self) -> int:

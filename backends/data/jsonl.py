@@ -26,7 +26,9 @@ class JsonlSource(DataSource):
         )
         self._rows = _read(path)
         if not self._rows:
-            raise DataError(f"data.path: {str(path)!r} has only blank lines; give a file with one JSON object per line")
+            raise DataError(
+                f"data.path: {str(path)!r} has only blank lines; give a file with one JSON object per line"
+            )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -38,14 +40,25 @@ class JsonlSource(DataSource):
 def _read(path: Path) -> list[dict[str, Any]]:
     rows, number = [], 0
     try:
-        with gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file:
+        with (
+            gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb") as file
+        ):
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    rows.append(_parse(line.decode("utf-8-sig" if number == 1 else "utf-8"), f"{path}, line {number}"))
+                    rows.append(
+                        _parse(
+                            line.decode("utf-8-sig" if number == 1 else "utf-8"),
+                            f"{path}, line {number}",
+                        )
+                    )
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line {number}: not UTF-8 ({error}); convert the file to UTF-8") from error
+        raise DataError(
+            f"{path}, line {number}: not UTF-8 ({error}); convert the file to UTF-8"
+        ) from error
     except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read after line {number}: {error}; is it complete?") from error
+        raise DataError(
+            f"{path} cannot be read after line {number}: {error}; is it complete?"
+        ) from error
     return rows
 
 

@@ -33,13 +33,19 @@ class ParquetSource(DataSource):
             try:
                 tables.append(pyarrow.parquet.read_table(file))
             except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(f"{file} is not a readable Parquet file: {error}; is it complete?") from error
+                raise DataError(
+                    f"{file} is not a readable Parquet file: {error}; is it complete?"
+                ) from error
         try:
             self._table = pyarrow.concat_tables(tables)
         except pyarrow.ArrowInvalid as error:
-            raise DataError(f"the files in {str(path)!r} have different columns: {error}; give one file") from error
+            raise DataError(
+                f"the files in {str(path)!r} have different columns: {error}; give one file"
+            ) from error
         if self._table.num_rows == 0:
-            raise DataError(f"data.path: {str(path)!r} has no rows; write it again or give another one")
+            raise DataError(
+                f"data.path: {str(path)!r} has no rows; write it again or give another one"
+            )
 
     def __len__(self) -> int:
         return self._table.num_rows

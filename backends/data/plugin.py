@@ -10,9 +10,19 @@ def hybridflow_plugins() -> list[Descriptor]:
     here = "hybridflow.backends.data"
     return [
         Descriptor("data_source", "jsonl", f"{here}.jsonl:JsonlSource"),
-        Descriptor("data_source", "parquet", f"{here}.parquet:ParquetSource", requires=("pyarrow",), extra="data"),
         Descriptor(
-            "data_source", "datasets", f"{here}.hf_datasets:DatasetsSource", requires=("datasets",), extra="data"
+            "data_source",
+            "parquet",
+            f"{here}.parquet:ParquetSource",
+            requires=("pyarrow",),
+            extra="data",
+        ),
+        Descriptor(
+            "data_source",
+            "datasets",
+            f"{here}.hf_datasets:DatasetsSource",
+            requires=("datasets",),
+            extra="data",
         ),
         Descriptor("data_source", "arithmetic", f"{here}.arithmetic:ArithmeticSource"),
     ]

@@ -41,14 +41,21 @@ class DeepSpeedBackend(TrainingBackend):
         return found + lora_problems(config.lora)
 
     def build(self) -> None:
-        from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, canonical, ties_of
+        from hybridflow.kit.huggingface.modeling import (
+            RoleModel,
+            build_hf_model,
+            canonical,
+            ties_of,
+        )
 
         context, config, trained = self.context, self.config, self.optimizer_config is not None
         lora = config.lora if trained else None
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         # DeepSpeed takes its float32 masters from the weights that it is given, so these begin in float32 ...
         masters = trained and lora is None
-        hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if masters else self._dtype)
+        hf, self._hf_config = build_hf_model(
+            self.model_spec, torch.float32 if masters else self._dtype
+        )
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
         self._adapters: Adapters | None = None
@@ -92,7 +99,10 @@ class DeepSpeedBackend(TrainingBackend):
             else:
                 optimizer = torch.optim.AdamW(learnt, fused=True, **options)
         self.engine, *_ = deepspeed.initialize(
-            model=self.module, optimizer=optimizer, config=self._settings(), dist_init_required=False
+            model=self.module,
+            optimizer=optimizer,
+            config=self._settings(),
+            dist_init_required=False,
         )
         self.zero = self.engine.optimizer
 
@@ -133,7 +143,11 @@ class DeepSpeedBackend(TrainingBackend):
             return [dict(model(micro, needs, temperature)) for micro in micros]
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], loss: LossFunction, temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        loss: LossFunction,
+        temperature: float = 1.0,
     ) -> None:
         for at, micro in enumerate(micros):
             outputs: Mapping[str, torch.Tensor] = self.engine(micro, needs, temperature)
@@ -174,7 +188,11 @@ class DeepSpeedBackend(TrainingBackend):
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
         adapters = self._whole_adapters()
         for name, box, values in self._held(self._model()):
-            yield name, box, self._adapters.shard(name, box, values, adapters) if self._adapters else values
+            yield (
+                name,
+                box,
+                self._adapters.shard(name, box, values, adapters) if self._adapters else values,
+            )
 
     def _held(self, names: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Views of what this rank holds, without adapters' values."""
@@ -191,7 +209,9 @@ class DeepSpeedBackend(TrainingBackend):
         """Stage 3: what a rank's flat shard, `length` elements long, holds: boxes, and where they begin in it."""
         return ((box, at) for _, _, box, at in self._flat(name, rank * length, length))
 
-    def _flat(self, name: str, start: int, length: int) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
+    def _flat(
+        self, name: str, start: int, length: int
+    ) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
         """The boxes of elements start..start + length of a parameter, as flat_parts gives them."""
         shape = self._shapes[name]
         return flat_parts([(name, shape, Box.full(shape), 0)], start, start + length)
@@ -207,7 +227,9 @@ class DeepSpeedBackend(TrainingBackend):
         for name, whole in self._whole(self._model()):
             yield name, self._merged(name, whole, adapters)
 
-    def _merged(self, name: str, whole: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _merged(
+        self, name: str, whole: torch.Tensor, adapters: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         """With its adapters, box by box as the ranks hold it: the bits that engines get."""
         if self._adapters is None or name not in self._adapters.of:
             return whole
@@ -262,7 +284,9 @@ class DeepSpeedBackend(TrainingBackend):
         """AdamW's state of a flat buffer; zeros before the first step."""
         moments = self.zero.optimizer.state[flat]
         if not moments:
-            moments["step"] = 0 if self.config.adam == "cpu" else torch.zeros((), device=flat.device)
+            moments["step"] = (
+                0 if self.config.adam == "cpu" else torch.zeros((), device=flat.device)
+            )
             moments |= {m: torch.zeros_like(flat.detach()) for m in MOMENTS}
         return moments
 
@@ -274,11 +298,18 @@ class DeepSpeedBackend(TrainingBackend):
         if self.optimizer_config is None:
             return
         for moments in self.zero.optimizer.state.values():
-            moments["step"] = self.version if self.config.adam == "cpu" else moments["step"].fill_(float(self.version))
+            moments["step"] = (
+                self.version
+                if self.config.adam == "cpu"
+                else moments["step"].fill_(float(self.version))
+            )
         if self._sharded:
             self._weights_from_masters()
         else:
-            whole = [StatePart(f"model.{n}", self._shapes[n], b, values) for n, b, values in self._held(self._trained)]
+            whole = [
+                StatePart(f"model.{n}", self._shapes[n], b, values)
+                for n, b, values in self._held(self._trained)
+            ]
             load_state(whole, folder, self.context.role)
 
     def _weights_from_masters(self) -> None:
@@ -303,9 +334,20 @@ class DeepSpeedBackend(TrainingBackend):
 
         hf = self.module.hf
         generation = getattr(hf, "generation_config", None)
-        more = partial(self._adapters.export, self._whole_adapters(), folder / "adapter") if self._adapters else None
+        more = (
+            partial(self._adapters.export, self._whole_adapters(), folder / "adapter")
+            if self._adapters
+            else None
+        )
         export_role(
-            self.full_parameters(), type(hf), self._hf_config, generation, folder, self._dtype, self.context, more
+            self.full_parameters(),
+            type(hf),
+            self._hf_config,
+            generation,
+            folder,
+            self._dtype,
+            self.context,
+            more,
         )
 
     # Memory
@@ -334,12 +376,16 @@ def _deepspeed(device: torch.device) -> Any:
     import deepspeed.ops
     from deepspeed.utils import groups
 
-    if groups._WORLD_GROUP is not None and not _is_there(groups._WORLD_GROUP):  # of a group that has ended since
+    if groups._WORLD_GROUP is not None and not _is_there(
+        groups._WORLD_GROUP
+    ):  # of a group that has ended since
         groups._release_process_group_references()
     if device.type == "cpu":  # else minutes of compiling for a collective over shared memory
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
-        dist_backend="gloo" if device.type == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False
+        dist_backend="gloo" if device.type == "cpu" else "nccl",
+        auto_mpi_discovery=False,
+        verbose=False,
     )
     return deepspeed
 

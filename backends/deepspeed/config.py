@@ -48,14 +48,18 @@ class DeepSpeedConfig(KnownSettings):
         if self.offload_parameters and self.stage != 3:
             raise ValueError(f"offload_parameters needs stage 3, got stage {self.stage}")
         if self.adam == "cpu" and not self.offload_optimizer:
-            raise ValueError("adam 'cpu' steps on the CPU: set offload_optimizer = true, or adam = 'torch'")
+            raise ValueError(
+                "adam 'cpu' steps on the CPU: set offload_optimizer = true, or adam = 'torch'"
+            )
 
     def sharding(self, trained: bool) -> Zero:
         wide = self.precision == "fp32"
         return Zero(
             stage=self.stage,
             weight_bytes=4 if wide else 2,
-            optimizer_bytes=0 if self.offload_optimizer else 12,  # masters beside float32 weights, too
+            optimizer_bytes=0
+            if self.offload_optimizer
+            else 12,  # masters beside float32 weights, too
             keeps_gradients=self.stage == 3,
             bucket_elements=self.bucket_elements,
             compute_bytes=4 if wide else 2,
@@ -68,7 +72,9 @@ class DeepSpeedConfig(KnownSettings):
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         return layout.world == layout.dp
 
-    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
+    def planned_layout(
+        self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype
+    ) -> WeightLayout:
         if self.stage == 3:
             return zero3_layout(shape.params(dtype), layout.world, shape.ties)
         return super().planned_layout(shape, layout, dtype)

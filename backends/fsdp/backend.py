@@ -34,9 +34,13 @@ class FSDPBackend(TrainingBackend):
     def problems(cls, config, layout, kind) -> list[str]:
         found = []
         if layout.dp % config.replicas:
-            found.append(f"backend.replicas must divide dp, got replicas {config.replicas} and dp {layout.dp}")
+            found.append(
+                f"backend.replicas must divide dp, got replicas {config.replicas} and dp {layout.dp}"
+            )
         if config.lora is not None and layout.tp > 1:
-            found.append(f"backend fsdp: lora needs tp 1, got {layout}: set layout.tp = 1, or leave backend.lora out")
+            found.append(
+                f"backend fsdp: lora needs tp 1, got {layout}: set layout.tp = 1, or leave backend.lora out"
+            )
         return found + lora_problems(config.lora)
 
     def build(self) -> None:
@@ -47,7 +51,9 @@ class FSDPBackend(TrainingBackend):
         context, config, trained = self.context, self.config, self.optimizer_config is not None
         bf16, lora = config.precision == "bf16", config.lora if trained else None
         masters = trained and lora is None
-        hf, self._hf_config = build_hf_model(self.model_spec, torch.float32 if masters or not bf16 else torch.bfloat16)
+        hf, self._hf_config = build_hf_model(
+            self.model_spec, torch.float32 if masters or not bf16 else torch.bfloat16
+        )
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
         self._adapters: Adapters | None = None
@@ -74,8 +80,13 @@ class FSDPBackend(TrainingBackend):
                 layer.compile()
         self.parameters = dict(self._canonical())
         self._trained = {name for name, p in self.parameters.items() if p.requires_grad}
-        self._boxes = {name: sharding.boxes_of(p, layout, config.replicas) for name, p in self.parameters.items()}
-        self._replica, self._replica_group = sharding.replica_group(layout, config.replicas, context.rank)
+        self._boxes = {
+            name: sharding.boxes_of(p, layout, config.replicas)
+            for name, p in self.parameters.items()
+        }
+        self._replica, self._replica_group = sharding.replica_group(
+            layout, config.replicas, context.rank
+        )
         self.optimizer = None
         if self.optimizer_config is not None:
             learnt = {n: p for n, p in self.parameters.items() if n in self._trained}
@@ -115,7 +126,11 @@ class FSDPBackend(TrainingBackend):
             module.reshard()
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], loss: LossFunction, temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        loss: LossFunction,
+        temperature: float = 1.0,
     ) -> None:
         for at, micro in enumerate(micros):
             self._set_last(at == len(micros) - 1)
@@ -131,7 +146,9 @@ class FSDPBackend(TrainingBackend):
             root.set_reshard_after_backward(last, recurse=not self.config.reshard_after_forward)
 
     def optim_step(self) -> Metrics:
-        assert self.optimizer is not None and self.optimizer_config is not None, "a frozen role cannot be updated"
+        assert self.optimizer is not None and self.optimizer_config is not None, (
+            "a frozen role cannot be updated"
+        )
         config = self.optimizer_config
         lr = config.lr_at(self.version)
         norm = self.optimizer.grad_norm(self.context.layout.world, self.context.device)
@@ -145,7 +162,9 @@ class FSDPBackend(TrainingBackend):
 
     # Weights
     def layout(self) -> WeightLayout:
-        held: dict[int, dict[str, tuple[Box, ...]]] = {rank: {} for rank in range(self.context.layout.world)}
+        held: dict[int, dict[str, tuple[Box, ...]]] = {
+            rank: {} for rank in range(self.context.layout.world)
+        }
         params = {}
         for name, p in self._model().items():
             params[name] = Param(tuple(p.shape), p.dtype)
@@ -158,7 +177,11 @@ class FSDPBackend(TrainingBackend):
         for name, parameter in self._model().items():
             box, values = self._boxes[name][self.context.rank], self._local(parameter)
             if box.numel:
-                yield name, box, self._adapters.shard(name, box, values, adapters) if self._adapters else values
+                yield (
+                    name,
+                    box,
+                    self._adapters.shard(name, box, values, adapters) if self._adapters else values,
+                )
 
     def _whole_adapters(self) -> dict[str, torch.Tensor]:
         """Their values on every rank. Collective where there are any."""
@@ -172,9 +195,15 @@ class FSDPBackend(TrainingBackend):
         parameter = self.parameters.get(name)
         if parameter is None or self._gathered:  # FSDP's storage is its own
             return False
-        if self._adapters is not None and name in self._adapters.of:  # the engine gets merged values
+        if (
+            self._adapters is not None and name in self._adapters.of
+        ):  # the engine gets merged values
             return False
-        if (parameter.dtype, parameter.shape, parameter.device) != (storage.dtype, storage.shape, storage.device):
+        if (parameter.dtype, parameter.shape, parameter.device) != (
+            storage.dtype,
+            storage.shape,
+            storage.device,
+        ):
             return False
         storage.copy_(parameter)
         parameter.data = storage
@@ -194,18 +223,25 @@ class FSDPBackend(TrainingBackend):
             for name, p in parameters.items():
                 local = self._local(p)
                 if adapters and self._adapters is not None:
-                    local = self._adapters.merged(name, self._boxes[name][self.context.rank], local, adapters)
+                    local = self._adapters.merged(
+                        name, self._boxes[name][self.context.rank], local, adapters
+                    )
                 yield Piece(name, tuple(p.shape), local, self._boxes[name])
 
         if self.context.layout.world == 1:
             yield from ((piece.name, piece.local.to(self.context.device)) for piece in pieces())
             return
-        yield from whole_parameters(pieces(), self._replica, self._replica_group, self.context.device)
+        yield from whole_parameters(
+            pieces(), self._replica, self._replica_group, self.context.device
+        )
 
     # Files
     def _state(self) -> Iterator[StatePart]:
         """Of LoRA what is trained alone: the rest is in the model's own folder."""
-        rank, moments = self.context.rank, self.optimizer.moments() if self.optimizer is not None else {}
+        rank, moments = (
+            self.context.rank,
+            self.optimizer.moments() if self.optimizer is not None else {},
+        )
         for name, parameter in self.parameters.items():
             if self._adapters is not None and name not in self._trained:
                 continue
@@ -228,8 +264,21 @@ class FSDPBackend(TrainingBackend):
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         hf = self.module.hf
         generation = getattr(hf, "generation_config", None)
-        more = partial(self._adapters.export, self._whole_adapters(), folder / "adapter") if self._adapters else None
-        export_role(self.full_parameters(), type(hf), self._hf_config, generation, folder, dtype, self.context, more)
+        more = (
+            partial(self._adapters.export, self._whole_adapters(), folder / "adapter")
+            if self._adapters
+            else None
+        )
+        export_role(
+            self.full_parameters(),
+            type(hf),
+            self._hf_config,
+            generation,
+            folder,
+            dtype,
+            self.context,
+            more,
+        )
 
     # Memory
     def offload(self) -> None:

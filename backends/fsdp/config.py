@@ -53,10 +53,14 @@ class FSDPConfig(KnownSettings):
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         sizes = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
-        whole = layout.tp == 1 or not (shape.experts or self.lora or any(size % layout.tp for size in sizes))
+        whole = layout.tp == 1 or not (
+            shape.experts or self.lora or any(size % layout.tp for size in sizes)
+        )
         return whole and layout.pp == layout.cp == 1 and layout.dp % self.replicas == 0
 
-    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
+    def planned_layout(
+        self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype
+    ) -> WeightLayout:
         params = shape.params(dtype)
 
         def tensor(name: str, tp_rank: int) -> Box:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from hybridflow.core.values.weights import Box
 
 BUCKET_BYTES = 64 << 20
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+all_gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # renamed in torch 2.13
 
 
 @attrs.frozen(eq=False)
@@ -25,7 +27,10 @@ class Piece:
 
 
 def whole_parameters(
-    pieces: Iterable[Piece], ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
+    pieces: Iterable[Piece],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) in order, on every rank of `group`, which are `ranks` in order and hold all elements together.
 
@@ -46,7 +51,9 @@ def whole_parameters(
             yield piece.name, whole
 
 
-def _exchange(bucket: Sequence[Piece], ranks: Sequence[int], group, device: torch.device) -> list[torch.Tensor]:
+def _exchange(
+    bucket: Sequence[Piece], ranks: Sequence[int], group, device: torch.device
+) -> list[torch.Tensor]:
     """Every rank's pieces of the bucket, one behind the other, flat."""
     length = max(sum(piece.boxes[rank].numel for piece in bucket) for rank in ranks)
     sent = torch.zeros(length, dtype=bucket[0].local.dtype, device=device)

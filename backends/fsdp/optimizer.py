@@ -19,9 +19,16 @@ class ShardedAdamW:
     copies: parameter -> how many ranks hold each of its elements.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], copies: Mapping[str, int], config: OptimizerConfig):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        copies: Mapping[str, int],
+        config: OptimizerConfig,
+    ):
         self.parameters, self.copies = dict(parameters), copies
-        self.shards = {n: nn.Parameter(local(p.detach())) for n, p in parameters.items() if local(p).numel()}
+        self.shards = {
+            n: nn.Parameter(local(p.detach())) for n, p in parameters.items() if local(p).numel()
+        }
         self._adamw = torch.optim.AdamW(
             self.shards.values() or [torch.zeros(0)],  # a rank may hold nothing
             lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True,
@@ -86,5 +93,7 @@ class ShardedAdamW:
         moments = self._adamw.state[shard]
         if not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=shard.device)
-            moments |= {m: torch.zeros_like(shard, memory_format=torch.preserve_format) for m in MOMENTS}
+            moments |= {
+                m: torch.zeros_like(shard, memory_format=torch.preserve_format) for m in MOMENTS
+            }
         return moments

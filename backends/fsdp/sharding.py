@@ -20,7 +20,13 @@ from hybridflow.core.values.weights import Box
 from hybridflow.kit.huggingface.modeling import RoleModel
 from hybridflow.kit.layouts import chunked
 
-COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+COLWISE = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -42,27 +48,39 @@ def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> 
             ranks = ranks.squeeze(dim)
             names.remove(name)
     return _shared_mesh(
-        tuple(ranks.flatten().tolist()), tuple(ranks.shape), tuple(names), device.type, dist.group.WORLD
+        tuple(ranks.flatten().tolist()),
+        tuple(ranks.shape),
+        tuple(names),
+        device.type,
+        dist.group.WORLD,
     )
 
 
 @functools.cache
-def _shared_mesh(ranks: tuple, shape: tuple, names: tuple, device: str, world: dist.ProcessGroup) -> DeviceMesh:
+def _shared_mesh(
+    ranks: tuple, shape: tuple, names: tuple, device: str, world: dist.ProcessGroup
+) -> DeviceMesh:
     return DeviceMesh(device, torch.tensor(ranks).view(shape), mesh_dim_names=names)
 
 
-def replica_group(layout: ParallelLayout, replicas: int, rank: int) -> tuple[list[int], dist.ProcessGroup | None]:
+def replica_group(
+    layout: ParallelLayout, replicas: int, rank: int
+) -> tuple[list[int], dist.ProcessGroup | None]:
     """The ranks, in order, that hold all weights together with this one (an HSDP replica's), and their group."""
     shard = layout.dp // replicas
     members: list[list[int]] = [[] for _ in range(replicas)]
     for other in range(layout.world):
         members[layout.coords(other).dp // shard].append(other)
     mine = layout.coords(rank).dp // shard
-    return members[mine], _shared_groups(tuple(map(tuple, members)), dist.group.WORLD)[mine] if replicas > 1 else None
+    return members[mine], _shared_groups(tuple(map(tuple, members)), dist.group.WORLD)[
+        mine
+    ] if replicas > 1 else None
 
 
 @functools.cache
-def _shared_groups(members: tuple[tuple[int, ...], ...], world: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+def _shared_groups(
+    members: tuple[tuple[int, ...], ...], world: dist.ProcessGroup
+) -> list[dist.ProcessGroup]:
     return [dist.new_group(list(ranks)) for ranks in members]
 
 
@@ -81,7 +99,9 @@ def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
         )
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     if bad := [f"{name} {getattr(config, name)}" for name in names if getattr(config, name) % tp]:
-        raise ModelError(f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp")
+        raise ModelError(
+            f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp"
+        )
     tied = policy and model.head.weight is trunk.embed_tokens.weight
     for layer in layers:
         plan: dict[str, Any] = {name: ColwiseParallel() for name in COLWISE}
@@ -107,9 +127,13 @@ def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> list[F
 
     The root's weights stay gathered until the backward, which begins with them.
     """
-    options: dict[str, Any] = {"mesh": mesh["replicate", "shard"] if config.replicas > 1 else mesh["shard"]}
+    options: dict[str, Any] = {
+        "mesh": mesh["replicate", "shard"] if config.replicas > 1 else mesh["shard"]
+    }
     if config.precision == "bf16":
-        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=False
+        )
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     large: list[nn.Module] = [

@@ -15,7 +15,14 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime, RuntimeSettings
+from hybridflow.core.contracts.runtime import (
+    Label,
+    Message,
+    Process,
+    ResourcePool,
+    Runtime,
+    RuntimeSettings,
+)
 from hybridflow.core.groups.host import Host
 
 

@@ -46,7 +46,9 @@ class MegatronBackend(TrainingBackend):
     def build(self) -> None:
         """Raises ModelError for a model that Megatron does not have, or whose sizes the layout does not divide."""
         if not dist.is_initialized():
-            raise RuntimeError("backend megatron needs torch.distributed, which every runtime sets up")
+            raise RuntimeError(
+                "backend megatron needs torch.distributed, which every runtime sets up"
+            )
         no_warnings_of_what_is_meant()
         with on_cpu(self.context.device):
             self._build()
@@ -58,14 +60,23 @@ class MegatronBackend(TrainingBackend):
 
         context, config, spec = self.context, self.config, self.model_spec
         self._hf_config = hf_config(spec)
-        self._megatron = modules.transformer_config(self._hf_config, config, context.layout, context.device)
+        self._megatron = modules.transformer_config(
+            self._hf_config, config, context.layout, context.device
+        )
         self._dtype = self._megatron.params_dtype
         shape = shape_of(self._hf_config.to_dict())
-        self._shape = weights.RoleShape(shape, spec.kind, context.layout, config.virtual_stages, config.vocab_multiple)
+        self._shape = weights.RoleShape(
+            shape, spec.kind, context.layout, config.virtual_stages, config.vocab_multiple
+        )
         self._groups = group_collection(context)
         _prepare_random(context.seed)
         self.chunks = modules.build_chunks(
-            self._hf_config, self._megatron, spec.kind, context.layout, self._groups, self._shape.padded_vocab
+            self._hf_config,
+            self._megatron,
+            spec.kind,
+            context.layout,
+            self._groups,
+            self._shape.padded_vocab,
         )
         for chunk in self.chunks:
             chunk.to(context.device, self._dtype)
@@ -95,7 +106,9 @@ class MegatronBackend(TrainingBackend):
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False,
         )  # fmt: skip
         self._models = [
-            DistributedDataParallel(self._megatron, ddp, chunk, disable_bucketing=at > 0, pg_collection=self._groups)
+            DistributedDataParallel(
+                self._megatron, ddp, chunk, disable_bucketing=at > 0, pg_collection=self._groups
+            )
             for at, chunk in enumerate(self.chunks)
         ]
         wanted = self.optimizer_config
@@ -112,7 +125,11 @@ class MegatronBackend(TrainingBackend):
 
     def _optimizers(self) -> list[Any]:
         """The distributed optimizers that hold parameters."""
-        return [o for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer]) if not o.is_stub_optimizer]
+        return [
+            o
+            for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+            if not o.is_stub_optimizer
+        ]
 
     # Compute
     def forward(
@@ -130,7 +147,11 @@ class MegatronBackend(TrainingBackend):
         return found
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], loss: LossFunction, temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        loss: LossFunction,
+        temperature: float = 1.0,
     ) -> None:
         self._run(micros, needs, temperature, loss, forward_only=False)
 
@@ -145,24 +166,35 @@ class MegatronBackend(TrainingBackend):
         if self.config.virtual_stages > 1:  # the interleaved schedule wants a multiple of pp
             topk = micros[0].topk_ids
             width = 0 if topk is None else topk.shape[-1]
-            padded += [dummy_micro_batch(self.context.device, width) for _ in range(-count % layout.pp)]
+            padded += [
+                dummy_micro_batch(self.context.device, width) for _ in range(-count % layout.pp)
+            ]
         inputs = [self._input(micro) for micro in padded]
-        if self.config.virtual_stages > 1:  # and equal shapes: it mistakes one neighbour's for the other's
+        if (
+            self.config.virtual_stages > 1
+        ):  # and equal shapes: it mistakes one neighbour's for the other's
             inputs = _alike(inputs)
 
         def step(numbers: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
             at = next(numbers)
             micro = padded[at]
             ids, starts, packed = inputs[at]
-            hidden = model(input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed)
+            hidden = model(
+                input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed
+            )
             chunk = getattr(model, "module", model)
 
             def end(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-                outputs = role_outputs(chunk, hidden, micro, starts, needs, temperature, self._shape.shape.vocab)
+                outputs = role_outputs(
+                    chunk, hidden, micro, starts, needs, temperature, self._shape.shape.vocab
+                )
                 if at < count:
                     value = finish(at, outputs)
                 else:
-                    value = sum((o.sum() * 0.0 for o in outputs.values()), hidden.new_zeros((), dtype=torch.float32))
+                    value = sum(
+                        (o.sum() * 0.0 for o in outputs.values()),
+                        hidden.new_zeros((), dtype=torch.float32),
+                    )
                 return value, torch.zeros((), dtype=torch.int), None
 
             return hidden, end
@@ -170,7 +202,9 @@ class MegatronBackend(TrainingBackend):
         with on_cpu(self.context.device):
             self._schedule(step, len(padded), inputs[0][0].shape, forward_only)
 
-    def _schedule(self, step: Callable[..., Any], count: int, shape: Sequence[int], forward_only: bool) -> None:
+    def _schedule(
+        self, step: Callable[..., Any], count: int, shape: Sequence[int], forward_only: bool
+    ) -> None:
         """shape: [B, S] of the micro-batches, used where they are alike."""
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -179,7 +213,9 @@ class MegatronBackend(TrainingBackend):
         many = len(self._models) > 1
         run = get_forward_backward_func(self.context.layout.pp, virtual)
         more = (
-            {"p2p_communicator": P2PCommunicator(self._groups.pp, self._megatron)} if self.context.layout.pp > 1 else {}
+            {"p2p_communicator": P2PCommunicator(self._groups.pp, self._megatron)}
+            if self.context.layout.pp > 1
+            else {}
         )
         numbers = [iter(range(count)) for _ in self._models]
         run(
@@ -218,7 +254,9 @@ class MegatronBackend(TrainingBackend):
                     for group in optimizer.param_groups:
                         group["lr"], group["weight_decay"] = lr, wanted.weight_decay
                     if wanted.max_grad_norm:
-                        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), wanted.max_grad_norm, norm)
+                        clip_grad_by_total_norm_fp32(
+                            optimizer.get_parameters(), wanted.max_grad_norm, norm
+                        )
                 self.optimizer.step_with_ready_grads()
                 self.version += 1
             self._clear()
@@ -273,10 +311,15 @@ class MegatronBackend(TrainingBackend):
             if parameter not in masters:  # other dp ranks have all of it
                 continue
             start, master, moments = masters[parameter]
-            for entry, values in (("model", master), *((f"optimizer.{m}", moments[m]) for m in MOMENTS)):
+            for entry, values in (
+                ("model", master),
+                *((f"optimizer.{m}", moments[m]) for m in MOMENTS),
+            ):
                 places = [p for p in pieces if p[2].numel]
                 for name, shape, box, at in flat_parts(places, start, start + values.numel()):
-                    yield StatePart(f"{entry}.{name}", shape, box, values.view(-1).narrow(0, at, box.numel))
+                    yield StatePart(
+                        f"{entry}.{name}", shape, box, values.view(-1).narrow(0, at, box.numel)
+                    )
 
     def save(self, folder: Path) -> None:
         save_state(self._state(), self.version, folder, self.context.rank)
@@ -294,7 +337,11 @@ class MegatronBackend(TrainingBackend):
         )  # fmt: skip
 
     def export_hf(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForSequenceClassification,
+            GenerationConfig,
+        )
 
         from hybridflow.kit.huggingface.export import export_role
 
@@ -302,7 +349,15 @@ class MegatronBackend(TrainingBackend):
         auto: Any = AutoModelForCausalLM if policy else AutoModelForSequenceClassification
         hf = auto._model_mapping[type(self._hf_config)]
         generation = GenerationConfig.from_model_config(self._hf_config) if policy else None
-        export_role(self.full_parameters(), hf, self._hf_config, generation, folder, self._dtype, self.context)
+        export_role(
+            self.full_parameters(),
+            hf,
+            self._hf_config,
+            generation,
+            folder,
+            self._dtype,
+            self.context,
+        )
 
     # Memory
     def offload(self) -> None:
@@ -339,7 +394,11 @@ def _packed(flat: torch.Tensor, rows: list[int], total: int) -> tuple[torch.Tens
         flat, rows = F.pad(flat, (0, lacking)), [*rows, lacking]
     ends = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(flat.device)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=max(rows), max_seqlen_kv=max(rows)
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=max(rows),
+        max_seqlen_kv=max(rows),
     )
     packed.lengths = rows
     return flat[None], packed
@@ -369,7 +428,9 @@ def _owners(held: Mapping[int, tuple[Box, ...]]) -> dict[Box, int]:
     return found
 
 
-def _masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, torch.Tensor, dict[str, Any]]]]:
+def _masters(
+    optimizer: Any,
+) -> Iterator[tuple[torch.nn.Parameter, tuple[int, torch.Tensor, dict[str, Any]]]]:
     """(Megatron's parameter, (first element, masters, AdamW's state)) of what a distributed optimizer has on this rank."""
     pairs = ((optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
              (optimizer.model_fp32_groups, optimizer.shard_fp32_groups))  # fmt: skip
@@ -382,7 +443,11 @@ def _masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tuple[int, to
                     moments |= {m: torch.zeros_like(master.detach()) for m in MOMENTS}
                 yield (
                     parameter,
-                    (optimizer._get_model_param_range_map(parameter)["param"].start, master.detach(), moments),
+                    (
+                        optimizer._get_model_param_range_map(parameter)["param"].start,
+                        master.detach(),
+                        moments,
+                    ),
                 )
 
 
@@ -391,7 +456,9 @@ def _prepare_random(seed: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch space for gathered activations, of whoever needs it next
+    if (
+        parallel_state._GLOBAL_MEMORY_BUFFER is None
+    ):  # scratch space for gathered activations, of whoever needs it next
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
     if "model-parallel-rng" not in tracker.get_states():

@@ -41,9 +41,19 @@ class MegatronConfig(KnownSettings):
         )
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        if shape.experts or shape.kv_heads % layout.tp or (self.sequence_parallel and layout.tp == 1):
+        if (
+            shape.experts
+            or shape.kv_heads % layout.tp
+            or (self.sequence_parallel and layout.tp == 1)
+        ):
             return False
-        return self.virtual_stages == 1 or (layout.pp > 1 and shape.layers % (layout.pp * self.virtual_stages) == 0)
+        return self.virtual_stages == 1 or (
+            layout.pp > 1 and shape.layers % (layout.pp * self.virtual_stages) == 0
+        )
 
-    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
-        return megatron_layout(shape, layout, shape.params(dtype), self.virtual_stages, self.vocab_multiple)
+    def planned_layout(
+        self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype
+    ) -> WeightLayout:
+        return megatron_layout(
+            shape, layout, shape.params(dtype), self.virtual_stages, self.vocab_multiple
+        )

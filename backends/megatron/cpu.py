@@ -34,14 +34,22 @@ def _random() -> contextlib.AbstractContextManager:
 
     return mock.patch.multiple(
         random,
-        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
-        _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state),
+        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: (
+            torch.get_rng_state()
+        ),
+        _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
+            new_state
+        ),
     )
 
 
 PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "the current device is a number of a GPU": lambda: mock.patch("torch.cuda.current_device", lambda: "cpu"),
-    "pipelines wait for the GPU": lambda: mock.patch("torch.cuda.synchronize", lambda *a, **k: None),
+    "the current device is a number of a GPU": lambda: mock.patch(
+        "torch.cuda.current_device", lambda: "cpu"
+    ),
+    "pipelines wait for the GPU": lambda: mock.patch(
+        "torch.cuda.synchronize", lambda *a, **k: None
+    ),
     "states of generators come from the GPU": lambda: mock.patch(
         "torch.cuda.get_rng_state", lambda device="cuda": torch.get_rng_state()
     ),

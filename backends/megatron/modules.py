@@ -8,7 +8,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -52,7 +56,9 @@ class Attention(MegatronModule):
 
     def _attend(self, q, k, v):
         many = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=many)
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=many
+        )
 
 
 class RoleGPT(GPTModel):
@@ -62,18 +68,28 @@ class RoleGPT(GPTModel):
         return hidden_states
 
 
-def transformer_config(hf: Any, config: MegatronConfig, layout: ParallelLayout, device: torch.device) -> Any:
+def transformer_config(
+    hf: Any, config: MegatronConfig, layout: ParallelLayout, device: torch.device
+) -> Any:
     """Raises ModelError for an architecture, an activation or a rotary scaling that this backend does not have."""
     if hf.model_type not in ARCHITECTURES:
         raise ModelError(
             f"backend megatron builds {', '.join(ARCHITECTURES)}; got {hf.model_type!r}: choose backend fsdp or deepspeed"
         )
     if hf.hidden_act != "silu":
-        raise ModelError(f"backend megatron knows the activation silu, got {hf.hidden_act!r}; choose another backend")
+        raise ModelError(
+            f"backend megatron knows the activation silu, got {hf.hidden_act!r}; choose another backend"
+        )
     tp, heads, groups = layout.tp, hf.num_attention_heads, hf.num_key_value_heads
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": hf.intermediate_size}
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": hf.intermediate_size,
+    }
     if bad := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
-        raise ModelError(f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp")
+        raise ModelError(
+            f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp"
+        )
     if hf.num_hidden_layers % (layout.pp * config.virtual_stages):
         raise ModelError(
             f"{hf.num_hidden_layers} layers do not divide into pp {layout.pp} x virtual_stages {config.virtual_stages}; "
@@ -81,7 +97,9 @@ def transformer_config(hf: Any, config: MegatronConfig, layout: ParallelLayout, 
         )
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     gpu = device.type == "cuda"
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recompute = dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     return TransformerConfig(
         num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=heads, num_query_groups=groups, kv_channels=getattr(hf, "head_dim", None),
@@ -103,7 +121,10 @@ def rotary(hf: Any) -> dict[str, Any]:
     """GPTModel's arguments. Raises ModelError for a scaling that Megatron does not compute."""
     found = getattr(hf, "rope_parameters", None) or {}
     kind = found.get("rope_type", "default")
-    base = {"position_embedding_type": "rope", "rotary_base": found.get("rope_theta") or getattr(hf, "rope_theta", 1e4)}
+    base = {
+        "position_embedding_type": "rope",
+        "rotary_base": found.get("rope_theta") or getattr(hf, "rope_theta", 1e4),
+    }
     if kind == "default":
         return base
     standard = (
@@ -156,6 +177,12 @@ def _mark_split(chunk: RoleGPT) -> None:
     norm counts the others once."""
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)) and weight is not None:
+        if (
+            isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
+            and weight is not None
+        ):
             weight.tensor_model_parallel = True
-            weight.partition_dim, weight.partition_stride = int(isinstance(module, RowParallelLinear)), 1
+            weight.partition_dim, weight.partition_stride = (
+                int(isinstance(module, RowParallelLinear)),
+                1,
+            )

@@ -30,11 +30,17 @@ def role_outputs(
     of hidden's positions each row's first token is; vocab: without padding.
     """
     group, config = chunk.pg_collection.tp, chunk.config
-    split = hasattr(chunk, "output_layer")  # over the vocabulary; a head of one output is on every rank
+    split = hasattr(
+        chunk, "output_layer"
+    )  # over the vocabulary; a head of one output is on every rank
     if config.sequence_parallel:
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=split, group=group)
+        hidden = gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=split, group=group
+        )
     flat = hidden.transpose(0, 1)
-    if split and not config.sequence_parallel:  # behind the transposition: Megatron sums contiguous gradients alone
+    if (
+        split and not config.sequence_parallel
+    ):  # behind the transposition: Megatron sums contiguous gradients alone
         flat = copy_to_tensor_model_parallel_region(flat, group=group)
     if "scores" in needs:
         ends = starts + micro.prompt_lengths + micro.response_lengths - 1
@@ -42,11 +48,17 @@ def role_outputs(
     rows, at = micro.places
     before = starts[rows] + micro.prompt_lengths[rows] + at - 1
     target = rows * micro.ids.shape[1] + micro.prompt_lengths[rows] + at
-    rows, at, before, target = torch.stack([rows, at, before, target]).to(hidden.device, non_blocking=True)
+    rows, at, before, target = torch.stack([rows, at, before, target]).to(
+        hidden.device, non_blocking=True
+    )
     states, shape = pick(flat, before), (len(micro.ids), micro.width)
     if "values" in needs:
         return {"values": spread(chunk.score(states)[:, 0].float(), rows, at, shape)}
-    weight = chunk.shared_embedding_or_output_weight() if chunk.share_embeddings_and_output_weights else None
+    weight = (
+        chunk.shared_embedding_or_output_weight()
+        if chunk.share_embeddings_and_output_weights
+        else None
+    )
     head = VocabularyHead(chunk.output_layer.weight if weight is None else weight, group, vocab)
     wanted = micro.ids.flatten().index_select(0, target)
     topk = None if micro.topk_ids is None else micro.topk_ids[rows, at]
@@ -62,7 +74,12 @@ class VocabularyHead:
         self.first = group.rank() * weight.shape[0]
 
     def pieces(
-        self, states: torch.Tensor, targets: torch.Tensor, needs: Sequence[str], temperature: float, topk_ids: Any
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        needs: Sequence[str],
+        temperature: float,
+        topk_ids: Any,
     ) -> dict[str, torch.Tensor]:
         """Logits in pieces when they are many, made again in the backward instead of kept."""
 
@@ -78,14 +95,23 @@ class VocabularyHead:
         ):  # a rank that has padding alone needs less, and would leave the others waiting
             found = [
                 checkpoint(
-                    piece, states[c], targets[c], topk_ids if topk_ids is None else topk_ids[c], use_reentrant=False
+                    piece,
+                    states[c],
+                    targets[c],
+                    topk_ids if topk_ids is None else topk_ids[c],
+                    use_reentrant=False,
                 )
                 for c in cuts
             ]
         return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
     def outputs(
-        self, states: torch.Tensor, targets: torch.Tensor, needs: Sequence[str], temperature: float, topk_ids: Any
+        self,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        needs: Sequence[str],
+        temperature: float,
+        topk_ids: Any,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """states [N, H], targets [N], topk_ids [N, K] -> (name, [N, ...])."""
         logits = F.linear(states, self.weight).float()

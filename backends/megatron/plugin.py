@@ -4,7 +4,10 @@ from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES = TrainingCapabilities(
-    axes=frozenset({"dp", "tp", "pp"}), precisions=frozenset({"fp32", "bf16"}), adapters=False, offload=True
+    axes=frozenset({"dp", "tp", "pp"}),
+    precisions=frozenset({"fp32", "bf16"}),
+    adapters=False,
+    offload=True,
 )
 
 

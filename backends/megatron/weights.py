@@ -67,13 +67,19 @@ class RoleShape:
                 shards[name] = held
                 continue
             if (rows, id(held)) not in memo:
-                memo[rows, id(held)] = {r: tuple(p for b in boxes for p in _rows(b, rows)) for r, boxes in held.items()}
+                memo[rows, id(held)] = {
+                    r: tuple(p for b in boxes for p in _rows(b, rows)) for r, boxes in held.items()
+                }
             shards[name] = memo[rows, id(held)]
         return WeightLayout.by_name(params, shards, range(self.layout.world), self.ties)
 
     def _group_rows(self, name: str) -> int | None:
         """Rows of one key/value group in a projection that is fused."""
-        for part, heads in (("q_proj", self.shape.heads // self.shape.kv_heads), ("k_proj", 1), ("v_proj", 1)):
+        for part, heads in (
+            ("q_proj", self.shape.heads // self.shape.kv_heads),
+            ("k_proj", 1),
+            ("v_proj", 1),
+        ):
             if f"self_attn.{part}." in name:
                 return heads * self.shape.head_dim
         return None
@@ -91,7 +97,9 @@ class RoleShape:
             box = Box.full(shape)
             if canonical in ("model.embed_tokens.weight", "lm_head.weight"):
                 size = self.padded_vocab // self.layout.tp
-                box = Box.part(shape, 0, *(min(edge * size, shape[0]) for edge in (tp_rank, tp_rank + 1)))
+                box = Box.part(
+                    shape, 0, *(min(edge * size, shape[0]) for edge in (tp_rank, tp_rank + 1))
+                )
             yield canonical, shape, box, 0
             return
         prefix = f"model.layers.{layer}."
@@ -114,7 +122,9 @@ class RoleShape:
         size = shape[dim] // self.layout.tp
         return Box.part(shape, dim, tp_rank * size, (tp_rank + 1) * size)
 
-    def _fused_heads(self, prefix: str, kind: str, shapes: Mapping, tp_rank: int) -> Iterator[Piece]:
+    def _fused_heads(
+        self, prefix: str, kind: str, shapes: Mapping, tp_rank: int
+    ) -> Iterator[Piece]:
         """Group by group: its queries' rows, its key's, its value's."""
         each = self.shape.kv_heads // self.layout.tp
         place = 0
@@ -167,7 +177,9 @@ def fill(parts: Iterable[tuple[str, Box, torch.Tensor]], spec: ModelSpec) -> Non
             storage.copy_(values[name][box.slices()].reshape(storage.shape))
 
 
-def _from_folder(wanted: list[tuple[str, Box, torch.Tensor]], folder: Path) -> list[tuple[str, Box, torch.Tensor]]:
+def _from_folder(
+    wanted: list[tuple[str, Box, torch.Tensor]], folder: Path
+) -> list[tuple[str, Box, torch.Tensor]]:
     """What the folder lacks."""
     from safetensors import safe_open
 

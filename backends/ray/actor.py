@@ -27,7 +27,9 @@ def unpacked(reply: bytes | tuple) -> tuple[bytes, Sequence[Any], bool]:
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class HostActor:
-    def __init__(self, pool: str, rank: int, world: int, environment: dict[str, str], path: list[str]):
+    def __init__(
+        self, pool: str, rank: int, world: int, environment: dict[str, str], path: list[str]
+    ):
         os.environ.update(environment)
         sys.path.extend(p for p in path if p not in sys.path)
         from hybridflow.core.groups.host import Host

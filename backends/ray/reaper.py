@@ -23,7 +23,9 @@ def children() -> dict[int, list[tuple[int, str, str]]]:
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
             if fields[0] != "Z":
                 found.setdefault(int(fields[1]), []).append((int(folder.name), fields[19], command))
     return found
@@ -33,7 +35,9 @@ def of_ray(controller: int) -> set[tuple[int, str]]:
     """(pid, when it started) of the raylet, the head and their children."""
     every = children()
     servers = [c for c in every.get(controller, ()) if "/raylet" in c[2] or "gcs_server" in c[2]]
-    return {(pid, began) for server in servers for pid, began, _ in (server, *every.get(server[0], ()))}
+    return {
+        (pid, began) for server in servers for pid, began, _ in (server, *every.get(server[0], ()))
+    }
 
 
 def living(known: set[tuple[int, str]]) -> set[tuple[int, str]]:

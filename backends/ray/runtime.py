@@ -78,7 +78,10 @@ class RayRuntime(Runtime):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
         if self._local:
-            options |= {"resources": {LOCAL_RESOURCE: 10_000}, "include_dashboard": self.config.dashboard}
+            options |= {
+                "resources": {LOCAL_RESOURCE: 10_000},
+                "include_dashboard": self.config.dashboard,
+            }
             options |= {"dashboard_host": "127.0.0.1", "_temp_dir": self.config.temp_dir}
             if self.config.object_store_gb is not None:
                 options["object_store_memory"] = int(self.config.object_store_gb * 2**30)
@@ -99,16 +102,25 @@ class RayRuntime(Runtime):
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
         group = self._place(pool, device)
         threads = str(self.config.threads)
-        settings = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **HUGE_PAGES, **environment}
+        settings = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            **HUGE_PAGES,
+            **environment,
+        }
         if self._local:
             settings["HYBRIDFLOW_LOCAL"] = "1"
         processes, rank = [], 0
         for node, count in enumerate(pool.devices_per_node):
             for _ in range(count):
-                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node)
+                strategy = PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=node
+                )
                 actor = HostActor.options(  # type: ignore[attr-defined]
                     scheduling_strategy=strategy, **self._resources(1, device), name=None
-                ).remote(pool.name, rank, pool.world, settings, [os.path.abspath(p) for p in sys.path])
+                ).remote(
+                    pool.name, rank, pool.world, settings, [os.path.abspath(p) for p in sys.path]
+                )
                 processes.append(RayProcess(pool, rank, actor, self))
                 rank += 1
         self.processes += processes
@@ -129,10 +141,16 @@ class RayRuntime(Runtime):
             bundles.append(bundle | ({"GPU": count} if device == "cuda" else {}))
         enough = not self._local or pool.world <= ray.cluster_resources().get(LOCAL_RESOURCE, 0)
         if enough:
-            group = placement_group(bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD")
+            group = placement_group(
+                bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
+            )
             self._groups.append(group)
         if not enough or not group.wait(self.config.start_timeout_s):
-            have = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU", LOCAL_RESOURCE)}
+            have = {
+                k: v
+                for k, v in ray.cluster_resources().items()
+                if k in ("CPU", "GPU", LOCAL_RESOURCE)
+            }
             nodes = len([n for n in ray.nodes() if n["Alive"]])
             raise HybridFlowError(
                 f"pool {pool.name!r} needs {list(pool.devices_per_node)} {device} devices per node, and the cluster of "
@@ -144,14 +162,18 @@ class RayRuntime(Runtime):
         timeout = self.config.start_timeout_s
         try:
             address = ray.get(processes[0].actor.address.remote(), timeout=timeout)
-            ray.get([p.actor.join.remote(address, device, 600.0) for p in processes], timeout=timeout)
+            ray.get(
+                [p.actor.join.remote(address, device, 600.0) for p in processes], timeout=timeout
+            )
         except GetTimeoutError as error:
             raise HybridFlowError(
                 f"the {pool.world} processes of pool {pool.name!r} did not start within {timeout:.0f} s "
                 "(runtime.start_timeout_s)"
             ) from error
         except (RayActorError, RayTaskError) as error:
-            raise HybridFlowError(f"a process of pool {pool.name!r} failed to start: {error}") from error
+            raise HybridFlowError(
+                f"a process of pool {pool.name!r} failed to start: {error}"
+            ) from error
 
     def track(self, reference: Any, call: Call, uses_store: bool) -> None:
         self.calls[reference] = call
@@ -163,7 +185,9 @@ class RayRuntime(Runtime):
         open_calls = [r for r in self.calls if r not in self.failed]
         if not open_calls:
             return
-        for ready in ray.wait(open_calls, num_returns=len(open_calls), timeout=0, fetch_local=False)[0]:
+        for ready in ray.wait(
+            open_calls, num_returns=len(open_calls), timeout=0, fetch_local=False
+        )[0]:
             try:
                 reply = unpacked(ray.get(ready))
             except RayError:
@@ -195,7 +219,9 @@ class RayRuntime(Runtime):
     def _why_it_may_hang(self) -> Any:
         """A rank whose peer died or failed may wait for it for minutes: look at every call that is under way."""
         self._sort_out_answered()
-        running = {call.label for reference, call in self.calls.items() if reference not in self.failed}
+        running = {
+            call.label for reference, call in self.calls.items() if reference not in self.failed
+        }
         for reference, reply in self.failed.items():
             if reply is None:
                 try:
@@ -218,11 +244,18 @@ class RayRuntime(Runtime):
         lost = getattr(error, "actor_id", None)
         process = next((p for p in self.processes if p.actor._actor_id.hex() == lost), None)
         label = Label("?", "?")
-        for reference, call in self.calls.items():  # in the order sent: the first that it had not ended
+        for (
+            reference,
+            call,
+        ) in self.calls.items():  # in the order sent: the first that it had not ended
             if call.process is process and self.failed.get(reference) is None:
                 label = call.label
                 break
-        where = f"rank {process.rank} of pool {process.pool.name!r}" if process is not None else "a rank"
+        where = (
+            f"rank {process.rank} of pool {process.pool.name!r}"
+            if process is not None
+            else "a rank"
+        )
         reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason known"
         return WorkerDied(
             f"the process of {where} is gone ({reason}); if it was killed for its memory, make the micro-batches "

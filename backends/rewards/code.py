@@ -31,7 +31,9 @@ class CodeReward(Reward):
     def _score(self, sample: RewardSample) -> float:
         tests = sample.meta.get(self.field)
         if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
-            raise RewardError(f"the row's field {self.field!r} must be a list of tests, got {tests!r:.80}")
+            raise RewardError(
+                f"the row's field {self.field!r} must be a list of tests, got {tests!r:.80}"
+            )
         blocks = BLOCK.findall(sample.response)
         program = blocks[-1] if blocks else sample.response
         passed = sum(self._passes(program, test) for test in tests)
@@ -39,10 +41,14 @@ class CodeReward(Reward):
 
     def _passes(self, program: str, test: Any) -> bool:
         if isinstance(test, str):
-            end = secrets.token_hex(16)  # an early exit does not write it; who reads its own file can (see the docs)
+            end = secrets.token_hex(
+                16
+            )  # an early exit does not write it; who reads its own file can (see the docs)
             done = run_program(f"{program}\n\n{test}\nprint('\\n{end}')\n", None, self.limits)
             return done.good and done.output.rstrip().endswith(end)
         if isinstance(test, Mapping) and isinstance(test.get("output"), str):
             done = run_program(program, str(test.get("input", "")), self.limits)
             return done.good and done.output.strip() == test["output"].strip()
-        raise RewardError(f'a test is a text of Python, or {{"input": ..., "output": ...}}; got {test!r:.80}')
+        raise RewardError(
+            f'a test is a text of Python, or {{"input": ..., "output": ...}}; got {test!r:.80}'
+        )

@@ -15,7 +15,9 @@ class ExactMatch(Reward):
         self.ignore_case = ignore_case
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
-        return [float(self._plain(sample.response) == self._plain(sample.answer)) for sample in samples]
+        return [
+            float(self._plain(sample.response) == self._plain(sample.answer)) for sample in samples
+        ]
 
     def _plain(self, text: str) -> str:
         return text.strip().casefold() if self.ignore_case else text.strip()

@@ -11,7 +11,14 @@ import resource
 import signal
 import sys
 
-NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
+NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    0x20000,
+    0x4000000,
+    0x8000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DETACH, NO_NEW_PRIVS, PDEATHSIG = 2, 38, 1
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
@@ -78,7 +85,9 @@ def limit(settings, privileged):
     }
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
-    if privileged:  # else the user is nobody in its namespace already; of root no process is counted
+    if (
+        privileged
+    ):  # else the user is nobody in its namespace already; of root no process is counted
         os.setgroups([])
         os.setgid(settings["uid"])
         os.setuid(settings["uid"])
@@ -90,7 +99,11 @@ def isolate(privileged):
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     call("unshare", flags if privileged else flags | NEWUSER)
     if not privileged:
-        for file, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        for file, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{user} {user} 1"),
+            ("gid_map", f"{group} {group} 1"),
+        ):
             with open(f"/proc/self/{file}", "w") as out:
                 out.write(text)
 
@@ -127,11 +140,18 @@ def supervise(settings, privileged, writer):
                 if ended == program:
                     return exit_status(status)
         os.chdir("/tmp")
-        os.dup2(os.open("/dev/null", os.O_RDONLY) if settings["input"] is None else _input(settings["input"]), 0)
+        os.dup2(
+            os.open("/dev/null", os.O_RDONLY)
+            if settings["input"] is None
+            else _input(settings["input"]),
+            0,
+        )
         limit(settings, privileged)
         os.set_inheritable(writer, False)
         os.execve(
-            settings["python"], [settings["python"], "-I", "-S", "main.py"], {"PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+            settings["python"],
+            [settings["python"], "-I", "-S", "main.py"],
+            {"PATH": "/usr/bin:/bin", "HOME": "/tmp"},
         )
     except BaseException as error:
         os.write(writer, str(error).encode(errors="replace"))

@@ -26,7 +26,9 @@ class MathReward(Reward):
     def __init__(self, timeout_s: float = 5.0):
         """`timeout_s`: seconds for one comparison, more than 0."""
         if not timeout_s > 0:
-            raise ConfigError(f'timeout_s of reward "math" must be more than 0 seconds; got {timeout_s!r}')
+            raise ConfigError(
+                f'timeout_s of reward "math" must be more than 0 seconds; got {timeout_s!r}'
+            )
         self.timeout_s = timeout_s
         self._verifier = Verifier()
 
@@ -39,7 +41,9 @@ class MathReward(Reward):
     def _score(self, answer: str, response: str) -> float:
         gold, final = _after_hashes(answer), _after_hashes(response)
         if not gold.strip():
-            raise RewardError('meta["answer"] is empty; set data.answer to a field with the expected answer')
+            raise RewardError(
+                'meta["answer"] is empty; set data.answer to a field with the expected answer'
+            )
         boxed = _BOXED_NUMBER.findall(final)
         expected, got = number(gold), number(boxed[-1] if boxed else final)
         if expected is not None and got is not None:
@@ -58,5 +62,12 @@ def _after_hashes(text: str) -> str:
 
 def number(text: str) -> Decimal | None:
     """The value of a text that is nothing but a number: signs, thousands' commas and dollars allowed."""
-    plain = text.strip().removesuffix(".").replace("\\$", "").replace("$", "").replace("\\!", "").strip()
+    plain = (
+        text.strip()
+        .removesuffix(".")
+        .replace("\\$", "")
+        .replace("$", "")
+        .replace("\\!", "")
+        .strip()
+    )
     return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) else None

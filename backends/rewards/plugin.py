@@ -12,5 +12,7 @@ def hybridflow_plugins() -> list[Descriptor]:
         Descriptor("reward", "exact_match", f"{here}.exact_match:ExactMatch"),
         Descriptor("reward", "code", f"{here}.code:CodeReward"),
         Descriptor("reward", "environment", f"{here}.environment:EnvironmentReward"),
-        Descriptor("reward", "math", f"{here}.math:MathReward", requires=("math_verify",), extra="math"),
+        Descriptor(
+            "reward", "math", f"{here}.math:MathReward", requires=("math_verify",), extra="math"
+        ),
     ]

@@ -104,7 +104,9 @@ def run_program(program: str, given: str | None = None, limits: Limits | None = 
 def _base_python() -> str:
     """The interpreter that a virtual environment is made of."""
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return os.path.realpath(getattr(sys, "_base_executable", "") or os.path.join(sys.base_prefix, "bin", name))
+    return os.path.realpath(
+        getattr(sys, "_base_executable", "") or os.path.join(sys.base_prefix, "bin", name)
+    )
 
 
 def _read(process: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:

@@ -52,15 +52,25 @@ class Verifier:
             except (BrokenPipeError, EOFError):
                 code = process.wait()
                 self._stop()
-                log.warning("math-verify ended (code %d) at response %s; it counts as wrong", code, shorten(response))
+                log.warning(
+                    "math-verify ended (code %d) at response %s; it counts as wrong",
+                    code,
+                    shorten(response),
+                )
                 return False
             if reply is None:
                 self._stop()
                 self.timeouts += 1
-                log.warning("math-verify took %g s at response %s; it counts as wrong", timeout_s, shorten(response))
+                log.warning(
+                    "math-verify took %g s at response %s; it counts as wrong",
+                    timeout_s,
+                    shorten(response),
+                )
                 return False
         if isinstance(reply, str):
-            raise RewardError(f"the expected answer {shorten(gold)} is nothing that math-verify can read: {reply}")
+            raise RewardError(
+                f"the expected answer {shorten(gold)} is nothing that math-verify can read: {reply}"
+            )
         return reply
 
     def _running(self) -> Any:
@@ -136,7 +146,9 @@ def _serve() -> None:
         marked = "$" in gold or "\\boxed" in gold
         expected = parse(gold) if marked else parse(f"\\boxed{{{gold}}}") or parse(gold)
         if expected:
-            got = parse(response) or (parse(f"\\boxed{{{response}}}") if len(response) < 200 else [])
+            got = parse(response) or (
+                parse(f"\\boxed{{{response}}}") if len(response) < 200 else []
+            )
             reply: Any = bool(got) and bool(math_verify.verify(expected, got, timeout_seconds=None))
         else:
             reply = "no expression found"

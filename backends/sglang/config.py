@@ -52,7 +52,9 @@ class SGLangConfig(ProcessConfig):
     "group": by broadcast in a process group (gloo, NCCL), which needs no memory that both see."""
     bucket_mb: float = attrs.field(default=256.0, validator=positive)
     """Size of such a bucket, in 10^6 bytes."""
-    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=known_arguments("SGLang", argument_names, OURS))
+    engine_args: dict[str, Any] = attrs.field(
+        factory=dict, validator=known_arguments("SGLang", argument_names, OURS)
+    )
     """Further arguments of SGLang's ServerArgs, checked against the names that the installed version has."""
 
     @property

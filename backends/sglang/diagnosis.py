@@ -25,8 +25,16 @@ def diagnose() -> Iterator[Row]:
         reinstall = "pip install --force-reinstall --no-deps hybridflow"
         yield ("sampler", "SGLang does not find ours (entry point sglang.srt.plugins)", reinstall)
     environment = variables(torch.device("cuda" if gpu else "cpu"))
-    used = [name for name in ("kernel", "vision") if str(FOLDER / name) in environment.get("PYTHONPATH", "")]
+    used = [
+        name
+        for name in ("kernel", "vision")
+        if str(FOLDER / name) in environment.get("PYTHONPATH", "")
+    ]
     if used:
-        yield ("shims", f"{', '.join(used)} (a CPU needs them; set for the engine's process alone)", "")
+        yield (
+            "shims",
+            f"{', '.join(used)} (a CPU needs them; set for the engine's process alone)",
+            "",
+        )
     yield import_row("sglang", environment, line)
     yield import_row("sglang.srt.entrypoints.engine", environment, line)

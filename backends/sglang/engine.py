@@ -63,9 +63,16 @@ class SGLangEngine(ContinuousEngine, Hostable):
         """Raises ModelError for a model that is no policy."""
         hf_config = policy_config(self.model)
         text = hf_config.get_text_config()
-        self.vocab, self.max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
-        if self.device.type == "cpu" and self._tp > 1:  # without, it wants a NUMA node for each rank
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(sorted(os.sched_getaffinity(0)), self._tp))
+        self.vocab, self.max_positions = (
+            text.vocab_size,
+            self.config.max_length or text.max_position_embeddings,
+        )
+        if (
+            self.device.type == "cpu" and self._tp > 1
+        ):  # without, it wants a NUMA node for each rank
+            os.environ.setdefault(
+                "SGLANG_CPU_OMP_THREADS_BIND", _shares(sorted(os.sched_getaffinity(0)), self._tp)
+            )
         import sglang
 
         with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +102,11 @@ class SGLangEngine(ContinuousEngine, Hostable):
             "disable_cuda_graph": config.eager or self.device.type == "cpu",
         }  # fmt: skip
         if self.device.type == "cpu":
-            found |= {"attention_backend": "torch_native", "mem_fraction_static": 0.3, "sleep_on_idle": True}
+            found |= {
+                "attention_backend": "torch_native",
+                "mem_fraction_static": 0.3,
+                "sleep_on_idle": True,
+            }
             found |= {"max_total_tokens": config.kv_tokens or CPU_CACHE_TOKENS}
         else:
             found |= {"mem_fraction_static": config.gpu_memory, "enable_memory_saver": True}
@@ -119,7 +130,11 @@ class SGLangEngine(ContinuousEngine, Hostable):
         if broke_off:
             return
         if self.running:  # those that have ended already are answered when somebody looks
-            self._wait(self.engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="retract")))
+            self._wait(
+                self.engine.tokenizer_manager.pause_generation(
+                    PauseGenerationReqInput(mode="retract")
+                )
+            )
             self._paused = True
         if hasattr(self.engine, "begin_weight_update"):  # from 0.5.22 on
             _checked("begin_weight_update", self.engine.begin_weight_update())
@@ -147,9 +162,16 @@ class SGLangEngine(ContinuousEngine, Hostable):
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         bucket = FlattenedTensorBucket(named_tensors=self._bucket)
-        content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-        each = [MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(self._tp)]
-        answer = self.engine.update_weights_from_tensor(each, load_format="flattened_bucket", flush_cache=False)
+        content = {
+            "flattened_tensor": bucket.get_flattened_tensor(),
+            "metadata": bucket.get_metadata(),
+        }
+        each = [
+            MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(self._tp)
+        ]
+        answer = self.engine.update_weights_from_tensor(
+            each, load_format="flattened_bucket", flush_cache=False
+        )
         _checked("update_weights_from_tensor", answer)
 
     def _broadcast(self) -> None:
@@ -157,7 +179,10 @@ class SGLangEngine(ContinuousEngine, Hostable):
 
         group = self._joined_group()
         sending = threading.Thread(
-            target=lambda: [dist.broadcast(values.contiguous(), src=0, group=group) for _, values in self._bucket]
+            target=lambda: [
+                dist.broadcast(values.contiguous(), src=0, group=group)
+                for _, values in self._bucket
+            ]
         )
         sending.start()
         answer = self.engine.update_weights_from_distributed(
@@ -181,7 +206,11 @@ class SGLangEngine(ContinuousEngine, Hostable):
         joining = threading.Thread(
             target=lambda: made.append(
                 init_custom_process_group(
-                    backend=backend, init_method=f"tcp://127.0.0.1:{port}", world_size=world, rank=0, group_name=GROUP
+                    backend=backend,
+                    init_method=f"tcp://127.0.0.1:{port}",
+                    world_size=world,
+                    rank=0,
+                    group_name=GROUP,
                 )
             )
         )
@@ -193,7 +222,10 @@ class SGLangEngine(ContinuousEngine, Hostable):
         return self._group
 
     def end_update(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, UpdateWeightVersionReqInput
+        from sglang.srt.managers.io_struct import (
+            ContinueGenerationReqInput,
+            UpdateWeightVersionReqInput,
+        )
 
         self.check_updating("end_update")
         self.store.end()
@@ -201,7 +233,9 @@ class SGLangEngine(ContinuousEngine, Hostable):
         if hasattr(self.engine, "end_weight_update"):
             _checked("end_weight_update", self.engine.end_weight_update())
         manager = self.engine.tokenizer_manager
-        version = UpdateWeightVersionReqInput(new_version=str(self._next_version), abort_all_requests=False)
+        version = UpdateWeightVersionReqInput(
+            new_version=str(self._next_version), abort_all_requests=False
+        )
         self._wait(manager.update_weight_version(version))
         self.engine.flush_cache()
         super().end_update()
@@ -231,7 +265,10 @@ class SGLangEngine(ContinuousEngine, Hostable):
             "logit_bias": {str(token): bias for token, bias in s.logit_bias} or None,
         }  # fmt: skip
         asked = self.engine.async_generate(
-            input_ids=request.context().tolist(), sampling_params=sampling, return_logprob=True, rid=_name(request.id)
+            input_ids=request.context().tolist(),
+            sampling_params=sampling,
+            return_logprob=True,
+            rid=_name(request.id),
         )
         self._tasks[request.id] = self.engine.loop.create_task(asked)
 

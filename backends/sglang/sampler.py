@@ -59,15 +59,28 @@ def _sampler() -> Any:
         request's seed and the position of the token."""
 
         def forward(
-            self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions, **_
+            self,
+            logits_output,
+            sampling_info,
+            return_logprob,
+            top_logprobs_nums,
+            token_ids_logprobs,
+            positions,
+            **_,
         ):
             logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
             logprobs = drawn = torch.log_softmax(logits / sampling_info.temperatures, dim=-1)
             if sampling_info.logit_bias is not None:
-                drawn = torch.log_softmax((logits + sampling_info.logit_bias) / sampling_info.temperatures, dim=-1)
+                drawn = torch.log_softmax(
+                    (logits + sampling_info.logit_bias) / sampling_info.temperatures, dim=-1
+                )
             top_k = torch.where(sampling_info.top_ks >= TOP_K_ALL, 0, sampling_info.top_ks).long()
-            uniform = uniforms(sampling_info.sampling_seed, positions.to(sampling_info.sampling_seed.dtype))
-            tokens = draw(drawn, uniform, top_k, sampling_info.top_ps, sampling_info.min_ps).to(torch.int32)
+            uniform = uniforms(
+                sampling_info.sampling_seed, positions.to(sampling_info.sampling_seed.dtype)
+            )
+            tokens = draw(drawn, uniform, top_k, sampling_info.top_ps, sampling_info.min_ps).to(
+                torch.int32
+            )
             if return_logprob:
                 found = self.output_logprob_processor.compute_logprobs(
                     logprobs, top_logprobs_nums, token_ids_logprobs, tokens

@@ -8,7 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hybridflow.backends.tokenizers.small import char_tokenizer, load_small_tokenizer, train_tokenizer
+from hybridflow.backends.tokenizers.small import (
+    char_tokenizer,
+    load_small_tokenizer,
+    train_tokenizer,
+)
 from hybridflow.core.contracts.tokenizer import Tokenizer, Tokenizers
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.core.values.text import shorten
@@ -21,7 +25,9 @@ class HFTokenizer(Tokenizer):
         """`hf`: what AutoTokenizer returned; `where`: its folder, for messages."""
         self.hf, self.where = hf, where
         if hf.eos_token_id is None:
-            raise ModelError(f"the tokenizer of {where!r} has no eos token; set eos_token in its tokenizer_config.json")
+            raise ModelError(
+                f"the tokenizer of {where!r} has no eos token; set eos_token in its tokenizer_config.json"
+            )
         self.bos_id, self.eos_id = hf.bos_token_id, hf.eos_token_id
         self.pad_id = hf.eos_token_id if hf.pad_token_id is None else hf.pad_token_id
         self.vocab_size = max(hf.get_vocab().values()) + 1
@@ -30,12 +36,16 @@ class HFTokenizer(Tokenizer):
         try:
             ids = self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]
         except Exception as error:
-            raise DataError(f"the tokenizer of {self.where!r} cannot encode {shorten(text)}: {error}") from error
+            raise DataError(
+                f"the tokenizer of {self.where!r} cannot encode {shorten(text)}: {error}"
+            ) from error
         return np.asarray(ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         ids = [i for i in np.asarray(ids, dtype=np.int64).tolist() if 0 <= i < self.vocab_size]
-        return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+        return self.hf.decode(
+            ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> np.ndarray:
         if not self.hf.chat_template:
@@ -48,7 +58,9 @@ class HFTokenizer(Tokenizer):
                 list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
             )
         except Exception as error:
-            raise DataError(f"the chat template of {self.where!r} refuses {shorten(str(messages))}: {error}") from error
+            raise DataError(
+                f"the chat template of {self.where!r} refuses {shorten(str(messages))}: {error}"
+            ) from error
         return np.asarray(ids, dtype=np.int64)
 
     def save(self, folder: str | Path) -> None:
@@ -73,7 +85,10 @@ def load_tokenizer(path: str, name: str = "path") -> Tokenizer:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{name}: there is no folder {path!r}")
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not any(
+        (folder / file).is_file()
+        for file in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(
             f"{name}: {path!r} has no tokenizer.json (it has {found}); copy the tokenizer's files there, or give "

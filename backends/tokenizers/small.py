@@ -28,7 +28,9 @@ class SmallTokenizer(Tokenizer):
         self._known = None if characters is None else frozenset(characters)
         self.pad_id, self.bos_id, self.eos_id = (fast.token_to_id(token) for token in SPECIAL)
         self.vocab_size = max(fast.get_vocab().values()) + 1
-        fast.encode_special_tokens = True  # the characters "<eos>" in a text are characters, not the end
+        fast.encode_special_tokens = (
+            True  # the characters "<eos>" in a text are characters, not the end
+        )
 
     def __reduce__(self):
         return _unpickle, (self.fast.to_str(), self.kind, self.characters)
@@ -39,7 +41,9 @@ class SmallTokenizer(Tokenizer):
         return np.asarray(self.fast.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        return self.fast.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=skip_special)
+        return self.fast.decode(
+            np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=skip_special
+        )
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> np.ndarray:
         raise DataError(
@@ -53,13 +57,18 @@ class SmallTokenizer(Tokenizer):
         # No unk_token: transformers' class for qwen2 would add one of its own, beyond the model's embeddings.
         fields = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **{f"{name}_token": token for name, token in zip(("pad", "bos", "eos"), SPECIAL, strict=True)},
+            **{
+                f"{name}_token": token
+                for name, token in zip(("pad", "bos", "eos"), SPECIAL, strict=True)
+            },
             "unk_token": None,
             "clean_up_tokenization_spaces": False,
             MARKER: {"kind": self.kind, "characters": self.characters},
         }
         self.fast.save(str(folder / "tokenizer.json"))
-        (folder / "tokenizer_config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(fields, indent=2) + "\n", encoding="utf-8"
+        )
 
     def _refuse(self, text: str) -> None:
         index = next(i for i, c in enumerate(text) if c not in (self._known or ()))
@@ -103,17 +112,19 @@ def char_tokenizer(characters: str) -> SmallTokenizer:
 
 # Qwen2's normaliser and split, so that an exported folder with a qwen2 model, for which transformers puts its own in
 # place of those of tokenizer.json, still spells texts like the run did.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def train_tokenizer(kind: str, vocab_size: int, texts: Callable[[], Iterable[str]]) -> SmallTokenizer:
+def train_tokenizer(
+    kind: str, vocab_size: int, texts: Callable[[], Iterable[str]]
+) -> SmallTokenizer:
     """`kind`: "char" (every character of the texts) or "bpe"; `vocab_size`: tokens at most."""
     if kind == "char":
         characters = "".join(sorted(set().union(*texts())))
         if not characters:
-            raise DataError('tokenizer.train = "char": the data has no text to take characters from')
+            raise DataError(
+                'tokenizer.train = "char": the data has no text to take characters from'
+            )
         tokenizer = char_tokenizer(characters)
         if tokenizer.vocab_size > vocab_size:
             raise DataError(
@@ -140,7 +151,9 @@ def train_tokenizer(kind: str, vocab_size: int, texts: Callable[[], Iterable[str
 
 def _byte_symbols(character: str) -> str:
     """The printable stand-ins that byte-level BPE uses for the bytes of this character."""
-    [(symbols, _)] = _tokenizers().pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(character)
+    [(symbols, _)] = (
+        _tokenizers().pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(character)
+    )
     return symbols
 
 
@@ -148,7 +161,9 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ModelError("tokenizers is not installed: pip install 'hybridflow[transformers]'") from error
+        raise ModelError(
+            "tokenizers is not installed: pip install 'hybridflow[transformers]'"
+        ) from error
     return tokenizers
 
 

@@ -17,7 +17,11 @@ class JsonlTracker(Tracker):
     def start(self, folder: Path, step: int) -> None:
         path = folder / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_text().splitlines(keepends=True) if _step_of(line) <= step]
+            kept = [
+                line
+                for line in path.read_text().splitlines(keepends=True)
+                if _step_of(line) <= step
+            ]
             partial = path.with_suffix(".partial")
             partial.write_text("".join(kept))
             os.replace(partial, path)

@@ -16,7 +16,9 @@ from hybridflow.kit.layouts import engine_layout
 def _one_of(*allowed: str):
     def check(_, field, value):
         if value not in allowed:
-            raise ValueError(f"{field.name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}")
+            raise ValueError(
+                f"{field.name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}"
+            )
 
     return check
 
@@ -56,5 +58,7 @@ class TransformersEngineConfig(ProcessConfig):
             cache_gb=self.kv_memory_gb or None,
         )
 
-    def planned_layout(self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype) -> WeightLayout:
+    def planned_layout(
+        self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
+    ) -> WeightLayout:
         return engine_layout(shape, generation, shape.params(dtype))

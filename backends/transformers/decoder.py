@@ -48,7 +48,14 @@ class FastDecoder:
     def row_bytes(self, capacity: int) -> int:
         """Bytes of the KV cache for one sequence of `capacity` tokens."""
         s = self.shape
-        return 2 * s.layers * s.kv_heads * _round_up(capacity, _LANE) * s.head_dim * self.dtype.itemsize
+        return (
+            2
+            * s.layers
+            * s.kv_heads
+            * _round_up(capacity, _LANE)
+            * s.head_dim
+            * self.dtype.itemsize
+        )
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Room for `rows` sequences of `capacity` tokens; forgets all rows. A large enough cache is kept."""
@@ -58,11 +65,15 @@ class FastDecoder:
             s = self.shape
             self.rows, self.capacity = rows, _round_up(capacity, _LANE)
             size = (s.layers, 2, rows * s.kv_heads * self.capacity, s.head_dim)
-            self.cache = _zeros(size, self.dtype, self.device)  # zeros: masked columns must be finite
+            self.cache = _zeros(
+                size, self.dtype, self.device
+            )  # zeros: masked columns must be finite
             self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
             self._columns = torch.arange(self.capacity, device=self.device)
             angles = torch.arange(self.capacity)[:, None].float() * self._frequencies
-            self._cis = torch.polar(torch.full_like(angles, self._amplitude), angles).to(self.device)  # [S, d/2]
+            self._cis = torch.polar(torch.full_like(angles, self._amplitude), angles).to(
+                self.device
+            )  # [S, d/2]
         self._lay_out(0 if self.plain else self.capacity)
 
     def _lay_out(self, stride: int) -> None:
@@ -128,12 +139,16 @@ class FastDecoder:
         first, count = len(self.host_lengths), len(owner)
         self.host_lengths = np.concatenate([self.host_lengths, sizes[owner]])
         self.lengths[first : first + count] = torch.from_numpy(sizes[owner]).to(self.device)
-        logits = self._prefill(torch.from_numpy(ids).to(self.device), torch.from_numpy(sizes), first, count, expand)
+        logits = self._prefill(
+            torch.from_numpy(ids).to(self.device), torch.from_numpy(sizes), first, count, expand
+        )
         return logits if expand is None else logits.index_select(0, expand)
 
     # ---- the model ----------------------------------------------------------------------------------------------
 
-    def _prefill(self, ids: torch.Tensor, sizes: torch.Tensor, first: int, count: int, expand) -> torch.Tensor:
+    def _prefill(
+        self, ids: torch.Tensor, sizes: torch.Tensor, first: int, count: int, expand
+    ) -> torch.Tensor:
         """ids [G, P], padded at the right: no token sees padding, which lies after it. Logits [G, V]."""
         s = self.shape
         G, P = ids.shape
@@ -146,8 +161,12 @@ class FastDecoder:
             keys = rotated[:, :, :, s.group].transpose(1, 2)
             values = values.view(G, P, s.kv_heads, s.head_dim).transpose(1, 2)
             for lanes, made in zip(self._lanes[i], (keys, values), strict=True):
-                lanes[first : first + count, :, :P] = made if expand is None else made.index_select(0, expand)
-            mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=s.group > 1)
+                lanes[first : first + count, :, :P] = (
+                    made if expand is None else made.index_select(0, expand)
+                )
+            mixed = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=s.group > 1
+            )
             self._finish_block(x, mixed.transpose(1, 2).reshape(G * P, -1), layer)
         last = (torch.arange(G) * P + sizes - 1).to(self.device)
         return self._logits(x.index_select(0, last))
@@ -165,7 +184,9 @@ class FastDecoder:
         mask = self._mask(positions, n)
         x = self._embed(tokens)
         attend = self._attend_plain if self.plain else self._attend_fused
-        for layer, (keys, values), flat in zip(self.weights.layers, self._tables, self._flat, strict=True):
+        for layer, (keys, values), flat in zip(
+            self.weights.layers, self._tables, self._flat, strict=True
+        ):
             rotated, new_values = self._project(x, layer, cis)
             flat[0].index_copy_(0, write, rotated[:, s.group])
             flat[1].index_copy_(0, write, new_values)
@@ -188,7 +209,9 @@ class FastDecoder:
     def _mask(self, positions: torch.Tensor, n: int) -> torch.Tensor:
         """Added to the scores: 0 up to each lane's own position, -inf after it. [R * kv, 1, n]."""
         hidden = self._columns[:n] > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
+            hidden, float("-inf")
+        )
         return mask[:, None]
 
     def _attend_plain(self, queries, keys, values, mask) -> torch.Tensor:
@@ -199,20 +222,32 @@ class FastDecoder:
     def _attend_fused(self, queries, keys, values, mask) -> torch.Tensor:
         """The same with the g queries of a key head as the query length, so that keys are not repeated."""
         mask = mask.expand(-1, self.shape.group, -1)
-        mixed = F.scaled_dot_product_attention(queries[:, None], keys[:, None], values[:, None], mask[:, None])
+        mixed = F.scaled_dot_product_attention(
+            queries[:, None], keys[:, None], values[:, None], mask[:, None]
+        )
         return mixed.reshape(queries.shape)
 
-    def _project(self, x: torch.Tensor, layer: Layer, cis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _project(
+        self, x: torch.Tensor, layer: Layer, cis: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [N, H], cis [N * kv, 1, d/2] -> queries and key, rotated, [N * kv, g + 1, d], and values [N * kv, d]."""
         s, y = self.shape, self._norm(x, layer.norm1)
-        fused = torch.mm(y, layer.qkv) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, y, layer.qkv)
+        fused = (
+            torch.mm(y, layer.qkv)
+            if layer.qkv_bias is None
+            else torch.addmm(layer.qkv_bias, y, layer.qkv)
+        )
         fused = fused.view(-1, s.group + 2, s.head_dim)
         turned, values = fused[:, : s.group + 1], fused[:, s.group + 1]
         if layer.q_norm is not None:
             queries = F.rms_norm(turned[:, : s.group], (s.head_dim,), layer.q_norm, s.eps)
-            turned = torch.cat([queries, F.rms_norm(turned[:, s.group :], (s.head_dim,), layer.k_norm, s.eps)], 1)
+            turned = torch.cat(
+                [queries, F.rms_norm(turned[:, s.group :], (s.head_dim,), layer.k_norm, s.eps)], 1
+            )
         if self.dtype != torch.float32:
-            return (turned.float().view(torch.complex64) * cis).view(torch.float32).to(self.dtype), values
+            return (turned.float().view(torch.complex64) * cis).view(torch.float32).to(
+                self.dtype
+            ), values
         return (turned.view(torch.complex64) * cis).view(torch.float32), values
 
     def _finish_block(self, x: torch.Tensor, mixed: torch.Tensor, layer: Layer) -> None:

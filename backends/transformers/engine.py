@@ -49,7 +49,9 @@ class TransformersEngine(ContinuousEngine, Hostable):
         hf_config = policy_config(self.model)
         reason = unfit(hf_config)
         if self.config.fast and reason is not None:
-            raise ModelError(f"the fast decoder cannot run this model: {reason}; set fast = false, or leave it out")
+            raise ModelError(
+                f"the fast decoder cannot run this model: {reason}; set fast = false, or leave it out"
+            )
         dtype = getattr(torch, self.config.dtype)
         if self.config.fast is False:
             reason = "fast = false"
@@ -63,7 +65,10 @@ class TransformersEngine(ContinuousEngine, Hostable):
             self.decoder = GenericDecoder(hf_config, dtype, self.device)
             self.store = WeightStore(self.decoder.places, self.decoder.ties, self.split)
         text = hf_config.get_text_config()
-        self.max_positions, self.vocab = getattr(text, "max_position_embeddings", None), text.vocab_size
+        self.max_positions, self.vocab = (
+            getattr(text, "max_position_embeddings", None),
+            text.vocab_size,
+        )
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -162,7 +167,11 @@ class TransformersEngine(ContinuousEngine, Hostable):
         """How many sequences of `capacity` tokens are decoded at once."""
         limit = self.config.kv_memory_gb * 1e9
         if limit == 0:
-            limit = 4e9 if self.device.type == "cpu" else self.split.least(0.7 * self._free_on_device(), self.device)
+            limit = (
+                4e9
+                if self.device.type == "cpu"
+                else self.split.least(0.7 * self._free_on_device(), self.device)
+            )
         fitting = max(1, int(limit // self.decoder.row_bytes(capacity)))
         return min(self.config.max_sequences or 256, fitting)
 

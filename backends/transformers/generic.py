@@ -29,14 +29,18 @@ class GenericDecoder:
             with no_init_weights(), device:
                 self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         except ValueError as error:
-            raise ModelError(f"transformers has no causal model for {config.model_type!r}: {error}") from error
+            raise ModelError(
+                f"transformers has no causal model for {config.model_type!r}: {error}"
+            ) from error
         self.model.tie_weights()  # no_init_weights leaves this out too
         self.model.eval().requires_grad_(False)
         self.config, self.dtype, self.device = config, dtype, device
         accepted = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self.ties = {n: source for n, source in self.model.all_tied_weights_keys.items() if n != source}
+        self.ties = {
+            n: source for n, source in self.model.all_tied_weights_keys.items() if n != source
+        }
         self.places = {
             name: Place.whole(parameter.data)
             for name, parameter in self.model.named_parameters(remove_duplicate=False)

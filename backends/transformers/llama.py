@@ -40,14 +40,19 @@ class LlamaShape:
             intermediate=config.intermediate_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
             eps=config.rms_norm_eps,
         )
 
     def part(self, tp: int) -> LlamaShape:
         """What one of `tp` ranks computes. `vocab` stays whole; ranks that share a key-value head have one each."""
-        sizes = dict(heads=self.heads // tp, kv_heads=max(1, self.kv_heads // tp), intermediate=self.intermediate // tp)
+        sizes = dict(
+            heads=self.heads // tp,
+            kv_heads=max(1, self.kv_heads // tp),
+            intermediate=self.intermediate // tp,
+        )
         return attrs.evolve(self, **sizes)
 
 
@@ -129,9 +134,13 @@ class LlamaWeights:
         self.embed = self._vocabulary("model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
         self.norm = self._own("model.norm.weight")
-        self.head = (self.embed if config.tie_word_embeddings else self._vocabulary("lm_head.weight")).t()
+        self.head = (
+            self.embed if config.tie_word_embeddings else self._vocabulary("lm_head.weight")
+        ).t()
         if unknown := sorted(self.places.keys() ^ shapes.keys()):
-            raise ModelError(f"the fast decoder does not know the parameters {', '.join(unknown)}; set fast = false")
+            raise ModelError(
+                f"the fast decoder does not know the parameters {', '.join(unknown)}; set fast = false"
+            )
 
     def _layer(self, prefix: str) -> Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -161,7 +170,9 @@ class LlamaWeights:
         shape = self._names[name]
         self.places[name] = Place(storage, rows, shape, self.split.box(name, shape))
 
-    def _own(self, name: str, rows: torch.Tensor | None = None) -> Any:  # None where the model has no such parameter
+    def _own(
+        self, name: str, rows: torch.Tensor | None = None
+    ) -> Any:  # None where the model has no such parameter
         """A parameter with a storage of its own."""
         if name not in self._names:
             return None

@@ -52,11 +52,19 @@ class Split:
             )
         shape = shape_of(hf_config.to_dict())
         if problems := shape.tensor_parallel_problems(tp):
-            raise ModelError(f"the rollout model cannot be cut into {tp} parts: {'; '.join(problems)}")
-        ranks = next(stage for replica in generation.replicas for stage in replica if context.rank in stage)
+            raise ModelError(
+                f"the rollout model cannot be cut into {tp} parts: {'; '.join(problems)}"
+            )
+        ranks = next(
+            stage for replica in generation.replicas for stage in replica if context.rank in stage
+        )
         if list(ranks) != sorted(ranks):  # as process groups have them
-            raise ModelError(f"the ranks of a generation replica must ascend with the tp rank; they are {ranks}")
-        return cls(tp, ranks.index(context.rank), world, context.group("generation.tp"), shape, generation)
+            raise ModelError(
+                f"the ranks of a generation replica must ascend with the tp rank; they are {ranks}"
+            )
+        return cls(
+            tp, ranks.index(context.rank), world, context.group("generation.tp"), shape, generation
+        )
 
     # ---- who has what -------------------------------------------------------------------------------------------
 
@@ -66,11 +74,17 @@ class Split:
             return Box.full(shape)
         return tensor_shard(name, shape, self.shape, self.tp, self.at)
 
-    def layout(self, params: Mapping[str, Param], ties: Mapping[str, str], opaque: Iterable[str]) -> WeightLayout:
+    def layout(
+        self, params: Mapping[str, Param], ties: Mapping[str, str], opaque: Iterable[str]
+    ) -> WeightLayout:
         """What every rank of the actor has."""
         if self.shape is not None and self.generation is not None:
-            return attrs.evolve(engine_layout(self.shape, self.generation, params, opaque=opaque), ties=ties)
-        whole = {p.shape: dict.fromkeys(range(self.world), (Box.full(p.shape),)) for p in params.values()}
+            return attrs.evolve(
+                engine_layout(self.shape, self.generation, params, opaque=opaque), ties=ties
+            )
+        whole = {
+            p.shape: dict.fromkeys(range(self.world), (Box.full(p.shape),)) for p in params.values()
+        }
         shards = {name: whole[param.shape] for name, param in params.items()}
         return WeightLayout.by_name(params, shards, range(self.world), ties, opaque)
 

@@ -17,7 +17,12 @@ from hybridflow.kit.sampling import invert, uniforms
 class Sampler:
     """The sampling parameters of the rows of a batch, on the device, with the cheapest path that serves them all."""
 
-    def __init__(self, rows: np.ndarray, device: torch.device, biases: Sequence[tuple[tuple[int, float], ...]] = ()):
+    def __init__(
+        self,
+        rows: np.ndarray,
+        device: torch.device,
+        biases: Sequence[tuple[tuple[int, float], ...]] = (),
+    ):
         """`rows`: structured array [R] with fields seed, temperature, top_p, top_k, min_p. `biases`: each row's
         SamplingParams.logit_bias; may be left out where no row has any."""
 
@@ -44,7 +49,11 @@ class Sampler:
         self.biased: Any = None
         if any(biases):
             rows_with, places, values = _flat(biases, scaled)
-            self.biased, self.places, self.biases = put(rows_with), (put(places[0]), put(places[1])), put(values)
+            self.biased, self.places, self.biases = (
+                put(rows_with),
+                (put(places[0]), put(places[1])),
+                put(values),
+            )
 
     def uniforms(self, lengths: np.ndarray, steps: int) -> torch.Tensor | None:
         """float32 [steps, R] for the response tokens from `lengths` [R] on; None where no row draws.
@@ -73,11 +82,15 @@ class Sampler:
             tokens = drawn.argmax(-1, keepdim=True)
         else:
             probs = drawn.exp()
-            if self.min_p is not None:  # in the order of the vocabulary: min_p alone needs no sorting
+            if (
+                self.min_p is not None
+            ):  # in the order of the vocabulary: min_p alone needs no sorting
                 probs.masked_fill_(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
             tokens = invert(probs.cumsum_(-1), uniform[:, None])
             if self.filtered is not None:
-                tokens[self.filtered] = self._filtered(drawn[self.filtered], uniform[self.filtered, None])
+                tokens[self.filtered] = self._filtered(
+                    drawn[self.filtered], uniform[self.filtered, None]
+                )
             if self.greedy is not None:
                 tokens = torch.where(self.greedy[:, None], drawn.argmax(-1, keepdim=True), tokens)
         return tokens[:, 0], logp.gather(1, tokens)[:, 0]
@@ -101,12 +114,18 @@ class Sampler:
             probs.masked_fill_(probs < self.filtered_min_p * probs[:, :1], 0.0)
         below = probs.cumsum(-1)
         total = below[:, -1:]
-        kept = ((below - probs < self.top_p * total) & (rank < self.top_k)).sum(-1, keepdim=True).clamp_(min=1)
+        kept = (
+            ((below - probs < self.top_p * total) & (rank < self.top_k))
+            .sum(-1, keepdim=True)
+            .clamp_(min=1)
+        )
         chosen = invert(below, uniform, below.gather(1, kept - 1))
         return order.gather(1, torch.minimum(chosen, kept - 1))
 
 
-def _flat(biases: Sequence[tuple[tuple[int, float], ...]], temperature: np.ndarray) -> tuple[np.ndarray, ...]:
+def _flat(
+    biases: Sequence[tuple[tuple[int, float], ...]], temperature: np.ndarray
+) -> tuple[np.ndarray, ...]:
     """Rows with biases int64 [B]; of all their biases the place int64 [2, N] (which of these rows, token); and the biases
     / temperature float32 [N]. `temperature`: [R]."""
     rows = np.array([at for at, pairs in enumerate(biases) if pairs])

@@ -37,7 +37,13 @@ class Run:
     """
 
     def __init__(
-        self, decoder, requests: Sequence[Request], slots: int, config, device: torch.device, split: Split = WHOLE
+        self,
+        decoder,
+        requests: Sequence[Request],
+        slots: int,
+        config,
+        device: torch.device,
+        split: Split = WHOLE,
     ):
         self.decoder, self.slots, self.config, self.device = decoder, slots, config, device
         self.requests = list(requests)
@@ -51,7 +57,9 @@ class Run:
         self.sampler: Any = None  # None after the rows changed
         self.homes = list(range(slots))
         width = max((r.sampling.max_tokens for r in requests), default=0) + MAX_BURST
-        self.out_tokens = np.zeros((slots + 1, width), np.int64)  # the last home takes what finished rows go on to make
+        self.out_tokens = np.zeros(
+            (slots + 1, width), np.int64
+        )  # the last home takes what finished rows go on to make
         self.out_logprobs = np.zeros((slots + 1, width), np.float32)
         self.out_versions = np.zeros((slots + 1, width), np.int64)
 
@@ -100,7 +108,9 @@ class Run:
         old = len(self.rows)
         contexts, groups = self._next_groups(self.slots - old)
         logits = self.decoder.admit(contexts, [len(group) for group in groups])
-        new = np.concatenate([np.zeros(0, self.rows.dtype), *([self._row(i) for i in group] for group in groups)])
+        new = np.concatenate(
+            [np.zeros(0, self.rows.dtype), *([self._row(i) for i in group] for group in groups)]
+        )
         self.rows = np.concatenate([self.rows, new])
         self.sampler = None
         tokens, logprobs = self._sample(self._sampler(new), new["length"], logits)
@@ -108,7 +118,9 @@ class Run:
         return self._record(old, tokens[None], logprobs[None])
 
     def _sampler(self, rows: np.ndarray) -> Sampler:
-        return Sampler(rows, self.device, [self.requests[i].sampling.logit_bias for i in rows["request"]])
+        return Sampler(
+            rows, self.device, [self.requests[i].sampling.logit_bias for i in rows["request"]]
+        )
 
     @torch.inference_mode()
     def _sample(self, sampler: Sampler, lengths: np.ndarray, logits: torch.Tensor):
@@ -135,18 +147,30 @@ class Run:
         return contexts, groups
 
     def _row(self, index: int) -> np.ndarray:
-        request, sampling, home = self.requests[index], self.requests[index].sampling, self.homes.pop()
+        request, sampling, home = (
+            self.requests[index],
+            self.requests[index].sampling,
+            self.homes.pop(),
+        )
         row: Any = np.zeros((), self.rows.dtype)
         row["request"], row["home"], row["alive"] = index, home, True
         row["limit"], row["top_k"] = sampling.max_tokens, sampling.top_k
-        row["temperature"], row["top_p"], row["min_p"] = sampling.temperature, sampling.top_p, sampling.min_p
+        row["temperature"], row["top_p"], row["min_p"] = (
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+        )
         row["seed"] = np.uint64(request.seed & (2**64 - 1)).astype(np.int64)
         row["stops"] = -1
         if not sampling.ignore_stop:
             row["stops"][: len(sampling.stop_token_ids)] = sampling.stop_token_ids
         ids, logprobs, versions = request.prefix()
         row["length"] = k = len(ids)
-        self.out_tokens[home, :k], self.out_logprobs[home, :k], self.out_versions[home, :k] = ids, logprobs, versions
+        self.out_tokens[home, :k], self.out_logprobs[home, :k], self.out_versions[home, :k] = (
+            ids,
+            logprobs,
+            versions,
+        )
         return row
 
     # ---- tokens -------------------------------------------------------------------------------------------------
@@ -155,7 +179,9 @@ class Run:
         """Some tokens for every row, without waiting for the device in between."""
         steps = self._burst()
         dead = len(self.rows) - int(self.rows["alive"].sum())
-        if dead * 16 >= len(self.rows) or (dead and self.decoder.longest + steps > self.decoder.capacity):
+        if dead * 16 >= len(self.rows) or (
+            dead and self.decoder.longest + steps > self.decoder.capacity
+        ):
             self._compact()
         if self.sampler is None:
             self.sampler = self._sampler(self.rows)
@@ -168,7 +194,9 @@ class Run:
         uniform = self.sampler.uniforms(self.rows["length"], steps)
         tokens, logprobs, last = [], [], self.tokens
         for step in range(steps):
-            last, logprob = self.sampler(self.decoder.step(last), None if uniform is None else uniform[step])
+            last, logprob = self.sampler(
+                self.decoder.step(last), None if uniform is None else uniform[step]
+            )
             last = self.split.agreed(last)
             tokens.append(last)
             logprobs.append(logprob)
@@ -215,14 +243,23 @@ class Run:
         taken = np.minimum(np.minimum(until, steps), rows["limit"] - rows["length"])
         rows["length"] += taken
         ended = rows["alive"] & ((until == taken) | (rows["length"] == rows["limit"]))
-        return [self._close(row, "stop" if until[i] == taken[i] else "length") for i, row in _pick(rows, ended)]
+        return [
+            self._close(row, "stop" if until[i] == taken[i] else "length")
+            for i, row in _pick(rows, ended)
+        ]
 
     def _close(self, row: np.void, reason: str) -> Completion:
         """Take a row's output; the row stays in the decoder, dead, until the next compaction."""
         request, home, length = self.requests[row["request"]], int(row["home"]), int(row["length"])
         self.open.discard(request.id)
         self.homes.append(home)
-        row["alive"], row["home"], row["length"], row["limit"], row["stops"] = False, self.slots, 0, 0, -1
+        row["alive"], row["home"], row["length"], row["limit"], row["stops"] = (
+            False,
+            self.slots,
+            0,
+            0,
+            -1,
+        )
         ids, logprobs, versions = (
             o[home, :length].copy() for o in (self.out_tokens, self.out_logprobs, self.out_versions)
         )
@@ -237,7 +274,9 @@ class Run:
         ids, self._to_abort = self._to_abort & self.open, set()
         waiting = [i for i in self.queue if self.requests[i].id in ids]
         self.queue = deque(i for i in self.queue if self.requests[i].id not in ids)
-        running = np.array([bool(r["alive"]) and self.requests[r["request"]].id in ids for r in self.rows], bool)
+        running = np.array(
+            [bool(r["alive"]) and self.requests[r["request"]].id in ids for r in self.rows], bool
+        )
         done = [self._close(row, "abort") for _, row in _pick(self.rows, running)]
         return done + [self._unstarted(i, "abort") for i in waiting]
 

@@ -64,7 +64,9 @@ class WeightStore:
 
     def layout(self) -> WeightLayout:
         """What every rank of the actor has."""
-        params = {name: Param(place.shape, place.storage.dtype) for name, place in self.places.items()}
+        params = {
+            name: Param(place.shape, place.storage.dtype) for name, place in self.places.items()
+        }
         reordered = [name for name, place in self.places.items() if place.rows is not None]
         return self.split.layout(params, self.ties, reordered)
 
@@ -143,10 +145,13 @@ class WeightStore:
         from difflib import get_close_matches
 
         near = get_close_matches(name, self.places, 1)
-        return f"the rollout model has no parameter {name!r}" + (f"; the nearest is {near[0]!r}" if near else "")
+        return f"the rollout model has no parameter {name!r}" + (
+            f"; the nearest is {near[0]!r}" if near else ""
+        )
 
 
 def _inside(box: Box, outer: Box) -> bool:
     return len(box.start) == len(outer.start) and all(
-        first <= a <= b <= last for a, b, first, last in zip(box.start, box.stop, outer.start, outer.stop, strict=True)
+        first <= a <= b <= last
+        for a, b, first, last in zip(box.start, box.stop, outer.start, outer.stop, strict=True)
     )

@@ -39,7 +39,9 @@ class SharedMemory(Mailbox):
         if message.device.type == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
-            torch.cuda.current_stream(message.device).synchronize()  # the reader's stream does not know ours
+            torch.cuda.current_stream(
+                message.device
+            ).synchronize()  # the reader's stream does not know ours
             key = secrets.token_hex(8)
             self._lent[key] = message
             return key, reduce_tensor(message)
@@ -47,7 +49,9 @@ class SharedMemory(Mailbox):
         path, made = FOLDER / f"{PREFIX}{name}", FOLDER / f".{PREFIX}{name}"
         descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, message.numel())  # a full /dev/shm is an error here, not a SIGBUS later
+            os.posix_fallocate(
+                descriptor, 0, message.numel()
+            )  # a full /dev/shm is an error here, not a SIGBUS later
             with mmap.mmap(descriptor, message.numel()) as memory:
                 np.frombuffer(memory, np.uint8)[:] = message.numpy()
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # before it has the name that others sweep
@@ -80,6 +84,9 @@ class SharedMemory(Mailbox):
 def sweep() -> None:
     """Remove what processes that were killed have left: files that nobody holds a lock on."""
     for path in FOLDER.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:  # of another user, gone meanwhile, or locked
+        with (
+            contextlib.suppress(OSError),
+            open(path, "rb") as file,
+        ):  # of another user, gone meanwhile, or locked
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

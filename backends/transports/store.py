@@ -15,7 +15,9 @@ class ObjectStore(Mailbox):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        if link.grouped:  # a ticket that does not go by the controller would pin its object for ever
+        if (
+            link.grouped
+        ):  # a ticket that does not go by the controller would pin its object for ever
             return "it serves engines in a pool of their own; ranks of one process group have collective"
         return None if link.store is not None else "the runtime gives the workers no object store"
 

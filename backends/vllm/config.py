@@ -49,7 +49,9 @@ class VLLMConfig(ProcessConfig):
     """Compute the key and value of a beginning that several prompts share once."""
     eager: bool = True
     """No CUDA graphs: quicker to start, slower to decode."""
-    engine_args: dict[str, Any] = attrs.field(factory=dict, validator=known_arguments("vLLM", argument_names, OURS))
+    engine_args: dict[str, Any] = attrs.field(
+        factory=dict, validator=known_arguments("vLLM", argument_names, OURS)
+    )
     """Further arguments of vLLM's EngineArgs, checked against the names that the installed version has."""
 
     def limits(self) -> EngineLimits:

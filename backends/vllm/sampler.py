@@ -27,13 +27,17 @@ class SeededSampler(Sampler):
         self.temperature: torch.Tensor | None = None
         """[R], while `forward` runs."""
 
-    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         for row, generator in sampling_metadata.generators.items():
             name = self.runner.input_batch.req_ids[row]
             origin = self.origins.get(name)
             if origin is not None:  # vLLM's own warm-up has requests too
                 seed, before = origin
-                generator.manual_seed(seed_at(seed, before + len(self.runner.requests[name].output_token_ids)))
+                generator.manual_seed(
+                    seed_at(seed, before + len(self.runner.requests[name].output_token_ids))
+                )
         self.temperature = sampling_metadata.temperature  # None: all are greedy
         try:
             return super().forward(logits, sampling_metadata, *args, **kwargs)

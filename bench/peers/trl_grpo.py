@@ -22,7 +22,9 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 tokenizer = AutoTokenizer.from_pretrained(folder)
 tokenizer.padding_side = "left"
 rows, group = len(lengths), 8
-sums = [(f"{a}+{b}=", str(a + b)) for a in range(10, 60) for b in range(10, 60)][: steps * rows // group + rows]
+sums = [(f"{a}+{b}=", str(a + b)) for a in range(10, 60) for b in range(10, 60)][
+    : steps * rows // group + rows
+]
 data = Dataset.from_dict({"prompt": [p for p, _ in sums], "answer": [s for _, s in sums]})
 
 
@@ -50,7 +52,10 @@ class Timed(GRPOTrainer):
 
 
 def reward(prompts, completions, answer, **_):
-    return [sum(x == y for x, y in zip(c, a, strict=False)) / len(a) for c, a in zip(completions, answer, strict=False)]
+    return [
+        sum(x == y for x, y in zip(c, a, strict=False)) / len(a)
+        for c, a in zip(completions, answer, strict=False)
+    ]
 
 
 arguments = GRPOConfig(
@@ -59,13 +64,21 @@ arguments = GRPOConfig(
     learning_rate=1e-4, temperature=1.0, top_p=1.0, top_k=0, logging_steps=1, report_to=[], save_strategy="no",
     gradient_checkpointing=False, disable_tqdm=True, lr_scheduler_type="constant",
 )  # fmt: skip
-trainer = Timed(model=folder, reward_funcs=reward, args=arguments, train_dataset=data, processing_class=tokenizer)
+trainer = Timed(
+    model=folder,
+    reward_funcs=reward,
+    args=arguments,
+    train_dataset=data,
+    processing_class=tokenizer,
+)
 generate = trainer.model.generate
 
 
 def forced(*args, **kwargs):
     ids = kwargs.get("input_ids", args[0] if args else None)
-    return generate(*args, **kwargs, logits_processor=LogitsProcessorList([ForceLength(ids.shape[1])]))
+    return generate(
+        *args, **kwargs, logits_processor=LogitsProcessorList([ForceLength(ids.shape[1])])
+    )
 
 
 trainer.model.generate = forced

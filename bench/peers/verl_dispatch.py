@@ -12,7 +12,9 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 WORKERS = 2
-ray.init(num_cpus=2 * WORKERS, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False)
+ray.init(
+    num_cpus=2 * WORKERS, include_dashboard=False, object_store_memory=2 << 30, log_to_driver=False
+)
 
 
 @ray.remote
@@ -32,7 +34,10 @@ class Calls(Worker):
 
 pool = RayResourcePool(process_on_nodes=[WORKERS], use_gpu=False, max_colocate_count=1)
 group = RayWorkerGroup(
-    resource_pool=pool, ray_cls_with_init=RayClassWithInitArgs(Calls), use_gpu=False, device_name="cpu"
+    resource_pool=pool,
+    ray_cls_with_init=RayClassWithInitArgs(Calls),
+    use_gpu=False,
+    device_name="cpu",
 )
 
 

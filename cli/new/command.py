@@ -36,7 +36,9 @@ class NewCommand(Command):
         for file in new_package(kind, name, Path()):
             print(f"wrote {file}")
         use = Template(KINDS[kind]).substitute(name=name)
-        print(f"\ncd {name}\npython -m pytest     # it passes as it is\npip install -e .      # then: {use}")
+        print(
+            f"\ncd {name}\npython -m pytest     # it passes as it is\npip install -e .      # then: {use}"
+        )
         return 0
 
 
@@ -49,7 +51,9 @@ def new_package(kind: str, name: str, folder: Path) -> list[Path]:
         )
     target = folder / name
     if target.exists():
-        raise ConfigError(f"new {kind}: {str(target)!r} is there already; choose another name, or remove it")
+        raise ConfigError(
+            f"new {kind}: {str(target)!r} is there already; choose another name, or remove it"
+        )
     words = {
         "kind": kind,
         "name": name,

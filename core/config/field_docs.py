@@ -19,13 +19,21 @@ def field_docs(cls: type) -> Mapping[str, str]:
     for owner in reversed(cls.__mro__):
         body = getattr(_class_node(owner), "body", [])
         for field, below in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and _is_text(below):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and _is_text(below)
+            ):
                 docs[field.target.id] = inspect.cleandoc(below.value.value)
     return types.MappingProxyType(docs)
 
 
 def _is_text(node: Any) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _class_node(cls: type) -> ast.AST | None:
@@ -36,7 +44,11 @@ def _class_node(cls: type) -> ast.AST | None:
         return None
     for part in cls.__qualname__.split("."):
         if part != "<locals>":
-            inner = (n for n in ast.walk(node) if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part)
+            inner = (
+                n
+                for n in ast.walk(node)
+                if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+            )
             node = next(inner, ast.Pass())
     return node if isinstance(node, ast.ClassDef) else None
 

@@ -32,7 +32,9 @@ def load_toml(path: str | PathLike[str]) -> dict[str, Any]:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a TOML file"
+        ) from None
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     try:
         return tomllib.loads(text)
@@ -58,11 +60,15 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
-        raise ConfigError(f"override {text!r}: there is no '='; write key=value, for example actor.optimizer.lr=2e-4")
+        raise ConfigError(
+            f"override {text!r}: there is no '='; write key=value, for example actor.optimizer.lr=2e-4"
+        )
     if key.startswith("-"):
         raise ConfigError(f"override {text!r}: write it without dashes, {key.lstrip('-')}={value}")
     if not key or not all(key.split(".")):
-        raise ConfigError(f"override {text!r}: {key!r} is not a dotted key such as actor.optimizer.lr")
+        raise ConfigError(
+            f"override {text!r}: {key!r} is not a dotted key such as actor.optimizer.lr"
+        )
     return key, parse_value(value.strip())
 
 
@@ -85,7 +91,9 @@ def nest(path: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any], shorthand: frozenset[str] = frozenset()) -> dict[str, Any]:
+def merge(
+    base: Mapping[str, Any], over: Mapping[str, Any], shorthand: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """`base` with the values of `over` on top, as new tables. Tables merge key by key; anything else is replaced.
 
     `shorthand` are dotted keys of tables that may be given by their `name` alone, `*` standing for any one key: with
@@ -128,10 +136,16 @@ def flatten(thing: Any, path: str = "") -> dict[str, Any]:
     `rewards.0.weight`.
     """
     if attrs.has(type(thing)):
-        inner = {field.alias: getattr(thing, field.name) for field in attrs.fields(type(thing)) if field.init}
+        inner = {
+            field.alias: getattr(thing, field.name)
+            for field in attrs.fields(type(thing))
+            if field.init
+        }
     elif isinstance(thing, Mapping):
         inner = {str(key): value for key, value in thing.items()}
-    elif isinstance(thing, list | tuple) and any(isinstance(v, Mapping) or attrs.has(type(v)) for v in thing):
+    elif isinstance(thing, list | tuple) and any(
+        isinstance(v, Mapping) or attrs.has(type(v)) for v in thing
+    ):
         inner = {str(index): value for index, value in enumerate(thing)}
     else:
         return {path: thing}
@@ -173,7 +187,9 @@ class Provenance:
 
 
 def read_config(
-    path: str | PathLike[str] | None, overrides: Iterable[str] = (), shorthand: frozenset[str] = frozenset()
+    path: str | PathLike[str] | None,
+    overrides: Iterable[str] = (),
+    shorthand: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], Provenance]:
     """The tables of a file with overrides on top, in order, and where every value came from.
 

@@ -31,7 +31,9 @@ class Invalid(ValueError):
         return [(f"{key}.{inner}" if inner else key, text) for inner, text in self.problems]
 
 
-def structure(data: Any, cls: type[T], path: str = "", problems: list[str] | None = None) -> T | None:
+def structure(
+    data: Any, cls: type[T], path: str = "", problems: list[str] | None = None
+) -> T | None:
     """An instance of the attrs class from tables; `path` is the dotted key at which they stand.
 
     Types are strict: an integer field takes no "3", 3.5 or true; a float field takes integers; TOML arrays become what
@@ -77,7 +79,9 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
     except ConfigError as error:
         raise Invalid([("", text) for text in error.problems]) from error
     except Exception as error:
-        raise Invalid([("", str(error) if isinstance(error, ValueError) else reason(error))]) from error
+        raise Invalid(
+            [("", str(error) if isinstance(error, ValueError) else reason(error))]
+        ) from error
 
 
 def _refusals(field: attrs.Attribute, value: Any) -> list[str]:
@@ -88,7 +92,9 @@ def _refusals(field: attrs.Attribute, value: Any) -> list[str]:
         field.validator(None, field, value)
     except (ValueError, TypeError) as error:
         return [str(error.args[0] if error.args else error).removeprefix(f"{field.name}: ")]
-    except AttributeError:  # it asks the instance, which there is not yet: the class itself will call it
+    except (
+        AttributeError
+    ):  # it asks the instance, which there is not yet: the class itself will call it
         return []
     return []
 
@@ -154,10 +160,14 @@ def _structure_list(value: Any, type_: Any) -> Any:
     made, arms = get_origin(type_) or type_, get_args(type_)
     if made is tuple and arms and arms[-1] is not ...:
         if len(arms) != len(value):
-            raise Invalid([("", f"expected a list of {len(arms)}, got {len(value)} values: {_got(value)}")])
+            raise Invalid(
+                [("", f"expected a list of {len(arms)}, got {len(value)} values: {_got(value)}")]
+            )
     else:
         arms = (arms[0] if arms else Any,) * len(value)
-    keyed = {str(index): (item, arm) for index, (item, arm) in enumerate(zip(value, arms, strict=True))}
+    keyed = {
+        str(index): (item, arm) for index, (item, arm) in enumerate(zip(value, arms, strict=True))
+    }
     items = _convert_all(keyed).values()
     return tuple(items) if made is Sequence else made(items)
 
@@ -191,7 +201,9 @@ def _structure_union(value: Any, type_: Any) -> Any:
             return _convert(value, arm)
         except Invalid as error:
             errors[arm] = error
-    tables = [arm for arm in arms if isinstance(value, Mapping) and (_is_attrs(arm) or _is_table(arm))]
+    tables = [
+        arm for arm in arms if isinstance(value, Mapping) and (_is_attrs(arm) or _is_table(arm))
+    ]
     lists = [arm for arm in arms if isinstance(value, list | tuple) and _is_list(arm)]
     meant = tables or lists or [arm for arm in arms if arm is not type(None)]
     raise errors[meant[0]] if len(meant) == 1 else _mismatch(type_, value)
@@ -233,8 +245,22 @@ converter = _make_converter()
 
 # --- words ---
 
-_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a string", type(None): "nothing"}
-_TOML = {bool: "boolean", int: "integer", float: "number", str: "string", list: "list", tuple: "list", dict: "table"}
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "nothing",
+}
+_TOML = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "list",
+    tuple: "list",
+    dict: "table",
+}
 
 
 def describe(type_: Any) -> str:

@@ -100,11 +100,17 @@ class EngineLimits:
     """Of a parameter in the engine, and of an element of its cache."""
     max_sequences: int = attrs.field(default=256, validator=at_least(1))
     """Sequences decoded at once."""
-    max_length: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
+    max_length: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(at_least(1))
+    )
     """Tokens of a prompt with its response, at most; None: as many as the model has positions for."""
-    memory_share: float | None = attrs.field(default=None, validator=attrs.validators.optional(fraction))
+    memory_share: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(fraction)
+    )
     """Share of a device's memory, at most, for weights and cache."""
     cache_gb: float | None = attrs.field(default=None, validator=positive)
     """10^9 bytes for the cache, at most."""
-    cache_tokens: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
+    cache_tokens: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(at_least(1))
+    )
     """Tokens that the cache has room for."""

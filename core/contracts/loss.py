@@ -50,9 +50,13 @@ class Term:
 
     def __attrs_post_init__(self) -> None:
         if self.how == "max" and self.weight:
-            raise ValueError(f"term {self.name!r}: a maximum can be reported (weight=0), not trained on")
+            raise ValueError(
+                f"term {self.name!r}: a maximum can be reported (weight=0), not trained on"
+            )
         if self.how == "seq-mean-token-sum-norm" and not self.length:
-            raise ValueError(f"term {self.name!r}: seq-mean-token-sum-norm needs length, the constant it divides by")
+            raise ValueError(
+                f"term {self.name!r}: seq-mean-token-sum-norm needs length, the constant it divides by"
+            )
 
 
 class Loss(ABC):
@@ -72,4 +76,6 @@ class Loss(ABC):
     """"row", or the column ("pair", "group") whose equal values keep rows together over dp and micro-batches."""
 
     @abstractmethod
-    def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> Term | Sequence[Term]: ...
+    def __call__(
+        self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+    ) -> Term | Sequence[Term]: ...

@@ -16,7 +16,11 @@ from hybridflow.core.errors import HybridFlowError
 
 STAGES = ("generate", "infer", "train")
 """A step's stages, one after the other (arXiv:2409.19256, section 2): generation, preparation, training."""
-STAGE_NAMES: Mapping[str, str] = {"generate": "generation", "infer": "inference", "train": "training"}
+STAGE_NAMES: Mapping[str, str] = {
+    "generate": "generation",
+    "infer": "inference",
+    "train": "training",
+}
 """For readers."""
 
 
@@ -115,7 +119,9 @@ class Planner(ABC):
         self.config = config
 
     @abstractmethod
-    def plan(self, job: PlannableJob, cluster: str, alternatives: int = 3, placed: bool = False) -> Plan:
+    def plan(
+        self, job: PlannableJob, cluster: str, alternatives: int = 3, placed: bool = False
+    ) -> Plan:
         """The best placement on a cluster (a file, or a text that the planner understands), beside `alternatives` others.
 
         `placed`: the job has a placement of its own, to be compared with it. Raises HybridFlowError where nothing fits,

@@ -92,8 +92,14 @@ class AllToAll(TransferProtocol):
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
         world = group.layout.world
         if not isinstance(value, (list, tuple)) or len(value) != world:
-            got = f"{len(value)} entries" if isinstance(value, (list, tuple)) else type(value).__name__
-            raise HybridFlowError(f"ALL_TO_ALL needs a list with one entry for each of the {world} ranks, got {got}")
+            got = (
+                f"{len(value)} entries"
+                if isinstance(value, (list, tuple))
+                else type(value).__name__
+            )
+            raise HybridFlowError(
+                f"ALL_TO_ALL needs a list with one entry for each of the {world} ranks, got {got}"
+            )
         return value
 
 
@@ -117,7 +123,9 @@ class DataParallel(SplitProtocol):
     def parts(self, group: GroupShape) -> int:
         layout = group.layout
         if layout.world != layout.dp:
-            raise HybridFlowError(f"protocol DP needs a layout of dp alone, got {layout}; use THREE_D")
+            raise HybridFlowError(
+                f"protocol DP needs a layout of dp alone, got {layout}; use THREE_D"
+            )
         return layout.dp
 
     def part_of(self, group: GroupShape, rank: int) -> int:
@@ -149,7 +157,9 @@ class MicroDataParallel(SplitProtocol):
 
     def _generation(self, group: GroupShape) -> GenerationLayout:
         if group.generation is None:
-            raise HybridFlowError("protocol MICRO_DP needs a group with a generation layout; this one has none")
+            raise HybridFlowError(
+                "protocol MICRO_DP needs a group with a generation layout; this one has none"
+            )
         return group.generation
 
     def parts(self, group: GroupShape) -> int:

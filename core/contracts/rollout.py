@@ -25,7 +25,9 @@ MAX_BIAS = 1e9
 """Of a token's logit_bias, either way: what float32 still holds after a small temperature."""
 
 
-def _pairs(biases: Mapping[int, float] | Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+def _pairs(
+    biases: Mapping[int, float] | Iterable[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
     if not biases:
         return ()
     given = biases.items() if isinstance(biases, Mapping) else biases
@@ -104,7 +106,12 @@ class Request:
     def ended_before(self) -> str | None:
         """The finish reason of a request whose prefix is already a whole response."""
         prefix, sampling = self.prefix_ids, self.sampling
-        if prefix is not None and len(prefix) and not sampling.ignore_stop and prefix[-1] in sampling.stop_token_ids:
+        if (
+            prefix is not None
+            and len(prefix)
+            and not sampling.ignore_stop
+            and prefix[-1] in sampling.stop_token_ids
+        ):
             return "stop"
         return "length" if (0 if prefix is None else len(prefix)) >= sampling.max_tokens else None
 
@@ -148,7 +155,9 @@ class EngineSettings:
         """Settings that cannot work together, each as "setting: what, and what to do"."""
         return []
 
-    def planned_layout(self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype) -> WeightLayout:
+    def planned_layout(
+        self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
+    ) -> WeightLayout:
         """Which boxes each rank will ask for. As it stands: everything, on every rank."""
         held = {name: (Box.full(param.shape),) for name, param in shape.params(dtype).items()}
         ranks = sorted(generation.replica_of)
@@ -173,7 +182,9 @@ class RolloutEngine(ABC):
     """Of a plugin that is registered in one line; a Descriptor has its own."""
 
     @classmethod
-    def build(cls, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None) -> RolloutEngine:
+    def build(
+        cls, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None
+    ) -> RolloutEngine:
         """The engine, not started: in this process, or whatever stands for one in a process of its own, whose log goes into
         the folder `logs`."""
         return cls(model, config, context)
@@ -254,7 +265,9 @@ class RolloutEngine(ABC):
     def read(self, name: str, box: Box) -> torch.Tensor:
         """The stored values of a box that this rank holds, to be compared with what was sent."""
         if (view := self.view(name, box)) is None:
-            raise HybridFlowError(f"{type(self).__name__} gives no view of {name}; set sync.verify = false")
+            raise HybridFlowError(
+                f"{type(self).__name__} gives no view of {name}; set sync.verify = false"
+            )
         return view
 
     def begin_update(self, version: int) -> None:
@@ -270,7 +283,9 @@ class RolloutEngine(ABC):
     def check_updating(self, what: str) -> None:
         """Raise when weights come, or an update ends, that was not begun."""
         if not self.updating:
-            raise HybridFlowError(f"{what} outside an update of the rollout engine; call begin_update first")
+            raise HybridFlowError(
+                f"{what} outside an update of the rollout engine; call begin_update first"
+            )
 
     def abort(self, ids: Iterable[int] | None = None) -> None:
         """End running requests early (all of them without ids); each is yielded with finish_reason "abort"."""
@@ -290,13 +305,17 @@ class RolloutEngine(ABC):
                 "hold mixed weights; sync again before generating"
             )
         if self.version is None:
-            raise HybridFlowError("the rollout engine has no weights yet; sync the actor before generating")
+            raise HybridFlowError(
+                "the rollout engine has no weights yet; sync the actor before generating"
+            )
 
 
 def check_requests(requests: Sequence[Request], max_positions: int | None, vocab: int) -> None:
     """Raises HybridFlowError naming the first request that cannot be served."""
     seen: set[int] = set()
-    good: set[int] = set()  # ids of the SamplingParams whose biases were looked at: many requests share one
+    good: set[int] = (
+        set()
+    )  # ids of the SamplingParams whose biases were looked at: many requests share one
     for r in requests:
         problem = _problem(r, max_positions)
         if problem is None and r.sampling.logit_bias and id(r.sampling) not in good:
@@ -311,8 +330,14 @@ def check_requests(requests: Sequence[Request], max_positions: int | None, vocab
     if arrays:
         ids = np.concatenate(arrays)
         if ids.min() < 0 or ids.max() >= vocab:
-            culprit = next(r for r in requests if _outside(r.prompt_ids, vocab) or _outside(r.prefix_ids, vocab))
-            raise HybridFlowError(f"request {culprit.id}: a token id lies outside the vocabulary of {vocab}")
+            culprit = next(
+                r
+                for r in requests
+                if _outside(r.prompt_ids, vocab) or _outside(r.prefix_ids, vocab)
+            )
+            raise HybridFlowError(
+                f"request {culprit.id}: a token id lies outside the vocabulary of {vocab}"
+            )
 
 
 def _outside(ids: np.ndarray | None, vocab: int) -> bool:
@@ -328,13 +353,22 @@ def _problem(r: Request, max_positions: int | None) -> str | None:
             f"{len(r.prompt_ids)} prompt tokens and max_tokens {s.max_tokens} exceed the model's "
             f"max_position_embeddings {max_positions}"
         )
-    in_range = s.temperature >= 0 and 0 < s.top_p <= 1 and s.top_k >= 0 and 0 <= s.min_p <= 1 and s.max_tokens >= 0
+    in_range = (
+        s.temperature >= 0
+        and 0 < s.top_p <= 1
+        and s.top_k >= 0
+        and 0 <= s.min_p <= 1
+        and s.max_tokens >= 0
+    )
     if not in_range:
         return (
             f"temperature {s.temperature}, top_p {s.top_p}, top_k {s.top_k}, min_p {s.min_p}, max_tokens {s.max_tokens}; "
             "allowed are temperature >= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1, max_tokens >= 0"
         )
-    for name, column in (("prefix_logprobs", r.prefix_logprobs), ("prefix_versions", r.prefix_versions)):
+    for name, column in (
+        ("prefix_logprobs", r.prefix_logprobs),
+        ("prefix_versions", r.prefix_versions),
+    ):
         if column is not None and len(column) != (0 if r.prefix_ids is None else len(r.prefix_ids)):
             return f"{name} has {len(column)} entries, not one for each token of prefix_ids"
     return None
@@ -343,7 +377,9 @@ def _problem(r: Request, max_positions: int | None) -> str | None:
 def _bias_problem(sampling: SamplingParams, vocab: int) -> str | None:
     tokens = [token for token, _ in sampling.logit_bias]
     if outside := [t for t in tokens if not 0 <= t < vocab]:
-        return f"logit_bias has the tokens {outside[:5]}, which lie outside the vocabulary of {vocab}"
+        return (
+            f"logit_bias has the tokens {outside[:5]}, which lie outside the vocabulary of {vocab}"
+        )
     if twice := [a for a, b in pairwise(tokens) if a == b]:
         return f"logit_bias has the tokens {twice[:5]} twice; give one bias for each"
     for token, bias in sampling.logit_bias:

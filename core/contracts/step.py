@@ -94,7 +94,9 @@ class StepContext(Typing):
         tensors become per-token columns, [B] tensors per-row ones, numbers become metrics.
         """
 
-    def minibatches(self, batch: Batch, size: int, epochs: int = 1, unit: int = 1) -> Iterator[Batch]:
+    def minibatches(
+        self, batch: Batch, size: int, epochs: int = 1, unit: int = 1
+    ) -> Iterator[Batch]:
         """Every row once per epoch, in a new random order, `size` rows at a time (the last may be smaller).
 
         Runs of `unit` neighbouring rows stay together. A batch that is one mini-batch keeps its order.

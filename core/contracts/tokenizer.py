@@ -40,12 +40,18 @@ class TokenizerConfig:
         if len(self.given) > 1:
             found.append(f"tokenizer: {' and '.join(self.given)} are given; keep one of them")
         if self.characters == "":
-            found.append('tokenizer.characters is empty; list the characters of your data, for example "0123456789+="')
+            found.append(
+                'tokenizer.characters is empty; list the characters of your data, for example "0123456789+="'
+            )
         if self.characters and len(set(self.characters)) < len(self.characters):
             twice = sorted({c for c in self.characters if self.characters.count(c) > 1})
-            found.append(f"tokenizer.characters has {', '.join(map(repr, twice))} more than once; keep one of each")
+            found.append(
+                f"tokenizer.characters has {', '.join(map(repr, twice))} more than once; keep one of each"
+            )
         if self.train == "bpe" and self.vocab_size < 259:
-            found.append(f"tokenizer.vocab_size is {self.vocab_size}; byte-level bpe needs at least 259")
+            found.append(
+                f"tokenizer.vocab_size is {self.vocab_size}; byte-level bpe needs at least 259"
+            )
         return found
 
 
@@ -93,7 +99,9 @@ class Tokenizers(ABC):
 
     def of_characters(self, characters: str) -> Tokenizer:
         """One token per character. Raises ConfigError where it makes none."""
-        raise ConfigError(f"{type(self).__name__} makes no tokenizer of characters; give tokenizer.path")
+        raise ConfigError(
+            f"{type(self).__name__} makes no tokenizer of characters; give tokenizer.path"
+        )
 
     def train(self, kind: str, vocab_size: int, texts: Callable[[], Iterable[str]]) -> Tokenizer:
         """One trained on texts, of at most `vocab_size` tokens. `kind`: "char" or "bpe". Raises ConfigError where it trains

@@ -47,7 +47,9 @@ class OptimizerConfig:
     """Gradients are scaled down to this global L2 norm; 0 is off."""
     warmup_steps: int = 0
     """Optimizer steps over which lr rises linearly: lr/warmup_steps in the first, lr in the last of them."""
-    schedule: str = attrs.field(default="constant", validator=attrs.validators.in_(("constant", "linear", "cosine")))
+    schedule: str = attrs.field(
+        default="constant", validator=attrs.validators.in_(("constant", "linear", "cosine"))
+    )
     """What follows the warm-up; linear and cosine end at min_lr_ratio * lr after total_steps."""
     total_steps: int = 0
     """Optimizer steps of the whole run, for linear and cosine."""
@@ -103,7 +105,11 @@ class MicroBatch:
         return rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
 
 
-OUTPUTS = {"policy": ("logprobs", "entropy", "topk_logprobs"), "value": ("values",), "score": ("scores",)}
+OUTPUTS = {
+    "policy": ("logprobs", "entropy", "topk_logprobs"),
+    "value": ("values",),
+    "score": ("scores",),
+}
 """What a model of each kind can be asked for, beside topk:K of a policy."""
 
 
@@ -127,11 +133,17 @@ class TrainingSettings:
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """The shape of a model by the fields of its config. Raises ConfigError for an architecture that is not known."""
-        raise ConfigError("the backend does not say the shapes of its models (TrainingSettings.model_shape)")
+        raise ConfigError(
+            "the backend does not say the shapes of its models (TrainingSettings.model_shape)"
+        )
 
-    def example_config(self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    def example_config(
+        self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int
+    ) -> dict[str, Any]:
         """The fields of a small model's config, for measurements (`hybridflow calibrate`). Raises ConfigError."""
-        raise ConfigError("the backend names no model to measure with (TrainingSettings.example_config)")
+        raise ConfigError(
+            "the backend names no model to measure with (TrainingSettings.example_config)"
+        )
 
     def execution(self, trained: bool) -> Execution:
         """How passes are computed."""
@@ -141,7 +153,9 @@ class TrainingSettings:
         """Whether a model of this shape can be laid out so."""
         return layout.world == layout.dp
 
-    def footprint(self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int) -> Footprint:
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
         """What a rank holds and moves; `micro_batches` is how many an update (or a pass) has on a dp rank."""
         weights = 4.0 * size.params
         if not trained:
@@ -154,10 +168,14 @@ class TrainingSettings:
             step_traffic=7 * learnt,
         )
 
-    def planned_layout(self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> WeightLayout:
+    def planned_layout(
+        self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype
+    ) -> WeightLayout:
         """Which boxes each rank will hold. Raises ConfigError for a layout that cannot be."""
         held = {name: (Box.full(param.shape),) for name, param in shape.params(dtype).items()}
-        return WeightLayout(shape.params(dtype), dict.fromkeys(range(layout.world), held), shape.ties)
+        return WeightLayout(
+            shape.params(dtype), dict.fromkeys(range(layout.world), held), shape.ties
+        )
 
 
 def training_settings(config: Any) -> TrainingSettings:
@@ -179,9 +197,16 @@ class TrainingBackend(ABC):
     capabilities: ClassVar[TrainingCapabilities] = TrainingCapabilities()
     """Of a plugin that is registered in one line; a Descriptor has its own."""
 
-    def __init__(self, model: ModelSpec, config: Any, optimizer: OptimizerConfig | None, context: RankContext):
+    def __init__(
+        self, model: ModelSpec, config: Any, optimizer: OptimizerConfig | None, context: RankContext
+    ):
         """`config`: this backend's own Config; `optimizer`: None for a frozen model."""
-        self.model_spec, self.config, self.optimizer_config, self.context = model, config, optimizer, context
+        self.model_spec, self.config, self.optimizer_config, self.context = (
+            model,
+            config,
+            optimizer,
+            context,
+        )
         self.version = 0
         """Optimizer steps taken: the version of the weights."""
 
@@ -202,7 +227,11 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def forward_backward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], loss: LossFunction, temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        loss: LossFunction,
+        temperature: float = 1.0,
     ) -> None:
         """Add the gradients of the sum of the losses over micro-batches and dp ranks to those already there.
 

@@ -137,4 +137,6 @@ class _Fetch(Pending):
         self._mailbox, self._tickets = mailbox, tickets
 
     def wait(self) -> dict[int, torch.Tensor]:
-        return {sender: self._mailbox.get(ticket, n) for sender, (ticket, n) in self._tickets.items()}
+        return {
+            sender: self._mailbox.get(ticket, n) for sender, (ticket, n) in self._tickets.items()
+        }

@@ -117,7 +117,12 @@ def register(
     """
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        function._registered = (protocol, same_rows, reads, tuple(writes) if writes is not None else None)  # type: ignore[attr-defined]
+        function._registered = (
+            protocol,
+            same_rows,
+            reads,
+            tuple(writes) if writes is not None else None,
+        )  # type: ignore[attr-defined]
         return function
 
     return mark

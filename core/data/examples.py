@@ -39,7 +39,9 @@ class ExampleSet:
     def __init__(self, source: DataSource, config: DataConfig, tokenizer: Tokenizer):
         self.rows, self.config, self.tokenizer = Rows(source, config), config, tokenizer
         if config.bos and tokenizer.bos_id is None:
-            raise ConfigError("data.bos = true, but the tokenizer has no bos token; set data.bos = false")
+            raise ConfigError(
+                "data.bos = true, but the tokenizer has no bos token; set data.bos = false"
+            )
         self._cache: dict[int, Example] = {}
         self._kept: list[int] | None = None
         self._dropped = 0
@@ -70,7 +72,9 @@ class ExampleSet:
 
     def check(self, limit: int = 10_000) -> None:
         """Tokenise the first `limit` examples and raise the DataError that the run would meet later."""
-        source = f"data source {self.config.source!r}" + (f" ({self.config.path})" if self.config.path else "")
+        source = f"data source {self.config.source!r}" + (
+            f" ({self.config.path})" if self.config.path else ""
+        )
         if len(self.rows) == 0:
             raise DataError(f"{source} has no rows; check data.path and data.options")
         if len(self) == 0:
@@ -110,14 +114,18 @@ class ExampleSet:
                 f"row {i} has a rejected response and no better one; its messages must end with the assistant's"
             )
         if len(prompt) == 0:
-            raise DataError(f"row {i} has an empty prompt; fix data.prompt or the row, or set data.bos = true")
+            raise DataError(
+                f"row {i} has an empty prompt; fix data.prompt or the row, or set data.bos = true"
+            )
         example = Example(prompt, response, row.meta, rejected, row.unsafe)
         if len(self._cache) < CACHED_EXAMPLES:
             self._cache[i] = example
         return example
 
     def _response_ids(self, text: str | None) -> np.ndarray | None:
-        return None if text is None else np.append(self.tokenizer.encode(text), self.tokenizer.eos_id)
+        return (
+            None if text is None else np.append(self.tokenizer.encode(text), self.tokenizer.eos_id)
+        )
 
     def _prompt_ids(self, row: RenderedRow) -> np.ndarray:
         if row.messages is not None:

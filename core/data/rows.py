@@ -67,7 +67,12 @@ class Rows(Sequence):
             meta["answer"] = render(config.answer, row, "answer", i)
         if config.messages is None:
             return RenderedRow(
-                render(config.prompt, row, "prompt", i), None, response, meta, rejected, self._unsafe(row, i)
+                render(config.prompt, row, "prompt", i),
+                None,
+                response,
+                meta,
+                rejected,
+                self._unsafe(row, i),
             )
         messages = self._messages(row, i)
         if messages[-1]["role"] == "assistant":
@@ -78,7 +83,9 @@ class Rows(Sequence):
                 )
             response, messages = str(messages[-1].get("content") or ""), messages[:-1]
         if not messages:
-            raise DataError(f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt")
+            raise DataError(
+                f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt"
+            )
         return RenderedRow(None, messages, response, meta, rejected, self._unsafe(row, i))
 
     def _unsafe(self, row: Mapping[str, Any], i: int) -> tuple[bool, ...]:
@@ -86,7 +93,9 @@ class Rows(Sequence):
             if name not in row:
                 raise _no_field(name, row, "data.unsafe", i)
             if not isinstance(row[name], bool):
-                raise DataError(f"row {i}: the field {name!r} of data.unsafe must be true or false, got {row[name]!r}")
+                raise DataError(
+                    f"row {i}: the field {name!r} of data.unsafe must be true or false, got {row[name]!r}"
+                )
         return tuple(row[name] for name in self.config.unsafe)
 
     def fields(self, i: int) -> dict[str, Any]:
@@ -130,7 +139,9 @@ class Rows(Sequence):
         if name not in row:
             raise _no_field(name, row, "data.messages", i)
         messages = row[name]
-        good = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        good = (
+            isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
+        )
         if not good or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise DataError(
                 f"row {i}: the field {name!r} must be a list of messages such as "
@@ -177,9 +188,13 @@ def template_problems(name: str, template: str) -> list[str]:
     try:
         fields = template_fields(template)
     except ValueError as error:
-        return [f"data.{name} = {template!r} is not a format template: {error}; write {{{{ and }}}} for braces"]
+        return [
+            f"data.{name} = {template!r} is not a format template: {error}; write {{{{ and }}}} for braces"
+        ]
     if any(not field or field.isdigit() for field in fields):
-        return [f'data.{name} = {template!r} has an unnamed field; name one of the row\'s, as in "{{question}}"']
+        return [
+            f'data.{name} = {template!r} has an unnamed field; name one of the row\'s, as in "{{question}}"'
+        ]
     return []
 
 
@@ -200,7 +215,9 @@ def data_problems(config: DataConfig) -> list[str]:
         if (template := getattr(config, name)) is not None:
             found += template_problems(name, template)
     if config.rejected is not None and config.response is None and config.messages is None:
-        found.append("data.rejected is the worse of two responses; give the better one too, data.response")
+        found.append(
+            "data.rejected is the worse of two responses; give the better one too, data.response"
+        )
     if config.unsafe and (len(config.unsafe) != 2 or config.rejected is None):
         found.append(
             "data.unsafe names two fields, one of the response and one of the rejected one (data.rejected); got "
@@ -209,13 +226,19 @@ def data_problems(config: DataConfig) -> list[str]:
     if config.messages is not None and config.prompt != "{prompt}":
         found.append("data.messages and data.prompt are both given; keep one of them")
     if config.messages is not None and config.bos:
-        found.append("data.bos = true with data.messages would give two bos tokens; leave it to the chat template")
+        found.append(
+            "data.bos = true with data.messages would give two bos tokens; leave it to the chat template"
+        )
     if (config.pattern is None) != (config.pattern_field is None):
-        found.append("data.pattern (a regex) and data.pattern_field (the field it searches) go together; give both")
+        found.append(
+            "data.pattern (a regex) and data.pattern_field (the field it searches) go together; give both"
+        )
     if config.pattern is not None:
         try:
             if not re.compile(config.pattern).groupindex:
-                found.append(f"data.pattern {config.pattern!r} has no named group; write one as (?P<name>...)")
+                found.append(
+                    f"data.pattern {config.pattern!r} has no named group; write one as (?P<name>...)"
+                )
         except re.error as error:
             found.append(f"data.pattern {config.pattern!r} is not a regular expression: {error}")
     return found

@@ -40,7 +40,9 @@ class Sampler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken. Raises DataError when that was another stream."""
         if changed := [name for name, value in self._identity().items() if state[name] != value]:
-            got = ", ".join(f"{name} was {state[name]!r} and is {getattr(self, name)!r}" for name in changed)
+            got = ", ".join(
+                f"{name} was {state[name]!r} and is {getattr(self, name)!r}" for name in changed
+            )
             raise DataError(
                 f"the checkpoint was at row {state['position']} of epoch {state['epoch']} of other data: {got}; "
                 "restore the data's settings and files, or start a new run"
@@ -54,4 +56,6 @@ class Sampler:
     def _permutation(self) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.n_rows, dtype=np.int64)
-        return np.random.Generator(np.random.Philox(key=[self.seed, self.epoch])).permutation(self.n_rows)
+        return np.random.Generator(np.random.Philox(key=[self.seed, self.epoch])).permutation(
+            self.n_rows
+        )

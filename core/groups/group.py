@@ -77,7 +77,11 @@ class Pool:
 
     @classmethod
     def launch(
-        cls, spec: ResourcePool, runtime: Runtime, device: str = "cpu", environment: dict[str, str] | None = None
+        cls,
+        spec: ResourcePool,
+        runtime: Runtime,
+        device: str = "cpu",
+        environment: dict[str, str] | None = None,
     ) -> Pool:
         return cls(spec, runtime.launch(spec, device, environment or {}), runtime)
 
@@ -114,7 +118,9 @@ class WorkerGroup:
         self.runtime = pool.runtime
         self._watch, self._extras = watch, tuple(extras)
         if taken := [n for n in self.methods if n in vars(self) or hasattr(WorkerGroup, n)]:
-            raise HybridFlowError(f"{worker.__name__} registers {taken[0]!r}, which every group has; name it otherwise")
+            raise HybridFlowError(
+                f"{worker.__name__} registers {taken[0]!r}, which every group has; name it otherwise"
+            )
         create = Method("__create__", Protocol.ONE_TO_ALL, False, False, None, None)
         self._send(create, (worker, args, kwargs, self.layout, generation, seed), {}).result()
 
@@ -133,7 +139,9 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Drop the workers of this group; its processes stay for the other groups of the pool."""
-        self._send(Method("__delete__", Protocol.ONE_TO_ALL, False, False, None, None), (), {}).result()
+        self._send(
+            Method("__delete__", Protocol.ONE_TO_ALL, False, False, None, None), (), {}
+        ).result()
 
     def _send(self, method: Method, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         protocol = method.protocol
@@ -149,7 +157,9 @@ class WorkerGroup:
             raise HybridFlowError(
                 f"protocol {protocol.name} collects the result of rank {strange[0]}, which it never calls"
             )
-        pieces = {r: ([p[r] for p in positional], {k: v[r] for k, v in named.items()}) for r in called}
+        pieces = {
+            r: ([p[r] for p in positional], {k: v[r] for k, v in named.items()}) for r in called
+        }
         messages: Iterable[Message] = self._messages(method, pieces, set(sources))
         if not protocol.splits:
             messages = list(messages)  # what cannot be sent is found before any rank starts
@@ -160,7 +170,9 @@ class WorkerGroup:
             pending[rank] = PendingReply(self.runtime, reference, self._watcher(method.name, rank))
         return self._collect(method, pieces, pending, sources)
 
-    def _messages(self, method: Method, pieces: dict[int, tuple], sources: set[int]) -> Iterable[Message]:
+    def _messages(
+        self, method: Method, pieces: dict[int, tuple], sources: set[int]
+    ) -> Iterable[Message]:
         """One per rank; ranks that get the same pieces share what is encoded, and so the objects in the store."""
         made: dict[tuple, tuple] = {}
         for rank, (args, kwargs) in pieces.items():
@@ -170,13 +182,17 @@ class WorkerGroup:
                 blob = encoder.dumps((args, kwargs))
                 made[key] = (blob, encoder.handles, [r.reference for r in encoder.replies])
             blob, handles, replies = made[key]
-            yield Message(write_call(self.name, method.name, rank in sources, blob), handles, replies)
+            yield Message(
+                write_call(self.name, method.name, rank in sources, blob), handles, replies
+            )
 
     def _distribute(self, protocol, value: Any) -> Sequence[Any]:
         """Distribute a value, and the batches inside lists, tuples and dicts."""
         if protocol.splits and isinstance(value, (list, tuple, dict)) and _batches(value):
             parts = [self._distribute(protocol, v) for v in _entries(value)]
-            made: dict[tuple, Any] = {}  # ranks with equal pieces share one object, so one message serves them
+            made: dict[
+                tuple, Any
+            ] = {}  # ranks with equal pieces share one object, so one message serves them
             keys = [tuple(id(p[r]) for p in parts) for r in range(self.layout.world)]
             for rank, key in enumerate(keys):
                 if key not in made:
@@ -184,7 +200,9 @@ class WorkerGroup:
             return [made[key] for key in keys]
         return protocol.distribute(self, value)
 
-    def _collect(self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources) -> Any:
+    def _collect(
+        self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources
+    ) -> Any:
         if not method.returns_batch:
 
             def results() -> Any:
@@ -197,7 +215,9 @@ class WorkerGroup:
         batches = []
         for rank in sources:
 
-            def result(reply: PendingReply = pending[rank], peers=tuple(pending[r] for r in peers[rank])) -> Batch:
+            def result(
+                reply: PendingReply = pending[rank], peers=tuple(pending[r] for r in peers[rank])
+            ) -> Batch:
                 value = reply.value()
                 for peer in peers:
                     peer.read()
@@ -207,7 +227,11 @@ class WorkerGroup:
                     )
                 return value
 
-            inputs = _batches(list(pieces[rank][0]) + list(pieces[rank][1].values())) if method.same_rows else []
+            inputs = (
+                _batches(list(pieces[rank][0]) + list(pieces[rank][1].values()))
+                if method.same_rows
+                else []
+            )
             rows = inputs[0].known_rows if inputs else None
             table = PromisedTable(result, rows, method.writes, pending[rank])
             batches.append(Batch.of_views([View((table,))]))
@@ -220,7 +244,9 @@ class WorkerGroup:
 
 def _peers(pieces: dict[int, tuple], sources: Sequence[int]) -> dict[int, list[int]]:
     """source -> the ranks whose results do not count and that work on the same pieces: their failures are its own."""
-    keys = {rank: (*map(id, args), *map(id, kwargs.values())) for rank, (args, kwargs) in pieces.items()}
+    keys = {
+        rank: (*map(id, args), *map(id, kwargs.values())) for rank, (args, kwargs) in pieces.items()
+    }
     by_key = {keys[rank]: rank for rank in reversed(sources)}
     peers: dict[int, list[int]] = {rank: [] for rank in sources}
     for rank, key in keys.items():
@@ -243,7 +269,11 @@ def _batches(value: Any) -> list[Batch]:
     """The batches in it, and in its lists, tuples and dicts."""
     if isinstance(value, Batch):
         return [value]
-    return [b for v in _entries(value) for b in _batches(v)] if isinstance(value, (list, tuple, dict)) else []
+    return (
+        [b for v in _entries(value) for b in _batches(v)]
+        if isinstance(value, (list, tuple, dict))
+        else []
+    )
 
 
 def _select(value: Any, columns: Sequence[str]) -> Any:

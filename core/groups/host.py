@@ -59,24 +59,38 @@ class Host:
 
     def address(self) -> str:
         """A free address on this node for the pool's rendezvous."""
-        host = "127.0.0.1" if os.environ.get("HYBRIDFLOW_LOCAL") else socket.gethostbyname(socket.gethostname())
+        host = (
+            "127.0.0.1"
+            if os.environ.get("HYBRIDFLOW_LOCAL")
+            else socket.gethostbyname(socket.gethostname())
+        )
         with socket.socket() as s:
             s.bind(("", 0))
             return f"{host}:{s.getsockname()[1]}"
 
     def join(self, address: str | None, device: str, timeout_s: float = 600.0) -> None:
         """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs)."""
-        self.device = torch.device(device if device == "cpu" else f"cuda:{_local_device(self.rank)}")
+        self.device = torch.device(
+            device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
+        )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         if dist.is_initialized():
             if self.world == 1 and dist.get_world_size() == 1:
                 return  # pools of one rank may share the calling process
-            raise HybridFlowError(f"torch.distributed is initialised already, with {dist.get_world_size()} ranks")
-        kwargs: dict[str, Any] = {"store": dist.HashStore()} if address is None else {"init_method": f"tcp://{address}"}
+            raise HybridFlowError(
+                f"torch.distributed is initialised already, with {dist.get_world_size()} ranks"
+            )
+        kwargs: dict[str, Any] = (
+            {"store": dist.HashStore()} if address is None else {"init_method": f"tcp://{address}"}
+        )
         dist.init_process_group(
-            backend, rank=self.rank, world_size=self.world, timeout=timedelta(seconds=timeout_s), **kwargs
+            backend,
+            rank=self.rank,
+            world_size=self.world,
+            timeout=timedelta(seconds=timeout_s),
+            **kwargs,
         )
         self._joined = True
 
@@ -88,11 +102,15 @@ class Host:
     def leave(self) -> None:
         for role in list(self.workers):
             self._close(role)
-        if self._joined and dist.is_initialized():  # a group that somebody else made is not ours to end
+        if (
+            self._joined and dist.is_initialized()
+        ):  # a group that somebody else made is not ours to end
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
-    def call(self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple]) -> tuple[bytes, list[Any], bool]:
+    def call(
+        self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple]
+    ) -> tuple[bytes, list[Any], bool]:
         """Run one message; give (blob, handles, failed) of the reply."""
         started = time.time()
         role, name = "?", "?"
@@ -109,7 +127,9 @@ class Host:
             args, kwargs = Decoder(arguments, handles, self.store, resolve).load()
             result = self._method(role, name)(*args, **kwargs)
             return *self._encode((started, time.time(), result if keep else None)), False
-        except WorkerError as error:  # the input of this call failed: the first failure is what matters
+        except (
+            WorkerError
+        ) as error:  # the input of this call failed: the first failure is what matters
             return *self._encode((started, time.time(), error)), True
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and self.world == 1:
@@ -122,10 +142,14 @@ class Host:
         if name == "__delete__":
             return lambda: self._close(role)
         if role not in self.workers:
-            raise HybridFlowError(f"there is no worker of role {role!r} here; its group was closed, or failed to build")
+            raise HybridFlowError(
+                f"there is no worker of role {role!r} here; its group was closed, or failed to build"
+            )
         return getattr(self.workers[role], name)
 
-    def create(self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int) -> None:
+    def create(
+        self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int
+    ) -> None:
         context = RankContext(role, self.rank, layout, self.device, seed, generation, self.store)
         self.workers[role] = cls(context, *args, **kwargs)
 
@@ -134,8 +158,12 @@ class Host:
         return encoder.dumps(reply), encoder.handles
 
     def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
-        text = str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
-        return WorkerError(text, role=role, phase=phase, rank=self.rank, remote_traceback=traceback.format_exc())
+        text = (
+            str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
+        )
+        return WorkerError(
+            text, role=role, phase=phase, rank=self.rank, remote_traceback=traceback.format_exc()
+        )
 
 
 def _local_device(rank: int) -> int:

@@ -39,7 +39,10 @@ _TORCH = {str(d).removeprefix("torch."): d for d in (
 )}  # fmt: skip
 _BITS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """dtypes that numpy does not have travel as the integers of their bits."""
-_NUMPY = {name: torch.empty(0, dtype=_BITS.get(name, dtype)).numpy().dtype for name, dtype in _TORCH.items()}
+_NUMPY = {
+    name: torch.empty(0, dtype=_BITS.get(name, dtype)).numpy().dtype
+    for name, dtype in _TORCH.items()
+}
 
 Block = list | Any
 """Columns that lie together: a list of (shape, bytes) (inside the message), or a handle of the store."""
@@ -57,7 +60,9 @@ class Stored:
 def _to_numpy(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TORCH:
-        raise TypeError(f"columns of dtype {tensor.dtype} cannot be sent; known are {', '.join(_TORCH)}")
+        raise TypeError(
+            f"columns of dtype {tensor.dtype} cannot be sent; known are {', '.join(_TORCH)}"
+        )
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return name, (tensor.view(_BITS[name]) if name in _BITS else tensor).numpy()
 
@@ -74,7 +79,9 @@ def _to_torch(dtype: str, array: np.ndarray, index: Index | None) -> torch.Tenso
 
 def _pack_ints(array: np.ndarray) -> tuple[str, bytes]:
     """Non-negative integers in the smallest dtype that holds them."""
-    small = array.astype(np.min_scalar_type(int(array.max()))) if len(array) else array.astype(np.uint8)
+    small = (
+        array.astype(np.min_scalar_type(int(array.max()))) if len(array) else array.astype(np.uint8)
+    )
     return small.dtype.str, small.tobytes()
 
 
@@ -114,9 +121,20 @@ class StoredTable(Table):
     """Columns by handle: `metas[name] = (kind, dtype, place of its lengths, block, place in the block)`."""
 
     def __init__(
-        self, rows: int, metas: dict[str, tuple], lengths: list[tuple[str, bytes]], blocks: list[Block], store: Store
+        self,
+        rows: int,
+        metas: dict[str, tuple],
+        lengths: list[tuple[str, bytes]],
+        blocks: list[Block],
+        store: Store,
     ):
-        self._rows, self.metas, self.lengths, self.blocks, self.store = rows, metas, lengths, blocks, store
+        self._rows, self.metas, self.lengths, self.blocks, self.store = (
+            rows,
+            metas,
+            lengths,
+            blocks,
+            store,
+        )
 
     @property
     def rows(self) -> int:
@@ -148,7 +166,9 @@ class StoredTable(Table):
         return Column(_to_torch(dtype, array, _positions(ends[index] - taken, taken)), taken)
 
 
-def _pack(columns: Mapping[str, Column], store: Store) -> tuple[dict, list[tuple[str, bytes]], list[Block]]:
+def _pack(
+    columns: Mapping[str, Column], store: Store
+) -> tuple[dict, list[tuple[str, bytes]], list[Block]]:
     """Columns -> (metas, lengths, blocks)."""
     metas: dict[str, tuple] = {}
     lengths: dict[tuple[str, bytes], int] = {}  # columns of equal lengths share them
@@ -192,7 +212,10 @@ def _workers_can_import(module: str) -> bool:
         if path is None or not _workers_can_import(module.rpartition(".")[0]):
             return False
     spec = find_spec(module, path)
-    return spec is not None and spec.origin in (getattr(loaded.__spec__, "origin", None), loaded.__file__)
+    return spec is not None and spec.origin in (
+        getattr(loaded.__spec__, "origin", None),
+        loaded.__file__,
+    )
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -213,7 +236,11 @@ class _Pickler(cloudpickle.Pickler):
         return None
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, (type, FunctionType)) and obj.__module__ and not _workers_can_import(obj.__module__):
+        if (
+            isinstance(obj, (type, FunctionType))
+            and obj.__module__
+            and not _workers_can_import(obj.__module__)
+        ):
             cloudpickle.register_pickle_by_value(sys.modules[obj.__module__])
         return super().reducer_override(obj)
 
@@ -240,7 +267,11 @@ def _made_of(view: View) -> list[View]:
 
 def _in_a_row(table: Table) -> tuple[Table, ...]:
     """The tables of a kept promise that is nothing but tables in a row; else the table itself."""
-    if isinstance(table, PromisedTable) and table.reply is None and len(views := table.batch().views) == 1:
+    if (
+        isinstance(table, PromisedTable)
+        and table.reply is None
+        and len(views := table.batch().views) == 1
+    ):
         only = views[0]
         if only.index is None and only.renames is None and only.only is None:
             return tuple(t for inner in only.tables for t in _in_a_row(inner))
@@ -268,21 +299,36 @@ class Encoder:
 
     def _view(self, view: View) -> tuple:
         tables, index, renames, only = view.tables, view.index, view.renames, view.only
-        if all(isinstance(t, LocalTable) for t in tables) and (len(tables) == 1 or index is not None):
+        if all(isinstance(t, LocalTable) for t in tables) and (
+            len(tables) == 1 or index is not None
+        ):
             names = view.names()
             if len(tables) == 1:
                 table = tables[0]
                 assert isinstance(table, LocalTable)
                 found = {n: table.columns[renames[n] if renames is not None else n] for n in names}
-                columns = found if index is None else {n: c.take(index, copy=False) for n, c in found.items()}
+                columns = (
+                    found
+                    if index is None
+                    else {n: c.take(index, copy=False) for n, c in found.items()}
+                )
             else:
                 columns = {n: view.read(n) for n in names}
             return ([self._columns(columns, view.rows)], None, None, None)
         wanted = frozenset(renames.values()) if renames is not None else only
         sent = [self._table(t, wanted) for t in tables]
-        if renames is not None and all(t[0] == "s" for t in sent) and all(k == v for k, v in renames.items()):
+        if (
+            renames is not None
+            and all(t[0] == "s" for t in sent)
+            and all(k == v for k, v in renames.items())
+        ):
             renames = None  # these tables have nothing else any more
-        return (sent, _encode_index(index), renames, tuple(sorted(only)) if only is not None else None)
+        return (
+            sent,
+            _encode_index(index),
+            renames,
+            tuple(sorted(only)) if only is not None else None,
+        )
 
     def _columns(self, columns: Mapping[str, Column], rows: int) -> tuple:
         metas, lengths, blocks = _pack(columns, self.store)
@@ -295,7 +341,10 @@ class Encoder:
             blocks = [self._used(b, at, used) for at, b in enumerate(table.blocks)]
             return ("s", table.rows, metas, table.lengths, blocks)
         if isinstance(table, LocalTable):
-            return self._columns({n: c for n, c in table.columns.items() if wanted is None or n in wanted}, table.rows)
+            return self._columns(
+                {n: c for n, c in table.columns.items() if wanted is None or n in wanted},
+                table.rows,
+            )
         assert isinstance(table, PromisedTable)
         if table.reply is not None:
             if table.reply not in self.replies:
@@ -327,7 +376,11 @@ class Decoder(pickle.Unpickler):
     """The inverse of `Encoder`, where the message arrived. `resolve(i)` gives the batch of reply i."""
 
     def __init__(
-        self, blob: bytes, handles: Sequence[Any], store: Store, resolve: Callable[[int], Batch] | None = None
+        self,
+        blob: bytes,
+        handles: Sequence[Any],
+        store: Store,
+        resolve: Callable[[int], Batch] | None = None,
     ):
         super().__init__(io.BytesIO(blob))
         self.handles, self.store, self.resolve = handles, store, resolve

@@ -30,14 +30,18 @@ def _reads(*sections: str) -> Callable[[Check], Check]:
 
 def cross_checks(job: Job, failed: set[str]) -> list[str]:
     """What does not fit together; `failed`: sections that have problems of their own."""
-    return [problem for sections, check in CHECKS if not sections & failed for problem in check(job)]
+    return [
+        problem for sections, check in CHECKS if not sections & failed for problem in check(job)
+    ]
 
 
 # The run
 @_reads("run")
 def staleness(job: Job) -> Iterator[str]:
     if job.run.max_staleness:
-        yield (f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it")
+        yield (
+            f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it"
+        )
 
 
 @_reads("run")
@@ -91,13 +95,19 @@ def max_ranks(job: Job) -> Iterator[str]:
 
 
 def _others(runtime: str) -> str:
-    return ", ".join(name for name in registry().names("runtime") if name != runtime) or "there is none"
+    return (
+        ", ".join(name for name in registry().names("runtime") if name != runtime)
+        or "there is none"
+    )
 
 
 @_reads("pools", "roles", "algorithm")
 def unused_pools(job: Job) -> Iterator[str]:
     for name in job.pools:
-        if not any(name in (m.pool, m.rollout_pool) for m in job.models.values()) and name != job.main_pool:
+        if (
+            not any(name in (m.pool, m.rollout_pool) for m in job.models.values())
+            and name != job.main_pool
+        ):
             yield f"pools.{name}: no role uses it; remove it, or place a role in it with pool = {name!r}"
 
 
@@ -105,9 +115,15 @@ def unused_pools(job: Job) -> Iterator[str]:
 def able_devices(job: Job) -> Iterator[str]:
     """Plugins that say on which devices they work."""
     for role, model in job.models.items():
-        able = {f"training_backend {model.spec.backend}": registry().training_capabilities(model.spec.backend).devices}
+        able = {
+            f"training_backend {model.spec.backend}": registry()
+            .training_capabilities(model.spec.backend)
+            .devices
+        }
         if model.spec.engine is not None:
-            able[f"rollout_engine {model.spec.engine}"] = registry().engine_capabilities(model.spec.engine).devices
+            able[f"rollout_engine {model.spec.engine}"] = (
+                registry().engine_capabilities(model.spec.engine).devices
+            )
         for plugin, devices in able.items():
             if job.device not in devices:
                 works = ", ".join(sorted(devices))
@@ -231,7 +247,10 @@ def tokenizer(job: Job) -> Iterator[str]:
 
 @_reads("sampling")
 def sampled_tokens(job: Job) -> Iterator[str]:
-    given = {"stop_tokens": job.sampling.stop_token_ids, "logit_bias": [t for t, _ in job.sampling.logit_bias]}
+    given = {
+        "stop_tokens": job.sampling.stop_token_ids,
+        "logit_bias": [t for t, _ in job.sampling.logit_bias],
+    }
     for name, model in job.models.items():
         size = model.spec.model.vocab_size
         for key, tokens in given.items():

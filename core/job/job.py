@@ -146,13 +146,19 @@ class Job:
 
     def plugins(self) -> list[tuple[str, str]]:
         """(kind, name) of the registered plugins that it names; what is named by a path to code is not registered."""
-        found = [("runtime", self.runtime), ("algorithm", self.algorithm_name), ("planner", self.planner)]
+        found = [
+            ("runtime", self.runtime),
+            ("algorithm", self.algorithm_name),
+            ("planner", self.planner),
+        ]
         found += [("tracker", tracker.name) for tracker in self.trackers]
         sets = (self.data, self.validation_data, *self.more_data.values())
         found += [("data_source", data.source) for data in sets if data is not None]
         found.append(("tokenizer", self.tokenizer.name or ""))
         found.append(("environment", "" if self.environment is None else self.environment.name))
-        found += [("reward", part.function) for scorer in self.scorers.values() for part in scorer.parts]
+        found += [
+            ("reward", part.function) for scorer in self.scorers.values() for part in scorer.parts
+        ]
         for model in self.models.values():
             found.append(("training_backend", model.spec.backend))
             if model.spec.engine is not None:
@@ -163,7 +169,9 @@ class Job:
 
     def follows_stage(self, earlier: Job) -> bool:
         """Whether its models, or its tokenizer, are those that an earlier stage of the run exports."""
-        written = [model.spec.model.export for model in self.models.values()] + [self.tokenizer_path]
+        written = [model.spec.model.export for model in self.models.values()] + [
+            self.tokenizer_path
+        ]
         return any(path is not None and earlier.folder in Path(path).parents for path in written)
 
     @property
@@ -174,4 +182,6 @@ class Job:
     @property
     def rewards(self) -> tuple[RewardPart, ...]:
         """The parts of `reward`, or of the first role that scores by functions."""
-        return next((s.parts for s in (self.scorers.get("reward"), *self.scorers.values()) if s), ())
+        return next(
+            (s.parts for s in (self.scorers.get("reward"), *self.scorers.values()) if s), ()
+        )

@@ -22,7 +22,9 @@ def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = Tru
         )
     if config.config is not None:
         if "model_type" not in config.config:
-            raise ModelError(f"{role}.model.config needs model_type, the name of the architecture as in a config.json")
+            raise ModelError(
+                f"{role}.model.config needs model_type, the name of the architecture as in a config.json"
+            )
         return ModelSpec(dict(config.config), None, config.init_seed, kind)
     folder = Path(config.path or "")
     if not folder.is_dir():
@@ -35,7 +37,9 @@ def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = Tru
     try:
         fields = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
-        raise ModelError(f"{role}.model.path: {folder / 'config.json'} is not JSON: {error}") from error
+        raise ModelError(
+            f"{role}.model.path: {folder / 'config.json'} is not JSON: {error}"
+        ) from error
     return ModelSpec(fields, str(folder), config.init_seed, kind)
 
 
@@ -43,7 +47,9 @@ def exported(model: ModelSpec, role: str) -> ModelSpec:
     """The model as an earlier stage has written it, where it begins with that. Raises ModelError."""
     if model.export is None:
         return model
-    read = resolve_model(ModelConfig(path=model.export, init_seed=model.init_seed), model.kind, role)
+    read = resolve_model(
+        ModelConfig(path=model.export, init_seed=model.init_seed), model.kind, role
+    )
     return attrs.evolve(read, export=model.export)
 
 

@@ -22,7 +22,10 @@ PLACED = "placement"
 
 
 def resolve_placed(
-    tables: dict[str, Any], name: str, shorthand: frozenset[str], provenance: Provenance | None = None
+    tables: dict[str, Any],
+    name: str,
+    shorthand: frozenset[str],
+    provenance: Provenance | None = None,
 ) -> list[Job]:
     """The jobs of a configuration, placed by the planner where it says so.
 
@@ -85,7 +88,10 @@ def misfits(job: Job) -> list[str]:
         return []
     prefix = f"stage {job.stage}: " if job.stage else ""
     try:
-        return [f"{prefix}placement: {problem}" for problem in planner_of(job).problems(job, job.placement.cluster)]
+        return [
+            f"{prefix}placement: {problem}"
+            for problem in planner_of(job).problems(job, job.placement.cluster)
+        ]
     except NotPlanned as error:
         log.warning("%splacement: whether it fits is not known: %s", prefix, error)
         return []

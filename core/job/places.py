@@ -40,7 +40,10 @@ def forget_places(tables: Any) -> None:
         if role in SECTIONS or not isinstance(table, MutableMapping):
             continue
         table.pop("pool", None)
-        for key, sizes in (("layout", ("pp", "tp", "dp", "cp", "ep")), ("generation", ("pp", "tp", "pool"))):
+        for key, sizes in (
+            ("layout", ("pp", "tp", "dp", "cp", "ep")),
+            ("generation", ("pp", "tp", "pool")),
+        ):
             if isinstance(inner := table.get(key), MutableMapping):
                 for size in sizes:
                     inner.pop(size, None)

@@ -46,7 +46,9 @@ class Reader:
         self.failed: set[str] = set()
         for name in SECTIONS:
             if name in self.tables and not isinstance(self.tables[name], Mapping):
-                self.fail(name, f"{name}: expected a table, got {self.tables.pop(name)!r}; write [{name}]")
+                self.fail(
+                    name, f"{name}: expected a table, got {self.tables.pop(name)!r}; write [{name}]"
+                )
 
     def fail(self, section: str, *problems: str) -> None:
         """Note problems of a section; checks that read it are left out then."""
@@ -76,14 +78,18 @@ class Reader:
         settings = scoped(kind, {**table, "name": name})
         del settings["name"]
         try:
-            there = not self.elsewhere or ":" in name or not registry().descriptor(kind, name).missing()
+            there = (
+                not self.elsewhere or ":" in name or not registry().descriptor(kind, name).missing()
+            )
             found = registry().get(kind, name) if there else None
             config_class = registry().config_class(kind, name)
         except HybridFlowError as error:
             self.problems.append(f"{path}: {error}")
             return None
         if config_class is None:
-            self.problems += [f"{path}.{k}: unknown key; {kind} {name!r} has no settings" for k in settings]
+            self.problems += [
+                f"{path}.{k}: unknown key; {kind} {name!r} has no settings" for k in settings
+            ]
             return Choice(name, found, None, not settings)
         config, problems = salvage(settings, config_class, path)
         self.problems += [_with_scope(problem, kind, path) for problem in problems]
@@ -94,7 +100,10 @@ class Reader:
         table = self.tables.get("algorithm")
         if table is None:
             if "algorithm" not in self.failed:
-                self.fail("algorithm", f"algorithm: which one? There are {', '.join(registry().names('algorithm'))}")
+                self.fail(
+                    "algorithm",
+                    f"algorithm: which one? There are {', '.join(registry().names('algorithm'))}",
+                )
             return "", None
         choice = self.plugin("algorithm", table, "algorithm")
         if choice is None or not choice.good:
@@ -126,10 +135,17 @@ class Reader:
         table, pools = self.tables.get("pools", {"main": [1]}), {}
         for name, given in table.items():
             devices = [given] if type(given) is int else given
-            if isinstance(devices, list) and devices and all(type(d) is int and d > 0 for d in devices):
+            if (
+                isinstance(devices, list)
+                and devices
+                and all(type(d) is int and d > 0 for d in devices)
+            ):
                 pools[name] = ResourcePool(name, tuple(devices))
             else:
-                self.fail("pools", f"pools.{name}: expected devices per node, for example [8, 8], got {given!r}")
+                self.fail(
+                    "pools",
+                    f"pools.{name}: expected devices per node, for example [8, 8], got {given!r}",
+                )
         if not table:
             self.fail("pools", "pools: there is none; give one, for example main = [1]")
         return pools
@@ -146,7 +162,9 @@ class Reader:
             if not isinstance(value, Mapping) and key in inside:
                 hint = f"; did you mean `{inside[key]}`?"
             if hint or all_known:
-                there = f"sections: {', '.join(SECTIONS)}; roles: {', '.join(sorted(roles)) or 'none'}"
+                there = (
+                    f"sections: {', '.join(SECTIONS)}; roles: {', '.join(sorted(roles)) or 'none'}"
+                )
                 self.problems.append(f"{key}: unknown key{hint} ({there})")
 
     def unused_roles(self, roles: set[str]) -> list[str]:
@@ -156,7 +174,9 @@ class Reader:
             if isinstance(self.tables[name], Mapping):
                 structure(self.tables[name], RoleSection, name, self.problems)
             elif not isinstance(self.tables[name], str):
-                self.problems.append(f"{name}: expected a table, got {self.tables[name]!r}; write [{name}]")
+                self.problems.append(
+                    f"{name}: expected a table, got {self.tables[name]!r}; write [{name}]"
+                )
         return unused
 
 
@@ -167,12 +187,16 @@ def salvage(table: Mapping[str, Any], cls: type[T], path: str) -> tuple[T | None
     if made is not None:
         return made, []
     bad = keys_of(problems, path)
-    return structure({key: value for key, value in table.items() if key not in bad}, cls, path, []), problems
+    return structure(
+        {key: value for key, value in table.items() if key not in bad}, cls, path, []
+    ), problems
 
 
 def keys_of(problems: Iterable[str], path: str) -> set[str]:
     """The keys of a table that problems are about."""
-    return {re.split(r"[.:]", problem.removeprefix(f"{path}."), maxsplit=1)[0] for problem in problems}
+    return {
+        re.split(r"[.:]", problem.removeprefix(f"{path}."), maxsplit=1)[0] for problem in problems
+    }
 
 
 def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,6 +210,9 @@ def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_scope(problem: str, kind: str, path: str) -> str:
     """A key that nothing is spelled like may be another plugin's."""
-    if re.match(rf"{re.escape(path)}\.[^.:]+: unknown key \(", problem) and len(registry().names(kind)) > 1:
+    if (
+        re.match(rf"{re.escape(path)}\.[^.:]+: unknown key \(", problem)
+        and len(registry().names(kind)) > 1
+    ):
         return f"{problem}; what is meant for another {kind} alone goes into [{path}.NAME]"
     return problem

@@ -49,7 +49,8 @@ def resolve_jobs(
     """
     problems = list(problems)
     readers = {
-        stage: Reader(own, elsewhere, stage in unplaced) for stage, own in stage_tables(tables, shorthand).items()
+        stage: Reader(own, elsewhere, stage in unplaced)
+        for stage, own in stage_tables(tables, shorthand).items()
     }
     chosen = {stage: reader.algorithm() for stage, reader in readers.items()}
     algorithms = [algorithm for _, algorithm in chosen.values() if algorithm]
@@ -106,8 +107,14 @@ def resolve_job(
     data = reader.section("data", DataConfig)
     tokenizer = reader.section("tokenizer", TokenizerConfig)
     validation, validation_data = _validation(reader)
-    more_data = {n: reader.section(n, DataConfig) for n in (algorithm.data_sets if algorithm else ())}
-    checked: list[tuple[Any, str]] = [(data, "data"), (tokenizer, "tokenizer"), (validation_data, "validation")]
+    more_data = {
+        n: reader.section(n, DataConfig) for n in (algorithm.data_sets if algorithm else ())
+    }
+    checked: list[tuple[Any, str]] = [
+        (data, "data"),
+        (tokenizer, "tokenizer"),
+        (validation_data, "validation"),
+    ]
     for config, section in (*checked, *((c, n) for n, c in more_data.items())):
         if config is None:
             continue
@@ -162,12 +169,16 @@ def resolve_job(
         else tokenizer,  # a model and its tokenizer belong together
         tokenizer_path=tokenizer_path if follows or not tokenizer.given else None,
         sampling=sampling.params(),
-        device=("cuda" if torch.cuda.is_available() else "cpu") if run.device == "auto" else run.device,
+        device=("cuda" if torch.cuda.is_available() else "cpu")
+        if run.device == "auto"
+        else run.device,
         tables=reader.tables,
         unused=tuple(unused),
         follows=follows,
     )
-    machine = {"runtime"} if reader.elsewhere else set()  # what this machine has says nothing of another
+    machine = (
+        {"runtime"} if reader.elsewhere else set()
+    )  # what this machine has says nothing of another
     reader.problems += cross_checks(job, reader.failed | machine)
     return job
 
@@ -186,7 +197,10 @@ def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
         table = {"name": given} if isinstance(given, str) else given
         path = "run.trackers" if isinstance(given, str) else f"run.trackers.{at}"
         if not isinstance(table.get("name"), str):
-            reader.fail("run", f"{path}: give the name of a tracker ({', '.join(registry().names('tracker'))})")
+            reader.fail(
+                "run",
+                f"{path}: give the name of a tracker ({', '.join(registry().names('tracker'))})",
+            )
             continue
         try:
             missing = registry().descriptor("tracker", table["name"]).missing()
@@ -222,8 +236,14 @@ def _validation(reader: Reader) -> tuple[ValidationSection | None, DataConfig | 
     section = reader.section("validation", ValidationSection)
     base = reader.tables.get("data", {})
     problems: list[str] = []
-    data = structure({**merge(base, section.data), "shuffle": False}, DataConfig, "validation.data", problems)
-    own = [p for p in problems if p.removeprefix("validation.data.").partition(":")[0].split(".")[0] in section.data]
+    data = structure(
+        {**merge(base, section.data), "shuffle": False}, DataConfig, "validation.data", problems
+    )
+    own = [
+        p
+        for p in problems
+        if p.removeprefix("validation.data.").partition(":")[0].split(".")[0] in section.data
+    ]
     reader.problems += own  # what is wrong with [data] is said there
     if data is None:
         reader.failed.add("validation")

@@ -15,7 +15,13 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
 from hybridflow.core.job.models import resolve_model
 from hybridflow.core.job.reader import Reader, keys_of, salvage
-from hybridflow.core.job.schema import LayoutSection, RewardPart, RoleSection, SamplingSection, SyncConfig
+from hybridflow.core.job.schema import (
+    LayoutSection,
+    RewardPart,
+    RoleSection,
+    SamplingSection,
+    SyncConfig,
+)
 from hybridflow.core.job.stages import STAGE
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
@@ -23,7 +29,16 @@ from hybridflow.core.plugins.resolve import reward_from
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
 
-MODEL_KEYS = ("pool", "layout", "generation", "sync", "backend", "optimizer", "micro_batch_tokens", "offload")
+MODEL_KEYS = (
+    "pool",
+    "layout",
+    "generation",
+    "sync",
+    "backend",
+    "optimizer",
+    "micro_batch_tokens",
+    "offload",
+)
 REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
 
 
@@ -47,7 +62,9 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
         actors_name = actors.get("name") or registry().default("training_backend")
         if backend.get("name", actors_name) != actors_name:
             names = registry().names("training_backend")
-            inherited["backend"] = {k: v for k, v in actors.items() if k in names and isinstance(v, Mapping)}
+            inherited["backend"] = {
+                k: v for k, v in actors.items() if k in names and isinstance(v, Mapping)
+            }
     return merge(inherited, own)
 
 
@@ -70,14 +87,18 @@ class RoleResolver:
         before = len(self.reader.problems)
         own = self.reader.tables.get(role.name, {})
         if not isinstance(own, Mapping):
-            self.reader.fail("roles", f"{role.name}: expected a table, got {own!r}; write [{role.name}]")
+            self.reader.fail(
+                "roles", f"{role.name}: expected a table, got {own!r}; write [{role.name}]"
+            )
             return
         section, problems = salvage(role_table(self.reader.tables, role), RoleSection, role.name)
         section, bad = section or RoleSection(), keys_of(problems, role.name)
         self.reader.problems += problems
         made: PlacedModel | Rewards | None = None
         if role.kind == "reward" and "model" not in own:
-            made = None if bad & {"function", "parts", "options"} else self._reward(role, own, section)
+            made = (
+                None if bad & {"function", "parts", "options"} else self._reward(role, own, section)
+            )
         elif not self._contradictions(role, own):
             made = self._model(role, section, bad, generates)
         if made is None or bad:
@@ -104,7 +125,9 @@ class RoleResolver:
         found = [key for key in REWARD_KEYS if key in own]
         if role.kind == "reward":
             why = "a reward is one of a function, several parts and a model; keep one of them"
-            self.reader.problems += [f"{role.name}.{key}: contradicts {role.name}.model: {why}" for key in found]
+            self.reader.problems += [
+                f"{role.name}.{key}: contradicts {role.name}.model: {why}" for key in found
+            ]
         else:
             why = f"is for rewards, and {role.name} is a {role.kind} model; remove it"
             self.reader.problems += [f"{role.name}.{key}: {why}" for key in found]
@@ -120,7 +143,11 @@ class RoleResolver:
         if section.function is not None:
             label = section.function.rpartition(":")[2]
             options, rule = section.options, section.on_failure
-            parts = (RewardPart(label, section.function, options, on_failure=rule, per_token=section.per_token),)
+            parts = (
+                RewardPart(
+                    label, section.function, options, on_failure=rule, per_token=section.per_token
+                ),
+            )
         for part in parts:
             try:
                 reward_from(part.function, part.options)
@@ -131,7 +158,9 @@ class RoleResolver:
         self.reader.problems += [f"{role.name}: {p}" for p in problems]
         return None if problems else Rewards(role, parts, section)
 
-    def _reward_problems(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> list[str]:
+    def _reward_problems(
+        self, role: Role, own: Mapping[str, Any], section: RoleSection
+    ) -> list[str]:
         name, problems = role.name, []
         if section.function is None and not section.parts:
             there = ", ".join(registry().names("reward"))
@@ -143,7 +172,9 @@ class RoleResolver:
             problems.append(f"{name}.parts: contradicts {name}.function; keep one of them")
         for key in ("options", "on_failure", "per_token"):
             if section.parts and key in own:
-                problems.append(f"{name}.{key}: belongs to one function; with parts each has its own")
+                problems.append(
+                    f"{name}.{key}: belongs to one function; with parts each has its own"
+                )
         names = [p.name for p in section.parts]
         problems += [
             f"{name}.parts: two parts are called {twice!r}, and each has a column of its name; rename one"
@@ -157,19 +188,31 @@ class RoleResolver:
         return problems
 
     # Models
-    def _model(self, role: Role, section: RoleSection, bad: set[str], generates: bool) -> PlacedModel | None:
+    def _model(
+        self, role: Role, section: RoleSection, bad: set[str], generates: bool
+    ) -> PlacedModel | None:
         """`bad`: keys of its table that have problems; what hangs on them is not looked at."""
         kind = "score" if role.kind == "reward" else role.kind
         pool = self.pools.get(section.pool)
-        if pool is None and section.pool not in self.reader.tables.get("pools", {}):  # else: said of the pool
+        if pool is None and section.pool not in self.reader.tables.get(
+            "pools", {}
+        ):  # else: said of the pool
             self.reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
         spec = None if "model" in bad else self._spec(section.model, kind, role.name)
-        layout = None if pool is None or bad & {"layout", "pool"} else self._layout(role.name, section.layout, pool)
+        layout = (
+            None
+            if pool is None or bad & {"layout", "pool"}
+            else self._layout(role.name, section.layout, pool)
+        )
         backend = engine = None
         if "backend" not in bad:
-            backend = self.reader.plugin("training_backend", section.backend, f"{role.name}.backend")
+            backend = self.reader.plugin(
+                "training_backend", section.backend, f"{role.name}.backend"
+            )
         if generates:
-            engine = self.reader.plugin("rollout_engine", self.reader.tables.get("rollout", {}), "rollout")
+            engine = self.reader.plugin(
+                "rollout_engine", self.reader.tables.get("rollout", {}), "rollout"
+            )
         if spec is None or layout is None or backend is None or (generates and engine is None):
             return None
         if not backend.good or (engine and not engine.good):
@@ -189,7 +232,9 @@ class RoleResolver:
             generation = self._generation(section, engine.name, settings.own_process, layout, found)
             sync = self._sync(role.name, section.sync, apart, found)
         self.reader.problems += [
-            f"{role.name}.{p}" if p.startswith(("layout.", "generation", "sync.")) else f"{role.name}: {p}"
+            f"{role.name}.{p}"
+            if p.startswith(("layout.", "generation", "sync."))
+            else f"{role.name}: {p}"
             for p in found
         ]
         model = ModelRole(
@@ -206,18 +251,27 @@ class RoleResolver:
             keep_engine=section.generation.keep,
         )
         good = not found and (engine is None or sync is not None)
-        return PlacedModel(role, model, layout, section.pool, section, generation, apart) if good else None
+        return (
+            PlacedModel(role, model, layout, section.pool, section, generation, apart)
+            if good
+            else None
+        )
 
     def _no_pool(self, name: str) -> str:
         return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
 
-    def _sync(self, role: str, section: SyncConfig, apart: str | None, problems: list[str]) -> SyncSpec | None:
+    def _sync(
+        self, role: str, section: SyncConfig, apart: str | None, problems: list[str]
+    ) -> SyncSpec | None:
         """The transport that carries the weights; apart: the pool of the engines, if they have one of their own."""
         spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
         name = section.transport.get("name", AUTO)
         if name == AUTO:
             strange = [key for key in section.transport if key != "name"]
-            problems += [f"sync.transport.{key}: belongs to a transport; give its name too" for key in strange]
+            problems += [
+                f"sync.transport.{key}: belongs to a transport; give its name too"
+                for key in strange
+            ]
             return spec
         choice = self.reader.plugin("transport", section.transport, f"{role}.sync.transport")
         if choice is None or not choice.good:
@@ -230,7 +284,12 @@ class RoleResolver:
         return attrs.evolve(spec, transport=choice.name, transport_config=choice.config)
 
     def _generation(
-        self, role: RoleSection, engine: str, apart: bool, layout: ParallelLayout, problems: list[str]
+        self,
+        role: RoleSection,
+        engine: str,
+        apart: bool,
+        layout: ParallelLayout,
+        problems: list[str],
     ) -> GenerationLayout | None:
         """apart: whether the engine has a process of its own."""
         can = registry().engine_capabilities(engine)
@@ -240,7 +299,10 @@ class RoleResolver:
             problems.append(f"generation.pool: {self._no_pool(str(section.pool))}")
             return None
         if section.pool not in (None, role.pool):
-            layout, grouping = ParallelLayout(dp=pool.world), "consecutive"  # they hold nothing that could stay
+            layout, grouping = (
+                ParallelLayout(dp=pool.world),
+                "consecutive",
+            )  # they hold nothing that could stay
         if can.grouping == "consecutive":  # an engine may form its groups itself
             grouping = "consecutive"
         if role.sync.verify and (apart or not can.views):
@@ -255,9 +317,13 @@ class RoleResolver:
                     "out rollout.own_process"
                 )
             elif size > 1 and not able:
-                problems.append(f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1")
+                problems.append(
+                    f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1"
+                )
         try:
-            return generation_layout(layout, section.pp, section.tp, grouping, pool.devices_per_node[0])
+            return generation_layout(
+                layout, section.pp, section.tp, grouping, pool.devices_per_node[0]
+            )
         except ValueError as error:
             problems.append(f"generation: {error}; choose a tp and pp that divide them")
             return None
@@ -270,7 +336,9 @@ class RoleResolver:
         problems += _heads_problems(spec, "layout.tp", layout.tp)
         layers = spec.hf_config.get("num_hidden_layers")
         if isinstance(layers, int) and layers < layout.pp:
-            problems.append(f"layout.pp: is {layout.pp}, and the model has {layers} layers; make it smaller")
+            problems.append(
+                f"layout.pp: is {layout.pp}, and the model has {layers} layers; make it smaller"
+            )
         return problems
 
     def _spec(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
@@ -311,7 +379,9 @@ class RoleResolver:
             self.reader.problems.append(_does_not_fit(role, asked, pool))
             return None
         try:
-            return ParallelLayout(asked.pp, asked.tp, world // inner, asked.cp, asked.ep, asked.order)
+            return ParallelLayout(
+                asked.pp, asked.tp, world // inner, asked.cp, asked.ep, asked.order
+            )
         except ValueError as error:
             self.reader.problems.append(f"{role}.layout: {error}")
             return None
@@ -320,7 +390,11 @@ class RoleResolver:
 def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[str]:
     """What a training backend says that it has not: axes, kinds of model."""
     can = registry().training_capabilities(backend)
-    sizes = {axis: size for axis, size in attrs.asdict(layout).items() if axis not in can.axes | {"order"}}
+    sizes = {
+        axis: size
+        for axis, size in attrs.asdict(layout).items()
+        if axis not in can.axes | {"order"}
+    }
     found = [
         f"layout.{axis}: is {size}, and the backend {backend} has the axes {', '.join(sorted(can.axes))}; set it to 1"
         for axis, size in sizes.items()
@@ -337,7 +411,9 @@ def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:
     heads = spec.hf_config.get("num_attention_heads")
     if not isinstance(heads, int) or heads % tp == 0:
         return []
-    return [f"{key}: {tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"]
+    return [
+        f"{key}: {tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
+    ]
 
 
 def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:

@@ -12,7 +12,15 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.validators import at_least, fraction, non_negative, positive, share
 from hybridflow.core.values.model import ModelConfig
 
-_BY_NAME = ("algorithm", "runtime", "rollout", "placement", "placement.planner", "*.backend", "*.sync.transport")
+_BY_NAME = (
+    "algorithm",
+    "runtime",
+    "rollout",
+    "placement",
+    "placement.planner",
+    "*.backend",
+    "*.sync.transport",
+)
 SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
 """Tables that may be given by their `name` alone: `rollout = "NAME"`."""
 
@@ -191,7 +199,9 @@ class RoleSection:
 def _token_biases(instance: Any, attribute: attrs.Attribute, value: dict[str, float]) -> None:
     for token, bias in value.items():
         if not token.isdecimal() or str(int(token)) != token:  # "07" would be token 7 a second time
-            raise ValueError(f"{attribute.name}: keys are token ids, got {token!r}; write a whole number, 0 or more")
+            raise ValueError(
+                f"{attribute.name}: keys are token ids, got {token!r}; write a whole number, 0 or more"
+            )
         if not abs(bias) <= MAX_BIAS:
             raise ValueError(
                 f"{attribute.name}: token {token} has the bias {bias}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"

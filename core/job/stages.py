@@ -18,7 +18,9 @@ TOKENIZER = ((("path", "characters", "train"), ()),)
 """Alternatives, and what belongs to them: a stage that gives one of them drops the others of the file, and these."""
 
 
-def stage_tables(tables: Mapping[str, Any], shorthand: frozenset[str]) -> dict[str | None, dict[str, Any]]:
+def stage_tables(
+    tables: Mapping[str, Any], shorthand: frozenset[str]
+) -> dict[str | None, dict[str, Any]]:
     """The tables of each stage (its own over the common ones), in order; {None: tables} without stages."""
     stages = tables.get("stages", {})
     if not isinstance(stages, Mapping) or not all(isinstance(s, Mapping) for s in stages.values()):
@@ -71,11 +73,15 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
             continue
         if all(isinstance(own, Mapping) and _has(own, key) for own in stages.values()):
             them = " or ".join(f"stages.{name}.{key}" for name in stages)
-            problems.append(f"{key}: given on the command line, and every stage has its own, which counts; give {them}")
+            problems.append(
+                f"{key}: given on the command line, and every stage has its own, which counts; give {them}"
+            )
     return problems
 
 
-def tokenizer_folder(tables: Mapping[str, Any], earlier: Mapping[str, Job | None]) -> tuple[str | None, bool]:
+def tokenizer_folder(
+    tables: Mapping[str, Any], earlier: Mapping[str, Job | None]
+) -> tuple[str | None, bool]:
     """(folder of the models' own tokenizer, whether an earlier stage wrote it): the actor's first."""
     for name in ("actor", "reward", *tables):
         table = tables.get(name)

@@ -76,7 +76,11 @@ class Descriptor:
         """What brings what is missing, as a command where we know it."""
         if self.remedy:
             return self.remedy
-        return f"pip install 'hybridflow[{self.extra}]'" if self.extra else f"install {', '.join(self.missing())}"
+        return (
+            f"pip install 'hybridflow[{self.extra}]'"
+            if self.extra
+            else f"install {', '.join(self.missing())}"
+        )
 
 
 def check_descriptor(descriptor: Descriptor, owner: str) -> None:
@@ -99,7 +103,9 @@ def check_descriptor(descriptor: Descriptor, owner: str) -> None:
 def check_kind(kind: str) -> None:
     """Raises PluginError for a kind that this hybridflow does not know."""
     if kind not in KINDS:
-        raise PluginError(f"unknown kind {kind!r}{did_you_mean(kind, KINDS)} (kinds: {', '.join(KINDS)})")
+        raise PluginError(
+            f"unknown kind {kind!r}{did_you_mean(kind, KINDS)} (kinds: {', '.join(KINDS)})"
+        )
 
 
 def check_api(found: Any, owner: str) -> None:
@@ -107,7 +113,11 @@ def check_api(found: Any, owner: str) -> None:
     if found is None or (type(found) is int and found == API_VERSION):
         return
     if type(found) is not int:
-        raise PluginError(f"the plugin API it was made for must be an integer, got {found!r}; ours is {API_VERSION}")
+        raise PluginError(
+            f"the plugin API it was made for must be an integer, got {found!r}; ours is {API_VERSION}"
+        )
     what = f"a version of {owner} made for API {API_VERSION}"
     other = "a newer hybridflow" if found > API_VERSION else "an older hybridflow"
-    raise PluginError(f"made for plugin API {found}, this hybridflow has {API_VERSION}: install {what}, or {other}")
+    raise PluginError(
+        f"made for plugin API {found}, this hybridflow has {API_VERSION}: install {what}, or {other}"
+    )

@@ -31,7 +31,10 @@ def entry_points() -> Iterator[Found | tuple[str, str, Exception]]:
     for distribution in importlib.metadata.distributions():
         if not _may_be_ours(distribution):
             continue
-        package, version = distribution.metadata["Name"] or "unknown", distribution.metadata["Version"] or ""
+        package, version = (
+            distribution.metadata["Name"] or "unknown",
+            distribution.metadata["Version"] or "",
+        )
         key = re.sub(r"[-_.]+", "-", package).lower()
         if key in seen:
             continue

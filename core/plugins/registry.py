@@ -106,7 +106,9 @@ class Registry:
                 try:
                     self._load_entry_point(found)
                 except Exception as error:
-                    kind, _, name = found.name.partition(".") if ":" in found.value else ("", "", "")
+                    kind, _, name = (
+                        found.name.partition(".") if ":" in found.value else ("", "", "")
+                    )
                     where = (kind, name) if name else ("module", found.name)
                     self._fail(*where, found.package, found.version, error)
         return self
@@ -134,7 +136,9 @@ class Registry:
         try:
             self._hooks.register(plugin, name=f"{owner}:{label}")
             self._refuse_unknown_hooks(plugin)
-            descriptors = [d for found in self._call(plugin, "hybridflow_plugins") for d in _checked(found)]
+            descriptors = [
+                d for found in self._call(plugin, "hybridflow_plugins") for d in _checked(found)
+            ]
         except Exception as error:
             if self._hooks.is_registered(plugin):
                 self._hooks.unregister(plugin)
@@ -151,25 +155,35 @@ class Registry:
         line = f'"{found.name}" = "{found.value}"'
         if ":" in found.value:
             if not dot:
-                raise PluginError(f'{line} names an object without its kind: write "KIND.{found.name}"')
+                raise PluginError(
+                    f'{line} names an object without its kind: write "KIND.{found.name}"'
+                )
             self.add(Descriptor(kind, name, found.value), found.package, found.version)
         elif kind in KINDS and dot:
-            raise PluginError(f'{line} names a module: write "{found.value}:Object", or a name without a kind')
+            raise PluginError(
+                f'{line} names a module: write "{found.value}:Object", or a name without a kind'
+            )
         else:
             self.register(import_named(found.value), found.package, found.version)
 
     def _refuse_unknown_hooks(self, plugin: Any) -> None:
         known = [name for name in vars(hookspecs) if name.startswith("hybridflow_")]
         for caller in self._hooks.get_hookcallers(plugin) or []:
-            optional = all(impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin)
+            optional = all(
+                impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin
+            )
             if not caller.has_spec() and not optional:
                 meant = did_you_mean(caller.name, known)
-                raise PluginError(f"there is no hook {caller.name!r}{meant} (hooks: {', '.join(known)})")
+                raise PluginError(
+                    f"there is no hook {caller.name!r}{meant} (hooks: {', '.join(known)})"
+                )
 
     def _fail(self, kind: str, name: str, package: str, version: str, error: BaseException) -> None:
         """List a plugin as failed."""
         remedy = _repair(package, version)
-        self._failed.append(Entry(kind, name, package, version, None, f"failed: {_said(error)}", remedy))
+        self._failed.append(
+            Entry(kind, name, package, version, None, f"failed: {_said(error)}", remedy)
+        )
 
     # --- use ---
 
@@ -192,7 +206,9 @@ class Registry:
             _check_contract(kind, found)
         except Exception as error:
             text = self._broken[kind, name] = _said(error)
-            raise PluginError(f"{kind} {name!r} of {owner} does not load ({descriptor.factory}): {text}") from error
+            raise PluginError(
+                f"{kind} {name!r} of {owner} does not load ({descriptor.factory}): {text}"
+            ) from error
         self._broken.pop((kind, name), None)
         return found
 
@@ -200,9 +216,13 @@ class Registry:
         check_kind(kind)
         if kind not in BY_PATH:
             allowed = ", ".join(sorted(BY_PATH))
-            raise PluginError(f"{kind} {path!r}: give a registered name; paths to code are for {allowed}")
+            raise PluginError(
+                f"{kind} {path!r}: give a registered name; paths to code are for {allowed}"
+            )
         if not is_path(path):
-            raise PluginError(f"{kind} {path!r} is neither a name nor of the form 'package.module:Object'")
+            raise PluginError(
+                f"{kind} {path!r} is neither a name nor of the form 'package.module:Object'"
+            )
         try:
             return _imported(path, path)
         except Exception as error:
@@ -217,7 +237,9 @@ class Registry:
         if len(holders) == 1:
             return holders[0].descriptor
         if holders:
-            raise PluginError(f"{kind} {name!r} is {_claimed(holders)}: uninstall one of them, or rename its plugin")
+            raise PluginError(
+                f"{kind} {name!r} is {_claimed(holders)}: uninstall one of them, or rename its plugin"
+            )
         raise PluginError(self._unknown(kind, name))
 
     def owner(self, kind: str, name: str) -> tuple[str, str]:
@@ -237,7 +259,9 @@ class Registry:
         try:
             return import_named(config)
         except Exception as error:
-            raise PluginError(f"the config of {kind} {name!r} does not load ({config}): {reason(error)}") from error
+            raise PluginError(
+                f"the config of {kind} {name!r} does not load ({config}): {reason(error)}"
+            ) from error
 
     def capabilities(self, kind: str, name: str) -> Capabilities:
         """What the descriptor says it can do, else what its class says, which is imported for that.
@@ -267,28 +291,49 @@ class Registry:
         Raises PluginError where there is none, or more than one.
         """
         check_kind(kind)
-        every = [holders[0].descriptor for holders in self._registered.values() if len(holders) == 1]
+        every = [
+            holders[0].descriptor for holders in self._registered.values() if len(holders) == 1
+        ]
         found = sorted(d.name for d in every if d.kind == kind and d.default)
         if len(found) == 1:
             return found[0]
         there = ", ".join(self.names(kind)) or "none"
-        what = f"{' and '.join(found)} both say that they are" if found else "no plugin says that it is"
+        what = (
+            f"{' and '.join(found)} both say that they are"
+            if found
+            else "no plugin says that it is"
+        )
         raise PluginError(f"{what} the default {kind}; name one (there is: {there})")
 
     def names(self, kind: str) -> list[str]:
         """The names of a kind that are registered once, sorted; some may lack a requirement."""
         check_kind(kind)
-        return sorted(name for (of, name), holders in self._registered.items() if of == kind and len(holders) == 1)
+        return sorted(
+            name
+            for (of, name), holders in self._registered.items()
+            if of == kind and len(holders) == 1
+        )
 
     def entries(self) -> list[Entry]:
         """Every plugin that was found, ready or not, sorted by kind and name. Imports none of them."""
-        found = [self._entry(holder, holders) for holders in self._registered.values() for holder in holders]
+        found = [
+            self._entry(holder, holders)
+            for holders in self._registered.values()
+            for holder in holders
+        ]
         order = {kind: position for position, kind in enumerate(KINDS)}
-        return sorted(found + self._failed, key=lambda e: (order.get(e.kind, len(order)), e.name, e.package))
+        return sorted(
+            found + self._failed, key=lambda e: (order.get(e.kind, len(order)), e.name, e.package)
+        )
 
     def diagnoses(self) -> list[tuple[str, str, str]]:
         """(kind, name, "module:function") of the plugins that can say more of the packages that they need."""
-        found = [d for holders in self._registered.values() for d in (h.descriptor for h in holders) if d.diagnosis]
+        found = [
+            d
+            for holders in self._registered.values()
+            for d in (h.descriptor for h in holders)
+            if d.diagnosis
+        ]
         return sorted((d.kind, d.name, str(d.diagnosis)) for d in found)
 
     def notify(self, hook: str, **arguments: Any) -> None:
@@ -297,7 +342,9 @@ class Registry:
             try:
                 self._call(impl.plugin, hook, **arguments)
             except Exception:
-                log.warning("%s of plugin %s raised; the run goes on", hook, impl.plugin_name, exc_info=True)
+                log.warning(
+                    "%s of plugin %s raised; the run goes on", hook, impl.plugin_name, exc_info=True
+                )
 
     # --- details ---
 
@@ -310,18 +357,30 @@ class Registry:
         d = holder.descriptor
         state, remedy, missing = "ready", "", d.missing()
         if len(holders) > 1:
-            state, remedy = f"failed: {_claimed(holders)}", "uninstall one of them, or rename its plugin"
+            state, remedy = (
+                f"failed: {_claimed(holders)}",
+                "uninstall one of them, or rename its plugin",
+            )
         elif missing:
             state, remedy = f"missing: {', '.join(missing)}", d.how_to_install()
         elif (d.kind, d.name) in self._broken:
-            state, remedy = f"failed: {self._broken[d.kind, d.name]}", _repair(holder.package, holder.version)
+            state, remedy = (
+                f"failed: {self._broken[d.kind, d.name]}",
+                _repair(holder.package, holder.version),
+            )
         return Entry(d.kind, d.name, holder.package, holder.version, d.capabilities, state, remedy)
 
     def _unknown(self, kind: str, name: str) -> str:
         """What there is of the kind, what is near, and what failed to load and might have been it."""
         entries = [entry for entry in self.entries() if entry.kind in (kind, "module")]
-        fine = [e.name if e.state == "ready" else f"{e.name} ({e.state})" for e in entries if e.state[:6] != "failed"]
-        failed = [f"{e.name} of {e.owner} ({e.state[8:]})" for e in entries if e.state[:6] == "failed"]
+        fine = [
+            e.name if e.state == "ready" else f"{e.name} ({e.state})"
+            for e in entries
+            if e.state[:6] != "failed"
+        ]
+        failed = [
+            f"{e.name} of {e.owner} ({e.state[8:]})" for e in entries if e.state[:6] == "failed"
+        ]
         meant = did_you_mean(name, [entry.name for entry in entries if entry.kind == kind])
         text = f"unknown {kind} {name!r}{meant or '.'} There is: {', '.join(fine) or 'none'}"
         return text + (f"; failed to load: {', '.join(failed)}" if failed else "")
@@ -350,7 +409,9 @@ def _repair(package: str, version: str) -> str:
 def _checked(found: Any) -> list[Descriptor]:
     """What a `hybridflow_plugins` hook returned. Raises PluginError unless it is a list of descriptors."""
     if not isinstance(found, list | tuple) or not all(isinstance(d, Descriptor) for d in found):
-        raise PluginError(f"hybridflow_plugins must return a list of Descriptor, got {found!r:.200}")
+        raise PluginError(
+            f"hybridflow_plugins must return a list of Descriptor, got {found!r:.200}"
+        )
     return list(found)
 
 
@@ -372,4 +433,6 @@ def _check_contract(kind: str, found: Any) -> None:
         raise TypeError(f"{found.__name__} lacks {', '.join(lacking)} of {contract.__name__}")
     wanted = capabilities_class(kind)
     if wanted is not NoCapabilities and not isinstance(found.capabilities, wanted):
-        raise TypeError(f"{found.__name__}.capabilities is {found.capabilities!r}; give {wanted.__name__}(...)")
+        raise TypeError(
+            f"{found.__name__}.capabilities is {found.capabilities!r}; give {wanted.__name__}(...)"
+        )

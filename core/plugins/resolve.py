@@ -35,7 +35,9 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
     try:
         signature.bind(*(() if is_class else (None,)), **options)
     except TypeError as error:
-        raise ConfigError(f"the options {dict(options)!r} do not fit reward {name!r}{signature}: {error}") from error
+        raise ConfigError(
+            f"the options {dict(options)!r} do not fit reward {name!r}{signature}: {error}"
+        ) from error
     return found(**options) if is_class else FunctionReward(found, **options)
 
 
@@ -67,7 +69,9 @@ def load_source(config: DataConfig) -> DataSource:
 
 
 def build_tokenizer(
-    config: TokenizerConfig, model_path: str | None = None, texts: Callable[[], Iterable[str]] = tuple
+    config: TokenizerConfig,
+    model_path: str | None = None,
+    texts: Callable[[], Iterable[str]] = tuple,
 ) -> Tokenizer:
     """By the plugin that [tokenizer] names. `texts` gives the data's texts and is called only when one is trained.
 
@@ -76,7 +80,9 @@ def build_tokenizer(
     """
     if problems := config.problems():
         raise ConfigError(problems)
-    plugin: Tokenizers = registry().get("tokenizer", config.name or registry().default("tokenizer"))()
+    plugin: Tokenizers = registry().get(
+        "tokenizer", config.name or registry().default("tokenizer")
+    )()
     if config.characters is not None:
         return plugin.of_characters(config.characters)
     if config.train is not None:

@@ -9,7 +9,9 @@ import numpy as np
 _ROUNDS, _SETTLED = 200, 1e-3
 
 
-def balance(demands: Mapping[tuple[int, ...], int], load: Mapping[int, float]) -> dict[tuple[int, ...], list[int]]:
+def balance(
+    demands: Mapping[tuple[int, ...], int], load: Mapping[int, float]
+) -> dict[tuple[int, ...], list[int]]:
     """Bytes for each sender of each set, so that the most loaded sender has as little as possible.
 
     `demands`: set of senders -> bytes that any of them may send; `load`: what ranks send already. Every set in turn
@@ -42,7 +44,9 @@ def level(load: np.ndarray, amount: float) -> np.ndarray:
     if amount <= 0:
         return np.zeros(len(load))
     heights = np.sort(load)
-    filled = np.arange(1, len(load) + 1) * heights - np.cumsum(heights)  # poured when the surface reaches heights[i]
+    filled = np.arange(1, len(load) + 1) * heights - np.cumsum(
+        heights
+    )  # poured when the surface reaches heights[i]
     wet = int(np.searchsorted(filled, amount, side="left"))
     surface = (amount + heights[:wet].sum()) / wet
     return np.maximum(surface - load, 0.0)

@@ -32,7 +32,9 @@ def disjoint(boxes: Sequence[Box]) -> bool:
     sweep = max(varying.tolist(), key=lambda dim: len(np.unique(starts[:, dim])))
     order = np.argsort(starts[:, sweep], kind="stable")
     starts, stops = starts[order], stops[order]
-    ends = np.searchsorted(starts[:, sweep], stops[:, sweep])  # those from there on begin behind this one's end
+    ends = np.searchsorted(
+        starts[:, sweep], stops[:, sweep]
+    )  # those from there on begin behind this one's end
     for at in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)).tolist():
         others = slice(at + 1, int(ends[at]))
         if ((starts[at] < stops[others]) & (starts[others] < stops[at])).all(1).any():

@@ -18,7 +18,9 @@ def common(mine: Sequence[Box], boxes: Sequence[Box]) -> int:
     """Elements that two lists of disjoint boxes share."""
     if boxes is mine or boxes == mine:
         return sum(b.numel for b in boxes)
-    return sum(common.numel for box in boxes for own in mine if (common := box.intersect(own)) is not None)
+    return sum(
+        common.numel for box in boxes for own in mine if (common := box.intersect(own)) is not None
+    )
 
 
 @attrs.frozen(eq=False)
@@ -101,7 +103,14 @@ def deal(demands: Sequence[Demand]) -> Iterator[Flow]:
     for demand in demands:
         if len(demand.senders) == 1:
             load[demand.senders[0]] += demand.nbytes
-            yield Flow(demand.names, demand.box, demand.itemsize, demand.senders, demand.wanters, demand.holders)
+            yield Flow(
+                demand.names,
+                demand.box,
+                demand.itemsize,
+                demand.senders,
+                demand.wanters,
+                demand.holders,
+            )
         else:
             open_demands[demand.senders].append(demand)
     quotas = balance({s: sum(d.nbytes for d in ds) for s, ds in open_demands.items()}, load)
@@ -114,7 +123,9 @@ def deal(demands: Sequence[Demand]) -> Iterator[Flow]:
             yield from _deal_out(group, senders, quotas[senders])
 
 
-def _deal_out(group: Sequence[Demand], senders: Sequence[int], quotas: Sequence[int]) -> Iterator[Flow]:
+def _deal_out(
+    group: Sequence[Demand], senders: Sequence[int], quotas: Sequence[int]
+) -> Iterator[Flow]:
     """Receiver by receiver, parameter by parameter; a box is cut only where a sender's quota ends."""
     nobody: frozenset[int] = frozenset()
     at, left = 0, quotas[0]
@@ -125,8 +136,12 @@ def _deal_out(group: Sequence[Demand], senders: Sequence[int], quotas: Sequence[
             at += 1
             left += quotas[at]
 
-    units = [(d, r) for d in group for r in d.wanters[~np.isin(d.wanters, list(d.holders))].tolist()]
-    units.sort(key=lambda unit: unit[1])  # neighbours of a sender first: ranks of a node are consecutive
+    units = [
+        (d, r) for d in group for r in d.wanters[~np.isin(d.wanters, list(d.holders))].tolist()
+    ]
+    units.sort(
+        key=lambda unit: unit[1]
+    )  # neighbours of a sender first: ranks of a node are consecutive
     for demand, receiver in units:
         one = demand.box.numel * demand.itemsize
         names, to = demand.names, np.array([receiver])
@@ -141,7 +156,9 @@ def _deal_out(group: Sequence[Demand], senders: Sequence[int], quotas: Sequence[
             start = 0  # the box of names[0] is shared out
             while start < demand.box.numel:
                 advance()
-                room = demand.box.numel if at + 1 == len(senders) else max(left, 0) // demand.itemsize
+                room = (
+                    demand.box.numel if at + 1 == len(senders) else max(left, 0) // demand.itemsize
+                )
                 stop = min(demand.box.numel, start + max(room, 1))
                 for box in demand.box.flat_range(start, stop):
                     yield Flow(names[:1], box, demand.itemsize, (senders[at],), to, nobody)

@@ -10,7 +10,13 @@ import torch
 
 from hybridflow.core.contracts.transport import Pending, Transport
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
-from hybridflow.core.resharding.rounds import IN_FLIGHT, Message, RankRound, plan_rounds, rank_rounds
+from hybridflow.core.resharding.rounds import (
+    IN_FLIGHT,
+    Message,
+    RankRound,
+    plan_rounds,
+    rank_rounds,
+)
 from hybridflow.core.values.weights import Box, Shard
 
 Read = Callable[[str, Box], torch.Tensor]
@@ -64,12 +70,18 @@ class Exchange:
         for one in self.rounds:
             try:
                 outgoing = self.pack_all(one, read)
-            except Exception as error:  # zeros go in their place; all ranks hear of it before anybody uses them
+            except (
+                Exception
+            ) as error:  # zeros go in their place; all ranks hear of it before anybody uses them
                 failure = failure or error
                 outgoing = {r: torch.zeros(self.message_bytes(m), dtype=torch.uint8, device=self.device)
                             for r, m in one.sends.items()}  # fmt: skip
-            incoming = {sender: self.message_bytes(message) for sender, message in one.receives.items()}
-            size = sum({id(t): t.numel() for t in outgoing.values()}.values()) + sum(incoming.values())
+            incoming = {
+                sender: self.message_bytes(message) for sender, message in one.receives.items()
+            }
+            size = sum({id(t): t.numel() for t in outgoing.values()}.values()) + sum(
+                incoming.values()
+            )
             ahead.append((transport.start(outgoing, incoming), one, size))
             held += size
             moved.peak_buffer_bytes = max(moved.peak_buffer_bytes, held)
@@ -100,7 +112,11 @@ class Exchange:
         if len(message) == 1:
             name, box = message[0]
             values = read(self.plan.origin[name], box)
-            if values.dtype == self.plan.wire[name] and values.is_contiguous() and values.device == self.device:
+            if (
+                values.dtype == self.plan.wire[name]
+                and values.is_contiguous()
+                and values.device == self.device
+            ):
                 return values.detach().reshape(-1).view(torch.uint8)
         buffer = torch.empty(self.message_bytes(message), dtype=torch.uint8, device=self.device)
         for (name, box), values in self._views(message, buffer):
@@ -112,7 +128,9 @@ class Exchange:
         for (name, box), values in self._views(message, buffer):
             write(name, box, values)
 
-    def _views(self, message: Message, buffer: torch.Tensor) -> Iterable[tuple[tuple[str, Box], torch.Tensor]]:
+    def _views(
+        self, message: Message, buffer: torch.Tensor
+    ) -> Iterable[tuple[tuple[str, Box], torch.Tensor]]:
         at = 0
         for name, box in message:
             dtype = self.plan.wire[name]
@@ -145,7 +163,12 @@ class Shards:
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two views are of the very same elements."""
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride() and a.device == b.device
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.dtype == b.dtype
+        and a.stride() == b.stride()
+        and a.device == b.device
+    )
 
 
 def checksum(values: torch.Tensor, box: Box, shape: Sequence[int]) -> int:

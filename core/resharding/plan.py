@@ -82,9 +82,15 @@ class ReshardPlan:
     def _held(self) -> dict[str, np.ndarray]:
         """Bytes per rank of: source storage, target storage, and what both have (in each side's own bytes)."""
         size = (self.ranks[-1] + 1) if self.ranks else 0
-        figures = {key: np.zeros(size, np.int64) for key in ("source", "target", "common", "shared", "unused")}
+        figures = {
+            key: np.zeros(size, np.int64)
+            for key in ("source", "target", "common", "shared", "unused")
+        }
         source, target = self.source.shards(), self.target.shards()
-        for params, shards, key in ((self.source.params, source, "source"), (self.target.params, target, "target")):
+        for params, shards, key in (
+            (self.source.params, source, "source"),
+            (self.target.params, target, "target"),
+        ):
             for names, _ in _classes(params, shards):
                 amount = len(names) * params[names[0]].dtype.itemsize
                 for rank, boxes in shards[names[0]].items():
@@ -152,11 +158,15 @@ class ReshardPlan:
                 if sender is not None:
                     receives.append(Transfer(name, flow.box, sender, rank))
             if targets := flow.receivers_of(rank):
-                sends += [Transfer(name, flow.box, rank, to) for name in flow.names for to in targets]
+                sends += [
+                    Transfer(name, flow.box, rank, to) for name in flow.names for to in targets
+                ]
         return sends, receives
 
 
-def plan_reshard(source: WeightLayout, target: WeightLayout, bucket_bytes: int = BUCKET_BYTES) -> ReshardPlan:
+def plan_reshard(
+    source: WeightLayout, target: WeightLayout, bucket_bytes: int = BUCKET_BYTES
+) -> ReshardPlan:
     """Plan how every rank of `target` gets the boxes that it lacks from ranks of `source` that hold them.
 
     Ranks are of one numbering: a rank in both layouts is one process, whose own boxes do not travel. Received bytes are
@@ -191,7 +201,11 @@ def plan_reshard(source: WeightLayout, target: WeightLayout, bucket_bytes: int =
     for (_, itemsize, _, _), names in classes.items():
         found, holes = lacking(tuple(names), itemsize, have[origin[names[0]]], want[names[0]])
         wanted += found
-        missing += [f"{name} {box} is wanted by rank {rank} and held by none" for name in names for box, rank in holes]
+        missing += [
+            f"{name} {box} is wanted by rank {rank} and held by none"
+            for name in names
+            for box, rank in holes
+        ]
     if missing:
         raise ReshardError(_listed("the source does not hold all that the target wants", missing))
     return ReshardPlan(source, target, bucket_bytes, tuple(deal(wanted)), wire, origin)
@@ -211,7 +225,9 @@ def _match(source: WeightLayout, target: WeightLayout) -> dict[str, str]:
             origin[name] = of
     for name, param in source.params.items():
         if name in target.ties:
-            problems.append(f"{name} has weights of its own in the source; the target ties it to {target.ties[name]}")
+            problems.append(
+                f"{name} has weights of its own in the source; the target ties it to {target.ties[name]}"
+            )
         elif name not in target.params:
             problems.append(f"{name} {list(param.shape)} of the source is not in the target")
     if problems:
@@ -220,8 +236,9 @@ def _match(source: WeightLayout, target: WeightLayout) -> dict[str, str]:
 
 
 def _listed(what: str, problems: list[str]) -> str:
-    return f"{what}; {len(problems)} problem{'s' * (len(problems) > 1)}, and nothing was moved:\n  " + "\n  ".join(
-        problems
+    return (
+        f"{what}; {len(problems)} problem{'s' * (len(problems) > 1)}, and nothing was moved:\n  "
+        + "\n  ".join(problems)
     )
 
 
@@ -245,10 +262,15 @@ def _check_holdings(layout: WeightLayout, shards: Mapping[str, Shards], side: st
             checked.add(boxes)
             for box in boxes:
                 if len(box.start) != len(shape) or any(
-                    not 0 <= a <= b <= n for a, b, n in zip(box.start, box.stop, shape, strict=False)
+                    not 0 <= a <= b <= n
+                    for a, b, n in zip(box.start, box.stop, shape, strict=False)
                 ):
-                    problems.append(f"{names[0]} {box} of rank {rank} does not lie in the shape {list(shape)}")
+                    problems.append(
+                        f"{names[0]} {box} of rank {rank} does not lie in the shape {list(shape)}"
+                    )
             if len(boxes) > 1 and not disjoint(boxes):
-                problems.append(f"{names[0]}: boxes of rank {rank} overlap: {', '.join(map(str, boxes))}")
+                problems.append(
+                    f"{names[0]}: boxes of rank {rank} overlap: {', '.join(map(str, boxes))}"
+                )
     if problems:
         raise ReshardError(_listed(f"the {side} layout is wrong", problems))

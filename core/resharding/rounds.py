@@ -87,7 +87,9 @@ def _loads(plan: ReshardPlan) -> dict[str, tuple[np.ndarray, int]]:
     size = plan.ranks[-1] + 1 if plan.ranks else 0
     alike: dict[tuple[str, ...], list[np.ndarray]] = {}
     for flow in plan.flows:
-        load, pieces = alike.setdefault(flow.names, [np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64)])
+        load, pieces = alike.setdefault(
+            flow.names, [np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64)]
+        )
         receivers = flow.receivers
         senders = np.array(flow.senders) + size
         share = len(receivers) // len(senders)
@@ -118,7 +120,12 @@ def rank_rounds(plan: ReshardPlan, rounds: Sequence[Round], rank: int) -> list[R
         both: tuple[dict[int, list], dict[int, list]] = (defaultdict(list), defaultdict(list))
         for cut in sorted(one, key=lambda s: -plan.wire[s.name].itemsize):
             for sending, peer, box in of_name.get(cut.name, ()):
-                both[not sending][peer] += [(cut.name, piece) for piece in cut.of(box) if piece.numel]
-        out, into = ({peer: tuple(pieces) for peer, pieces in sorted(side.items()) if pieces} for side in both)
+                both[not sending][peer] += [
+                    (cut.name, piece) for piece in cut.of(box) if piece.numel
+                ]
+        out, into = (
+            {peer: tuple(pieces) for peer, pieces in sorted(side.items()) if pieces}
+            for side in both
+        )
         made.append(RankRound(out, into))
     return made

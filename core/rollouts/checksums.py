@@ -41,8 +41,12 @@ def sums_held(plan: ReshardPlan, rank: int, engine: RolloutEngine) -> Sums:
     return found
 
 
-def _add(found: Sums, plan: ReshardPlan, name: str, receiver: int, box: Box, values: torch.Tensor) -> None:
-    found[name, receiver] += checksum(values.to(plan.wire[name]), box, plan.target.params[name].shape)
+def _add(
+    found: Sums, plan: ReshardPlan, name: str, receiver: int, box: Box, values: torch.Tensor
+) -> None:
+    found[name, receiver] += checksum(
+        values.to(plan.wire[name]), box, plan.target.params[name].shape
+    )
 
 
 def compare(every: Iterable[tuple[Sums, Sums]]) -> list[str]:
@@ -52,11 +56,17 @@ def compare(every: Iterable[tuple[Sums, Sums]]) -> list[str]:
     for sent, held in every:
         expected.update(sent)
         found |= held
-    wrong = (key for key, value in found.items() if key not in expected or (value - expected[key]) % 2**64)
+    wrong = (
+        key
+        for key, value in found.items()
+        if key not in expected or (value - expected[key]) % 2**64
+    )
     return list(dict.fromkeys(name for name, _ in wrong))
 
 
-def differing(plan: ReshardPlan, context: RankContext, source: Shards, engine: RolloutEngine) -> list[str]:
+def differing(
+    plan: ReshardPlan, context: RankContext, source: Shards, engine: RolloutEngine
+) -> list[str]:
     """`compare` over the ranks of one group. A collective call; every rank gets the same list."""
     mine = (sums_sent(plan, context.rank, source), sums_held(plan, context.rank, engine))
     every: list[Any] = [mine]

@@ -50,6 +50,8 @@ class PoolSide:
         moved = 0
         for sender, message in self.exchange.rounds[at].receives.items():
             nbytes = self.exchange.message_bytes(message)
-            self.exchange.unpack(message, self.mailbox.get(tickets[sender, self.rank], nbytes), write)
+            self.exchange.unpack(
+                message, self.mailbox.get(tickets[sender, self.rank], nbytes), write
+            )
             moved += nbytes
         return moved

@@ -86,14 +86,20 @@ class HybridEngine(WeightSync):
             received=plan.bytes_received[rank],
             peak=plan.source.nbytes(rank) + plan.target.nbytes(rank) - shared,
             rounds=len(self._exchange.rounds),
-            transport=self.spec.transport if self.spec.transport != AUTO else type(transport).__name__,
+            transport=self.spec.transport
+            if self.spec.transport != AUTO
+            else type(transport).__name__,
         )
 
     def _share(self) -> None:
         """Let the trainer keep whole parameters in the engine's storage, where both lay them out alike."""
         for name, box in self._local:
             view = self.engine.view(name, box)
-            if box != Box.full(self.plan.target.params[name].shape) or view is None or not view.is_contiguous():
+            if (
+                box != Box.full(self.plan.target.params[name].shape)
+                or view is None
+                or not view.is_contiguous()
+            ):
                 continue
             if self.backend.adopt(self.plan.origin[name], view):
                 self.engine.lend(name)
@@ -122,7 +128,9 @@ class HybridEngine(WeightSync):
         own = self._own_boxes(source)
 
         def receive(name: str, box: Box, values: torch.Tensor) -> None:
-            deliver(name)  # what this rank has of it comes with it: an engine may have to put it together
+            deliver(
+                name
+            )  # what this rank has of it comes with it: an engine may have to put it together
             self.engine.receive(name, box, values)
 
         def deliver(name: str) -> None:
@@ -139,7 +147,9 @@ class HybridEngine(WeightSync):
         if failure is not None:
             raise failure
         if failed:
-            raise HybridFlowError(f"the transfer of weights of version {version} failed on another rank; sync again")
+            raise HybridFlowError(
+                f"the transfer of weights of version {version} failed on another rank; sync again"
+            )
 
     def _own_boxes(self, source: Shards) -> dict[str, list[Box]]:
         """What this rank has of its new holding, and must copy."""

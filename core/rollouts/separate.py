@@ -35,16 +35,29 @@ class SeparateRollout(WeightSync):
         ]
         connected = [call.result() for call in calls]
         self._rounds, transport = connected[0][0]
-        return SyncCost(max(plan.bytes_received.values()), max(plan.peak_bytes.values()), self._rounds, transport)
+        return SyncCost(
+            max(plan.bytes_received.values()),
+            max(plan.peak_bytes.values()),
+            self._rounds,
+            transport,
+        )
 
     def generate(
-        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int,
+        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         self.sync()
         return self.engines.generate(batch, sampling, seed, max_tokens)
 
     def episodes(
-        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int,
+        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         self.sync()
         return self.engines.episodes(batch, sampling, seed, max_tokens)

@@ -68,7 +68,9 @@ class WeightSync(ABC):
 
 def node_name() -> str:
     """Equal for processes that share a /dev/shm."""
-    return f"{socket.gethostname()}:{os.stat('/dev/shm').st_dev if os.path.isdir('/dev/shm') else ''}"
+    return (
+        f"{socket.gethostname()}:{os.stat('/dev/shm').st_dev if os.path.isdir('/dev/shm') else ''}"
+    )
 
 
 def on_every_rank(layout: WeightLayout, context: RankContext) -> WeightLayout:
@@ -83,5 +85,9 @@ def on_every_rank(layout: WeightLayout, context: RankContext) -> WeightLayout:
 def sync_line(costs: Sequence[SyncCost]) -> str:
     """What a sync costs on each rank, as a line before the first step."""
     received, peak = max(cost.received for cost in costs), max(cost.peak for cost in costs)
-    how = f"{costs[0].rounds} rounds over {costs[0].transport}" if received else "nothing leaves a rank"
+    how = (
+        f"{costs[0].rounds} rounds over {costs[0].transport}"
+        if received
+        else "nothing leaves a rank"
+    )
     return f"a weight sync receives at most {amount(received)} per rank ({how}); weights take {amount(peak)}"

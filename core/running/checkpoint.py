@@ -25,8 +25,14 @@ class Checkpoints:
         """Steps with a complete checkpoint, in order."""
         if not self.folder.is_dir():
             return []
-        names = [p.name for p in self.folder.iterdir() if p.name.startswith(PREFIX) and (p / "state.json").is_file()]
-        return sorted(int(n.removeprefix(PREFIX)) for n in names if n.removeprefix(PREFIX).isdigit())
+        names = [
+            p.name
+            for p in self.folder.iterdir()
+            if p.name.startswith(PREFIX) and (p / "state.json").is_file()
+        ]
+        return sorted(
+            int(n.removeprefix(PREFIX)) for n in names if n.removeprefix(PREFIX).isdigit()
+        )
 
     def path(self, step: int) -> Path:
         return self.folder / f"{PREFIX}{step:08d}"
@@ -52,7 +58,9 @@ class Checkpoints:
         except Exception as error:
             shutil.rmtree(partial, ignore_errors=True)
             last = self.steps()
-            kept = f"the checkpoint of step {last[-1]} is whole" if last else "there is no earlier one"
+            kept = (
+                f"the checkpoint of step {last[-1]} is whole" if last else "there is no earlier one"
+            )
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}; {kept}. Free disk space or "
                 "change run.folder, and go on with --resume"
@@ -66,7 +74,9 @@ class Checkpoints:
         try:
             state = json.loads((self.path(step) / "state.json").read_text())
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint {self.path(step)} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint {self.path(step)} cannot be read: {error}"
+            ) from error
         found = state.get("format") if isinstance(state, dict) else None
         if found != FORMAT:
             written = "an older" if found is None else "another"

@@ -43,7 +43,9 @@ def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
             for path in folder.iterdir():
                 if path.name != ".lock":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (folder / MARK).write_text(json.dumps({"config": job.tables, "versions": versions(job)}, indent=2, default=str))
+        (folder / MARK).write_text(
+            json.dumps({"config": job.tables, "versions": versions(job)}, indent=2, default=str)
+        )
         yield
 
 
@@ -55,9 +57,13 @@ def versions(job: Job) -> dict[str, str]:
         package, its_version = registry().owner(kind, name)
         if its_version:
             found[package] = its_version
-        modules |= {module.partition(".")[0] for module in registry().descriptor(kind, name).requires}
+        modules |= {
+            module.partition(".")[0] for module in registry().descriptor(kind, name).requires
+        }
     distributions = packages_distributions()
-    for package in sorted({package for module in modules for package in distributions.get(module, ())}):
+    for package in sorted(
+        {package for module in modules for package in distributions.get(module, ())}
+    ):
         found[package] = version(package)
     return found
 

@@ -66,7 +66,9 @@ class Comparison:
 
 
 def _spent(values: Mapping[str, float], role: str, verb: str) -> float:
-    return sum(values.get(f"seconds/{role}/{method}", 0.0) for method, of in METHODS.items() if of == verb)
+    return sum(
+        values.get(f"seconds/{role}/{method}", 0.0) for method, of in METHODS.items() if of == verb
+    )
 
 
 def _off(predicted: float, measured: float) -> str:

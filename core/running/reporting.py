@@ -47,7 +47,9 @@ class Reporter:
         self.say(f"{self.title}: {self.job.algorithm_name} on {rows}; folder {self.job.folder}")
         for name, dropped in self.prepared.dropped.items():
             if dropped:
-                self.say(f"{dropped} {name} rows are left out: their prompts are longer than data.max_prompt_tokens")
+                self.say(
+                    f"{dropped} {name} rows are left out: their prompts are longer than data.max_prompt_tokens"
+                )
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -76,7 +78,9 @@ class Reporter:
                 self.say(f"tracker {spec.name!r} is left out: {error}")
                 continue
             config_class = tracker_class.Config
-            tracker = tracker_class(config_class() if spec.config is None and config_class else spec.config)
+            tracker = tracker_class(
+                config_class() if spec.config is None and config_class else spec.config
+            )
             tracker.start(self.job.folder, step)
             self.trackers.append(tracker)
         self._stop_progress()
@@ -88,7 +92,9 @@ class Reporter:
                 TextColumn("{task.fields[line]}"),
             )
             self._progress = Progress(*columns, console=self.console)
-            self._task = self._progress.add_task(self.title, total=self.job.run.steps, completed=step, line="")
+            self._task = self._progress.add_task(
+                self.title, total=self.job.run.steps, completed=step, line=""
+            )
             self._progress.start()
 
     def _stop_progress(self) -> None:
@@ -110,7 +116,9 @@ class Reporter:
             values["tokens_per_second"] = length[0] / seconds
             values["sequences_per_second"] = sequences / seconds
         values["seconds/step"] = seconds
-        values |= {f"seconds/{phase}": spent for phase, spent in run.session.timeline.take().items()}
+        values |= {
+            f"seconds/{phase}": spent for phase, spent in run.session.timeline.take().items()
+        }
         if self.foresight is not None:
             self.foresight.add(values)
             values["seconds/predicted"] = self.foresight.seconds
@@ -127,7 +135,9 @@ class Reporter:
         said = f"step {step}: rollout and trainer logprobs of the same tokens and weights differ by {found:.3g} nats on average"
         likely = "the engine's weights, precision or sampling is not the trainer's (actor.sync.verify = true compares weights)"
         if section.mismatch_stop is not None and not found <= section.mismatch_stop:
-            raise HybridFlowError(f"{said}, more than run.mismatch_stop = {section.mismatch_stop}; {likely}")
+            raise HybridFlowError(
+                f"{said}, more than run.mismatch_stop = {section.mismatch_stop}; {likely}"
+            )
         above = section.mismatch_warn is not None and not found <= section.mismatch_warn
         if above and not self._warned:
             self.say(
@@ -146,7 +156,9 @@ class Reporter:
         run.session.timeline.take()
         self._log(run, values)
         shown = ", ".join(
-            f"{k.removeprefix('validation/')} {v:.4g}" for k, v in values.items() if not k.endswith("seconds")
+            f"{k.removeprefix('validation/')} {v:.4g}"
+            for k, v in values.items()
+            if not k.endswith("seconds")
         )
         assert self.job.validation is not None
         self.say(f"{self.title} step {run.step}: {self.job.validation.name}: {shown}")
@@ -165,10 +177,14 @@ class Reporter:
     def _line(self, step: int, values: Mapping[str, float]) -> None:
         shown = {label: values[key] for key, label in SHOWN.items() if key in values}
         line = "  ".join(
-            f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}" for label, value in shown.items()
+            f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}"
+            for label, value in shown.items()
         )
         whole = ("seconds/step", "seconds/predicted")
-        spent = sorted(((v, k) for k, v in values.items() if k.startswith("seconds/") and k not in whole), reverse=True)
+        spent = sorted(
+            ((v, k) for k, v in values.items() if k.startswith("seconds/") and k not in whole),
+            reverse=True,
+        )
         phases = " ".join(f"{k.removeprefix('seconds/')} {v:.2f}" for v, k in spent[:3])
         line = f"{line}  {values['seconds/step']:.2f} s ({phases})"
         if self._progress is not None and self._task is not None:

@@ -47,7 +47,9 @@ def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
     prepared = []
     for job in jobs:
         prepared.append(prepare(job, tokenizers.get(job.tokenizer_path or "")))
-        tokenizers[str(job.folder / "tokenizer")] = prepared[-1].tokenizer  # what a later stage will find there
+        tokenizers[str(job.folder / "tokenizer")] = prepared[
+            -1
+        ].tokenizer  # what a later stage will find there
     return prepared
 
 
@@ -58,7 +60,9 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
     """
     source = load_source(job.data)
     if tokenizer is None:
-        tokenizer = build_tokenizer(job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts())
+        tokenizer = build_tokenizer(
+            job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts()
+        )
     for name, model in job.models.items():
         try:
             tokenizer.check(model.spec.model.vocab_size)
@@ -80,7 +84,9 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
 class Session:
     """The worker groups of a job. Use it as a context manager: it ends what it started."""
 
-    def __init__(self, job: Job, prepared: Prepared, say: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self, job: Job, prepared: Prepared, say: Callable[[str], None] = lambda text: None
+    ):
         self.job, self.prepared, self.say = job, prepared, say
         self.timeline = Timeline()
         self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
@@ -104,7 +110,9 @@ class Session:
         self.pools: dict[str, Pool] = {}
         self.rollouts: dict[str, SeparateRollout] = {}
         for name, spec in job.pools.items():
-            self.say(f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}")
+            self.say(
+                f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}"
+            )
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
         main = self.pools[job.main_pool]
         self.tasks = self.make_group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
@@ -118,17 +126,29 @@ class Session:
         for name, placed in job.models.items():
             self.say(f"building {name}")
             apart = placed.rollout_pool is not None
-            driver = Episodes(job.environment, tokenizer) if job.environment and placed.spec.engine else None
+            driver = (
+                Episodes(job.environment, tokenizer)
+                if job.environment and placed.spec.engine
+                else None
+            )
             role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()))
             model = attrs.evolve(role, engine=None) if apart else role
             generation = None if apart else placed.generation
-            options: dict[str, Any] = {"layout": placed.layout, "generation": generation, "extras": extras(placed.spec)}
-            group = self.make_group(ModelWorker, self.pools[placed.pool], model, driver, name=name, **options)
+            options: dict[str, Any] = {
+                "layout": placed.layout,
+                "generation": generation,
+                "extras": extras(placed.spec),
+            }
+            group = self.make_group(
+                ModelWorker, self.pools[placed.pool], model, driver, name=name, **options
+            )
             building.append((name, group.build()))
             if placed.rollout_pool is not None and placed.generation is not None:
                 options |= {"layout": placed.generation.train, "generation": placed.generation}
                 pool = self.pools[placed.rollout_pool]
-                engines = self.make_group(RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options)
+                engines = self.make_group(
+                    RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options
+                )
                 building.append((engines.name, engines.build()))
                 self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
             self.groups[name] = (placed.role, group)
@@ -149,28 +169,42 @@ class Session:
 
     def make_group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
         """One worker per rank of the pool, with the run's seed and timeline."""
-        return WorkerGroup(worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options)
+        return WorkerGroup(
+            worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options
+        )
 
     def context(self) -> StepContext:
         sampling = attrs.evolve(
-            self.job.sampling, stop_token_ids=(*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
+            self.job.sampling,
+            stop_token_ids=(*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id),
         )
         return StepContext(
-            self.groups, self.tasks, sampling, self.job.run.seed, self.rollouts, self.job.environment is not None
+            self.groups,
+            self.tasks,
+            sampling,
+            self.job.run.seed,
+            self.rollouts,
+            self.job.environment is not None,
         )
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
-        return {n: self.groups[n][1] for n, m in self.job.models.items() if m.spec.optimizer is not None}
+        return {
+            n: self.groups[n][1] for n, m in self.job.models.items() if m.spec.optimizer is not None
+        }
 
     # State
     def save(self, folder: Path) -> None:
         """The trained roles' weights and optimizers."""
-        for future in [group.save(str((folder / name).absolute())) for name, group in self.trained.items()]:
+        for future in [
+            group.save(str((folder / name).absolute())) for name, group in self.trained.items()
+        ]:
             future.result()
 
     def load(self, folder: Path) -> None:
-        for future in [group.load(str((folder / name).absolute())) for name, group in self.trained.items()]:
+        for future in [
+            group.load(str((folder / name).absolute())) for name, group in self.trained.items()
+        ]:
             future.result()
 
     def export(self, folder: Path) -> None:

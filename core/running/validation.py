@@ -49,7 +49,11 @@ def validate(run: Run, report: Reporter) -> dict[str, float]:
 
 def _losses(run: Run, rows: Batch) -> Iterator[Metrics]:
     """Of the trained roles whose losses read what the rows have, or what a frozen policy makes of them (a reference)."""
-    frozen = {h.role.column: h for h in run.ctx.roles.values() if h.role.kind == "policy" and not h.role.trained}
+    frozen = {
+        h.role.column: h
+        for h in run.ctx.roles.values()
+        if h.role.kind == "policy" and not h.role.trained
+    }
     for name, loss in run.job.algorithm.losses().items():
         lacking = [column for column in loss.reads if column not in rows]
         if set(lacking) <= set(frozen):

@@ -11,7 +11,9 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def said_meanwhile(say: Callable[[str], None], text: Callable[[], str], every_s: float = EVERY_S) -> Iterator[None]:
+def said_meanwhile(
+    say: Callable[[str], None], text: Callable[[], str], every_s: float = EVERY_S
+) -> Iterator[None]:
     """`say` "TEXT (20 s)" now and then, from a thread, until the body ends."""
     over, started = threading.Event(), time.monotonic()
 

@@ -51,7 +51,9 @@ class Stepper:
             self.engine.abort(ids)
             return
         wanted = {r.id for r in self._waiting} | self._open if ids is None else set(ids)
-        self._done += [Completion(r.id, *r.prefix(), "abort") for r in self._waiting if r.id in wanted]
+        self._done += [
+            Completion(r.id, *r.prefix(), "abort") for r in self._waiting if r.id in wanted
+        ]
         self._waiting = [r for r in self._waiting if r.id not in wanted]
         if running := wanted & self._open:
             self.engine.abort(running)

@@ -72,7 +72,11 @@ class PromisedTable(Table):
     """
 
     def __init__(
-        self, resolve: Callable[[], Batch], rows: int | None, names: tuple[str, ...] | None, reply: Any = None
+        self,
+        resolve: Callable[[], Batch],
+        rows: int | None,
+        names: tuple[str, ...] | None,
+        reply: Any = None,
     ):
         self._resolve, self.known, self._names, self.reply = resolve, rows, names, reply
         self._batch: Batch | None = None
@@ -160,7 +164,11 @@ class View:
         return known if known is not None else self._seen(self.tables[0].names()) or ()
 
     def _seen(self, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return names if names is None or self.only is None else tuple(n for n in names if n in self.only)
+        return (
+            names
+            if names is None or self.only is None
+            else tuple(n for n in names if n in self.only)
+        )
 
     def may_have(self, name: str) -> bool:
         """Whether it has, or may turn out to have, the column; never waits."""
@@ -172,7 +180,9 @@ class View:
             return self
         if cache is not None and id(self.index) in cache and self.index is not None:
             return View(self.tables, cache[id(self.index)], self.renames, self.only)
-        composed = compose(self.index, index, self.index.stop if isinstance(self.index, slice) else 0)
+        composed = compose(
+            self.index, index, self.index.stop if isinstance(self.index, slice) else 0
+        )
         if cache is not None:
             cache[id(self.index)] = composed
         return View(self.tables, composed, self.renames, self.only)
@@ -180,7 +190,11 @@ class View:
     def rename(self, names: Mapping[str, str]) -> View:
         """`names`: new -> present; names outside are dropped."""
         old = self.renames
-        return View(self.tables, self.index, {n: (old[p] if old is not None else p) for n, p in names.items()})
+        return View(
+            self.tables,
+            self.index,
+            {n: (old[p] if old is not None else p) for n, p in names.items()},
+        )
 
     def select(self, wanted: Sequence[str]) -> View | None:
         """Only the wanted columns; None when it has none of them."""
@@ -210,7 +224,12 @@ class View:
         if first is None:
             return View(self.tables[:1], slice(0, 0), self.renames, self.only)
         whole = start == first and stop == first + total
-        return View(tuple(kept), None if whole else slice(start - first, stop - first), self.renames, self.only)
+        return View(
+            tuple(kept),
+            None if whole else slice(start - first, stop - first),
+            self.renames,
+            self.only,
+        )
 
     def read(self, name: str) -> Column:
         if isinstance(self.index, slice) and len(self.tables) > 1:
@@ -223,7 +242,11 @@ class View:
         if view.index is None:
             return Column.concat([t.read(old, None) for t in view.tables])
         total = sum(t.rows for t in view.tables)
-        wanted = np.arange(total)[view.index] if isinstance(view.index, slice) else np.asarray(view.index)
+        wanted = (
+            np.arange(total)[view.index]
+            if isinstance(view.index, slice)
+            else np.asarray(view.index)
+        )
         return _gather(view.tables, old, wanted)
 
 
@@ -253,7 +276,9 @@ class Batch:
     __slots__ = ("_cuts", "_metrics", "_read", "views")
 
     def __init__(self, columns: Mapping[str, Any] | None = None, metrics: Metrics | None = None):
-        self.views: list[View] = [View((LocalTable({k: as_column(v) for k, v in columns.items()}),))] if columns else []
+        self.views: list[View] = (
+            [View((LocalTable({k: as_column(v) for k, v in columns.items()}),))] if columns else []
+        )
         self._metrics = metrics
         self._read: dict[str, Column] = {}
         self._cuts: np.ndarray | None = None
@@ -310,7 +335,9 @@ class Batch:
         """The view that has a column. Raises KeyError with the names there are."""
         view = self._view_of(name)
         if view is None:
-            raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}")
+            raise KeyError(
+                f"the batch has no column {name!r}; it has {', '.join(self.names) or 'none'}"
+            )
         return view
 
     def __getitem__(self, name: str) -> Column:
@@ -391,7 +418,9 @@ class Batch:
                 raise IndexError(f"a mask of {len(index)} entries for a batch of {self.rows} rows")
             index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
             if len(index) and not (-self.rows <= index.min() and index.max() < self.rows):
-                raise IndexError(f"row {int(index[np.abs(index).argmax()])} of a batch of {self.rows} rows")
+                raise IndexError(
+                    f"row {int(index[np.abs(index).argmax()])} of a batch of {self.rows} rows"
+                )
             index = np.where(index < 0, index + self.rows, index)
         elif index.step not in (None, 1):
             index = np.arange(self.rows)[index]
@@ -405,7 +434,9 @@ class Batch:
         """The same rows, those with equal entries of `units` [rows] next to each other; `split` keeps them together."""
         units = np.asarray(units)
         if len(units) != self.rows:
-            raise ValueError(f"whole() needs one unit number for each of the {self.rows} rows, got {len(units)}")
+            raise ValueError(
+                f"whole() needs one unit number for each of the {self.rows} rows, got {len(units)}"
+            )
         order = np.argsort(units, kind="stable")
         batch = self if (order == np.arange(len(order))).all() else self.take(order)
         batch = self._same_rows(batch.views, batch._read)
@@ -436,10 +467,14 @@ class Batch:
             return cls()
         if len(batches) == 1:
             return batches[0]
-        known = [frozenset(b.names) for b in batches if all(v.known_names() is not None for v in b.views)]
+        known = [
+            frozenset(b.names) for b in batches if all(v.known_names() is not None for v in b.views)
+        ]
         if len(set(known)) > 1:
             differing = sorted(frozenset.union(*known) - frozenset.intersection(*known))
-            raise ValueError(f"batches put behind one another need the same columns; not in all of them: {differing}")
+            raise ValueError(
+                f"batches put behind one another need the same columns; not in all of them: {differing}"
+            )
         whole = cls.of_views([View(tuple(t for b in batches for t in _tables(b)))])
         whole._metrics = _own_metrics(batches)
         return whole

@@ -74,10 +74,15 @@ class Column:
                 first = int(ends[start - 1]) if start else 0
                 last = int(ends[stop - 1]) if stop > start else first
                 values = self.values[first:last]
-                return Column(values.clone() if copy else values, self.lengths[start : max(stop, start)].copy())
+                return Column(
+                    values.clone() if copy else values,
+                    self.lengths[start : max(stop, start)].copy(),
+                )
             index = np.arange(start, stop, step)
         lengths = self.lengths[index]
-        return Column(self.values[torch.from_numpy(_positions(ends[index] - lengths, lengths))], lengths)
+        return Column(
+            self.values[torch.from_numpy(_positions(ends[index] - lengths, lengths))], lengths
+        )
 
     @classmethod
     def concat(cls, columns: Sequence[Column]) -> Column:
@@ -104,17 +109,24 @@ class Column:
     @classmethod
     def from_padded(cls, tensor: torch.Tensor, lengths: np.ndarray) -> Column:
         """The inverse of `padded`: keeps the first lengths[i] entries of row i."""
-        mask = torch.arange(tensor.shape[1])[None] < torch.from_numpy(np.asarray(lengths, dtype=np.int64))[:, None]
+        mask = (
+            torch.arange(tensor.shape[1])[None]
+            < torch.from_numpy(np.asarray(lengths, dtype=np.int64))[:, None]
+        )
         return cls(tensor[mask.to(tensor.device)], np.asarray(lengths, dtype=np.int64))
 
 
-def pad_rows(values: torch.Tensor, lengths: np.ndarray, fill: float = 0, width: int | None = None) -> torch.Tensor:
+def pad_rows(
+    values: torch.Tensor, lengths: np.ndarray, fill: float = 0, width: int | None = None
+) -> torch.Tensor:
     longest = int(lengths.max()) if len(lengths) else 0
     width = longest if width is None else width
     if width < longest:
         raise ValueError(f"width {width} is smaller than the longest row ({longest})")
     out = values.new_full((len(lengths), width, *values.shape[1:]), fill)
-    mask = torch.arange(width)[None] < torch.from_numpy(np.asarray(lengths, dtype=np.int64))[:, None]
+    mask = (
+        torch.arange(width)[None] < torch.from_numpy(np.asarray(lengths, dtype=np.int64))[:, None]
+    )
     out[mask.to(values.device)] = values
     return out
 
@@ -122,7 +134,9 @@ def pad_rows(values: torch.Tensor, lengths: np.ndarray, fill: float = 0, width: 
 def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Flat positions of runs: [starts[0], starts[0]+1, ...] for each run, in order."""
     total = int(lengths.sum())
-    shift = np.repeat(starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else starts, lengths)
+    shift = np.repeat(
+        starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else starts, lengths
+    )
     return np.asarray(np.arange(total) + shift, dtype=np.int64)
 
 

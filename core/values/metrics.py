@@ -11,7 +11,9 @@ class Metrics:
     __slots__ = ("maxima", "means")
 
     def __init__(
-        self, means: Mapping[str, tuple[float, float]] | None = None, maxima: Mapping[str, float] | None = None
+        self,
+        means: Mapping[str, tuple[float, float]] | None = None,
+        maxima: Mapping[str, float] | None = None,
     ):
         self.means = {k: (float(s), float(n)) for k, (s, n) in (means or {}).items()}
         self.maxima = {k: float(v) for k, v in (maxima or {}).items()}
@@ -39,7 +41,8 @@ class Metrics:
 
     def prefixed(self, prefix: str) -> Metrics:
         return Metrics(
-            {f"{prefix}{k}": v for k, v in self.means.items()}, {f"{prefix}{k}": v for k, v in self.maxima.items()}
+            {f"{prefix}{k}": v for k, v in self.means.items()},
+            {f"{prefix}{k}": v for k, v in self.maxima.items()},
         )
 
     def __getitem__(self, name: str) -> float:

@@ -64,9 +64,15 @@ class ModelShape:
         """Why its layers cannot be cut into `tp` parts of whole heads."""
         inner = self.expert_intermediate if self.experts else self.intermediate
         sizes = {"attention heads": self.heads, "intermediate size": inner}
-        problems = [f"tp {tp} does not divide the {what} {size}" for what, size in sizes.items() if size % tp]
+        problems = [
+            f"tp {tp} does not divide the {what} {size}"
+            for what, size in sizes.items()
+            if size % tp
+        ]
         if self.kv_heads % tp and tp % self.kv_heads:
-            problems.append(f"tp {tp} neither divides nor is divided by the {self.kv_heads} key/value heads")
+            problems.append(
+                f"tp {tp} neither divides nor is divided by the {self.kv_heads} key/value heads"
+            )
         return problems
 
 
@@ -122,7 +128,9 @@ class ModelSize:
         if not self.adapter_rank:
             return 1.0
         matrices = [shape for shape in self.shape.layer.values() if len(shape) == 2]
-        return min(1.0, self.shape.layers * self.adapter_rank * sum(map(sum, matrices)) / self.params)
+        return min(
+            1.0, self.shape.layers * self.adapter_rank * sum(map(sum, matrices)) / self.params
+        )
 
     def trunk_flops(self, tokens: float) -> float:
         """Of one token of a sequence of `tokens`, without the head: 2 per weight, and causal attention."""

@@ -50,7 +50,9 @@ class ParallelLayout:
 
     def __attrs_post_init__(self) -> None:
         if sorted(self.order.split("-")) != sorted(AXES):
-            raise ValueError(f"order must name each of {', '.join(AXES)} once, joined by '-', got {self.order!r}")
+            raise ValueError(
+                f"order must name each of {', '.join(AXES)} once, joined by '-', got {self.order!r}"
+            )
         if self.dp % self.ep:
             raise ValueError(f"ep must divide dp, got ep={self.ep}, dp={self.dp}")
 
@@ -85,7 +87,9 @@ class ParallelLayout:
         `axis` is tp, cp, pp, dp or ep, or several joined by "-" ("cp-dp": ranks that differ in these).
         """
         if axis == "ep":
-            return sorted(g[i : i + self.ep] for g in self.groups("dp") for i in range(0, self.dp, self.ep))
+            return sorted(
+                g[i : i + self.ep] for g in self.groups("dp") for i in range(0, self.dp, self.ep)
+            )
         names = axis.split("-")
         if unknown := [n for n in names if n not in AXES]:
             raise ValueError(f"unknown axis {unknown[0]!r}; axes are {', '.join((*AXES, 'ep'))}")
@@ -93,14 +97,18 @@ class ParallelLayout:
         inner = sorted(names, key=self._strides.__getitem__, reverse=True)
         return sorted(
             [
-                self.rank(**dict(zip(others, fixed, strict=True)), **dict(zip(inner, moving, strict=True)))
+                self.rank(
+                    **dict(zip(others, fixed, strict=True)), **dict(zip(inner, moving, strict=True))
+                )
                 for moving in product(*(range(getattr(self, a)) for a in inner))
             ]
             for fixed in product(*(range(getattr(self, a)) for a in others))
         )
 
     def __str__(self) -> str:
-        sizes = [f"{a}{getattr(self, a)}" for a in ("dp", "tp", "pp", "cp", "ep") if getattr(self, a) > 1]
+        sizes = [
+            f"{a}{getattr(self, a)}" for a in ("dp", "tp", "pp", "cp", "ep") if getattr(self, a) > 1
+        ]
         return "-".join(sizes) or "dp1"
 
 
@@ -141,7 +149,12 @@ class GenerationLayout:
 
     @cached_property
     def replica_of(self) -> dict[int, int]:
-        return {rank: i for i, replica in enumerate(self.replicas) for stage in replica for rank in stage}
+        return {
+            rank: i
+            for i, replica in enumerate(self.replicas)
+            for stage in replica
+            for rank in stage
+        }
 
     def output_rank(self, replica: int) -> int:
         """Last stage, tp 0."""
@@ -152,7 +165,11 @@ class GenerationLayout:
 
 
 def generation_layout(
-    train: ParallelLayout, pp: int = 1, tp: int = 1, grouping: str = "zero-redundancy", node: int | None = None
+    train: ParallelLayout,
+    pp: int = 1,
+    tp: int = 1,
+    grouping: str = "zero-redundancy",
+    node: int | None = None,
 ) -> GenerationLayout:
     """Cut a training layout into generation replicas of `pp * tp` ranks (paper, section 5.3).
 
@@ -187,7 +204,9 @@ def _replicas(train: ParallelLayout, pp: int, tp: int, grouping: str, node: int)
     replicas = []
     for dp, cp, m_p, m_t in product(range(train.dp), range(train.cp), range(step_p), range(step_t)):
 
-        def at(p_g: int, t_g: int, dp: int = dp, cp: int = cp, m_p: int = m_p, m_t: int = m_t) -> int:
+        def at(
+            p_g: int, t_g: int, dp: int = dp, cp: int = cp, m_p: int = m_p, m_t: int = m_t
+        ) -> int:
             if grouping == "zero-redundancy":
                 return train.rank(tp=t_g * step_t + m_t, pp=p_g * step_p + m_p, cp=cp, dp=dp)
             return train.rank(tp=m_t * tp + t_g, pp=m_p * pp + p_g, cp=cp, dp=dp)

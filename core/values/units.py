@@ -13,4 +13,10 @@ def amount(nbytes: float) -> str:
 
 def seconds(value: float) -> str:
     """12.3 s, 0.46 s, 7.8 ms."""
-    return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"
+    return (
+        f"{value:.1f} s"
+        if value >= 10
+        else f"{value:.2f} s"
+        if value >= 0.1
+        else f"{1000 * value:.1f} ms"
+    )

@@ -29,7 +29,8 @@ class Box:
         """The whole of `shape` but for [start, stop) along `dim`."""
         whole = cls.full(shape)
         return cls(
-            (*whole.start[:dim], start, *whole.start[dim + 1 :]), (*whole.stop[:dim], stop, *whole.stop[dim + 1 :])
+            (*whole.start[:dim], start, *whole.start[dim + 1 :]),
+            (*whole.stop[:dim], stop, *whole.stop[dim + 1 :]),
         )
 
     @property
@@ -45,7 +46,9 @@ class Box:
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """The slices of this box in a tensor that holds `outer`."""
-        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True))
+        return tuple(
+            slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True)
+        )
 
     def intersect(self, other: Box) -> Box | None:
         """What both hold, or None."""
@@ -102,7 +105,10 @@ def _flat(
     if head < tail:
         whole = Box.full(shape[1:])
         rest = list(origin[1:])
-        yield [first + head, *rest], [first + tail, *(o + n for o, n in zip(rest, whole.stop, strict=True))]
+        yield (
+            [first + head, *rest],
+            [first + tail, *(o + n for o, n in zip(rest, whole.stop, strict=True))],
+        )
     if tail * row < stop:
         yield from inside(tail, 0, stop - tail * row)
 
@@ -204,7 +210,10 @@ class WeightLayout:
     def nbytes(self, rank: int) -> int:
         """Bytes of parameters that a rank holds."""
         holding = self.held.get(rank, {})
-        return sum(self.params[n].dtype.itemsize * sum(b.numel for b in boxes) for n, boxes in holding.items())
+        return sum(
+            self.params[n].dtype.itemsize * sum(b.numel for b in boxes)
+            for n, boxes in holding.items()
+        )
 
     def renumbered(self, number: Callable[[int], int]) -> WeightLayout:
         """The same on other ranks: those of another pool, say, behind the first pool's."""
@@ -214,4 +223,6 @@ class WeightLayout:
             if id(held) not in memo:
                 memo[id(held)] = {number(rank): boxes for rank, boxes in held.items()}
         renamed = {name: memo[id(held)] for name, held in shards.items()}
-        return WeightLayout.by_name(self.params, renamed, map(number, self.held), self.ties, self.opaque)
+        return WeightLayout.by_name(
+            self.params, renamed, map(number, self.held), self.ties, self.opaque
+        )

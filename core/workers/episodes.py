@@ -55,7 +55,9 @@ class Episodes:
 class Episode:
     """One row: what was said so far, with the mask, logprobs, versions and turn of each token."""
 
-    def __init__(self, spec: Episodes, request: Request, meta: Mapping[str, Any], stops: tuple[int, ...]):
+    def __init__(
+        self, spec: Episodes, request: Request, meta: Mapping[str, Any], stops: tuple[int, ...]
+    ):
         self.spec, self.request, self.meta, self.stops = spec, request, meta, stops
         self.ids = np.zeros(0, np.int64)
         self.logprobs = np.zeros(0, np.float32)
@@ -95,9 +97,13 @@ class Episode:
         try:
             answer = call()
         except Exception as error:
-            return {"error": f"environment {name!r} raised {type(error).__name__}: {error} [after {shorten(text)}]"}
+            return {
+                "error": f"environment {name!r} raised {type(error).__name__}: {error} [after {shorten(text)}]"
+            }
         if not isinstance(answer, Answer):
-            return {"error": f"environment {name!r} returned {answer!r:.80}; return an Answer [after {shorten(text)}]"}
+            return {
+                "error": f"environment {name!r} returned {answer!r:.80}; return an Answer [after {shorten(text)}]"
+            }
         if not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
             wrong = f"gave the reward {answer.reward!r}; it must be a finite number"
             return {"error": f"environment {name!r} {wrong} [after {shorten(text)}]"}
@@ -113,20 +119,30 @@ class Episode:
             self.reason = "stop"
             return
         ids = self.spec.tokenizer.encode(said["text"]) if said["text"] else np.zeros(0, np.int64)
-        if (not first and not len(ids)) or (len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids):
+        if (not first and not len(ids)) or (
+            len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids
+        ):
             raise EnvironmentFailure(
                 f"environment {self.spec.section.name!r} answered {said['text']!r} and the episode is not done; an answer "
                 f"needs a text that does not end as a turn does [row {self.request.id}]"
             )
         room = self.request.sampling.max_tokens - len(self.ids)
-        self._put(ids[:room], np.zeros(len(ids[:room]), np.float32), np.full(len(ids[:room]), NOT_MADE), NOT_MADE)
+        self._put(
+            ids[:room],
+            np.zeros(len(ids[:room]), np.float32),
+            np.full(len(ids[:room]), NOT_MADE),
+            NOT_MADE,
+        )
         if len(ids) >= room or len(self.rewards) >= self.spec.section.max_turns:
             self.reason = "length"
         self.states.append(said["state"])
 
     def next_request(self) -> Request:
         return attrs.evolve(
-            self.request, prefix_ids=self.ids, prefix_logprobs=self.logprobs, prefix_versions=self.versions
+            self.request,
+            prefix_ids=self.ids,
+            prefix_logprobs=self.logprobs,
+            prefix_versions=self.versions,
         )
 
     def made(self, done: Completion) -> Turn | None:
@@ -160,7 +176,9 @@ def run_episodes(
     stops = spec.stop_ids()
     episodes = []
     for request, meta in zip(requests, metas, strict=True):
-        sampling = attrs.evolve(request.sampling, stop_token_ids=(*request.sampling.stop_token_ids, *stops))
+        sampling = attrs.evolve(
+            request.sampling, stop_token_ids=(*request.sampling.stop_token_ids, *stops)
+        )
         episodes.append(Episode(spec, attrs.evolve(request, sampling=sampling), meta, stops))
     try:
         answers = _on_first_rank(lambda: [e.start() for e in episodes], context)
@@ -170,7 +188,9 @@ def run_episodes(
             done = engine.generate([e.next_request() for e in running])
             turns = [(e, e.made(completion)) for e, completion in zip(running, done, strict=True)]
             waiting = [(e, turn) for e, turn in turns if turn is not None]
-            said = _on_first_rank(lambda waiting=waiting: [e.answer(turn) for e, turn in waiting], context)
+            said = _on_first_rank(
+                lambda waiting=waiting: [e.answer(turn) for e, turn in waiting], context
+            )
             for (episode, _), answer in zip(waiting, said, strict=True):
                 episode.take(answer)
     finally:

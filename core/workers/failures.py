@@ -20,7 +20,11 @@ log = logging.getLogger(__name__)
 
 
 def score_by_rule(
-    reward: Reward, samples: Sequence[RewardSample], name: str, rule: FailureRule, per_token: bool = False
+    reward: Reward,
+    samples: Sequence[RewardSample],
+    name: str,
+    rule: FailureRule,
+    per_token: bool = False,
 ) -> tuple[Any, int]:
     """(float32 [n], or with `per_token` a list of float32 [T_i]; how many were scored by rule).
 
@@ -46,12 +50,27 @@ def score_by_rule(
 class _Scoring:
     """One call of a reward on some samples."""
 
-    def __init__(self, call: Callable[[RewardSample], Any], waits: bool, name: str, rule: FailureRule, per_token: bool):
-        self.call, self.waits, self.name, self.rule, self.per_token = call, waits, name, rule, per_token
+    def __init__(
+        self,
+        call: Callable[[RewardSample], Any],
+        waits: bool,
+        name: str,
+        rule: FailureRule,
+        per_token: bool,
+    ):
+        self.call, self.waits, self.name, self.rule, self.per_token = (
+            call,
+            waits,
+            name,
+            rule,
+            per_token,
+        )
         self.failed = 0
 
     def run(self, samples: Sequence[RewardSample]) -> tuple[Any, int]:
-        if not self.waits and self.rule.timeout_s is None:  # in the caller's own thread, where it may do what it likes
+        if (
+            not self.waits and self.rule.timeout_s is None
+        ):  # in the caller's own thread, where it may do what it likes
             found = [self._alone(row, sample) for row, sample in enumerate(samples)]
             return gathered(found, self.per_token), self.failed
         ended: list[Any] = []
@@ -100,7 +119,9 @@ class _Scoring:
 
         async def work() -> Any:
             try:
-                return await (self.call(sample) if self.waits else _in_thread(lambda: self.call(sample)))
+                return await (
+                    self.call(sample) if self.waits else _in_thread(lambda: self.call(sample))
+                )
             except Exception as error:  # its own TimeoutError is not ours
                 return _Raised(error)
 
@@ -112,9 +133,13 @@ class _Scoring:
     def _judged(self, made: Any, row: int, sample: RewardSample, left: int) -> Any:
         """Its number or numbers, or a RewardError: what was wrong."""
         if isinstance(made, _Late):
-            error = failure(f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample)
+            error = failure(
+                f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample
+            )
         elif isinstance(made, _Raised):
-            error = failure(f"raised {type(made.error).__name__}: {made.error}", self.name, row, sample)
+            error = failure(
+                f"raised {type(made.error).__name__}: {made.error}", self.name, row, sample
+            )
         else:
             try:
                 return checked(made, self.name, row, sample, self.per_token)
@@ -129,7 +154,11 @@ class _Scoring:
             raise error
         self.failed += 1
         log.warning("%s; it gets %g by rule (on_failure.score)", error, self.rule.score)
-        return at_last_token(self.rule.score, sample) if self.per_token else np.float32(self.rule.score)
+        return (
+            at_last_token(self.rule.score, sample)
+            if self.per_token
+            else np.float32(self.rule.score)
+        )
 
 
 def at_last_token(score: float, sample: RewardSample) -> np.ndarray:

@@ -57,7 +57,11 @@ def generate_episodes(
 
 
 def make_requests(
-    batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None, extras: Collection[str] = ()
+    batch: Batch,
+    sampling: SamplingParams,
+    seed: int,
+    max_tokens: Sequence[int] | None,
+    extras: Collection[str] = (),
 ) -> list[Request]:
     """A request for each row. extras: columns that the engine declares; a row's values go along, where there are any."""
     samples, requests = torch.as_tensor(batch["sample_id"].values).tolist(), []
@@ -67,11 +71,15 @@ def make_requests(
         if max_tokens is not None:
             limit = attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
         own = {name: values[row] for name, values in more.items()}
-        requests.append(Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample), extras=own))
+        requests.append(
+            Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample), extras=own)
+        )
     return requests
 
 
-def _generation_metrics(made: float, reasons: Sequence[str], started: float, engine: RolloutEngine) -> Metrics:
+def _generation_metrics(
+    made: float, reasons: Sequence[str], started: float, engine: RolloutEngine
+) -> Metrics:
     """`made`: tokens."""
     rows = len(reasons)
     metrics = Metrics(

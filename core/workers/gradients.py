@@ -14,7 +14,11 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
-from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches
+from hybridflow.core.workers.micro_batch import (
+    dummy_micro_batch,
+    make_micro_batch,
+    plan_micro_batches,
+)
 from hybridflow.core.workers.reduction import Tally, reduce_terms
 
 BASE = ("prompt_ids", "response_ids", "loss_mask")
@@ -26,21 +30,31 @@ def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
     """The columns that an update needs."""
     extra = {"topk_ids"} if any("topk_logprobs" in loss.needs for _, loss in pairs) else set()
     units = {loss.unit for _, loss in pairs} - {"row"}
-    return [*BASE, *sorted({name for _, loss in pairs for name in loss.reads} | extra | units | {*MISMATCH})]
+    return [
+        *BASE,
+        *sorted({name for _, loss in pairs for name in loss.reads} | extra | units | {*MISMATCH}),
+    ]
 
 
 class LossPart:
     """One (mini-batch, loss) pair: this rank's rows, and its counts over all ranks once they are agreed."""
 
     def __init__(
-        self, batch: Batch, loss: Loss, micro_batch_tokens: int, context: RankContext, extras: Collection[str] = ()
+        self,
+        batch: Batch,
+        loss: Loss,
+        micro_batch_tokens: int,
+        context: RankContext,
+        extras: Collection[str] = (),
     ):
         """extras: columns that the backend reads beside ours, where the batch has them."""
         self.loss, self.context = loss, context
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
         assert self.prompts.lengths is not None and self.responses.lengths is not None
         self.tokens = _row_tokens(self.masks)
-        self.units = None if loss.unit == "row" else np.asarray(torch.as_tensor(batch[loss.unit].values))
+        self.units = (
+            None if loss.unit == "row" else np.asarray(torch.as_tensor(batch[loss.unit].values))
+        )
         kept = self._kept_rows()
         lengths = (self.prompts.lengths + self.responses.lengths)[kept]
         units = None if self.units is None else self.units[kept]
@@ -67,7 +81,8 @@ class LossPart:
     def make_micros(self, count: int) -> None:
         device, made = self.context.device, self.plan
         self.micros = [
-            make_micro_batch(self.prompts, self.responses, rows, device, self.topk, self.extras) for rows in made
+            make_micro_batch(self.prompts, self.responses, rows, device, self.topk, self.extras)
+            for rows in made
         ]
         topk = 0 if self.topk is None else int(torch.as_tensor(self.topk.values).shape[-1])
         self.micros += [dummy_micro_batch(device, topk) for _ in range(count - len(made))]
@@ -82,12 +97,17 @@ class LossPart:
             rows = padded_rows(self.columns, self.plan[at], self.context.device)
             declared = {name: rows[name] for name in (*self.loss.reads, "loss_mask")}
             value, found = reduce_terms(
-                self.loss(declared, outputs), rows["loss_mask"], self.total, self._count(self.plan[at])
+                self.loss(declared, outputs),
+                rows["loss_mask"],
+                self.total,
+                self._count(self.plan[at]),
             )
             tally.extend(found)
             if "logprobs" in outputs and all(name in rows for name in MISMATCH):
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
-            if train and not value.requires_grad:  # every term had weight 0; the ranks' backwards must still meet
+            if (
+                train and not value.requires_grad
+            ):  # every term had weight 0; the ranks' backwards must still meet
                 return value + _nothing(outputs)
             return value
 
@@ -95,7 +115,9 @@ class LossPart:
             backend.forward_backward(self.micros, list(self.loss.needs), share, temperature)
         else:
             with torch.no_grad():
-                for at, outputs in enumerate(backend.forward(self.micros, list(self.loss.needs), temperature)):
+                for at, outputs in enumerate(
+                    backend.forward(self.micros, list(self.loss.needs), temperature)
+                ):
                     if outputs:  # only the last stage of a pipeline has them
                         share(at, outputs)
         return tally
@@ -182,5 +204,7 @@ def padded_rows(
             tensor = Column(values, taken.lengths).padded(width=width)
         else:
             tensor = torch.as_tensor(taken.values)
-        out[name] = (tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor).to(device)
+        out[name] = (
+            tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor
+        ).to(device)
     return out

@@ -18,7 +18,10 @@ LONGEST_SEARCH = 512
 
 
 def plan_micro_batches(
-    lengths: np.ndarray, budget: int, units: np.ndarray | None = None, overhead: int = OVERHEAD_TOKENS
+    lengths: np.ndarray,
+    budget: int,
+    units: np.ndarray | None = None,
+    overhead: int = OVERHEAD_TOKENS,
 ) -> list[np.ndarray]:
     """Row indices per micro-batch, such that rows * longest <= `budget` (a single unit may exceed it).
 
@@ -28,8 +31,12 @@ def plan_micro_batches(
     if len(lengths) == 0:
         return []
     members = _unit_rows(len(lengths), units)
-    longest = np.asarray(lengths) if units is None else np.array([lengths[m].max() for m in members])
-    sizes = np.ones(len(longest), np.int64) if units is None else np.array([len(m) for m in members])
+    longest = (
+        np.asarray(lengths) if units is None else np.array([lengths[m].max() for m in members])
+    )
+    sizes = (
+        np.ones(len(longest), np.int64) if units is None else np.array([len(m) for m in members])
+    )
     order = np.lexsort((sizes, longest))
     stops = _cuts(longest[order], np.concatenate([[0], np.cumsum(sizes[order])]), budget, overhead)
     if units is None:
@@ -55,7 +62,9 @@ def _cuts(longest: np.ndarray, ends: np.ndarray, budget: int, overhead: int) -> 
             continue
         first = int(np.searchsorted(run_stops, start, "right"))
         runs = slice(first, first + LONGEST_SEARCH)
-        full = np.searchsorted(ends, ends[start] + budget // longest[run_stops[runs] - 1], "right") - 1
+        full = (
+            np.searchsorted(ends, ends[start] + budget // longest[run_stops[runs] - 1], "right") - 1
+        )
         stops = np.minimum(full, run_stops[runs])  # as many units of each length as fit
         stops = stops[stops > np.maximum(start, run_starts[runs])]
         stops = stops if len(stops) else np.array([start + 1])
@@ -86,7 +95,10 @@ def make_micro_batch(
         raise HybridFlowError(
             f"row {rows[np.argmin(prompt.lengths)]} has an empty prompt; begin prompts with a token (bos, say)"
         )
-    head, total = torch.from_numpy(prompt.lengths)[:, None], torch.from_numpy(prompt.lengths + response.lengths)
+    head, total = (
+        torch.from_numpy(prompt.lengths)[:, None],
+        torch.from_numpy(prompt.lengths + response.lengths),
+    )
     ids = torch.zeros(len(rows), int(total.max()), dtype=torch.int64)
     at = torch.arange(ids.shape[1])[None]
     in_prompt = at < head
@@ -109,8 +121,13 @@ def dummy_micro_batch(device: torch.device, topk: int = 0) -> MicroBatch:
     return MicroBatch(ids, one, one, extra, dummy=True)
 
 
-def unpad(outputs: Sequence[torch.Tensor], plan: Sequence[np.ndarray], lengths: np.ndarray) -> Column:
+def unpad(
+    outputs: Sequence[torch.Tensor], plan: Sequence[np.ndarray], lengths: np.ndarray
+) -> Column:
     """Per-token outputs [B, T, ...] of the micro-batches -> one token column in the rows' own order."""
-    pieces = [Column.from_padded(o.detach().cpu(), lengths[rows]) for o, rows in zip(outputs, plan, strict=True)]
+    pieces = [
+        Column.from_padded(o.detach().cpu(), lengths[rows])
+        for o, rows in zip(outputs, plan, strict=True)
+    ]
     back = np.argsort(np.concatenate(list(plan)), kind="stable")
     return Column.concat(pieces).take(back)

@@ -32,10 +32,20 @@ from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.episodes import Episodes
-from hybridflow.core.workers.generation import EPISODE_COLUMNS, GENERATED, generate_episodes, generate_rows
+from hybridflow.core.workers.generation import (
+    EPISODE_COLUMNS,
+    GENERATED,
+    generate_episodes,
+    generate_rows,
+)
 from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
 from hybridflow.core.workers.memory import Peak, measured
-from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_batch, plan_micro_batches, unpad
+from hybridflow.core.workers.micro_batch import (
+    dummy_micro_batch,
+    make_micro_batch,
+    plan_micro_batches,
+    unpad,
+)
 from hybridflow.core.workers.pool_member import PoolMember
 
 
@@ -62,7 +72,9 @@ class ModelWorker(PoolMember):
         self.hybrid: HybridEngine | None = None
         self.sync_peak = Peak()
         self._reads = registry().training_capabilities(role.backend).extras
-        self._sends = registry().engine_capabilities(role.engine).extras if role.engine else frozenset()
+        self._sends = (
+            registry().engine_capabilities(role.engine).extras if role.engine else frozenset()
+        )
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> Built:
@@ -71,10 +83,14 @@ class ModelWorker(PoolMember):
         cost: SyncCost | None = None
         if self.role.engine is not None:
             role = self.role
-            self.engine = build_engine(self.role.engine, role.model, role.engine_config, self.context, role.logs)
+            self.engine = build_engine(
+                self.role.engine, role.model, role.engine_config, self.context, role.logs
+            )
             start_engine(self.engine)
             resident = self.role.keep_engine and not self.role.offload
-            self.hybrid = HybridEngine(self.backend, self.engine, self.context, self.role.sync, resident)
+            self.hybrid = HybridEngine(
+                self.backend, self.engine, self.context, self.role.sync, resident
+            )
             cost = self.hybrid.prepare()
         if self.role.offload:
             self.backend.offload()
@@ -114,7 +130,9 @@ class ModelWorker(PoolMember):
         if not outputs:
             return Batch({})
         scores = torch.as_tensor(outputs["scores"].values)
-        return Batch({column: scores}, Metrics({column: (float(scores.double().sum()), float(len(scores)))}))
+        return Batch(
+            {column: scores}, Metrics({column: (float(scores.double().sum()), float(len(scores)))})
+        )
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
         """Nothing on a stage that is not the last: its result does not count."""
@@ -123,14 +141,21 @@ class ModelWorker(PoolMember):
         assert prompts.lengths is not None and responses.lengths is not None
         plan = plan_micro_batches(prompts.lengths + responses.lengths, self.role.micro_batch_tokens)
         extras = {name: batch[name] for name in self._reads if name in batch}
-        micros = [make_micro_batch(prompts, responses, rows, device, extras=extras) for rows in plan]
-        most = int(max(*self.context.max([len(micros)]), 1))  # forwards: equally many on every dp rank
+        micros = [
+            make_micro_batch(prompts, responses, rows, device, extras=extras) for rows in plan
+        ]
+        most = int(
+            max(*self.context.max([len(micros)]), 1)
+        )  # forwards: equally many on every dp rank
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         with self._resident() as backend:
             outputs = backend.forward(micros, needs, self.role.temperature)
         if not outputs[0]:
             return {}
-        return {name: _column([o[name] for o in outputs], plan, responses.lengths) for name in _output_names(needs)}
+        return {
+            name: _column([o[name] for o in outputs], plan, responses.lengths)
+            for name in _output_names(needs)
+        }
 
     # Training
     @register(Protocol.THREE_D, reads=loss_reads)
@@ -160,7 +185,9 @@ class ModelWorker(PoolMember):
         budget = self.role.micro_batch_tokens
         parts = [LossPart(batch, loss, budget, self.context, self._reads) for batch, loss in pairs]
         agree(parts)
-        return loss_metrics([p.run(self.backend, self.role.temperature, train) for p in parts], self.context)
+        return loss_metrics(
+            [p.run(self.backend, self.role.temperature, train) for p in parts], self.context
+        )
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if np.isfinite(loss) and np.isfinite(grad_norm):
@@ -173,7 +200,11 @@ class ModelWorker(PoolMember):
     # Generation
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
     def generate(
-        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int,
+        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         """Responses for the rows' prompts; with the trained weights of this moment (synced if they are newer).
 
@@ -183,7 +214,11 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
     def episodes(
-        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int,
+        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         """`generate` in turns with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
@@ -199,7 +234,9 @@ class ModelWorker(PoolMember):
         if not self.role.keep_engine:
             self.engine.sleep()
         made.metrics.means["sync_seconds"] = (synced, 1.0)
-        made.metrics.maxima.update(_peak_metric("generate", peak).maxima | self._sync_figures(synced))
+        made.metrics.maxima.update(
+            _peak_metric("generate", peak).maxima | self._sync_figures(synced)
+        )
         return made
 
     @register(Protocol.ONE_TO_ALL)
@@ -259,7 +296,9 @@ class ModelWorker(PoolMember):
         with self._resident() as backend:
             for name, tensor in backend.full_parameters():
                 digest.update(name.encode())
-                digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+                )
         return digest.hexdigest()
 
     def _sync_figures(self, seconds: float) -> dict[str, float]:
@@ -283,14 +322,20 @@ def _peak_metric(phase: str, peak: Peak) -> Metrics:
 
 
 def _output_names(needs: Sequence[str]) -> list[str]:
-    return [n for need in needs for n in (("topk_ids", "topk_logprobs") if need.startswith("topk:") else (need,))]
+    return [
+        n
+        for need in needs
+        for n in (("topk_ids", "topk_logprobs") if need.startswith("topk:") else (need,))
+    ]
 
 
 def _column(outputs: list[torch.Tensor], plan: list[np.ndarray], lengths: np.ndarray) -> Column:
     """[B] or [B, T, ...] per micro-batch -> a column in the rows' own order; outputs of dummies fall away."""
     if not plan:  # this rank has no rows
         empty = outputs[0].new_zeros((0, *outputs[0].shape[2:]), device="cpu")
-        return Column(empty) if outputs[0].dim() == 1 else Column(empty, np.zeros(0, dtype=np.int64))
+        return (
+            Column(empty) if outputs[0].dim() == 1 else Column(empty, np.zeros(0, dtype=np.int64))
+        )
     outputs = outputs[: len(plan)]
     if outputs[0].dim() > 1:
         return unpad(outputs, plan, lengths)

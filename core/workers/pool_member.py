@@ -22,7 +22,12 @@ class PoolMember(Worker):
 
     @register(Protocol.ONE_TO_ALL)
     def connect(
-        self, source: WeightLayout, target: WeightLayout, first: int, nodes: list[str], spec: SyncSpec
+        self,
+        source: WeightLayout,
+        target: WeightLayout,
+        first: int,
+        nodes: list[str],
+        spec: SyncSpec,
     ) -> tuple[int, str]:
         """`first`: the plan's number of this group's rank 0. Gives the number of rounds, and the transport."""
         c = self.context

@@ -30,7 +30,12 @@ class Tally:
         self._maxima += other._maxima
 
     def metrics(self) -> Metrics:
-        scalars = [t for _, total, count in self._sums for t in (total, count) if isinstance(t, torch.Tensor)]
+        scalars = [
+            t
+            for _, total, count in self._sums
+            for t in (total, count)
+            if isinstance(t, torch.Tensor)
+        ]
         scalars += [value for _, value in self._maxima]
         read = iter(torch.stack([t.double() for t in scalars]).tolist() if scalars else ())
         means: dict[str, tuple[float, float]] = {}
@@ -69,7 +74,9 @@ def reduce_terms(
     return total, tally
 
 
-def _share(term: Term, loss_mask: torch.Tensor, counts: Counts, local: Counts) -> tuple[torch.Tensor, float, float]:
+def _share(
+    term: Term, loss_mask: torch.Tensor, counts: Counts, local: Counts
+) -> tuple[torch.Tensor, float, float]:
     """(numerator, the mini-batch's count, this micro-batch's count)."""
     masked = _masked(term.value, _mask_of(term, loss_mask))
     if term.how == "unit-mean":
@@ -86,7 +93,9 @@ def _share(term: Term, loss_mask: torch.Tensor, counts: Counts, local: Counts) -
 
 def _mask_of(term: Term, loss_mask: torch.Tensor) -> torch.Tensor:
     mask = loss_mask if term.mask is None else term.mask
-    if term.mask is None and (term.how == "unit-mean" or (term.how == "max" and term.value.dim() == 1)):
+    if term.mask is None and (
+        term.how == "unit-mean" or (term.how == "max" and term.value.dim() == 1)
+    ):
         mask = torch.ones_like(term.value)  # of units
     expected = 1 if term.how == "unit-mean" else mask.dim()
     if term.value.shape != mask.shape or term.value.dim() != expected:
@@ -99,4 +108,7 @@ def _mask_of(term: Term, loss_mask: torch.Tensor) -> torch.Tensor:
 
 def _masked(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """value * mask, and exactly 0 (not nan) where the mask is 0."""
-    return torch.where(mask.bool(), value, torch.zeros((), dtype=value.dtype, device=value.device)) * mask
+    return (
+        torch.where(mask.bool(), value, torch.zeros((), dtype=value.dtype, device=value.device))
+        * mask
+    )

@@ -16,7 +16,12 @@ from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.episodes import Episodes
-from hybridflow.core.workers.generation import EPISODE_COLUMNS, GENERATED, generate_episodes, generate_rows
+from hybridflow.core.workers.generation import (
+    EPISODE_COLUMNS,
+    GENERATED,
+    generate_episodes,
+    generate_rows,
+)
 from hybridflow.core.workers.pool_member import PoolMember
 
 
@@ -60,15 +65,25 @@ class RolloutWorker(PoolMember):
 
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
     def episodes(
-        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int,
+        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         """`generate` in turns with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
-        return generate_episodes(self.engine, batch, sampling, seed, max_tokens, self.driver, self.context, self._sends)
+        return generate_episodes(
+            self.engine, batch, sampling, seed, max_tokens, self.driver, self.context, self._sends
+        )
 
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
     def generate(
-        self, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None = None
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int,
+        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         """Responses for the rows' prompts, with the weights of the last sync."""
         return generate_rows(self.engine, batch, sampling, seed, max_tokens, self._sends)

@@ -12,7 +12,9 @@ from hybridflow.core.errors import HybridFlowError, RewardError
 from hybridflow.core.values.text import shorten
 
 
-def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str, per_token: bool = False) -> Any:
+def score_samples(
+    reward: Reward, samples: Sequence[RewardSample], name: str, per_token: bool = False
+) -> Any:
     """float32 [n]: the reward of each sample; with `per_token` a list of float32 [T_i], one number per response token.
     Raises RewardError that names the reward, and the row that failed: its number, prompt and response; what the reward
     raised is the cause."""
@@ -26,7 +28,9 @@ def score_samples(reward: Reward, samples: Sequence[RewardSample], name: str, pe
         except Exception as error:
             _raise_for_row(reward, samples, name, error)
     rows = enumerate(zip(given, samples, strict=True))
-    return gathered([checked(value, name, row, sample, per_token) for row, (value, sample) in rows], per_token)
+    return gathered(
+        [checked(value, name, row, sample, per_token) for row, (value, sample) in rows], per_token
+    )
 
 
 def gathered(values: list[Any], per_token: bool) -> Any:
@@ -41,7 +45,9 @@ def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any
         raise failure(_said(error), name, row, sample) from error
 
 
-def _raise_for_row(reward: Reward, samples: Sequence[RewardSample], name: str, error: Exception) -> None:
+def _raise_for_row(
+    reward: Reward, samples: Sequence[RewardSample], name: str, error: Exception
+) -> None:
     """A batch call raised: find the row by scoring one by one."""
     if isinstance(error, _BadShape):
         raise RewardError(str(error)) from None
@@ -68,7 +74,9 @@ def _as_list(given: Any, count: int, name: str) -> list[Any]:
             f"reward {name!r} returned {given!r}; it must return a list with one number for each of the {count} rows"
         ) from None
     if len(values) != count:
-        raise _BadShape(f"reward {name!r} returned {len(values)} values for {count} rows; return one for each row")
+        raise _BadShape(
+            f"reward {name!r} returned {len(values)} values for {count} rows; return one for each row"
+        )
     return values
 
 
@@ -106,7 +114,11 @@ def _number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32
 
 def _said(error: Exception) -> str:
     """What a reward raised; one that speaks to the user in our own words needs no type."""
-    return f"failed: {error}" if isinstance(error, HybridFlowError) else f"raised {type(error).__name__}: {error}"
+    return (
+        f"failed: {error}"
+        if isinstance(error, HybridFlowError)
+        else f"raised {type(error).__name__}: {error}"
+    )
 
 
 def failure(what: str, name: str, row: int, sample: RewardSample) -> RewardError:

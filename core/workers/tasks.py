@@ -29,7 +29,10 @@ class TaskWorker(Worker):
 
     def __init__(self, context: RankContext, sets: dict[str, DataConfig], tokenizer: Tokenizer):
         super().__init__(context)
-        self.sets = {name: ExampleSet(load_source(config), config, tokenizer) for name, config in sets.items()}
+        self.sets = {
+            name: ExampleSet(load_source(config), config, tokenizer)
+            for name, config in sets.items()
+        }
         self.samplers = {n: Sampler(len(self.sets[n]), c.seed, c.shuffle) for n, c in sets.items()}
 
     @register(Protocol.RANK_ZERO, same_rows=False)
@@ -73,7 +76,10 @@ class TaskWorker(Worker):
             if name in state:
                 sampler.load_state_dict(state[name])
 
-    @register(Protocol.RANK_ZERO, reads=lambda batch, function: list(inspect.signature(function).parameters))
+    @register(
+        Protocol.RANK_ZERO,
+        reads=lambda batch, function: list(inspect.signature(function).parameters),
+    )
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:
         """Call `function` with the columns that its parameters name (see core.context.StepContext.compute)."""
         return run_on_columns(batch, function)
@@ -82,7 +88,10 @@ class TaskWorker(Worker):
 def _responses(responses: Sequence[Any]) -> dict[str, Column]:
     """response_ids, and a loss_mask of ones."""
     ids = tokens(responses, torch.int64)
-    return {"response_ids": ids, "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths)}
+    return {
+        "response_ids": ids,
+        "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
+    }
 
 
 def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
@@ -96,8 +105,12 @@ def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
         "meta": [e.meta for e in examples for _ in range(2)],
     }
     if examples and all(e.unsafe for e in examples):
-        columns["unsafe"] = torch.tensor([unsafe for e in examples for unsafe in e.unsafe], dtype=torch.uint8)
-    return Batch(columns | _responses([ids for e in examples for ids in (e.response_ids, e.rejected_ids)]))
+        columns["unsafe"] = torch.tensor(
+            [unsafe for e in examples for unsafe in e.unsafe], dtype=torch.uint8
+        )
+    return Batch(
+        columns | _responses([ids for e in examples for ids in (e.response_ids, e.rejected_ids)])
+    )
 
 
 def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
@@ -107,11 +120,15 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
     ragged = [c.lengths for c in columns.values() if c.lengths is not None]
     out = function(**{name: _full(name, column) for name, column in columns.items()})
     if not isinstance(out, dict):
-        raise TypeError(f"{function.__name__} must return a dict of columns and metrics, got {type(out).__name__}")
+        raise TypeError(
+            f"{function.__name__} must return a dict of columns and metrics, got {type(out).__name__}"
+        )
     made: dict[str, Any] = {}
     metrics: dict[str, tuple[float, float]] = {}
     for name, value in out.items():
-        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+        if isinstance(value, (int, float)) or (
+            isinstance(value, torch.Tensor) and value.dim() == 0
+        ):
             metrics[name] = (float(value), 1.0)
         elif isinstance(value, torch.Tensor) and value.dim() >= 2 and ragged:
             made[name] = Column.from_padded(value, ragged[0])
@@ -136,7 +153,15 @@ class RewardWorker(Worker):
         self.rewards = [reward_from(p.function, p.options) for p in parts]
 
     @register(
-        Protocol.THREE_D, reads=("prompt_ids", "response_ids", "meta", "finish_reason", "episode_return", "loss_mask")
+        Protocol.THREE_D,
+        reads=(
+            "prompt_ids",
+            "response_ids",
+            "meta",
+            "finish_reason",
+            "episode_return",
+            "loss_mask",
+        ),
     )
     def score(self, batch: Batch, column: str) -> Batch:
         """`column` [rows] float32: the weighted sum; with several parts also rewards/<name>. Where a part is per token also
@@ -147,9 +172,13 @@ class RewardWorker(Worker):
         columns: dict[str, Any] = {}
         means: dict[str, tuple[float, float]] = {}
         for part, reward in zip(self.parts, self.rewards, strict=True):
-            values, failed = score_by_rule(reward, samples, part.name, part.on_failure, part.per_token)
+            values, failed = score_by_rule(
+                reward, samples, part.name, part.on_failure, part.per_token
+            )
             for tokens_, sample, value in zip(each, samples, values, strict=True):
-                tokens_ += np.float32(part.weight) * (value if part.per_token else at_last_token(value, sample))
+                tokens_ += np.float32(part.weight) * (
+                    value if part.per_token else at_last_token(value, sample)
+                )
             if part.per_token:
                 values = np.array([value.sum() for value in values], np.float32)
             if part.on_failure.score is not None:
@@ -160,13 +189,16 @@ class RewardWorker(Worker):
         if any(part.per_token for part in self.parts):
             columns[f"token_{column}"] = tokens(each, torch.float32)
         return Batch(
-            {column: torch.from_numpy(total), **columns}, Metrics({column: (float(total.sum()), len(total)), **means})
+            {column: torch.from_numpy(total), **columns},
+            Metrics({column: (float(total.sum()), len(total)), **means}),
         )
 
     def _samples(self, batch: Batch) -> list[RewardSample]:
         if batch.rows == 0:
             return []
-        reasons = batch["finish_reason"].values if "finish_reason" in batch else ["stop"] * batch.rows
+        reasons = (
+            batch["finish_reason"].values if "finish_reason" in batch else ["stop"] * batch.rows
+        )
         returns: Sequence[float | None] = [None] * batch.rows
         if "episode_return" in batch:
             returns = torch.as_tensor(batch["episode_return"].values).tolist()
@@ -184,6 +216,12 @@ class RewardWorker(Worker):
                 written=mask,
             )
             for prompt, response, meta, reason, returned, mask in zip(
-                batch["prompt_ids"], batch["response_ids"], batch["meta"].values, reasons, returns, written, strict=True
+                batch["prompt_ids"],
+                batch["response_ids"],
+                batch["meta"].values,
+                reasons,
+                returns,
+                written,
+                strict=True,
             )
         ]

@@ -29,7 +29,9 @@ class Solutions(DataSource):
         super().__init__(config)
         self.options = self.read_options(pairs="correct", split="train", longest=160, limit=80)
         if config.path is None or not Path(config.path).is_file():
-            raise DataError(f"data.path: there is no file {config.path!r}; give GSM8K's example_model_solutions.jsonl")
+            raise DataError(
+                f"data.path: there is no file {config.path!r}; give GSM8K's example_model_solutions.jsonl"
+            )
         lines = Path(config.path).read_text().splitlines()
         cut = len(lines) * 9 // 10
         kept = lines[cut:] if self.options["split"] == "held-out" else lines[:cut]
@@ -53,7 +55,10 @@ class Solutions(DataSource):
             yield from ({**base, "answer": answer, "right": text} for text in texts[True])
         elif self.options["pairs"] == "correct":
             for right in texts[True]:
-                yield from ({**base, "answer": answer, "right": right, "wrong": wrong} for wrong in texts[False])
+                yield from (
+                    {**base, "answer": answer, "right": right, "wrong": wrong}
+                    for wrong in texts[False]
+                )
         else:
             every, limit = sorted(texts[True] + texts[False], key=len), self.options["limit"]
             for short, long in pairwise(every):

@@ -61,7 +61,9 @@ class Bucket:
                 continue
             part = flat[start : start + room]
             self.memory[self._filled : self._filled + part.nbytes].view(values.dtype).copy_(part)
-            piece = Piece(name, tuple(values.shape), values.dtype, start, part.numel(), self._filled)
+            piece = Piece(
+                name, tuple(values.shape), values.dtype, start, part.numel(), self._filled
+            )
             self._pieces.append(piece)
             self._filled += -(-part.nbytes // ALIGNED) * ALIGNED
             start += part.numel()
@@ -99,7 +101,9 @@ class Assembler:
     def take(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
         for piece in pieces:
             if piece.start == 0:
-                self._open[piece.name] = torch.empty(piece.shape, dtype=piece.dtype, device=self.memory.device)
+                self._open[piece.name] = torch.empty(
+                    piece.shape, dtype=piece.dtype, device=self.memory.device
+                )
             whole = self._open[piece.name]
             nbytes = piece.count * whole.element_size()
             window = self.memory[piece.offset : piece.offset + nbytes].view(piece.dtype)

@@ -41,7 +41,9 @@ class Child:
             while True:
                 self.inbox.put(self.connection.recv())
         except (EOFError, OSError):
-            shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)  # the supervisor's, for this process alone
+            shutil.rmtree(
+                os.environ["TMPDIR"], ignore_errors=True
+            )  # the supervisor's, for this process alone
             end_own_group()  # the worker is gone: so are we, and the engine's own processes
 
     def tell_alive(self) -> None:
@@ -65,7 +67,9 @@ class Child:
         while True:
             self.turn()
 
-    def start(self, engine_class: type, model: Any, config: Any, place: dict[str, Any], bucket: Any) -> None:
+    def start(
+        self, engine_class: type, model: Any, config: Any, place: dict[str, Any], bucket: Any
+    ) -> None:
         import torch
 
         from hybridflow.core.contracts.worker import RankContext
@@ -76,7 +80,9 @@ class Child:
         tp = place["tp"]
         layout = ParallelLayout(dp=tp)
         generation = generation_layout(layout, tp=tp, grouping="consecutive") if tp > 1 else None
-        context = RankContext(place["role"], 0, layout, torch.device(place["device"]), place["seed"], generation)
+        context = RankContext(
+            place["role"], 0, layout, torch.device(place["device"]), place["seed"], generation
+        )
         self.engine = engine_class(model, config, context)
         self.engine.start()
         self.stepper = Stepper(self.engine)

@@ -61,7 +61,11 @@ def _mapped(pid: int) -> set[Path]:
     """Files under /dev/shm that a process has mapped. An engine's processes share them with each other alone."""
     with suppress(OSError):
         lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
-        return {Path(line.split(maxsplit=5)[5]) for line in lines if f" {SHARED}/" in line and "(deleted)" not in line}
+        return {
+            Path(line.split(maxsplit=5)[5])
+            for line in lines
+            if f" {SHARED}/" in line and "(deleted)" not in line
+        }
     return set()
 
 
@@ -75,5 +79,8 @@ def _sweep(numbers: set[str], mapped: set[Path]) -> None:
 
 def _tracks(pid: int) -> bool:
     with suppress(OSError):
-        return b"multiprocessing.resource_tracker" in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+        return (
+            b"multiprocessing.resource_tracker"
+            in (Path("/proc") / str(pid) / "cmdline").read_bytes()
+        )
     return False

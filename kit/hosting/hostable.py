@@ -14,5 +14,11 @@ class Hostable(RolloutEngine):
     """A base for an engine whose settings derive from ProcessConfig: hosted where they say so."""
 
     @classmethod
-    def build(cls, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None) -> RolloutEngine:
-        return HostedEngine(cls, model, config, context, logs) if config.own_process else cls(model, config, context)
+    def build(
+        cls, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None
+    ) -> RolloutEngine:
+        return (
+            HostedEngine(cls, model, config, context, logs)
+            if config.own_process
+            else cls(model, config, context)
+        )

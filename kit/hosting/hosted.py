@@ -40,12 +40,19 @@ class HostedEngine(ContinuousEngine):
     """
 
     def __init__(
-        self, engine_class: type[RolloutEngine], model, config: ProcessConfig, context, logs: str | None = None
+        self,
+        engine_class: type[RolloutEngine],
+        model,
+        config: ProcessConfig,
+        context,
+        logs: str | None = None,
     ):
         super().__init__(model, config, context)
         self.engine_class, self.process_config = engine_class, config
         self.inflight = engine_class.inflight
-        self.logs = Path(logs or tempfile.gettempdir()) / f"engine-{context.role}-{context.rank}.log"
+        self.logs = (
+            Path(logs or tempfile.gettempdir()) / f"engine-{context.role}-{context.rank}.log"
+        )
         self.process: EngineProcess | None = None
         self.restarts = 0
         """How often it was started anew."""
@@ -92,10 +99,14 @@ class HostedEngine(ContinuousEngine):
         text = hf_config.get_text_config()
         self.max_positions = self.config.limits().max_length or text.max_position_embeddings
         self.vocab = text.vocab_size
-        self.store = WholeParameters.of(hf_config, self.config.dtype, self.context.device, self._load)
+        self.store = WholeParameters.of(
+            hf_config, self.config.dtype, self.context.device, self._load
+        )
         self.bucket = Bucket(self.context.device)
         devices = self._visible_devices()
-        self._environment: Mapping[str, str] = self.engine_class.environment(self.context.device) | devices
+        self._environment: Mapping[str, str] = (
+            self.engine_class.environment(self.context.device) | devices
+        )
         self._agreed(self._launch)
 
     def _visible_devices(self) -> dict[str, str]:
@@ -126,7 +137,10 @@ class HostedEngine(ContinuousEngine):
             self.process_config.start_timeout_s,
             lambda seconds: print(f"{name} is starting ({seconds:.0f} s)", flush=True),
         )  # fmt: skip
-        print(f"{name} started in {time.monotonic() - started:.0f} s (pid {self.process.pid})", flush=True)
+        print(
+            f"{name} started in {time.monotonic() - started:.0f} s (pid {self.process.pid})",
+            flush=True,
+        )
 
     def close(self) -> None:
         if self.process is not None:
@@ -135,7 +149,9 @@ class HostedEngine(ContinuousEngine):
             self.bucket.close()
 
     def __del__(self):
-        with contextlib.suppress(Exception):  # the interpreter may be ending; the process then ends by itself
+        with contextlib.suppress(
+            Exception
+        ):  # the interpreter may be ending; the process then ends by itself
             self.close()
 
     def figures(self) -> dict[str, float]:
@@ -162,7 +178,9 @@ class HostedEngine(ContinuousEngine):
         if generation is None:
             return whole
         leading = {generation.ranks(replica)[0] for replica in range(len(generation.replicas))}
-        return attrs.evolve(whole, held={rank: held if rank in leading else {} for rank, held in whole.held.items()})
+        return attrs.evolve(
+            whole, held={rank: held if rank in leading else {} for rank, held in whole.held.items()}
+        )
 
     def begin_update(self, version: int) -> None:
         super().begin_update(version)
@@ -229,7 +247,11 @@ class HostedEngine(ContinuousEngine):
                 error = again
 
     def _final(self, error: EngineDied) -> EngineDied:
-        hint = "rollout.restarts are used up" if self.restarts else "rollout.restarts > 0 starts an engine anew"
+        hint = (
+            "rollout.restarts are used up"
+            if self.restarts
+            else "rollout.restarts > 0 starts an engine anew"
+        )
         return EngineDied(f"{error}\n({hint})")
 
     def _load_again(self) -> None:
@@ -313,7 +335,11 @@ class HostedEngine(ContinuousEngine):
         if kind == "none":
             silent = time.monotonic() - self.process.moved
             if silent > self.process_config.hang_timeout_s:
-                self._revive(self.process.died(f"made no progress for {silent:.0f} s (rollout.hang_timeout_s)"))
+                self._revive(
+                    self.process.died(
+                        f"made no progress for {silent:.0f} s (rollout.hang_timeout_s)"
+                    )
+                )
             return []
         done = [value]
         while not self.process.events.empty():
@@ -326,7 +352,9 @@ class HostedEngine(ContinuousEngine):
 
     def _remembered(self, completion: Completion) -> Completion:
         request = self.running[completion.id]
-        new = len(completion.response_ids) > 0 and (request.prefix_ids is None or not len(request.prefix_ids))
+        new = len(completion.response_ids) > 0 and (
+            request.prefix_ids is None or not len(request.prefix_ids)
+        )
         if self._proof is None and new and int(completion.weight_version[0]) == self.version:
             self._proof = (request, completion)
         return completion

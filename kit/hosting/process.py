@@ -38,7 +38,9 @@ class EngineProcess:
         self.scratch = tempfile.mkdtemp(prefix="hybridflow-engine-")
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as out:
-            out.write(f"--- engine started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()}\n".encode())
+            out.write(
+                f"--- engine started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()}\n".encode()
+            )
             out.flush()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hybridflow.kit.hosting.child", str(theirs.fileno())],
@@ -75,7 +77,9 @@ class EngineProcess:
                 if kind == "alive":
                     self._steps = value
                 else:
-                    (self.answers if kind in ("answer", "failed") else self.events).put((kind, value))
+                    (self.answers if kind in ("answer", "failed") else self.events).put(
+                        (kind, value)
+                    )
         self.answers.put(("gone", None))
         self.events.put(("gone", None))
 
@@ -98,7 +102,9 @@ class EngineProcess:
         self.answer("start", timeout_s, waiting)
         self._members = members(self.pid)
 
-    def answer(self, what: str, timeout_s: float, waiting: Callable[[float], None] | None = None) -> Any:
+    def answer(
+        self, what: str, timeout_s: float, waiting: Callable[[float], None] | None = None
+    ) -> Any:
         """`waiting` is called with the seconds so far now and then."""
         started = time.monotonic()
         while True:

@@ -23,5 +23,7 @@ class ProcessConfig(EngineSettings):
 
     def problems(self) -> list[str]:
         if self.restarts and not self.own_process:
-            return ["restarts: is for an engine in a process of its own; set rollout.own_process = true"]
+            return [
+                "restarts: is for an engine in a process of its own; set rollout.own_process = true"
+            ]
         return []

@@ -37,7 +37,9 @@ def export_role(
             dist.barrier()
 
 
-def _write(hf: type, config: Any, generation: Any, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+def _write(
+    hf: type, config: Any, generation: Any, tensors: dict[str, torch.Tensor], folder: Path
+) -> None:
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 

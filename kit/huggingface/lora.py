@@ -32,7 +32,9 @@ class Adapters:
             torch.manual_seed(seed)
             self.config = _inject(role.hf, config, targets)
         self.scale = config.alpha / config.rank
-        self.of = {f"{name}.weight": (f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in targets}
+        self.of = {
+            f"{name}.weight": (f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in targets
+        }
         """Adapted parameter -> its A [rank, in] and B [out, rank]."""
         self.names = {name for pair in self.of.values() for name in pair}
         trained = [p for name, p in role.hf.named_parameters() if canonical(name) in self.names]
@@ -41,7 +43,9 @@ class Adapters:
             parameter.requires_grad_(True)
             parameter.data = parameter.data.float()
 
-    def merged(self, name: str, box: Box, values: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def merged(
+        self, name: str, box: Box, values: torch.Tensor, whole: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
         """W + scale B A of `box` (its values are `values`), added in float32; `values` itself of other parameters.
 
         Its bits depend on the box: who compares or sends parts takes them from one box's result.
@@ -67,7 +71,10 @@ class Adapters:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
-        tensors = {f"base_model.model.{name}": whole[name].detach().cpu().clone() for name in sorted(self.names)}
+        tensors = {
+            f"base_model.model.{name}": whole[name].detach().cpu().clone()
+            for name in sorted(self.names)
+        }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -79,13 +86,21 @@ def _targets(role: RoleModel, config: LoRAConfig) -> list[str]:
     if not config.target_modules:
         found = inner
     else:
-        found = [n for n in inner if any(n == t or n.endswith(f".{t}") for t in config.target_modules)]
-        lost = [t for t in config.target_modules if not any(n == t or n.endswith(f".{t}") for n in found)]
+        found = [
+            n for n in inner if any(n == t or n.endswith(f".{t}") for t in config.target_modules)
+        ]
+        lost = [
+            t
+            for t in config.target_modules
+            if not any(n == t or n.endswith(f".{t}") for n in found)
+        ]
         if lost:
             raise ModelError(f"backend.lora.target_modules: no linear layer of the model is named {_list(lost)}; "
                              f"it has {_list(dict.fromkeys(n.rpartition('.')[2] for n in inner))}")  # fmt: skip
     if not found:
-        raise ModelError(f"backend.lora: a {role.hf.config.model_type!r} model has no linear layers to adapt")
+        raise ModelError(
+            f"backend.lora: a {role.hf.config.model_type!r} model has no linear layers to adapt"
+        )
     return found
 
 
@@ -94,10 +109,16 @@ def _inject(hf: nn.Module, config: LoRAConfig, targets: list[str]) -> Any:
     from peft import LoraConfig, inject_adapter_in_model
 
     made: Any = LoraConfig(
-        r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=targets, lora_dropout=0.0, bias="none"
+        r=config.rank,
+        lora_alpha=cast(int, config.alpha),
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
     )
     inject_adapter_in_model(made, hf, ADAPTER)
-    made.target_modules = set(config.target_modules or [name.rpartition(".")[2] for name in targets])
+    made.target_modules = set(
+        config.target_modules or [name.rpartition(".")[2] for name in targets]
+    )
     return made
 
 

@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 from transformers.utils import logging as hf_logging
 
 from hybridflow.core.contracts.footprint import LOGITS_AT_ONCE
@@ -19,7 +24,14 @@ from hybridflow.core.contracts.training import MicroBatch
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
 
-DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout")
+DROPOUTS = (
+    "attention_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "attn_pdrop",
+    "hidden_dropout",
+    "classifier_dropout",
+)
 
 
 def hf_config(spec: ModelSpec) -> PretrainedConfig:
@@ -27,9 +39,15 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
     fields = dict(spec.hf_config)
     model_type = fields.pop("model_type")
     try:
-        config = AutoConfig.from_pretrained(spec.path) if spec.path else AutoConfig.for_model(model_type, **fields)
+        config = (
+            AutoConfig.from_pretrained(spec.path)
+            if spec.path
+            else AutoConfig.for_model(model_type, **fields)
+        )
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(f"transformers does not accept the model config of type {model_type!r}: {error}") from error
+        raise ModelError(
+            f"transformers does not accept the model config of type {model_type!r}: {error}"
+        ) from error
     if spec.kind != "policy":
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
@@ -52,7 +70,9 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
     running = running_config(config)
     auto = AutoModelForCausalLM if spec.kind == "policy" else AutoModelForSequenceClassification
     level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(logging.ERROR)  # a value head that the checkpoint lacks is meant to be new
+    hf_logging.set_verbosity(
+        logging.ERROR
+    )  # a value head that the checkpoint lacks is meant to be new
     hf_logging.disable_progress_bar()  # every rank would show one
     try:
         with torch.random.fork_rng(devices=[]):
@@ -62,7 +82,9 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
             else:
                 model = auto.from_config(running, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"could not build {config.model_type!r} from {spec.path or 'its config'}: {error}") from error
+        raise ModelError(
+            f"could not build {config.model_type!r} from {spec.path or 'its config'}: {error}"
+        ) from error
     finally:
         hf_logging.set_verbosity(level)
     return model, config
@@ -100,17 +122,30 @@ class RoleModel(nn.Module):
     def head(self) -> nn.Module:
         return self.hf.get_output_embeddings() if self.kind == "policy" else self.hf.score
 
-    def forward(self, micro: MicroBatch, needs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
+    def forward(
+        self, micro: MicroBatch, needs: Sequence[str], temperature: float
+    ) -> dict[str, torch.Tensor]:
         last = "scores" in needs
-        ids = micro.ids if last or micro.ids.shape[1] == 1 else micro.ids[:, :-1]  # the last token predicts nothing
+        ids = (
+            micro.ids if last or micro.ids.shape[1] == 1 else micro.ids[:, :-1]
+        )  # the last token predicts nothing
         hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
         if last:
-            ends = torch.arange(len(ids)) * ids.shape[1] + micro.prompt_lengths + micro.response_lengths - 1
-            return {"scores": self.head(pick(hidden, ends.to(ids.device))).float().sum(-1)}  # FSDP wants no view
+            ends = (
+                torch.arange(len(ids)) * ids.shape[1]
+                + micro.prompt_lengths
+                + micro.response_lengths
+                - 1
+            )
+            return {
+                "scores": self.head(pick(hidden, ends.to(ids.device))).float().sum(-1)
+            }  # FSDP wants no view
         rows, at = micro.places
         before = rows * ids.shape[1] + micro.prompt_lengths[rows] + at - 1
         target = before + 1 + rows * (micro.ids.shape[1] - ids.shape[1])
-        rows, at, before, target = torch.stack([rows, at, before, target]).to(ids.device, non_blocking=True)
+        rows, at, before, target = torch.stack([rows, at, before, target]).to(
+            ids.device, non_blocking=True
+        )
         states, shape = pick(hidden, before), (len(ids), micro.width)
         if "values" in needs:
             return {"values": spread(self.head(states)[:, 0].float(), rows, at, shape)}
@@ -119,7 +154,9 @@ class RoleModel(nn.Module):
         outputs = self._token_outputs(states, wanted, needs, temperature, topk)
         return {name: spread(value, rows, at, shape) for name, value in outputs.items()}
 
-    def _token_outputs(self, states, targets, needs, temperature, topk_ids) -> dict[str, torch.Tensor]:
+    def _token_outputs(
+        self, states, targets, needs, temperature, topk_ids
+    ) -> dict[str, torch.Tensor]:
         """Logits in pieces when they are many, made again in the backward instead of kept."""
 
         def piece(states, targets, topk_ids):
@@ -130,14 +167,24 @@ class RoleModel(nn.Module):
             return piece(states, targets, topk_ids)
         cuts = [slice(start, start + size) for start in range(0, len(states), size)]
         found = [
-            checkpoint(piece, states[c], targets[c], topk_ids if topk_ids is None else topk_ids[c], use_reentrant=False)
+            checkpoint(
+                piece,
+                states[c],
+                targets[c],
+                topk_ids if topk_ids is None else topk_ids[c],
+                use_reentrant=False,
+            )
             for c in cuts
         ]
         return {name: torch.cat([f[name] for f in found]) for name in found[0]}
 
 
 def token_outputs(
-    logits: torch.Tensor, targets: torch.Tensor, needs: Sequence[str], temperature: float, topk_ids: torch.Tensor | None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    needs: Sequence[str],
+    temperature: float,
+    topk_ids: torch.Tensor | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, [N, ...]) for each need, from logits [N, V] at the N response tokens, targets [N], topk_ids [N, K]."""
     logits = logits.float()
@@ -183,6 +230,8 @@ class _Pick(torch.autograd.Function):
         return out, None
 
 
-def spread(flat: torch.Tensor, rows: torch.Tensor, at: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def spread(
+    flat: torch.Tensor, rows: torch.Tensor, at: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
     """[N, ...] to the places (rows, at) of [B, T, ...], 0 elsewhere; differentiable."""
     return flat.new_zeros((*shape, *flat.shape[1:])).index_put((rows, at), flat)

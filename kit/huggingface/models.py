@@ -20,7 +20,9 @@ def hf_config_of(model: ModelSpec) -> Any:
 def policy_config(model: ModelSpec) -> Any:
     """The Hugging Face config of what a rollout engine generates with. Raises ModelError for a model that is no policy."""
     if model.kind != "policy":
-        raise ModelError(f"a rollout engine generates with a policy; this model is a {model.kind!r} model")
+        raise ModelError(
+            f"a rollout engine generates with a policy; this model is a {model.kind!r} model"
+        )
     return hf_config_of(model)
 
 

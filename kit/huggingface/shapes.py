@@ -15,7 +15,13 @@ from hybridflow.core.values.model_shape import ModelShape, Shape
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose shapes are known."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
-SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+)
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -39,7 +45,9 @@ class Layer:
 
     def parameters(self) -> dict[str, Shape]:
         """Of one layer, without its prefix."""
-        return self._attention() | self._norms() | (self._experts() if self.experts else self._dense())
+        return (
+            self._attention() | self._norms() | (self._experts() if self.experts else self._dense())
+        )
 
     def _attention(self) -> dict[str, Shape]:
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -56,7 +64,10 @@ class Layer:
         return found
 
     def _norms(self) -> dict[str, Shape]:
-        return {"input_layernorm.weight": (self.hidden,), "post_attention_layernorm.weight": (self.hidden,)}
+        return {
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+        }
 
     def _dense(self) -> dict[str, Shape]:
         return self._matrices("mlp.", ("gate_proj", "down_proj", "up_proj"), self.intermediate)
@@ -66,7 +77,9 @@ class Layer:
         parts = ("w1", "w2", "w3") if sparse else ("gate_proj", "down_proj", "up_proj")
         found: dict[str, Shape] = {f"{self.expert_names}.gate.weight": (self.experts, self.hidden)}
         for expert in range(self.experts):
-            found |= self._matrices(f"{self.expert_names}.experts.{expert}.", parts, self.expert_intermediate)
+            found |= self._matrices(
+                f"{self.expert_names}.experts.{expert}.", parts, self.expert_intermediate
+            )
         if self.shared_intermediate:
             shared = ("gate_proj", "down_proj", "up_proj")
             found |= self._matrices("mlp.shared_expert.", shared, self.shared_intermediate)
@@ -125,7 +138,11 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         raise ConfigError([f"model_type is {kind!r}; shapes are known of {', '.join(KNOWN)}"])
     if lacking := [name for name in SIZES if not isinstance(config.get(name), int)]:
         raise ConfigError([f"the model's config lacks {name}" for name in lacking])
-    heads, mixture, bias = config["num_attention_heads"], kind in MIXTURES, config.get("attention_bias", False)
+    heads, mixture, bias = (
+        config["num_attention_heads"],
+        kind in MIXTURES,
+        config.get("attention_bias", False),
+    )
     return llama_shape(
         config["hidden_size"],
         config["num_hidden_layers"],
@@ -138,10 +155,14 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         qkv_bias=bool(bias or kind in ("qwen2", "qwen2_moe")),
         out_bias=bool(bias) and kind in ("llama", "qwen3", "qwen3_moe"),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        experts=(config.get("num_local_experts") or config.get("num_experts") or 0) if mixture else 0,
+        experts=(config.get("num_local_experts") or config.get("num_experts") or 0)
+        if mixture
+        else 0,
         expert_intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
         expert_names="block_sparse_moe" if kind == "mixtral" else "mlp",
-        shared_intermediate=config.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0,
+        shared_intermediate=config.get("shared_expert_intermediate_size", 0)
+        if kind == "qwen2_moe"
+        else 0,
         experts_per_token=(config.get("num_experts_per_tok") or 2) if mixture else 0,
     )
 
@@ -160,7 +181,9 @@ def read_fields(where: str | Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(
-            [f"{where!s} is neither a model's folder, nor a config.json, nor one of {', '.join(PUBLISHED)}"]
+            [
+                f"{where!s} is neither a model's folder, nor a config.json, nor one of {', '.join(PUBLISHED)}"
+            ]
         ) from error
     except json.JSONDecodeError as error:
         raise ConfigError([f"{path} is not JSON: {error}"]) from error

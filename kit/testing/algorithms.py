@@ -50,12 +50,23 @@ class AlgorithmConformance(LossConformance):
         roles = list(algorithm.roles())
         names = [role.name for role in roles]
         require(
-            roles and all(isinstance(role, Role) for role in roles) and len(set(names)) == len(names),
+            roles
+            and all(isinstance(role, Role) for role in roles)
+            and len(set(names)) == len(names),
             got=f"roles() gave {roles}",
             expected="Role instances, at least one, no name twice",
             likely="roles() returns names, or adds a role twice under some settings",
         )
-        taken = {*SECTIONS, *vars(StepContext), "tasks", "sampling", "seed", "counters", "roles", "step"}
+        taken = {
+            *SECTIONS,
+            *vars(StepContext),
+            "tasks",
+            "sampling",
+            "seed",
+            "counters",
+            "roles",
+            "step",
+        }
         bad = [name for name in names if not name.isidentifier() or name in taken]
         require(
             not bad,
@@ -69,7 +80,9 @@ class AlgorithmConformance(LossConformance):
         trained = {role.name for role in algorithm.roles() if role.trained}
         losses = dict(algorithm.losses())
         require(
-            set(losses) <= trained and (losses or not trained) and all(isinstance(v, Loss) for v in losses.values()),
+            set(losses) <= trained
+            and (losses or not trained)
+            and all(isinstance(v, Loss) for v in losses.values()),
             got=f"losses() of {sorted(losses)}, trained roles {sorted(trained)}",
             expected="role -> Loss for the roles with trained=True",
             likely="losses() is not overridden (validation and these tests need it), or a Role lacks trained=True",

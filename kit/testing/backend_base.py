@@ -34,7 +34,9 @@ class BackendBase:
 
     @pytest.fixture
     def build(self) -> Callable[..., TrainingBackend]:
-        return missing_fixture(self, "build", "a function (ModelSpec, OptimizerConfig or None) -> a built backend")
+        return missing_fixture(
+            self, "build", "a function (ModelSpec, OptimizerConfig or None) -> a built backend"
+        )
 
     def references(self, *kinds: str) -> Iterator[Reference]:
         for architecture in self.architectures:
@@ -50,7 +52,10 @@ class BackendBase:
         return f"{ref.spec.hf_config['model_type']} {ref.spec.kind}"
 
     def _names(self, found, ref: Reference, where: str) -> None:
-        missing, extra = sorted(set(ref.parameters) - set(found)), sorted(set(found) - set(ref.parameters))
+        missing, extra = (
+            sorted(set(ref.parameters) - set(found)),
+            sorted(set(found) - set(ref.parameters)),
+        )
         require(
             not missing and not extra,
             got=f"{where} of {self._name(ref)} lacks {missing[:3]} and has {extra[:3]} beside",

@@ -8,7 +8,13 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.kit.testing.backend_base import LENGTHS, TOKEN_OUTPUTS, BackendBase
 from hybridflow.kit.testing.checks import require
 from hybridflow.kit.testing.models import Sequences
-from hybridflow.kit.testing.passes import Passes, gradients, memoryless, optimizer_step, whole_weights
+from hybridflow.kit.testing.passes import (
+    Passes,
+    gradients,
+    memoryless,
+    optimizer_step,
+    whole_weights,
+)
 
 
 class BackendGradients(BackendBase):
@@ -19,7 +25,9 @@ class BackendGradients(BackendBase):
         self._needs_training()
         for ref in self.references():
             for needs in [[n] for n in TOKEN_OUTPUTS[ref.spec.kind]]:
-                passes = Passes(build(ref.spec, memoryless()), Sequences.random(LENGTHS, seed=5), seed=5)
+                passes = Passes(
+                    build(ref.spec, memoryless()), Sequences.random(LENGTHS, seed=5), seed=5
+                )
                 found, expected = gradients(passes, needs), passes.expected_gradients(ref, needs)
                 self._same(
                     found,
@@ -37,7 +45,9 @@ class BackendGradients(BackendBase):
             rows = Sequences.random(LENGTHS, seed=6)
             whole = gradients(Passes(build(ref.spec, memoryless()), rows, seed=6), needs)
             for plan in ([[0, 1], [2, 3, 4]], [[4], [3], [2], [1], [0]]):
-                split = gradients(Passes(build(ref.spec, memoryless()), rows, seed=6), needs, plan=plan)
+                split = gradients(
+                    Passes(build(ref.spec, memoryless()), rows, seed=6), needs, plan=plan
+                )
                 self._same(
                     split,
                     whole,
@@ -52,7 +62,9 @@ class BackendGradients(BackendBase):
             needs = [TOKEN_OUTPUTS[ref.spec.kind][0]]
             rows = Sequences.random(LENGTHS, seed=7)
             without = gradients(Passes(build(ref.spec, memoryless()), rows, seed=7), needs)
-            with_them = gradients(Passes(build(ref.spec, memoryless()), rows, seed=7), needs, dummies=3)
+            with_them = gradients(
+                Passes(build(ref.spec, memoryless()), rows, seed=7), needs, dummies=3
+            )
             self._same(
                 with_them,
                 without,
@@ -78,7 +90,8 @@ class BackendGradients(BackendBase):
         after = whole_weights(backend)
         second = backend.optim_step()
         require(
-            second["grad_norm"] == 0.0 and all(torch.equal(p, after[n]) for n, p in backend.full_parameters()),
+            second["grad_norm"] == 0.0
+            and all(torch.equal(p, after[n]) for n, p in backend.full_parameters()),
             got=f"a step without a backward: grad_norm {second['grad_norm']}",
             expected="no gradient left, and weights that stay",
             likely="optim_step does not clear the gradients",

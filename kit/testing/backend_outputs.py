@@ -41,7 +41,10 @@ class BackendOutputs(BackendBase):
             rows = Sequences.random(LENGTHS, seed=2)
             ids = [torch.randint(0, ref.spec.vocab_size, (len(r), 3)) for r in rows.responses]
             passes = Passes(build(ref.spec, None), rows, topk_ids=ids)
-            given, largest = passes.outputs(["topk_logprobs"])["topk_logprobs"], passes.outputs(["topk:3"])
+            given, largest = (
+                passes.outputs(["topk_logprobs"])["topk_logprobs"],
+                passes.outputs(["topk:3"]),
+            )
             for row in range(len(rows)):
                 log_p = passes.expected(ref, row)["log_softmax"]
                 require_close(
@@ -78,7 +81,9 @@ class BackendOutputs(BackendBase):
     def test_a_forward_keeps_no_graph_and_gives_float32(self, build):
         for ref in self.references():
             backend = build(ref.spec, memoryless() if self.trains else None)
-            outputs = Passes(backend, Sequences.random(LENGTHS, seed=4)).raw(TOKEN_OUTPUTS[ref.spec.kind])
+            outputs = Passes(backend, Sequences.random(LENGTHS, seed=4)).raw(
+                TOKEN_OUTPUTS[ref.spec.kind]
+            )
             for name, value in outputs[0].items():
                 require(
                     value.dtype == torch.float32 and not value.requires_grad,

@@ -39,7 +39,9 @@ class BackendWeights(BackendBase):
         kind = self.kinds[0]
 
         def weights(seed: int) -> dict[str, torch.Tensor]:
-            spec = resolve_model(ModelConfig(config=tiny_config(self.architectures[0]), init_seed=seed), kind, "test")
+            spec = resolve_model(
+                ModelConfig(config=tiny_config(self.architectures[0]), init_seed=seed), kind, "test"
+            )
             return whole_weights(build(spec, None))
 
         first, again, other = weights(0), weights(0), weights(1)
@@ -64,7 +66,8 @@ class BackendWeights(BackendBase):
             for name, box, tensor in backend.named_shards():
                 shards.setdefault(name, []).append(box)
                 require(
-                    tuple(tensor.shape) == box.shape and torch.equal(tensor, whole[name][box.slices()]),
+                    tuple(tensor.shape) == box.shape
+                    and torch.equal(tensor, whole[name][box.slices()]),
                     got=f"the shard of {name} at {box} has shape {tuple(tensor.shape)}",
                     expected=f"the values of that box of {name}, shape {box.shape}",
                     likely="boxes are in canonical (Hugging Face) coordinates and reach into no padding",
@@ -99,16 +102,25 @@ class BackendWeights(BackendBase):
         self._needs_training()
         ref = next(self.references())
         backend = build(ref.spec, OptimizerConfig(lr=1e-2))
-        device, before = backend.context.device, {n: p.clone() for n, p in whole_weights(backend).items()}
+        device, before = (
+            backend.context.device,
+            {n: p.clone() for n, p in whole_weights(backend).items()},
+        )
         offered = {n: torch.zeros(p.shape, dtype=p.dtype, device=device) for n, p in before.items()}
         adopted = {n: storage for n, storage in offered.items() if backend.adopt(n, storage)}
         if not adopted:
             pytest.skip("it adopts no storage")
-        wrong = [n for n, storage in adopted.items() if not torch.equal(storage.cpu(), before[n].cpu())]
-        Passes(backend, Sequences.random(LENGTHS, seed=5), seed=5).backward([TOKEN_OUTPUTS[ref.spec.kind][0]])
+        wrong = [
+            n for n, storage in adopted.items() if not torch.equal(storage.cpu(), before[n].cpu())
+        ]
+        Passes(backend, Sequences.random(LENGTHS, seed=5), seed=5).backward(
+            [TOKEN_OUTPUTS[ref.spec.kind][0]]
+        )
         backend.optim_step()
         after = whole_weights(backend)
-        behind = [n for n, storage in adopted.items() if not torch.equal(storage.cpu(), after[n].cpu())]
+        behind = [
+            n for n, storage in adopted.items() if not torch.equal(storage.cpu(), after[n].cpu())
+        ]
         moved = any(not torch.equal(after[n].cpu(), before[n].cpu()) for n in adopted)
         require(
             not wrong and not behind and moved,
@@ -169,7 +181,11 @@ class BackendWeights(BackendBase):
         for at, ref in enumerate(self.references()):
             backend, folder = build(ref.spec, None), tmp_path / str(at)
             backend.export_hf(folder)
-            auto = AutoModelForCausalLM if ref.spec.kind == "policy" else AutoModelForSequenceClassification
+            auto = (
+                AutoModelForCausalLM
+                if ref.spec.kind == "policy"
+                else AutoModelForSequenceClassification
+            )
             loaded = dict(auto.from_pretrained(Path(folder)).named_parameters())
             for name, expected in ref.parameters.items():
                 require(
@@ -193,7 +209,9 @@ class BackendWeights(BackendBase):
         before = whole_weights(backend)
         backend.offload()
         backend.onload()
-        differing = [n for n, p in backend.full_parameters() if not torch.equal(p.detach(), before[n])]
+        differing = [
+            n for n, p in backend.full_parameters() if not torch.equal(p.detach(), before[n])
+        ]
         require(
             not differing,
             got=f"other weights after offload and onload: {differing[:3]}",

@@ -18,7 +18,13 @@ def require(holds: Any, *, got: Any, expected: Any, likely: str) -> None:
 
 
 def require_close(
-    got: torch.Tensor, expected: torch.Tensor, tolerance: float, *, what: str, likely: str, relative: bool = False
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    *,
+    what: str,
+    likely: str,
+    relative: bool = False,
 ) -> None:
     """Equal shapes, and no entry farther away than `tolerance` (times the largest expected entry if `relative`)."""
     __tracebackhide__ = True
@@ -51,7 +57,10 @@ def require_raises(call: Callable[[], Any], kind: type[E], *, what: str, likely:
         return error
     except Exception as error:
         require(
-            False, got=f"{what} raised {error!r}", expected=f"a {kind.__name__} that says what to do", likely=likely
+            False,
+            got=f"{what} raised {error!r}",
+            expected=f"a {kind.__name__} that says what to do",
+            likely=likely,
         )
         raise AssertionError from error
     require(False, got=f"{what} gave {result!r:.200}", expected=f"a {kind.__name__}", likely=likely)
@@ -60,4 +69,6 @@ def require_raises(call: Callable[[], Any], kind: type[E], *, what: str, likely:
 
 def missing_fixture(owner: object, name: str, gives: str) -> Any:
     """What a base class's fixture raises until the author gives it."""
-    raise NotImplementedError(f"{type(owner).__name__} needs a pytest fixture `{name}` that gives {gives}")
+    raise NotImplementedError(
+        f"{type(owner).__name__} needs a pytest fixture `{name}` that gives {gives}"
+    )

@@ -21,7 +21,9 @@ class DataSourceConformance:
 
     @pytest.fixture
     def open_source(self) -> Callable[[], DataSource]:
-        return missing_fixture(self, "open_source", "a function () -> a new instance of your DataSource")
+        return missing_fixture(
+            self, "open_source", "a function () -> a new instance of your DataSource"
+        )
 
     def _indices(self, source: DataSource) -> list[int]:
         n = len(source)
@@ -60,7 +62,10 @@ class DataSourceConformance:
         forwards = [json.dumps(first[i], sort_keys=True) for i in indices]
         backwards = [json.dumps(second[i], sort_keys=True) for i in reversed(indices)][::-1]
         again = [json.dumps(first[i], sort_keys=True) for i in indices]
-        for what, found in (("read backwards from another instance", backwards), ("read again", again)):
+        for what, found in (
+            ("read backwards from another instance", backwards),
+            ("read again", again),
+        ):
             differing = [i for i, a, b in zip(indices, forwards, found, strict=True) if a != b]
             require(
                 not differing,

@@ -18,7 +18,11 @@ PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7], [9, 9, 30], [5, 17, 11, 2])
 
 
 def give_weights(
-    engine: RolloutEngine, parameters: Mapping[str, torch.Tensor], version: int, pieces: int = 1, end: bool = True
+    engine: RolloutEngine,
+    parameters: Mapping[str, torch.Tensor],
+    version: int,
+    pieces: int = 1,
+    end: bool = True,
 ) -> None:
     """An update with these canonical parameters, each in `pieces` boxes along its first dimension."""
     engine.begin_update(version)
@@ -32,10 +36,17 @@ def give_weights(
         engine.end_update()
 
 
-def requests(prompts: Sequence[Sequence[int]], sampling: SamplingParams, first_seed: int = 100) -> list[Request]:
+def requests(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams, first_seed: int = 100
+) -> list[Request]:
     """One per prompt, ids in no particular order, each with a seed of its own."""
     return [
-        Request(7 * ((at * 5 + 3) % 101) + at, np.asarray(p, dtype=np.int64), sampling, seed=first_seed + at)
+        Request(
+            7 * ((at * 5 + 3) % 101) + at,
+            np.asarray(p, dtype=np.int64),
+            sampling,
+            seed=first_seed + at,
+        )
         for at, p in enumerate(prompts)
     ]
 
@@ -67,7 +78,9 @@ class EngineBase:
     def start(self) -> Callable[..., RolloutEngine]:
         return missing_fixture(self, "start", "a function ModelSpec -> your engine, started")
 
-    def speaking(self, start: Callable[..., RolloutEngine], ref: Reference, version: int = 3) -> RolloutEngine:
+    def speaking(
+        self, start: Callable[..., RolloutEngine], ref: Reference, version: int = 3
+    ) -> RolloutEngine:
         engine = start(ref.spec)
         give_weights(engine, ref.parameters, version)
         return engine
@@ -76,9 +89,13 @@ class EngineBase:
         for architecture in self.architectures:
             yield reference(architecture, width=self.width)
 
-    def _logprobs(self, ref: Reference, prompt, done: Completion, temperature: float, more: str = "") -> None:
+    def _logprobs(
+        self, ref: Reference, prompt, done: Completion, temperature: float, more: str = ""
+    ) -> None:
         with torch.no_grad():
-            expected = ref.outputs(torch.tensor(prompt), torch.from_numpy(done.response_ids), temperature)["logprobs"]
+            expected = ref.outputs(
+                torch.tensor(prompt), torch.from_numpy(done.response_ids), temperature
+            )["logprobs"]
         require_close(
             torch.as_tensor(done.logprobs),
             expected,
@@ -90,10 +107,17 @@ class EngineBase:
         )
 
     def _run(
-        self, engine: RolloutEngine, prompts, first_seed: int = 100, max_tokens: int = 12, **sampling
+        self,
+        engine: RolloutEngine,
+        prompts,
+        first_seed: int = 100,
+        max_tokens: int = 12,
+        **sampling,
     ) -> list[Completion]:
         return engine.generate(
-            requests(prompts, SamplingParams(max_tokens=max_tokens, **sampling), first_seed) if prompts else []
+            requests(prompts, SamplingParams(max_tokens=max_tokens, **sampling), first_seed)
+            if prompts
+            else []
         )
 
     def _ids(self, done: Sequence[Completion]) -> list[list[int]]:

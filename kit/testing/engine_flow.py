@@ -49,7 +49,9 @@ class EngineFlow(EngineBase):
 
     def test_weights_may_change_while_sequences_run(self, start):
         for architecture in self.architectures:
-            first, second = (reference(architecture, seed=seed, width=self.width) for seed in (0, 1))
+            first, second = (
+                reference(architecture, seed=seed, width=self.width) for seed in (0, 1)
+            )
             engine = self.speaking(start, first, version=1)
             if not engine.inflight:
                 pytest.skip("its weights change between sequences alone")
@@ -57,7 +59,8 @@ class EngineFlow(EngineBase):
             versions = np.asarray(done.weight_version)
             made = int((versions == 1).sum())
             require(
-                versions.tolist() == [1] * made + [2] * (len(versions) - made) and 0 < made < len(versions),
+                versions.tolist() == [1] * made + [2] * (len(versions) - made)
+                and 0 < made < len(versions),
                 got=f"versions {versions.tolist()}",
                 expected="first version 1, and from some token on version 2",
                 likely="all tokens are stamped with one version, or the sequence was begun anew",
@@ -84,7 +87,9 @@ class EngineFlow(EngineBase):
         for attempt in range(TRIES):
             if attempt:
                 give_weights(engine, first.parameters, 1)
-            stream = engine.submit([self._request(0, LONG, 0.0), self._request(1, 2 + attempt, 0.0)])
+            stream = engine.submit(
+                [self._request(0, LONG, 0.0), self._request(1, 2 + attempt, 0.0)]
+            )
             done = [next(stream)]
             give_weights(engine, second.parameters, 2)
             done += list(stream)
@@ -94,7 +99,12 @@ class EngineFlow(EngineBase):
         return found
 
     def _request(self, at: int, tokens: int, temperature: float = 1.0) -> Request:
-        return Request(at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=tokens, temperature=temperature), seed=at)
+        return Request(
+            at,
+            np.asarray(PROMPTS[1]),
+            SamplingParams(max_tokens=tokens, temperature=temperature),
+            seed=at,
+        )
 
     def _rest(self, engine: RolloutEngine, count: int) -> list[Completion]:
         done: list[Completion] = []

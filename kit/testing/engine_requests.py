@@ -24,15 +24,34 @@ class EngineRequests(EngineBase):
                 plain = ref.greedy(np.asarray(prompt), 12)
                 cut = plain[: plain.index(plain[5]) + 1]
                 never = next(t for t in range(VOCAB) if t not in plain)
-                stops = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(never, plain[5]))
-                self._ends(engine, prompt, stops, cut, "stop", "stop tokens end a response and are part of it")
+                stops = SamplingParams(
+                    max_tokens=12, temperature=0.0, stop_token_ids=(never, plain[5])
+                )
+                self._ends(
+                    engine,
+                    prompt,
+                    stops,
+                    cut,
+                    "stop",
+                    "stop tokens end a response and are part of it",
+                )
                 going_on = attrs.evolve(stops, ignore_stop=True)
-                self._ends(engine, prompt, going_on, plain, "length", "ignore_stop goes on to max_tokens")
+                self._ends(
+                    engine, prompt, going_on, plain, "length", "ignore_stop goes on to max_tokens"
+                )
                 short = SamplingParams(max_tokens=3, temperature=0.0)
-                self._ends(engine, prompt, short, plain[:3], "length", "max_tokens counts response tokens")
+                self._ends(
+                    engine, prompt, short, plain[:3], "length", "max_tokens counts response tokens"
+                )
 
     def _ends(
-        self, engine: RolloutEngine, prompt, sampling: SamplingParams, expected: list[int], reason: str, likely: str
+        self,
+        engine: RolloutEngine,
+        prompt,
+        sampling: SamplingParams,
+        expected: list[int],
+        reason: str,
+        likely: str,
     ) -> None:
         [done] = engine.generate(requests([prompt], sampling))
         require(
@@ -58,8 +77,14 @@ class EngineRequests(EngineBase):
     def test_every_request_is_answered_once(self, start):
         engine = self.speaking(start, next(self.references()))
         asked = []
-        for at, request in enumerate(requests([PROMPTS[at % 4] for at in range(37)], SamplingParams())):
-            asked.append(attrs.evolve(request, sampling=SamplingParams(max_tokens=1 + at % 9, stop_token_ids=(3, 4))))
+        for at, request in enumerate(
+            requests([PROMPTS[at % 4] for at in range(37)], SamplingParams())
+        ):
+            asked.append(
+                attrs.evolve(
+                    request, sampling=SamplingParams(max_tokens=1 + at % 9, stop_token_ids=(3, 4))
+                )
+            )
         answered = [c.id for c in engine.submit(asked)]
         require(
             sorted(answered) == sorted(r.id for r in asked),
@@ -79,11 +104,13 @@ class EngineRequests(EngineBase):
         engine = self.speaking(start, next(self.references()))
         for done in self._run(engine, PROMPTS):
             kinds = [
-                (np.asarray(a).dtype.name, len(a)) for a in (done.response_ids, done.logprobs, done.weight_version)
+                (np.asarray(a).dtype.name, len(a))
+                for a in (done.response_ids, done.logprobs, done.weight_version)
             ]
             n = len(done.response_ids)
             require(
-                kinds == [("int64", n), ("float32", n), ("int64", n)] and np.isfinite(done.logprobs).all(),
+                kinds == [("int64", n), ("float32", n), ("int64", n)]
+                and np.isfinite(done.logprobs).all(),
                 got=f"response_ids, logprobs, weight_version as {kinds}",
                 expected=f"int64, float32 and int64, each of length {n}, finite",
                 likely="arrays have other types or the length of a padded batch",
@@ -141,7 +168,9 @@ class EngineRequests(EngineBase):
         if not self.aborts:
             pytest.skip("it cannot abort")
         engine = self.speaking(start, next(self.references()))
-        asked = requests([PROMPTS[at % 4] for at in range(80)], SamplingParams(max_tokens=100))  # some may wait
+        asked = requests(
+            [PROMPTS[at % 4] for at in range(80)], SamplingParams(max_tokens=100)
+        )  # some may wait
         asked[0] = attrs.evolve(asked[0], sampling=SamplingParams(max_tokens=1))
         stream = engine.submit(asked)
         done = [next(stream)]
@@ -186,7 +215,8 @@ class EngineRequests(EngineBase):
         if self.sleeps:
             engine.sleep()
         kept = all(
-            v.untyped_storage().nbytes() > 0 and torch.equal(v.cpu(), ref.parameters[n]) for n, v in lent.items()
+            v.untyped_storage().nbytes() > 0 and torch.equal(v.cpu(), ref.parameters[n])
+            for n, v in lent.items()
         )
         require(
             first == expected and kept,

@@ -55,14 +55,21 @@ class EngineSampling(EngineBase):
         ref = next(self.references())
         engine = self.speaking(start, ref)
         for temperature in (1.0, 0.6):
-            first = [c.response_ids[0] for c in self._draw(engine, temperature=temperature, max_tokens=1)]
+            first = [
+                c.response_ids[0] for c in self._draw(engine, temperature=temperature, max_tokens=1)
+            ]
             self._distributed(
-                first, self._probabilities(ref, PROMPTS[1], temperature), f"first tokens at temperature {temperature}"
+                first,
+                self._probabilities(ref, PROMPTS[1], temperature),
+                f"first tokens at temperature {temperature}",
             )
 
     def test_second_tokens_are_distributed_as_the_model_says_after_the_first(self, start):
         ref = next(self.references())
-        both = [tuple(c.response_ids.tolist()) for c in self._draw(self.speaking(start, ref), max_tokens=2)]
+        both = [
+            tuple(c.response_ids.tolist())
+            for c in self._draw(self.speaking(start, ref), max_tokens=2)
+        ]
         firsts = [f for f, _ in both]
         usual = max(set(firsts), key=firsts.count)
         second = [s for f, s in both if f == usual]
@@ -105,7 +112,10 @@ class EngineSampling(EngineBase):
         options: list[dict[str, Any]] = [dict(temperature=0.6), dict(temperature=1.5, top_k=2)]
         for chosen in options if self.filters else options[:1]:
             p = self._probabilities(ref, PROMPTS[1], chosen["temperature"], bias)
-            first = [c.response_ids[0] for c in self._draw(engine, max_tokens=1, logit_bias=bias, **chosen)]
+            first = [
+                c.response_ids[0]
+                for c in self._draw(engine, max_tokens=1, logit_bias=bias, **chosen)
+            ]
             require(
                 usual not in first,
                 got=f"token {usual} {first.count(usual)} times in {len(first)} with a bias of -100",
@@ -125,10 +135,13 @@ class EngineSampling(EngineBase):
         biases: list[dict[int, float]] = []
         for at, prompt in enumerate(PROMPTS):
             usual = self._greedy(ref, prompt, {})
-            biases.append({usual[0]: -100.0, usual[-1]: -2.0, (usual[0] + 1) % VOCAB: 3.0} if at % 2 else {})
+            biases.append(
+                {usual[0]: -100.0, usual[-1]: -2.0, (usual[0] + 1) % VOCAB: 3.0} if at % 2 else {}
+            )
         asked = requests(PROMPTS, SamplingParams(max_tokens=12, temperature=0.0))
         asked = [
-            attrs.evolve(r, sampling=attrs.evolve(r.sampling, logit_bias=b)) for r, b in zip(asked, biases, strict=True)
+            attrs.evolve(r, sampling=attrs.evolve(r.sampling, logit_bias=b))
+            for r, b in zip(asked, biases, strict=True)
         ]
         for done, prompt, bias in zip(engine.generate(asked), PROMPTS, biases, strict=True):
             expected = self._greedy(ref, prompt, bias)
@@ -157,7 +170,9 @@ class EngineSampling(EngineBase):
             logits[token] += value
         return (logits / temperature).softmax(-1).numpy()
 
-    def _distributed(self, seen: Sequence[int], probabilities: np.ndarray, what: str, likely: str = "") -> None:
+    def _distributed(
+        self, seen: Sequence[int], probabilities: np.ndarray, what: str, likely: str = ""
+    ) -> None:
         counts = np.bincount(np.asarray(seen, dtype=np.int64), minlength=VOCAB)
         score = chi_square_score(counts, probabilities)
         worst = int(np.argmax(np.abs(counts - len(seen) * probabilities)))

@@ -19,7 +19,9 @@ class EngineTokens(EngineBase):
     def test_greedy_tokens_are_those_of_hugging_face(self, start):
         for ref in self.references():
             engine = self.speaking(start, ref)
-            for done, prompt in zip(self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True):
+            for done, prompt in zip(
+                self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True
+            ):
                 expected = ref.greedy(np.asarray(prompt), 12)
                 require(
                     done.response_ids.tolist() == expected,
@@ -35,7 +37,9 @@ class EngineTokens(EngineBase):
         for ref in self.references():
             engine = self.speaking(start, ref)
             for temperature in (1.0, 0.7, 0.0):
-                for done, prompt in zip(self._run(engine, PROMPTS, temperature=temperature), PROMPTS, strict=True):
+                for done, prompt in zip(
+                    self._run(engine, PROMPTS, temperature=temperature), PROMPTS, strict=True
+                ):
                     self._logprobs(ref, prompt, done, temperature or 1.0)
 
     def test_logprobs_are_those_before_filters(self, start):
@@ -45,7 +49,13 @@ class EngineTokens(EngineBase):
         for chosen in (dict(top_k=3), dict(top_p=0.5), dict(min_p=0.3)):
             done = self._run(self.speaking(start, ref), PROMPTS, **chosen)
             for one, prompt in zip(done, PROMPTS, strict=True):
-                self._logprobs(ref, prompt, one, 1.0, "they are renormalised over what top_k, top_p and min_p leave")
+                self._logprobs(
+                    ref,
+                    prompt,
+                    one,
+                    1.0,
+                    "they are renormalised over what top_k, top_p and min_p leave",
+                )
 
     def test_logprobs_are_those_before_biases(self, start):
         if not self.biases:
@@ -65,11 +75,15 @@ class EngineTokens(EngineBase):
     # Weights
     def test_after_an_update_the_new_weights_speak(self, start):
         for architecture in self.architectures:
-            first, second = (reference(architecture, seed=seed, width=self.width) for seed in (0, 1))
+            first, second = (
+                reference(architecture, seed=seed, width=self.width) for seed in (0, 1)
+            )
             engine = self.speaking(start, first, version=1)
             self._run(engine, PROMPTS, temperature=0.0)
             give_weights(engine, second.parameters, version=2)
-            for done, prompt in zip(self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True):
+            for done, prompt in zip(
+                self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True
+            ):
                 require(
                     done.response_ids.tolist() == second.greedy(np.asarray(prompt), 12),
                     got=f"greedy tokens {done.response_ids.tolist()} after {list(prompt)}",
@@ -85,23 +99,36 @@ class EngineTokens(EngineBase):
         for ref in self.references():
             engine = start(ref.spec)
             give_weights(engine, ref.parameters, 1, pieces=3)
-            for done, prompt in zip(self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True):
+            for done, prompt in zip(
+                self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True
+            ):
                 self._logprobs(
-                    ref, prompt, done, 1.0, "a box is written to the wrong place of a fused or sharded parameter"
+                    ref,
+                    prompt,
+                    done,
+                    1.0,
+                    "a box is written to the wrong place of a fused or sharded parameter",
                 )
 
     def test_it_refuses_before_it_has_weights(self, start):
         engine = start(next(self.references()).spec)
-        self._refuses(engine, "without weights", "call check_ready() in submit: fresh storage holds anything")
+        self._refuses(
+            engine, "without weights", "call check_ready() in submit: fresh storage holds anything"
+        )
 
     def test_it_refuses_during_an_update(self, start):
         ref = next(self.references())
         engine = self.speaking(start, ref)
         give_weights(
-            engine, reference(ref.spec.hf_config["model_type"], seed=1, width=self.width).parameters, 4, end=False
+            engine,
+            reference(ref.spec.hf_config["model_type"], seed=1, width=self.width).parameters,
+            4,
+            end=False,
         )
         self._refuses(
-            engine, "between begin_update and end_update", "call check_ready() in submit: weights are mixed now"
+            engine,
+            "between begin_update and end_update",
+            "call check_ready() in submit: weights are mixed now",
         )
         engine.end_update()
         self._run(engine, PROMPTS)
@@ -128,7 +155,8 @@ class EngineTokens(EngineBase):
         engine = self.speaking(start, next(self.references()), version=7)
         for done in self._run(engine, PROMPTS):
             require(
-                np.asarray(done.weight_version).tolist() == [7] * len(done.response_ids) and engine.version == 7,
+                np.asarray(done.weight_version).tolist() == [7] * len(done.response_ids)
+                and engine.version == 7,
                 got=f"weight_version {np.asarray(done.weight_version).tolist()}, engine.version {engine.version}",
                 expected="7, as begin_update said, for each token",
                 likely="versions are counted by the engine instead of taken from begin_update",
@@ -149,4 +177,9 @@ class EngineTokens(EngineBase):
             )
 
     def _refuses(self, engine: RolloutEngine, when: str, likely: str) -> None:
-        require_raises(lambda: self._run(engine, PROMPTS), HybridFlowError, what=f"generating {when}", likely=likely)
+        require_raises(
+            lambda: self._run(engine, PROMPTS),
+            HybridFlowError,
+            what=f"generating {when}",
+            likely=likely,
+        )

@@ -92,7 +92,9 @@ class LossConformance:
                 for output, rows in found.gradients.items():
                     if output == "scores":
                         continue
-                    leaked = max(float(g[~m].abs().sum()) for g, m in zip(rows, mini.masks, strict=True))
+                    leaked = max(
+                        float(g[~m].abs().sum()) for g, m in zip(rows, mini.masks, strict=True)
+                    )
                     require(
                         leaked == 0,
                         got=f"{name}: a gradient of {leaked:g} to outputs[{output!r}] of {NOT_READ}",
@@ -128,10 +130,15 @@ class LossConformance:
             if "advantages" not in loss.reads:
                 continue
             tried = True
-            nothing = evaluate(loss, mini.with_column("advantages", lambda values: values * 0), [mini.units_rows()])
+            nothing = evaluate(
+                loss, mini.with_column("advantages", lambda values: values * 0), [mini.units_rows()]
+            )
             some = evaluate(loss, mini, [mini.units_rows()])
             for term, gradients in nothing.term_gradients.items():
-                depends = any(not torch.equal(a, b) for a, b in zip(gradients, some.term_gradients[term], strict=True))
+                depends = any(
+                    not torch.equal(a, b)
+                    for a, b in zip(gradients, some.term_gradients[term], strict=True)
+                )
                 left = max(float(g.abs().max()) if g.numel() else 0.0 for g in gradients)
                 require(
                     not depends or left == 0,
@@ -147,7 +154,11 @@ class LossConformance:
         for name, loss, mini in self._cases(losses):
             for moved in (0.0, 60.0, -60.0, 2000.0, -2000.0):
                 result = evaluate(loss, mini.with_outputs_moved(moved), [mini.units_rows()])
-                bad = [o for o, rows in result.gradients.items() if not all(torch.isfinite(g).all() for g in rows)]
+                bad = [
+                    o
+                    for o, rows in result.gradients.items()
+                    if not all(torch.isfinite(g).all() for g in rows)
+                ]
                 require(
                     np.isfinite(result.total) and not bad,
                     got=f"{name}: loss {result.total}, gradients of {bad} not finite, with logprobs moved by {moved:g}",
@@ -169,11 +180,15 @@ class LossConformance:
             )
 
     # What the tests share
-    def _cases(self, losses: Mapping[str, Loss], trials: int | None = None) -> Iterator[tuple[str, Loss, MiniBatch]]:
+    def _cases(
+        self, losses: Mapping[str, Loss], trials: int | None = None
+    ) -> Iterator[tuple[str, Loss, MiniBatch]]:
         for name, loss in losses.items():
             for seed in range(trials or self.trials):
                 size = 1 if loss.unit == "row" else self.unit_size
-                shape = Shape.random(self.rows - self.rows % size, self.longest, size, loss.unit, seed)
+                shape = Shape.random(
+                    self.rows - self.rows % size, self.longest, size, loss.unit, seed
+                )
                 yield f"loss of {name}", loss, MiniBatch.make(loss, shape, self.columns)
 
     def _same(self, found: Result, whole: Result, what: str, likely: str) -> None:
@@ -184,7 +199,9 @@ class LossConformance:
             expected=f"{whole.total:.7g}, as for the mini-batch in one piece",
             likely=likely,
         )
-        largest = max(float(g.abs().max()) for rows in whole.gradients.values() for g in rows if g.numel())
+        largest = max(
+            float(g.abs().max()) for rows in whole.gradients.values() for g in rows if g.numel()
+        )
         for name, rows in whole.gradients.items():
             for row, gradient in enumerate(rows):
                 require_close(
@@ -196,7 +213,8 @@ class LossConformance:
                 )
         for name, value in whole.metrics.items():
             require(
-                abs(found.metrics.get(name, np.nan) - value) <= self.tolerance * max(abs(value), 1e-3),
+                abs(found.metrics.get(name, np.nan) - value)
+                <= self.tolerance * max(abs(value), 1e-3),
                 got=f"{what}: metric {name} is {found.metrics.get(name)}",
                 expected=f"{value}",
                 likely=likely,

@@ -90,7 +90,9 @@ class MiniBatch:
 
     def plans(self) -> Iterator[list[list[int]]]:
         """Splits that keep units whole: each alone, in halves, backwards, and two at random."""
-        units = [np.flatnonzero(self.shape.units == u).tolist() for u in np.unique(self.shape.units)]
+        units = [
+            np.flatnonzero(self.shape.units == u).tolist() for u in np.unique(self.shape.units)
+        ]
         yield units
         yield [_rows(units[: len(units) // 2]), _rows(units[len(units) // 2 :])]
         yield [_rows(units[::-1])]
@@ -106,14 +108,20 @@ class MiniBatch:
         columns = {}
         for name, column in self.columns.items():
             values = column.values
-            if column.kind == "token" and isinstance(values, torch.Tensor) and values.is_floating_point():
+            if (
+                column.kind == "token"
+                and isinstance(values, torch.Tensor)
+                and values.is_floating_point()
+            ):
                 values = values.clone()
                 values[hidden] = column_value
             columns[name] = Column(values, column.lengths)
         outputs = {}
         for name, rows in self.outputs.items():
             outputs[name] = (
-                rows if name == "scores" else [_replaced(r, ~m, value) for r, m in zip(rows, masks, strict=True)]
+                rows
+                if name == "scores"
+                else [_replaced(r, ~m, value) for r, m in zip(rows, masks, strict=True)]
             )
         return attrs.evolve(self, columns=columns, outputs=outputs)
 
@@ -125,13 +133,19 @@ class MiniBatch:
     def with_outputs_moved(self, by: float) -> MiniBatch:
         """Outputs `by` away from where they were; logprobs stay below 0, so the old ones move where it is positive."""
         if by <= 0:
-            moved = {n: [r + by for r in rows] for n, rows in self.outputs.items() if n != "entropy"}
+            moved = {
+                n: [r + by for r in rows] for n, rows in self.outputs.items() if n != "entropy"
+            }
             return attrs.evolve(self, outputs={**self.outputs, **moved})
         mini = self
         for name in self.columns:
             if name.endswith("logprobs"):
                 mini = mini.with_column(name, lambda values: values - by)
-        moved = {n: [r + by for r in rows] for n, rows in self.outputs.items() if n in ("values", "scores")}
+        moved = {
+            n: [r + by for r in rows]
+            for n, rows in self.outputs.items()
+            if n in ("values", "scores")
+        }
         return attrs.evolve(mini, outputs={**mini.outputs, **moved})
 
 
@@ -165,7 +179,11 @@ def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: 
         index = np.asarray(rows, dtype=np.int64)
         width = int(mini.shape.lengths[index].max()) + extra
         batch = Declared(_padded(mini, loss, index, width), "batch", "reads")
-        outputs = Declared({n: _stacked([r[i] for i in rows], width) for n, r in leaves.items()}, "outputs", "needs")
+        outputs = Declared(
+            {n: _stacked([r[i] for i in rows], width) for n, r in leaves.items()},
+            "outputs",
+            "needs",
+        )
         before = {n: v.clone() for n, v in batch.items() if isinstance(v, torch.Tensor)}
         terms = loss(batch, outputs)
         terms = [terms] if isinstance(terms, Term) else list(terms)
@@ -195,7 +213,9 @@ def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: 
 def _padded(mini: MiniBatch, loss: Loss, rows: np.ndarray, width: int) -> dict[str, Any]:
     """What the core gives a loss: the declared columns."""
     names = dict.fromkeys((*loss.reads, "loss_mask"))
-    return padded_rows({name: mini.columns[name] for name in names}, rows, torch.device("cpu"), width)
+    return padded_rows(
+        {name: mini.columns[name] for name in names}, rows, torch.device("cpu"), width
+    )
 
 
 def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
@@ -213,7 +233,9 @@ def _gradients(value: torch.Tensor, flat: list[torch.Tensor]) -> list[torch.Tens
     return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, flat, strict=True)]
 
 
-def _by_row(leaves: dict[str, list[torch.Tensor]], flat: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def _by_row(
+    leaves: dict[str, list[torch.Tensor]], flat: list[torch.Tensor]
+) -> dict[str, list[torch.Tensor]]:
     gradients = iter(flat)
     return {name: [next(gradients) for _ in rows] for name, rows in leaves.items()}
 

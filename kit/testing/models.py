@@ -25,7 +25,12 @@ ARCHITECTURES = {"qwen2": dict(tie_word_embeddings=True), "llama": dict(tie_word
 
 def tiny_config(architecture: str = "qwen2", width: int = 32) -> dict[str, Any]:
     """Fields of a Hugging Face config: two layers, 4 heads that share 2 keys and values, 32 tokens."""
-    return {"model_type": architecture, **SIZES, **ARCHITECTURES[architecture], "hidden_size": width}
+    return {
+        "model_type": architecture,
+        **SIZES,
+        **ARCHITECTURES[architecture],
+        "hidden_size": width,
+    }
 
 
 @attrs.frozen(eq=False)
@@ -54,7 +59,9 @@ class Reference:
         ids = torch.cat([prompt, response])
         before = slice(len(prompt) - 1, len(ids) - 1)
         if self.spec.kind != "policy":
-            per_token = self.model.score(self.model.base_model(input_ids=ids[None]).last_hidden_state)[0, :, 0].float()
+            per_token = self.model.score(
+                self.model.base_model(input_ids=ids[None]).last_hidden_state
+            )[0, :, 0].float()
             return {"values": per_token[before], "scores": per_token[-1]}
         log_p = (self.logits(ids)[before] / temperature).log_softmax(-1)
         found = {
@@ -68,12 +75,16 @@ class Reference:
         """What Hugging Face's generate gives."""
         ids = torch.as_tensor(prompt)[None]
         with torch.no_grad():
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+            )
         return out[0, ids.shape[1] :].tolist()
 
 
 @functools.cache
-def reference(architecture: str = "qwen2", kind: str = "policy", seed: int = 0, width: int = 32) -> Reference:
+def reference(
+    architecture: str = "qwen2", kind: str = "policy", seed: int = 0, width: int = 32
+) -> Reference:
     """Made once per process. Weights are large enough that distributions are far from uniform and every bias, norm and
     position matters."""
     from safetensors.torch import load_file
@@ -90,7 +101,11 @@ def reference(architecture: str = "qwen2", kind: str = "policy", seed: int = 0, 
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.3 * (32 / width) ** 0.5 * noise if parameter.dim() > 1 else parameter + 0.2 * noise)
+            parameter.copy_(
+                0.3 * (32 / width) ** 0.5 * noise
+                if parameter.dim() > 1
+                else parameter + 0.2 * noise
+            )
     folder = tempfile.TemporaryDirectory(prefix="hybridflow-reference-")
     model.save_pretrained(folder.name)
     spec = resolve_model(ModelConfig(path=folder.name), kind, "conformance")

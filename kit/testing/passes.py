@@ -27,7 +27,9 @@ def one_rank(device: str = "cpu", role: str = "conformance") -> Iterator[RankCon
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layout = ParallelLayout()
-        yield RankContext(role, 0, layout, torch.device(device), generation=generation_layout(layout))
+        yield RankContext(
+            role, 0, layout, torch.device(device), generation=generation_layout(layout)
+        )
     finally:
         if mine:
             dist.destroy_process_group()
@@ -45,9 +47,16 @@ class Passes:
         self, backend: TrainingBackend, rows: Sequences, temperature: float = 1.0, seed: int = 0,
         topk_ids: list[torch.Tensor] | None = None,
     ):  # fmt: skip
-        self.backend, self.rows, self.temperature, self.topk_ids = backend, rows, temperature, topk_ids
+        self.backend, self.rows, self.temperature, self.topk_ids = (
+            backend,
+            rows,
+            temperature,
+            topk_ids,
+        )
         generator = torch.Generator().manual_seed(seed)
-        self.weights = [torch.randn(len(r), generator=generator) / len(rows) for r in rows.responses]
+        self.weights = [
+            torch.randn(len(r), generator=generator) / len(rows) for r in rows.responses
+        ]
         self.called: list[int] = []
 
     def micros(self, plan: Plan | None = None, dummies: int = 0) -> tuple[Plan, list[MicroBatch]]:
@@ -56,9 +65,13 @@ class Passes:
         topk = None if self.topk_ids is None else tokens(self.topk_ids, torch.int64)
         prompts, responses = tokens(self.rows.prompts), tokens(self.rows.responses)
         made = [make_micro_batch(prompts, responses, np.asarray(p), device, topk) for p in plan]
-        return plan, made + [dummy_micro_batch(device, 0 if topk is None else 3) for _ in range(dummies)]
+        return plan, made + [
+            dummy_micro_batch(device, 0 if topk is None else 3) for _ in range(dummies)
+        ]
 
-    def raw(self, needs: Sequence[str], plan: Plan | None = None, dummies: int = 0) -> list[dict[str, torch.Tensor]]:
+    def raw(
+        self, needs: Sequence[str], plan: Plan | None = None, dummies: int = 0
+    ) -> list[dict[str, torch.Tensor]]:
         return self.backend.forward(self.micros(plan, dummies)[1], list(needs), self.temperature)
 
     def outputs(
@@ -72,7 +85,9 @@ class Passes:
                 per_row = found.setdefault(name, [torch.empty(0)] * len(self.rows))
                 for at, row in enumerate(rows):
                     per_row[row] = (
-                        value[at].cpu() if name == "scores" else value[at, : len(self.rows.responses[row])].cpu()
+                        value[at].cpu()
+                        if name == "scores"
+                        else value[at, : len(self.rows.responses[row])].cpu()
                     )
         return found
 
@@ -84,7 +99,9 @@ class Passes:
             self.called.append(at)
             if micros[at].dummy:
                 return sum((o.sum() * 0.0 for o in outputs.values()), torch.zeros(()))
-            shares = [self._share(outputs[n], row, i) for n in needs for i, row in enumerate(plan[at])]
+            shares = [
+                self._share(outputs[n], row, i) for n in needs for i, row in enumerate(plan[at])
+            ]
             return torch.stack(shares).sum()
 
         self.backend.forward_backward(micros, list(needs), loss, self.temperature)
@@ -103,16 +120,22 @@ class Passes:
         """By Hugging Face's model and torch's autograd, under canonical names."""
         ref.model.zero_grad()
         total = torch.zeros(())
-        for row, (prompt, response) in enumerate(zip(self.rows.prompts, self.rows.responses, strict=True)):
+        for row, (prompt, response) in enumerate(
+            zip(self.rows.prompts, self.rows.responses, strict=True)
+        ):
             outputs = ref.outputs(prompt, response, self.temperature)
             for name in needs:
                 output = outputs[name][None]
                 total = total + (
-                    output[0] * (row + 1) / len(self.rows) if name == "scores" else self._share(output, row, 0)
+                    output[0] * (row + 1) / len(self.rows)
+                    if name == "scores"
+                    else self._share(output, row, 0)
                 )
         total.backward()
         named = dict(ref.model.named_parameters())
-        found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
+        found = {
+            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()
+        }
         ref.model.zero_grad()
         return {n: found[n] for n in ref.parameters}
 
@@ -140,7 +163,9 @@ def gradients(
     return found
 
 
-def optimizer_step(ref: Reference, config: OptimizerConfig) -> Callable[..., tuple[float, dict[str, torch.Tensor]]]:
+def optimizer_step(
+    ref: Reference, config: OptimizerConfig
+) -> Callable[..., tuple[float, dict[str, torch.Tensor]]]:
     """A function (passes, needs, step) -> (gradient norm, weights after): the same steps by torch's AdamW on a copy."""
     import copy
 
@@ -148,10 +173,16 @@ def optimizer_step(ref: Reference, config: OptimizerConfig) -> Callable[..., tup
     twin = Reference(ref.spec, mine, ref.parameters, None)
     named = dict(mine.named_parameters())
     adamw = torch.optim.AdamW(
-        named.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        named.values(),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
     )
 
-    def step(passes: Passes, needs: Sequence[str], at: int) -> tuple[float, dict[str, torch.Tensor]]:
+    def step(
+        passes: Passes, needs: Sequence[str], at: int
+    ) -> tuple[float, dict[str, torch.Tensor]]:
         for name, gradient in passes.expected_gradients(twin, needs).items():
             named[name].grad = gradient
         norm = float(torch.nn.utils.clip_grad_norm_(named.values(), config.max_grad_norm))

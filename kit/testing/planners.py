@@ -52,7 +52,11 @@ class PlannerConformance:
                 likely="a model is forgotten",
             )
             world = sum(settings["pools"][table["pool"]])
-            sizes = {axis: size for axis, size in table["layout"].items() if axis in ("pp", "tp", "dp", "cp")}
+            sizes = {
+                axis: size
+                for axis, size in table["layout"].items()
+                if axis in ("pp", "tp", "dp", "cp")
+            }
             require(
                 prod(sizes.values()) == world,
                 got=f"{name}: layout {sizes} on {world} devices",
@@ -70,7 +74,10 @@ class PlannerConformance:
         )
         strange = [key for key in found.work if key[0] not in job.models or key[1] not in STAGES]
         require(
-            not strange, got=f"work of {strange}", expected=f"roles of the job, stages {STAGES}", likely="other names"
+            not strange,
+            got=f"work of {strange}",
+            expected=f"roles of the job, stages {STAGES}",
+            likely="other names",
         )
 
     def test_equal_questions_have_equal_answers(self, planner, cluster, job):
@@ -86,9 +93,19 @@ class PlannerConformance:
         try:
             found = planner.predict(job, cluster)
         except NotPlanned as error:
-            require(str(error), got="no message", expected="why nothing can be said", likely="an empty exception")
+            require(
+                str(error),
+                got="no message",
+                expected="why nothing can be said",
+                likely="an empty exception",
+            )
             return
-        require(found.seconds > 0, got=repr(found), expected="seconds above 0", likely="nothing is counted")
+        require(
+            found.seconds > 0,
+            got=repr(found),
+            expected="seconds above 0",
+            likely="nothing is counted",
+        )
         problems = planner.problems(job, cluster)
         require(
             problems == [],

@@ -49,7 +49,12 @@ class Probe(Worker):
     def make(self, rows: int) -> Batch:
         """A large column, kept and then written to, as a worker may do with its own tensors."""
         self.large = torch.arange(rows * 10, dtype=torch.float32).view(rows, 10)
-        made = Batch({"x": self.large, "ids": tokens([torch.arange(i % 3) for i in range(rows)], torch.int64)})
+        made = Batch(
+            {
+                "x": self.large,
+                "ids": tokens([torch.arange(i % 3) for i in range(rows)], torch.int64),
+            }
+        )
         return made
 
     @register(Protocol.ONE_TO_ALL)

@@ -27,7 +27,9 @@ class Shape:
 
     def __str__(self) -> str:
         g = self.generation
-        return f"layout {self.layout} ({self.layout.order})" + (f", generation tp {g.tp} pp {g.pp}" if g else "")
+        return f"layout {self.layout} ({self.layout.order})" + (
+            f", generation tp {g.tp} pp {g.pp}" if g else ""
+        )
 
 
 def numbered_rows(rows: int, start: int = 0) -> Batch:
@@ -52,7 +54,8 @@ def row_numbers(batch: Any) -> list[int]:
     ids: Column = batch["ids"]
     assert ids.lengths is not None
     require(
-        [m["number"] for m in batch["meta"].values] == numbers and ids.lengths.tolist() == [n % 4 for n in numbers],
+        [m["number"] for m in batch["meta"].values] == numbers
+        and ids.lengths.tolist() == [n % 4 for n in numbers],
         got="columns whose rows are in different orders",
         expected="every column split at the same rows",
         likely="the piece was put together column by column; use Batch.split, take and concat",
@@ -103,7 +106,11 @@ class ProtocolConformance:
     def _cases(self, protocol: TransferProtocol) -> Iterator[tuple[Shape, int, Sequence[Any]]]:
         for shape in self.shapes():
             for rows in self.row_counts:
-                yield shape, rows, protocol.distribute(shape, self.argument(numbered_rows(rows), shape))
+                yield (
+                    shape,
+                    rows,
+                    protocol.distribute(shape, self.argument(numbered_rows(rows), shape)),
+                )
 
     def test_there_is_one_piece_for_each_rank(self, protocol):
         for shape, rows, pieces in self._cases(protocol):
@@ -172,7 +179,9 @@ class ProtocolConformance:
             pytest.skip("it does not split batches")
         for shape in self.shapes():
             units = np.arange(15) // 3
-            pieces = protocol.distribute(shape, self.argument(numbered_rows(15).whole(units), shape))
+            pieces = protocol.distribute(
+                shape, self.argument(numbered_rows(15).whole(units), shape)
+            )
             for rank in protocol.sources(shape):
                 mine = row_numbers(pieces[rank])
                 require(
@@ -218,7 +227,10 @@ class ProtocolConformance:
             pytest.skip("it does not split batches")
         for shape in self.shapes():
             sources = list(protocol.sources(shape))
-            parts = [Metrics({"loss": (float(i), 1.0)}, {"longest": float(i)}) for i in range(len(sources))]
+            parts = [
+                Metrics({"loss": (float(i), 1.0)}, {"longest": float(i)})
+                for i in range(len(sources))
+            ]
             merged = protocol.collect(shape, parts)
             good = isinstance(merged, Metrics) and merged["loss"] == (len(sources) - 1) / 2
             require(

@@ -36,7 +36,9 @@ class Shape:
     def rows(self) -> int:
         return len(self.lengths)
 
-    def per_token(self, low: float | None = None, high: float = 1.0, trailing: tuple[int, ...] = ()) -> Column:
+    def per_token(
+        self, low: float | None = None, high: float = 1.0, trailing: tuple[int, ...] = ()
+    ) -> Column:
         """Uniform in [low, high), or standard normal without `low`."""
         return Column(self._numbers((int(self.lengths.sum()), *trailing), low, high), self.lengths)
 
@@ -81,7 +83,11 @@ def standard_column(name: str, shape: Shape) -> Any:
     if name in ("unsafe", "episode", "sample_id"):
         return torch.arange(shape.rows) % 2 if name == "unsafe" else torch.arange(shape.rows)
     if name in ("meta", "finish_reason"):
-        return ["stop"] * shape.rows if name == "finish_reason" else [{"answer": "1"} for _ in range(shape.rows)]
+        return (
+            ["stop"] * shape.rows
+            if name == "finish_reason"
+            else [{"answer": "1"} for _ in range(shape.rows)]
+        )
     raise LookupError(
         f"the kit has no values for column {name!r}; override columns(name, shape) of the conformance class and return "
         "shape.per_token(low, high) or shape.per_row(low, high) for it"
@@ -93,11 +99,17 @@ def standard_output(name: str, shape: Shape, columns: dict[str, Column]) -> list
     if name == "scores":
         return list(shape.per_row())
     column = standard_column(name, shape)
-    near = next((c for c in ("old_logprobs", "ref_logprobs", "rollout_logprobs") if c in columns), None)
+    near = next(
+        (c for c in ("old_logprobs", "ref_logprobs", "rollout_logprobs") if c in columns), None
+    )
     if name == "logprobs" and near is not None:
         column = Column(
-            torch.as_tensor(columns[near].values) + 0.3 * torch.as_tensor(shape.per_token().values), shape.lengths
+            torch.as_tensor(columns[near].values) + 0.3 * torch.as_tensor(shape.per_token().values),
+            shape.lengths,
         )
     if name == "values" and "values" in columns:
-        column = Column(torch.as_tensor(columns["values"].values) + 0.3 * torch.as_tensor(column.values), shape.lengths)
+        column = Column(
+            torch.as_tensor(columns["values"].values) + 0.3 * torch.as_tensor(column.values),
+            shape.lengths,
+        )
     return list(column)

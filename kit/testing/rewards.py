@@ -18,7 +18,18 @@ def sample(response: str, answer: str = "42", finish_reason: str = "stop") -> Re
     return RewardSample("6*7=", response, ids, {"answer": answer, "prompt": "6*7="}, finish_reason)
 
 
-RESPONSES = ("42", " 42 ", "43", "", "no idea", "4" * 500, "\u0000\u2603 \\boxed{", "the answer is 42", "-1e309", "nan")
+RESPONSES = (
+    "42",
+    " 42 ",
+    "43",
+    "",
+    "no idea",
+    "4" * 500,
+    "\u0000\u2603 \\boxed{",
+    "the answer is 42",
+    "-1e309",
+    "nan",
+)
 
 
 class RewardConformance:
@@ -51,7 +62,10 @@ class RewardConformance:
         order = np.random.default_rng(0).permutation(len(samples))
         shuffled = score_samples(reward, [samples[i] for i in order], "conformance")
         alone = np.array([score_samples(reward, [s], "conformance")[0] for s in samples])
-        for what, found in (("one by one", alone), ("in another order", shuffled[np.argsort(order)])):
+        for what, found in (
+            ("one by one", alone),
+            ("in another order", shuffled[np.argsort(order)]),
+        ):
             require(
                 np.array_equal(found, together),
                 got=f"{found.tolist()} {what}",

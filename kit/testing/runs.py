@@ -61,7 +61,9 @@ def algorithm_table(algorithm: Algorithm) -> dict[str, Any]:
     """[algorithm] for an instance: its class by path, and the settings that are not the defaults."""
     cls = type(algorithm)
     if "<locals>" in cls.__qualname__:
-        raise ValueError(f"define {cls.__name__} at the top level of a module, so that a run can name it")
+        raise ValueError(
+            f"define {cls.__name__} at the top level of a module, so that a run can name it"
+        )
     settings = attrs.asdict(algorithm.config, filter=lambda field, value: value != field.default)
     return {"name": f"{cls.__module__}:{cls.__qualname__}", **settings}
 
@@ -78,7 +80,9 @@ class TinyRun:
     `algorithm`: an instance, or an [algorithm] table; `tables`: other tables, over TABLES.
     """
 
-    def __init__(self, algorithm: Algorithm | Mapping[str, Any], tables: Mapping[str, Any] | None = None):
+    def __init__(
+        self, algorithm: Algorithm | Mapping[str, Any], tables: Mapping[str, Any] | None = None
+    ):
         table = algorithm_table(algorithm) if isinstance(algorithm, Algorithm) else dict(algorithm)
         self.job = tiny_job({"algorithm": table, **(tables or {})})
         self.algorithm = type(self.job.algorithm)(self.job.algorithm.config)
@@ -110,7 +114,9 @@ class TinyRun:
 
     def checksums(self) -> dict[str, str]:
         """A digest of the weights of each model."""
-        return {name: self.session.groups[name][1].checksum().result()[0] for name in self.job.models}
+        return {
+            name: self.session.groups[name][1].checksum().result()[0] for name in self.job.models
+        }
 
     def save(self, folder: Path) -> None:
         """As a checkpoint of the controller does."""

@@ -61,7 +61,8 @@ class RuntimeConformance:
             doubled = group.double(Batch({"x": torch.arange(float(rows))}))
             found = torch.as_tensor(doubled["x"].values).tolist()
             require(
-                found == [2.0 * i for i in range(rows)] and doubled.metrics["sum"] == (rows - 1) / 2,
+                found == [2.0 * i for i in range(rows)]
+                and doubled.metrics["sum"] == (rows - 1) / 2,
                 got=f"{found}, metrics {doubled.metrics!r}",
                 expected=f"each of {rows} rows doubled, in order; metrics of both ranks merged",
                 likely="replies are mixed up between ranks",
@@ -93,7 +94,9 @@ class RuntimeConformance:
         found = torch.as_tensor(made["x"].values)
         traffic = runtime.traffic.take()
         require(
-            found.shape == (LARGE // 10, 10) and float(found[-1, -1]) == LARGE - 1 and traffic["fetched"] >= 4 * LARGE,
+            found.shape == (LARGE // 10, 10)
+            and float(found[-1, -1]) == LARGE - 1
+            and traffic["fetched"] >= 4 * LARGE,
             got=f"a column of shape {tuple(found.shape)}, traffic {traffic}",
             expected=f"the column, and at least {4 * LARGE} bytes under `fetched`",
             likely="get gives another block, or columns travel inside replies",

@@ -66,7 +66,9 @@ class TokenizerConformance:
 
     def test_its_size_is_one_more_than_the_largest_id(self, tokenizer):
         used = max(max(ids) for ids in self._spelled(tokenizer))
-        special = max(i for i in (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) if i is not None)
+        special = max(
+            i for i in (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) if i is not None
+        )
         require(
             max(used, special) < tokenizer.vocab_size,
             got=f"vocab_size {tokenizer.vocab_size} and the id {max(used, special)}",
@@ -100,7 +102,14 @@ class TokenizerConformance:
 
     def test_messages_give_ids_or_say_that_there_is_no_template(self, tokenizer):
         try:
-            ids: Iterable[int] = tokenizer.apply_chat_template([{"role": "user", "content": self.texts[0]}])
+            ids: Iterable[int] = tokenizer.apply_chat_template(
+                [{"role": "user", "content": self.texts[0]}]
+            )
         except DataError:
             return
-        require(len(list(ids)) > 0, got="nothing", expected="ids of the messages", likely="an empty template")
+        require(
+            len(list(ids)) > 0,
+            got="nothing",
+            expected="ids of the messages",
+            likely="an empty template",
+        )

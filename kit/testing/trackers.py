@@ -10,7 +10,11 @@ import pytest
 from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.kit.testing.checks import missing_fixture, require
 
-STEPS = {1: {"reward": 0.5, "actor/loss": -1.25}, 2: {"reward": 0.75}, 3: {"reward": 1.0, "seconds/step": 0.001}}
+STEPS = {
+    1: {"reward": 0.5, "actor/loss": -1.25},
+    2: {"reward": 0.75},
+    3: {"reward": 1.0, "seconds/step": 0.001},
+}
 
 
 class TrackerConformance:
@@ -38,19 +42,30 @@ class TrackerConformance:
         found = self.logged(folder)
         if found is None:
             pytest.skip("logged() is not overridden")
-        expected = {(step, name): value for step in steps for name, value in STEPS[step].items() if self.keeps(name)}
-        close = set(found) == set(expected) and all(abs(found[key] - expected[key]) < 1e-6 for key in expected)
+        expected = {
+            (step, name): value
+            for step in steps
+            for name, value in STEPS[step].items()
+            if self.keeps(name)
+        }
+        close = set(found) == set(expected) and all(
+            abs(found[key] - expected[key]) < 1e-6 for key in expected
+        )
         require(close, got=f"{dict(found)}", expected=f"{expected}", likely=likely)
 
     def test_what_is_logged_is_there(self, make, tmp_path):
         self._log(make(), tmp_path, 0, range(1, 4))
-        self._require(tmp_path, range(1, 4), "a metric is dropped, or what was written is not flushed")
+        self._require(
+            tmp_path, range(1, 4), "a metric is dropped, or what was written is not flushed"
+        )
 
     def test_a_resumed_run_goes_on_after_its_step(self, make, tmp_path):
         self._log(make(), tmp_path, 0, range(1, 4))
         self._log(make(), tmp_path, 1, range(2, 3))
         self._require(
-            tmp_path, range(1, 3), "start(folder, step) must drop what was logged of later steps, and keep the rest"
+            tmp_path,
+            range(1, 3),
+            "start(folder, step) must drop what was logged of later steps, and keep the rest",
         )
 
     def test_a_run_without_steps_leaves_nothing_broken(self, make, tmp_path):

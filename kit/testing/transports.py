@@ -35,7 +35,11 @@ def _layout(dtype: torch.dtype, cut: str) -> WeightLayout:
                 size = -(-shape[0] // WORLD)
                 at = [min(size * i, shape[0]) for i in (rank, rank + 1)]
                 held[rank][name] = (Box.part(shape, 0, *at),)
-            elif cut == "whole" or (cut == "last" and rank) or (rank == 0 and cut in ("first", "rows")):
+            elif (
+                cut == "whole"
+                or (cut == "last" and rank)
+                or (rank == 0 and cut in ("first", "rows"))
+            ):
                 held[rank][name] = (full,)
     return WeightLayout({n: Param(s, dtype) for n, s in SHAPES.items()}, held)
 
@@ -80,16 +84,25 @@ def _rank(rank: int, name: str, folder: str, folder_setting: str | None, answers
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
+        )
         (Path(folder) / "messages").mkdir(exist_ok=True)
         link = Link(
             rank, list(range(WORLD)), torch.device("cpu"), dist.group.WORLD, nodes=dict.fromkeys(range(WORLD), "here")
         )  # fmt: skip
-        found_class: type[Transport] = import_object(name) if ":" in name else registry().get("transport", name)
+        found_class: type[Transport] = (
+            import_object(name) if ":" in name else registry().get("transport", name)
+        )
         config = None
         if found_class.Config is not None:
-            config = found_class.Config(**({folder_setting: f"{folder}/messages"} if folder_setting else {}))
-        found["problem"], found["mailbox"] = found_class.problem(link, config), issubclass(found_class, Mailbox)
+            config = found_class.Config(
+                **({folder_setting: f"{folder}/messages"} if folder_setting else {})
+            )
+        found["problem"], found["mailbox"] = (
+            found_class.problem(link, config),
+            issubclass(found_class, Mailbox),
+        )
         transport = found_class(link, config)
         for case in CASES:
             found[case] = [
@@ -140,15 +153,27 @@ class TransportConformance:
             for process in ranks:
                 process.join(5)
                 process.kill()
-        errors = [f"rank {rank}: {answer['error']}" for rank, answer in sorted(found.items()) if "error" in answer]
+        errors = [
+            f"rank {rank}: {answer['error']}"
+            for rank, answer in sorted(found.items())
+            if "error" in answer
+        ]
         assert not errors, "\n".join(errors)
         found[0]["left"] += sorted(_abandoned() - before)
         return [found[rank] for rank in range(WORLD)]
 
-    def test_every_layout_arrives_bit_for_bit_again_and_again_and_nothing_is_left_behind(self, moved):
+    def test_every_layout_arrives_bit_for_bit_again_and_again_and_nothing_is_left_behind(
+        self, moved
+    ):
         for rank, answer in enumerate(moved):
-            assert answer["problem"] is None, f"it says that it cannot serve one node: {answer['problem']}"
+            assert answer["problem"] is None, (
+                f"it says that it cannot serve one node: {answer['problem']}"
+            )
             for case in CASES:
                 for step, wrong in enumerate(answer[case]):
-                    assert wrong == [], f"{case}, sync {step}, rank {rank}: {', '.join(wrong)} arrived wrong"
-            assert answer["left"] == [], f"messages are left in the folder or in /dev/shm: {answer['left']}"
+                    assert wrong == [], (
+                        f"{case}, sync {step}, rank {rank}: {', '.join(wrong)} arrived wrong"
+                    )
+            assert answer["left"] == [], (
+                f"messages are left in the folder or in /dev/shm: {answer['left']}"
+            )

@@ -92,7 +92,9 @@ class Calibration:
         return _errors([p for p in self.probed if verb in (None, p.sample.verb)], self.nodes)
 
 
-def calibrate(given: Mapping[str, Any], devices: int, name: str | None = None, say=lambda text: None) -> Calibration:
+def calibrate(
+    given: Mapping[str, Any], devices: int, name: str | None = None, say=lambda text: None
+) -> Calibration:
     """Measure `devices` devices of this machine under the backend, engine and runtime of a config's tables (`given`; what it
     does not say has the usual defaults). Raises ConfigError before anything starts."""
     if devices < 1:
@@ -139,7 +141,11 @@ def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
                 continue
             kv_heads = heads // 2 if heads > 2 else heads
             roles[f"{name}_tp{tp}_engine{generation}"] = {
-                "model": {"config": training_settings(settings).example_config(hidden, layers, vocab, heads, kv_heads)},
+                "model": {
+                    "config": training_settings(settings).example_config(
+                        hidden, layers, vocab, heads, kv_heads
+                    )
+                },
                 "backend": backend,
                 "layout": {"tp": tp},
                 "generation": {"tp": generation},
@@ -199,7 +205,9 @@ def described(found: Sequence[MachineFigures], kind: str, name: str | None) -> D
     """A known device by its data sheet; any other by what was measured, the slowest rank's."""
     known = device_called(found[0].name) if kind == "cuda" else None
     if known is not None:
-        memory = min(known.memory_gb, min(f.memory_bytes for f in found) / GB)  # others of that name have less
+        memory = min(
+            known.memory_gb, min(f.memory_bytes for f in found) / GB
+        )  # others of that name have less
         return attrs.evolve(known, name=name or known.name, memory_gb=memory)
     links = [f.link_rate for f in found if f.link_rate is not None]
     rate = min(f.memory_rate for f in found) / GB
@@ -231,10 +239,15 @@ def fit(probed: Sequence[Probed], nodes: Nodes) -> Efficiency:
     start = nodes.efficiency
 
     def evolved(names: Sequence[str], values: Sequence[float] | np.ndarray) -> Nodes:
-        return attrs.evolve(nodes, efficiency=attrs.evolve(start, **dict(zip(names, map(float, values), strict=True))))
+        return attrs.evolve(
+            nodes,
+            efficiency=attrs.evolve(start, **dict(zip(names, map(float, values), strict=True))),
+        )
 
     base = _errors(probed, nodes)
-    felt = [n for n in START if np.any(_errors(probed, evolved([n], [0.7 * getattr(start, n)])) != base)]
+    felt = [
+        n for n in START if np.any(_errors(probed, evolved([n], [0.7 * getattr(start, n)])) != base)
+    ]
     unfelt = {n: getattr(Efficiency(), n) for n in START if n not in felt}
     start = attrs.evolve(start, **unfelt)
     first = np.array([getattr(start, n) for n in felt])

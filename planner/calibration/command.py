@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 
 DIGITS = 4
 """Significant ones, in the file."""
-NAMES = {"infer": "inference", "train": "training", "sync": "weights to the engine", "generate": "generation"}
+NAMES = {
+    "infer": "inference",
+    "train": "training",
+    "sync": "weights to the engine",
+    "generate": "generation",
+}
 
 
 class CalibrateCommand(Command):
@@ -35,16 +40,27 @@ class CalibrateCommand(Command):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "config", nargs="?", help="a TOML file: its backend, engine, runtime and devices are measured"
+            "config",
+            nargs="?",
+            help="a TOML file: its backend, engine, runtime and devices are measured",
         )
         parser.add_argument(
-            "overrides", nargs="*", default=[], metavar="key=value", help="for example actor.backend.precision=bf16"
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="key=value",
+            help="for example actor.backend.precision=bf16",
         )
         parser.add_argument(
-            "--devices", type=int, metavar="N", help="default: those of the config's pool main, or all GPUs here, or 1"
+            "--devices",
+            type=int,
+            metavar="N",
+            help="default: those of the config's pool main, or all GPUs here, or 1",
         )
         parser.add_argument("--name", help="what the device is called in the file")
-        parser.add_argument("--write", metavar="FILE", help="write the cluster file; else it is printed")
+        parser.add_argument(
+            "--write", metavar="FILE", help="write the cluster file; else it is printed"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         a = arguments
@@ -61,12 +77,16 @@ def run_calibrate(
     try:
         from hybridflow.planner.calibration.calibrate import calibrate
     except ImportError as error:
-        raise ConfigError(f"calibrate needs scipy ({error}): pip install 'hybridflow[calibrate]'") from error
+        raise ConfigError(
+            f"calibrate needs scipy ({error}): pip install 'hybridflow[calibrate]'"
+        ) from error
     if write is not None and not Path(write).absolute().parent.is_dir():
         raise ConfigError(f"--write {write!r}: there is no folder {str(Path(write).parent)!r}")
     given = _tables(path, overrides)
     if devices is None:
-        devices = sum(_flat(given.get("pools", {}).get("main", []))) or max(1, torch.cuda.device_count())
+        devices = sum(_flat(given.get("pools", {}).get("main", []))) or max(
+            1, torch.cuda.device_count()
+        )
     found = calibrate(given, devices, name, lambda text: print_line(console, text))
     print_line(console)
     _report(console, found)
@@ -82,7 +102,9 @@ def run_calibrate(
 def _tables(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Of the last stage: the one that generates, where one does."""
     if path is None and overrides:
-        raise ConfigError(f"overrides are of a config, and none is given: calibrate CONFIG {' '.join(overrides)}")
+        raise ConfigError(
+            f"overrides are of a config, and none is given: calibrate CONFIG {' '.join(overrides)}"
+        )
     if path is None:
         return {}
     tables, _ = read_config(path, overrides, SHORTHAND)
@@ -109,7 +131,9 @@ def _report(console: Console, found: Calibration) -> None:
     rows = []
     for verb, said in NAMES.items():
         errors = abs(found.errors(verb))
-        rows.append((said, str(len(errors)), f"{100 * errors.mean():.0f}%", f"{100 * errors.max():.0f}%"))
+        rows.append(
+            (said, str(len(errors)), f"{100 * errors.mean():.0f}%", f"{100 * errors.max():.0f}%")
+        )
     print_table(console, ("fitted", "samples", "mean error", "largest"), rows)
 
 
@@ -119,7 +143,11 @@ def cluster_toml(found: Calibration) -> str:
 
     nodes, device = found.nodes, found.nodes.device
     document = tomlkit.document()
-    document.add(tomlkit.comment("What `hybridflow calibrate` found; count and between_gbps are yours to set."))
+    document.add(
+        tomlkit.comment(
+            "What `hybridflow calibrate` found; count and between_gbps are yours to set."
+        )
+    )
     machines = tomlkit.aot()
     machines.append(tomlkit.item({"device": device.name, "count": 1, "per_node": nodes.per_node}))
     document["nodes"] = machines
@@ -139,5 +167,9 @@ def cluster_toml(found: Calibration) -> str:
 
 
 def _rounded(values: Any, leave: Sequence[str] = ()) -> dict[str, float]:
-    told = attrs.asdict(values, filter=lambda field, value: field.name not in leave and value is not None)
-    return {key: float(f"{value:.{DIGITS}g}") if value > 1e-6 else 0.0 for key, value in told.items()}
+    told = attrs.asdict(
+        values, filter=lambda field, value: field.name not in leave and value is not None
+    )
+    return {
+        key: float(f"{value:.{DIGITS}g}") if value > 1e-6 else 0.0 for key, value in told.items()
+    }

@@ -55,7 +55,9 @@ class MachineProbe(Worker):
         messages = 2.0 * (ranks - 1)
         latency = self._best(lambda: dist.all_reduce(small), times=20) / messages
         taken = self._best(lambda: dist.all_reduce(source)) - latency * messages
-        return MachineFigures(name, memory, flops, rate, messages / ranks * 4 * elements / taken, latency)
+        return MachineFigures(
+            name, memory, flops, rate, messages / ranks * 4 * elements / taken, latency
+        )
 
     def _best(self, work: Callable[[], object], times: int = 1) -> float:
         """Seconds of one call of `work`."""

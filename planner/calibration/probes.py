@@ -82,7 +82,9 @@ class Probes(Algorithm):
                 if round_ and time.perf_counter() > until:
                     break
                 best[at] = min(best[at], call())
-        self.samples = [attrs.evolve(what, seconds=s) for (what, _), s in zip(calls, best, strict=True)]
+        self.samples = [
+            attrs.evolve(what, seconds=s) for (what, _), s in zip(calls, best, strict=True)
+        ]
 
     def _calls(self, ctx: Any, name: str) -> Iterator[tuple[Sample, Callable[[], float]]]:
         handle = getattr(ctx, name)
@@ -113,7 +115,10 @@ def made_up(sequences: int, prompt: int, response: int) -> Batch:
     generator = np.random.default_rng(0)
 
     def ids(length: int):
-        return tokens([torch.from_numpy(generator.integers(3, 9, length)) for _ in range(sequences)], torch.int64)
+        return tokens(
+            [torch.from_numpy(generator.integers(3, 9, length)) for _ in range(sequences)],
+            torch.int64,
+        )
 
     ones = tokens([torch.ones(response, dtype=torch.uint8) for _ in range(sequences)], torch.uint8)
     return Batch(

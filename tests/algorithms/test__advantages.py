@@ -31,7 +31,9 @@ def test_whitening_a_single_token_gives_zero_not_nan():
 
 def test_whitening_nearly_equal_tokens_is_damped_by_the_epsilon():
     # mean 1e-4, variance 2e-8: 1e-4 / sqrt(2e-8 + 1e-8)
-    close(fn.whiten(t([0.0, 2e-4]), torch.ones(1, 2)), [[-1 / math.sqrt(3), 1 / math.sqrt(3)]], 1e-5)
+    close(
+        fn.whiten(t([0.0, 2e-4]), torch.ones(1, 2)), [[-1 / math.sqrt(3), 1 / math.sqrt(3)]], 1e-5
+    )
 
 
 def test_whitening_in_float16_does_not_overflow_in_the_squares():
@@ -87,11 +89,15 @@ def test_the_score_falls_on_the_last_unmasked_token_and_the_kl_on_every_one():
 
 def test_a_score_of_each_token_falls_on_it_unless_it_is_masked():
     scores, kl, mask = t([1.0, 50.0, 2.0]), t([0.1, 9.0, 0.3]), t([1, 0, 1])
-    close(fn.token_rewards(scores, kl, mask, 2.0), [[0.8, 0.0, 1.4]])  # 1 - 2 * 0.1;  hole;  2 - 2 * 0.3
+    close(
+        fn.token_rewards(scores, kl, mask, 2.0), [[0.8, 0.0, 1.4]]
+    )  # 1 - 2 * 0.1;  hole;  2 - 2 * 0.3
 
 
 def test_scores_that_are_neither_one_per_row_nor_one_per_token_are_refused():
-    with pytest.raises(ValueError, match=r"score must be \[B\] = \[2\] or \[B, T\] = \[2, 3\], got \(2, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"score must be \[B\] = \[2\] or \[B, T\] = \[2, 3\], got \(2, 1\)"
+    ):
         fn.token_rewards(torch.ones(2, 1), torch.ones(2, 3), torch.ones(2, 3), 0.1)
 
 
@@ -138,7 +144,9 @@ def test_group_normalized_with_ids_in_any_order():
     close(fn.group_normalized(scores, group), [-half, 0.0, half, 0.0, 0.0])
     close(fn.group_normalized(scores, group, scale="none"), [-1.0, 0.0, 1.0, 0.0, 0.0])
     # with eps = sqrt 2 the divisor doubles
-    close(fn.group_normalized(scores, group, eps=math.sqrt(2)), [-half / 2, 0.0, half / 2, 0.0, 0.0])
+    close(
+        fn.group_normalized(scores, group, eps=math.sqrt(2)), [-half / 2, 0.0, half / 2, 0.0, 0.0]
+    )
 
 
 def test_equal_scores_of_a_group_give_exactly_zero():
@@ -163,7 +171,9 @@ def test_groups_of_another_shape_than_the_scores_are_refused():
 def test_overlong_punishment_ramps_down_over_the_cache():
     length = torch.tensor([0, 12, 13, 14, 16, 17, 400])
     # limit 16, cache 4: free up to 12, then a quarter per token, -1 from 16
-    close(fn.overlong_punishment(length, limit=16, cache=4), [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0])
+    close(
+        fn.overlong_punishment(length, limit=16, cache=4), [0.0, 0.0, -0.25, -0.5, -1.0, -1.0, -1.0]
+    )
 
 
 @pytest.mark.parametrize(("limit", "cache"), [(16, 0), (16, -1), (16, 17)])
@@ -173,7 +183,10 @@ def test_overlong_punishment_refuses_a_cache_that_is_not_part_of_the_limit(limit
 
 
 def test_importance_weights_per_token_are_truncated_or_dropped():
-    old, rollout = torch.zeros(1, 4), -t([0.25, 1.0, 4.0, 4.0]).log()  # w = 1/4, 1, 4, and 4 under the mask
+    old, rollout = (
+        torch.zeros(1, 4),
+        -t([0.25, 1.0, 4.0, 4.0]).log(),
+    )  # w = 1/4, 1, 4, and 4 under the mask
     mask = t([1, 1, 1, 0])
     close(fn.importance_weights(old, rollout, mask, "truncate", 0.5, 2.0), [[0.25, 1.0, 2.0, 0.0]])
     close(fn.importance_weights(old, rollout, mask, "mask", 0.5, 2.0), [[0.0, 1.0, 0.0, 0.0]])
@@ -197,8 +210,12 @@ def test_importance_weights_of_a_sequence_are_the_product_over_its_tokens():
 
 def test_tokens_dropped_by_importance_weights_stay_in_the_denominator():
     mask = torch.ones(1, 4)
-    weights = fn.importance_weights(torch.zeros(1, 4), -t([1.0, 1.0, 9.0, 9.0]).log(), mask, "mask", 0.5, 2.0)
-    close(fn.aggregate(torch.ones(1, 4) * weights, mask, "token-mean"), 0.5)  # 2 kept of 4, not 2 of 2
+    weights = fn.importance_weights(
+        torch.zeros(1, 4), -t([1.0, 1.0, 9.0, 9.0]).log(), mask, "mask", 0.5, 2.0
+    )
+    close(
+        fn.aggregate(torch.ones(1, 4) * weights, mask, "token-mean"), 0.5
+    )  # 2 kept of 4, not 2 of 2
 
 
 def test_integer_scores_give_float_advantages():
@@ -212,7 +229,10 @@ def test_weights_and_k3_are_clamped_at_log_ratios_of_twenty():
     zero, every = torch.zeros(1, 2), torch.ones(1, 2)
     top, bottom = math.exp(20), math.exp(-20)
     close(fn.importance_weights(far, zero, every, "mask", 0.0, math.inf), [[top, bottom]])
-    close(fn.importance_weights(far.abs(), zero, every, "mask", 0.0, math.inf, level="sequence"), [[top, top]])
+    close(
+        fn.importance_weights(far.abs(), zero, every, "mask", 0.0, math.inf, level="sequence"),
+        [[top, top]],
+    )
     # d = 20: exp(-20) - 1 + 20;  d = -20: exp(20) - 1 - 20
     close(fn.kl_estimate(far, zero, "k3"), [[bottom + 19, top - 21]])
 
@@ -288,7 +308,9 @@ def ref_weights(old, rollout, mask, mode, low, high, level):
         if mask[i, j]:
             log_ratio = old[i, j] - rollout[i, j]
             if level == "sequence":
-                log_ratio = sum(old[i, k] - rollout[i, k] for k in range(old.shape[1]) if mask[i, k])
+                log_ratio = sum(
+                    old[i, k] - rollout[i, k] for k in range(old.shape[1]) if mask[i, k]
+                )
             w = math.exp(clip(log_ratio, -20, 20))
             out[i, j] = min(w, high) if mode == "truncate" else (w if low <= w <= high else 0.0)
     return out
@@ -309,7 +331,9 @@ def test_rewards_and_returns_are_those_of_the_reference(seed):
     same(run(fn.token_rewards, score, kl, r.mask, 0.3), ref_token_rewards(score, kl, r.mask, 0.3))
     same(run(fn.token_rewards, 2 * kl, kl, r.mask, 0.3), ref_token_rewards(2 * kl, kl, r.mask, 0.3))
     for gamma, lam in ((1.0, 1.0), (0.9, 0.8), (0.5, 0.0), (0.0, 1.0)):
-        same(run(fn.discounted_returns, rewards, r.mask, gamma), ref_returns(rewards, r.mask, gamma))
+        same(
+            run(fn.discounted_returns, rewards, r.mask, gamma), ref_returns(rewards, r.mask, gamma)
+        )
         got = run(fn.gae, rewards, values, r.mask, gamma, lam)
         want = ref_gae(rewards, values, r.mask, gamma, lam)
         same(got[0], want[0])
@@ -361,8 +385,12 @@ def test_kl_estimates_are_those_of_the_reference(seed, scale):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_gradient_of_a_kl_term_is_that_of_finite_differences(kind, seed):
     logprobs, ref, _, _ = smooth_batch(seed)
-    assert torch.autograd.gradcheck(lambda x: fn.kl_estimate(x, ref, kind, in_loss=True), (logprobs,))
-    (gradient,) = torch.autograd.grad(fn.kl_estimate(logprobs, ref, kind, in_loss=True).sum(), logprobs)
+    assert torch.autograd.gradcheck(
+        lambda x: fn.kl_estimate(x, ref, kind, in_loss=True), (logprobs,)
+    )
+    (gradient,) = torch.autograd.grad(
+        fn.kl_estimate(logprobs, ref, kind, in_loss=True).sum(), logprobs
+    )
     assert gradient.abs().sum() > 0
 
 
@@ -372,8 +400,12 @@ def test_k2s_expected_gradient_is_that_of_the_reverse_kl_and_k1s_is_zero():
     ref = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
     logprobs = logits.log_softmax(0)
     p = logprobs.detach().exp()
-    (want,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
-    (k2,) = torch.autograd.grad((p * fn.kl_estimate(logprobs, ref, "k2")).sum(), logits, retain_graph=True)
+    (want,) = torch.autograd.grad(
+        (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True
+    )
+    (k2,) = torch.autograd.grad(
+        (p * fn.kl_estimate(logprobs, ref, "k2")).sum(), logits, retain_graph=True
+    )
     (k1,) = torch.autograd.grad((p * fn.kl_estimate(logprobs, ref, "k1")).sum(), logits)
     torch.testing.assert_close(k2, want)
     assert want.abs().max() > 0.1
@@ -381,7 +413,12 @@ def test_k2s_expected_gradient_is_that_of_the_reverse_kl_and_k1s_is_zero():
 
 
 def test_k1_and_k3_have_the_kl_as_their_expectation():
-    p, q = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64), torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    p, q = (
+        torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64),
+        torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64),
+    )
     kl = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
     for kind in ("k1", "k3"):
-        assert (p * fn.kl_estimate(p.log(), q.log(), kind)).sum().item() == pytest.approx(kl, rel=1e-12)
+        assert (p * fn.kl_estimate(p.log(), q.log(), kind)).sum().item() == pytest.approx(
+            kl, rel=1e-12
+        )

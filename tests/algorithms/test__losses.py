@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.numbers import LN2, close, log_ratios, t
-from helpers.ragged import SEEDS, Random, clip, log_sigmoid, per_token, ref_mean, run, same, smooth_batch
+from helpers.ragged import (
+    SEEDS,
+    Random,
+    clip,
+    log_sigmoid,
+    per_token,
+    ref_mean,
+    run,
+    same,
+    smooth_batch,
+)
 
 from hybridflow.algorithms import functional as fn
 
@@ -42,13 +52,17 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
     logprobs, old = log_ratios(8.0, 8.0, 2.0)
     advantages = t([-1.0, 1.0, -1.0])
     # -min(-8, -1.2) = 8, bounded by 3;  positive: -1.2;  2 is below the bound
-    close(fn.policy_ratio_loss(logprobs, old, advantages, 0.2, 0.2, dual_clip=3.0), [[3.0, -1.2, 2.0]])
+    close(
+        fn.policy_ratio_loss(logprobs, old, advantages, 0.2, 0.2, dual_clip=3.0), [[3.0, -1.2, 2.0]]
+    )
 
 
 @pytest.mark.parametrize("bound", [1.0, 0.5, math.nan])
 def test_dual_clip_of_one_or_less_is_refused(bound):
     with pytest.raises(ValueError, match="dual_clip must be above 1"):
-        fn.policy_ratio_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), 0.2, 0.2, dual_clip=bound)
+        fn.policy_ratio_loss(
+            torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), 0.2, 0.2, dual_clip=bound
+        )
 
 
 def test_zero_advantage_gives_zero_loss_and_zero_gradient_at_any_ratio():
@@ -79,12 +93,16 @@ def test_sequence_ratio_loss_has_the_sequence_value_and_each_tokens_own_gradient
     loss = fn.sequence_ratio_loss(logprobs, torch.zeros(2, 3), advantages, mask, 0.2, 0.2)
     close(loss, [[6.0] * 3, [-1.0] * 3])  # ratio (2 * 1/2 * 8)^(1/3) = 2, of A < 0: not clipped
     loss[0, 1].backward()
-    close(logprobs.grad, [[0.0, 6.0, 0.0], [0.0, 0.0, 0.0]])  # d/dlogprob of sg(2) exp(logprob - sg(logprob)) 3
+    close(
+        logprobs.grad, [[0.0, 6.0, 0.0], [0.0, 0.0, 0.0]]
+    )  # d/dlogprob of sg(2) exp(logprob - sg(logprob)) 3
 
 
 def test_a_sequence_outside_the_clip_loses_the_gradient_of_all_its_tokens():
     logprobs = t([2.0, 0.5, 8.0]).log().requires_grad_()
-    loss = fn.sequence_ratio_loss(logprobs, torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1, 3), 0.2, 0.2)
+    loss = fn.sequence_ratio_loss(
+        logprobs, torch.zeros(1, 3), torch.ones(1, 3), torch.ones(1, 3), 0.2, 0.2
+    )
     close(loss, [[-1.2] * 3])
     loss.sum().backward()
     assert logprobs.grad.tolist() == [[0.0, 0.0, 0.0]]
@@ -97,11 +115,17 @@ def test_cispo_clips_the_weight_and_keeps_every_gradient():
     close(loss, [[1.0, 3.0, -3.2]])  # -w A logprob
     loss.sum().backward()
     close(logprobs.grad, [[-1.0, -1.5, 0.8]])  # -w A
-    close(fn.cispo_loss(logprobs, old, advantages, 1.0, 0.5), [[1.0, 3.0, -1.0]])  # lower side open: weight 1/4
+    close(
+        fn.cispo_loss(logprobs, old, advantages, 1.0, 0.5), [[1.0, 3.0, -1.0]]
+    )  # lower side open: weight 1/4
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped():
-    values, old, returns = torch.tensor([1.0, 3.0, 3.0]), torch.tensor([0.0, 0.0, 2.9]), torch.tensor([1.0, 4.0, 2.0])
+    values, old, returns = (
+        torch.tensor([1.0, 3.0, 3.0]),
+        torch.tensor([0.0, 0.0, 2.9]),
+        torch.tensor([1.0, 4.0, 2.0]),
+    )
     # clip 0.5: 0.5 max(0, (0.5 - 1)^2);  0.5 max(1, (0.5 - 4)^2);  inside: 0.5 * 1
     close(fn.value_loss(values, old, returns, 0.5), [0.125, 6.125, 0.5])
     close(fn.value_loss(values, old, returns, None), [0.0, 0.5, 0.5])
@@ -124,7 +148,9 @@ def test_bradley_terry_loss_of_equal_scores_is_log_two():
     chosen, rejected = torch.tensor([1.0, math.log(3.0)]), torch.tensor([1.0, 0.0])
     close(fn.bradley_terry_loss(chosen, rejected), [LN2, math.log(4 / 3)])
     close(fn.bradley_terry_loss(chosen, rejected, margin=math.log(3)), [math.log(4.0), LN2])
-    close(fn.bradley_terry_loss(chosen, rejected, margin=torch.tensor([0.0, math.log(3)])), [LN2, LN2])
+    close(
+        fn.bradley_terry_loss(chosen, rejected, margin=torch.tensor([0.0, math.log(3)])), [LN2, LN2]
+    )
 
 
 def test_preference_losses_stay_finite_for_scores_far_apart():
@@ -150,7 +176,11 @@ def test_cost_model_loss_asks_for_order_and_for_signs():
 def test_dpo_loss_compares_the_gains_over_the_reference():
     # gains: w -1 - -3 = 2, l -4 - -5 = 1; beta ln 3 (2 - 1) = ln 3: -log 3/4
     got = fn.dpo_loss(
-        torch.tensor([-1.0]), torch.tensor([-4.0]), torch.tensor([-3.0]), torch.tensor([-5.0]), beta=math.log(3)
+        torch.tensor([-1.0]),
+        torch.tensor([-4.0]),
+        torch.tensor([-3.0]),
+        torch.tensor([-5.0]),
+        beta=math.log(3),
     )
     close(got, [math.log(4 / 3)])
 
@@ -173,7 +203,9 @@ def test_aggregate_by_hand(how, dtype):
 @pytest.mark.parametrize("how", HOWS)
 def test_aggregate_with_global_counts_adds_up_over_micro_batches(how):
     counts = SimpleNamespace(tokens=5, sequences=2)
-    parts = [fn.aggregate(LOSS[i : i + 1], MASK[i : i + 1], how, counts, length=4) for i in range(3)]
+    parts = [
+        fn.aggregate(LOSS[i : i + 1], MASK[i : i + 1], how, counts, length=4) for i in range(3)
+    ]
     close(sum(parts), HOWS[how])
     as_tensors = SimpleNamespace(tokens=torch.tensor(5), sequences=torch.tensor(2.0))
     close(fn.aggregate(LOSS, MASK, how, as_tensors, length=4), HOWS[how])
@@ -241,17 +273,28 @@ def test_token_losses_are_those_of_the_reference(seed, scale):
 
     for dual in (None, 1.5):
         got = run(fn.policy_ratio_loss, logprobs, old, advantages, 0.2, 0.3, dual)
-        want = per_token(lambda a, b, A, c=dual: ref_surrogate(rho(a, b), A, 0.2, 0.3, c), logprobs, old, advantages)
+        want = per_token(
+            lambda a, b, A, c=dual: ref_surrogate(rho(a, b), A, 0.2, 0.3, c),
+            logprobs,
+            old,
+            advantages,
+        )
         same(got, want)
         sequence = ref_sequence_ratio(logprobs, old, r.mask)
         got = run(fn.sequence_ratio_loss, logprobs, old, advantages, r.mask, 0.02, 0.03, dual)
         spread = np.broadcast_to(sequence[:, None], old.shape)
-        same(got, per_token(lambda s, A, c=dual: ref_surrogate(s, A, 0.02, 0.03, c), spread, advantages))
+        same(
+            got,
+            per_token(lambda s, A, c=dual: ref_surrogate(s, A, 0.02, 0.03, c), spread, advantages),
+        )
     same(run(fn.sequence_ratio, logprobs, old, r.mask), ref_sequence_ratio(logprobs, old, r.mask))
     want = per_token(lambda a, b, A: -clip(rho(a, b), 0.8, 1.3) * A * a, logprobs, old, advantages)
     same(run(fn.cispo_loss, logprobs, old, advantages, 0.2, 0.3), want)
     want = per_token(
-        lambda v, o, R: 0.5 * max((v - R) ** 2, (clip(v, o - 0.2, o + 0.2) - R) ** 2), logprobs, old, advantages
+        lambda v, o, R: 0.5 * max((v - R) ** 2, (clip(v, o - 0.2, o + 0.2) - R) ** 2),
+        logprobs,
+        old,
+        advantages,
     )
     same(run(fn.value_loss, logprobs, old, advantages, 0.2), want)
 
@@ -265,7 +308,10 @@ def test_pair_losses_are_those_of_the_reference(seed):
     want = [-log_sigmoid(0.1 * ((a[i] - c[i]) - (b[i] - d[i]))) for i in rows]
     same(run(fn.dpo_loss, a, b, c, d, 0.1), want)
     sign_w, sign_l = np.sign(c), np.sign(d)
-    want = [-log_sigmoid(a[i] - b[i]) - log_sigmoid(sign_w[i] * a[i]) - log_sigmoid(sign_l[i] * b[i]) for i in rows]
+    want = [
+        -log_sigmoid(a[i] - b[i]) - log_sigmoid(sign_w[i] * a[i]) - log_sigmoid(sign_l[i] * b[i])
+        for i in rows
+    ]
     same(run(fn.cost_model_loss, a, b, sign_w, sign_l), want)
 
 
@@ -279,7 +325,9 @@ def test_aggregates_are_those_of_the_reference_however_the_rows_are_split(seed, 
     same(run(fn.aggregate, loss, r.mask, how, length=16), want)
     order, cuts = r.rng.permutation(r.rows), np.sort(r.rng.integers(0, r.rows + 1, 2))
     counts = SimpleNamespace(tokens=tokens, sequences=sequences)
-    parts = [run(fn.aggregate, loss[p], r.mask[p], how, counts, length=16) for p in np.split(order, cuts)]
+    parts = [
+        run(fn.aggregate, loss[p], r.mask[p], how, counts, length=16) for p in np.split(order, cuts)
+    ]
     same(sum(parts), want)
 
 
@@ -287,11 +335,16 @@ def test_aggregates_are_those_of_the_reference_however_the_rows_are_split(seed, 
 
 TOKEN_LOSSES = {
     "policy_ratio_loss": lambda x, old, A, mask: fn.policy_ratio_loss(x, old, A, 0.2, 0.3),
-    "policy_ratio_loss with dual clip": lambda x, old, A, mask: fn.policy_ratio_loss(x, old, A, 0.2, 0.3, 3.0),
+    "policy_ratio_loss with dual clip": lambda x, old, A, mask: fn.policy_ratio_loss(
+        x, old, A, 0.2, 0.3, 3.0
+    ),
     "sequence_ratio": lambda x, old, A, mask: fn.sequence_ratio(x, old, mask),
     "value_loss": lambda x, old, A, mask: fn.value_loss(x, old, A, 0.2),
     "value_loss without clip": lambda x, old, A, mask: fn.value_loss(x, old, A, None),
-    **{how: lambda x, old, A, mask, how=how: fn.aggregate(x * A, mask, how, length=7) for how in HOWS},
+    **{
+        how: lambda x, old, A, mask, how=how: fn.aggregate(x * A, mask, how, length=7)
+        for how in HOWS
+    },
 }
 
 
@@ -332,4 +385,6 @@ def test_the_sequence_ratio_loss_has_value_and_gradient_of_the_loss_per_sequence
     s, A = fn.sequence_ratio(logprobs, old, mask), advantages[:, 0]
     want = -torch.minimum(s * A, s.clamp(0.8, 1.3) * A).mean()
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(torch.autograd.grad(got, logprobs)[0], torch.autograd.grad(want, logprobs)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(got, logprobs)[0], torch.autograd.grad(want, logprobs)[0]
+    )

@@ -28,7 +28,9 @@ def test_masked_mean_without_tokens_is_zero_and_has_a_zero_gradient():
 
 def test_masked_mean_in_bfloat16_still_counts_thousands_of_tokens():
     # A running bfloat16 sum of ones stops at 256.
-    mean = fn.masked_mean(torch.ones(4, 1000, dtype=torch.bfloat16), torch.ones(4, 1000, dtype=torch.bfloat16))
+    mean = fn.masked_mean(
+        torch.ones(4, 1000, dtype=torch.bfloat16), torch.ones(4, 1000, dtype=torch.bfloat16)
+    )
     assert mean.dtype == torch.bfloat16
     assert mean.item() == 1.0
 
@@ -38,7 +40,10 @@ def test_masked_means_are_those_of_loops(seed):
     r = Random(seed)
     x = r.token(3) + 5
     same(run(fn.masked_mean, x, r.mask), ref_mean(x, r.mask))
-    same(run(fn.masked_mean, x, r.mask, dim=1), [ref_mean(a[None], m[None]) for a, m in zip(x, r.mask, strict=True)])
+    same(
+        run(fn.masked_mean, x, r.mask, dim=1),
+        [ref_mean(a[None], m[None]) for a, m in zip(x, r.mask, strict=True)],
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -56,13 +61,17 @@ def test_a_mask_of_any_type_says_where_it_is_not_zero(dtype):
 
 
 def test_a_mask_that_would_be_broadcast_is_refused():
-    with pytest.raises(ValueError, match=r"must have the shape of its tensor: got \(2, 1\) for \(2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"must have the shape of its tensor: got \(2, 1\) for \(2, 3\)"
+    ):
         _tensors.as_bool(torch.ones(2, 1), torch.ones(2, 3))
 
 
 def test_shapes_that_differ_are_refused_with_every_name():
     _tensors.same_shape("f", a=torch.ones(2), b=torch.zeros(2))
-    with pytest.raises(ValueError, match=r"f: the tensors must have one shape, got a \[2\], b \[2, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"f: the tensors must have one shape, got a \[2\], b \[2, 1\]"
+    ):
         _tensors.same_shape("f", a=torch.ones(2), b=torch.ones(2, 1))
 
 

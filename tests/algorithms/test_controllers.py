@@ -45,12 +45,16 @@ def test_a_count_that_could_turn_the_coefficient_negative_is_refused(n):
 @pytest.mark.parametrize("name", ["init", "target", "horizon"])
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_adaptive_kl_refuses_numbers_that_are_not_positive(name, bad):
-    with pytest.raises(ValueError, match=f"AdaptiveKL: {name} must be a positive finite number, got {bad}"):
+    with pytest.raises(
+        ValueError, match=f"AdaptiveKL: {name} must be a positive finite number, got {bad}"
+    ):
         AdaptiveKL(**{"init": 0.5, "target": 6.0, "horizon": 1000, name: bad})
 
 
 def multiplier(**changes):
-    return LagrangeMultiplier(**{"init": 2.0, "lr": 0.1, "limit": 1.0, "maximum": 5.0, "window": 3, **changes})
+    return LagrangeMultiplier(
+        **{"init": 2.0, "lr": 0.1, "limit": 1.0, "maximum": 5.0, "window": 3, **changes}
+    )
 
 
 def test_the_multiplier_rises_above_the_limit_and_falls_below_it():
@@ -94,7 +98,9 @@ def test_a_cost_that_is_not_finite_is_refused_and_changes_nothing():
 @pytest.mark.parametrize("name", ["init", "lr", "maximum", "window"])
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_the_multiplier_refuses_numbers_that_are_not_positive(name, bad):
-    with pytest.raises(ValueError, match=f"LagrangeMultiplier: {name} must be a positive finite number, got {bad}"):
+    with pytest.raises(
+        ValueError, match=f"LagrangeMultiplier: {name} must be a positive finite number, got {bad}"
+    ):
         multiplier(**{name: bad})
 
 

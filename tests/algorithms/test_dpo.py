@@ -24,13 +24,19 @@ def test_the_dpo_loss_by_hand():
     found = values(DPOLoss(0.5)(batch, {"logprobs": torch.tensor([[-0.5, -0.5], [-2.0, -7.0]])}))
     # gains 1 and -1 (the masked token does not count): 0.5 (1 + 1)
     assert found["dpo_loss"] == [-log_sigmoid(1.0)]
-    assert found["margin"] == [1.0] and found["accuracy"] == [1.0] and found["chosen_logprob"] == [-1.0]
+    assert (
+        found["margin"] == [1.0]
+        and found["accuracy"] == [1.0]
+        and found["chosen_logprob"] == [-1.0]
+    )
 
 
 def test_dpo_begins_at_log_two_and_prefers_the_chosen_ones():
     with TinyRun(DPO(DPOConfig(pairs_per_step=4, beta=0.5)), PAIRS) as run:
         metrics = [run.step() for _ in range(24)]
-    assert metrics[0]["actor/dpo_loss"] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
+    assert metrics[0]["actor/dpo_loss"] == pytest.approx(
+        math.log(2), abs=1e-5
+    )  # the policy is the reference
     assert sum(m["actor/accuracy"] for m in metrics[-8:]) / 8 > 0.65
     assert sum(m["actor/dpo_loss"] for m in metrics[-8:]) / 8 < 0.69
 
@@ -40,17 +46,26 @@ def test_the_second_dpo_loss_is_that_of_the_weights():
         run.step()
         batch = run.ctx.prompts(4)
         ref, policy = run.ctx.ref.logprobs(batch), run.ctx.actor.logprobs(batch)
-        kept = [column(b, n) for b, n in ((ref, "ref_logprobs"), (policy, "old_logprobs"), (batch, "preferred"))]
+        kept = [
+            column(b, n)
+            for b, n in ((ref, "ref_logprobs"), (policy, "old_logprobs"), (batch, "preferred"))
+        ]
         loss = run.ctx.actor.loss(batch.join(ref), DPOLoss(0.5)).result()["loss"]
         run.ctx.finish()
     ref_sum, policy_sum, best = kept[0].sum(-1), kept[1].sum(-1), kept[2].bool()
     gain = (policy_sum - ref_sum)[best] - (policy_sum - ref_sum)[~best]
-    assert loss == pytest.approx(float(-torch.nn.functional.logsigmoid(0.5 * gain).mean()), rel=1e-4)
+    assert loss == pytest.approx(
+        float(-torch.nn.functional.logsigmoid(0.5 * gain).mean()), rel=1e-4
+    )
 
 
 def test_mini_batches_are_of_whole_pairs():
     algorithm = DPO(DPOConfig(pairs_per_step=4, mini_batch_size=2))
-    assert (algorithm.rows_per_step, algorithm.rows_per_update, algorithm.updates_per_step()) == (8, 2, 4)
+    assert (algorithm.rows_per_step, algorithm.rows_per_update, algorithm.updates_per_step()) == (
+        8,
+        2,
+        4,
+    )
     with TinyRun(algorithm, PAIRS) as run:
         run.step()
         assert run.worker("actor").backend.version == 4 and run.worker("ref").backend.version == 0

@@ -17,8 +17,14 @@ HOWS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-tok
 @pytest.mark.parametrize(
     ("call", "names"),
     [
-        (lambda x: fn.kl_estimate(x, x, "k4"), ["kind", "'k1'", "'abs'", "'k2'", "'k3'", "got 'k4'"]),
-        (lambda x: fn.aggregate(x, x, "mean"), ["how", "'token-mean'", "'seq-mean-token-sum-norm'", "got 'mean'"]),
+        (
+            lambda x: fn.kl_estimate(x, x, "k4"),
+            ["kind", "'k1'", "'abs'", "'k2'", "'k3'", "got 'k4'"],
+        ),
+        (
+            lambda x: fn.aggregate(x, x, "mean"),
+            ["how", "'token-mean'", "'seq-mean-token-sum-norm'", "got 'mean'"],
+        ),
         (
             lambda x: fn.importance_weights(x, x, x, "clip", 0.5, 2.0),
             ["mode", "'truncate'", "'mask'", "got 'clip'"],
@@ -27,7 +33,10 @@ HOWS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-tok
             lambda x: fn.importance_weights(x, x, x, "mask", 0.5, 2.0, level="row"),
             ["level", "'token'", "'sequence'", "got 'row'"],
         ),
-        (lambda x: fn.group_normalized(x[0], x[0].long(), scale="var"), ["scale", "'std'", "'none'", "got 'var'"]),
+        (
+            lambda x: fn.group_normalized(x[0], x[0].long(), scale="var"),
+            ["scale", "'std'", "'none'", "got 'var'"],
+        ),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_names_that_are_allowed(call, names):
@@ -75,7 +84,10 @@ def calls(x, mask, row, group):
         "masked_mean": lambda: fn.masked_mean(x, mask),
         "whiten": lambda: fn.whiten(x, mask),
         "whiten without shift": lambda: fn.whiten(x, mask, shift_mean=False),
-        **{kind: lambda kind=kind: fn.kl_estimate(x, x / 2, kind) for kind in ("k1", "abs", "k2", "k3")},
+        **{
+            kind: lambda kind=kind: fn.kl_estimate(x, x / 2, kind)
+            for kind in ("k1", "abs", "k2", "k3")
+        },
         "token_rewards": lambda: fn.token_rewards(row, x, mask, 0.1),
         "discounted_returns": lambda: fn.discounted_returns(x, mask, 0.9),
         "gae": lambda: torch.cat(fn.gae(x, x / 2, mask, 0.9, 0.8)),
@@ -108,7 +120,13 @@ NAMES = list(calls(*batch(1, 1)))
 
 
 def test_every_public_function_is_in_the_common_tests():
-    covered = set(NAMES) | {"kl_estimate", "importance_weights", "aggregate", "AdaptiveKL", "LagrangeMultiplier"}
+    covered = set(NAMES) | {
+        "kl_estimate",
+        "importance_weights",
+        "aggregate",
+        "AdaptiveKL",
+        "LagrangeMultiplier",
+    }
     assert set(fn.__all__) <= covered
 
 
@@ -126,7 +144,10 @@ def test_the_dtype_is_preserved_and_half_precision_is_close_to_double(name, dtyp
 
 @pytest.mark.parametrize("name", NAMES)
 def test_float_bool_and_int_masks_mean_the_same(name):
-    results = [calls(*batch(6, 5, mask_dtype=dtype))[name]() for dtype in (torch.bool, torch.float32, torch.int64)]
+    results = [
+        calls(*batch(6, 5, mask_dtype=dtype))[name]()
+        for dtype in (torch.bool, torch.float32, torch.int64)
+    ]
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
 
@@ -149,7 +170,9 @@ def test_empty_batches_and_rows_without_tokens_give_finite_results(name, shape):
         assert got.shape[0] in (shape[0], 2 * shape[0])  # gae's two results are concatenated
 
 
-@pytest.mark.parametrize("name", ["whiten", "token_rewards", "discounted_returns", "gae", "truncate", "mask"])
+@pytest.mark.parametrize(
+    "name", ["whiten", "token_rewards", "discounted_returns", "gae", "truncate", "mask"]
+)
 def test_masked_tokens_get_zero_and_nan_under_the_mask_is_not_read(name):
     x, mask, row, group = batch(6, 5)
     clean = calls(x, mask, row, group)[name]()
@@ -162,7 +185,16 @@ def test_masked_tokens_get_zero_and_nan_under_the_mask_is_not_read(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["whiten", "token_rewards", "discounted_returns", "gae", "group_normalized", "leave_one_out", "truncate", "mask"],
+    [
+        "whiten",
+        "token_rewards",
+        "discounted_returns",
+        "gae",
+        "group_normalized",
+        "leave_one_out",
+        "truncate",
+        "mask",
+    ],
 )
 def test_rewards_advantages_and_weights_carry_no_graph(name):
     x, mask, row, group = batch(6, 5)

@@ -27,7 +27,9 @@ class Kept(Watched, GRPO):
 def advantages(scale: str, scores, group):
     algorithm = GRPO(attrs.evolve(SMALL, scale=scale))
     mask = torch.ones(len(scores), 2)
-    return algorithm.advantages(torch.tensor(scores), torch.tensor(group), mask)["advantages"][:, 0].tolist()
+    return algorithm.advantages(torch.tensor(scores), torch.tensor(group), mask)["advantages"][
+        :, 0
+    ].tolist()
 
 
 def test_advantages_are_the_scores_normalised_within_their_group():
@@ -38,7 +40,9 @@ def test_advantages_are_the_scores_normalised_within_their_group():
 
 
 def test_without_the_division_they_are_centred():
-    assert advantages("none", [1.0, 0.0, 3.0, 0.0], [5, 5, 9, 9]) == pytest.approx([0.5, -0.5, 1.5, -1.5])
+    assert advantages("none", [1.0, 0.0, 3.0, 0.0], [5, 5, 9, 9]) == pytest.approx(
+        [0.5, -0.5, 1.5, -1.5]
+    )
 
 
 def test_grpo_with_the_kl_in_the_reward():
@@ -54,7 +58,9 @@ def test_the_kl_in_the_loss_leaves_the_advantages_alone():
 
 def test_tokens_of_a_tool_have_no_advantage():
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 0.0]])
-    found = GRPO(SMALL).advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), mask)["advantages"]
+    found = GRPO(SMALL).advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), mask)[
+        "advantages"
+    ]
     assert (found[mask == 0] == 0).all() and (found[mask == 1] != 0).all()
 
 

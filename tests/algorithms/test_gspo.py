@@ -36,7 +36,9 @@ def test_gspos_loss_is_that_of_responses_computed_one_by_one():
 
 
 def test_each_token_carries_the_geometric_mean_of_its_responses_ratios():
-    loss = GSPO(GSPOConfig(prompts_per_step=1, group_size=2, epochs=2, clip_low=0.5, clip_high=0.5)).losses()["actor"]
+    loss = GSPO(
+        GSPOConfig(prompts_per_step=1, group_size=2, epochs=2, clip_low=0.5, clip_high=0.5)
+    ).losses()["actor"]
     assert loss.reads == ["advantages", "old_logprobs"]
     logprobs = torch.tensor([[2.0, 0.5, 99.0], [4.0, 1.0, 1.0]]).log().requires_grad_()
     batch = {

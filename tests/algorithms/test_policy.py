@@ -15,7 +15,9 @@ from hybridflow.core.workers.reduction import reduce_terms
 def terms(loss, batch: dict, outputs: dict) -> dict:
     """The loss's terms on [B, T] lists, by name."""
     tensors = {name: torch.tensor(value) for name, value in batch.items()}
-    found = loss({"loss_mask": torch.ones(1, 2), **tensors}, {n: torch.tensor(v) for n, v in outputs.items()})
+    found = loss(
+        {"loss_mask": torch.ones(1, 2), **tensors}, {n: torch.tensor(v) for n, v in outputs.items()}
+    )
     return {term.name: term for term in found}
 
 
@@ -37,7 +39,9 @@ def test_the_policy_loss_is_clipped_as_by_hand(ratio, advantage, dual_clip, loss
     assert found["policy_loss"].value[0].tolist() == pytest.approx([loss, 0.0], abs=1e-6)
     assert found["clip_fraction"].value[0].tolist() == [float(not 0.7 <= ratio <= 1.2), 0.0]
     d = math.log(ratio)  # k3 of KL(old || new)
-    assert found["approx_kl"].value[0].tolist() == pytest.approx([math.exp(d) - 1 - d, 0.0], abs=1e-5)
+    assert found["approx_kl"].value[0].tolist() == pytest.approx(
+        [math.exp(d) - 1 - d, 0.0], abs=1e-5
+    )
 
 
 def test_the_entropy_bonus_lowers_the_loss():
@@ -45,12 +49,16 @@ def test_the_entropy_bonus_lowers_the_loss():
     outputs = dict(logprobs=[[-1.0, -1.0]], entropy=[[2.0, 4.0]])
     loss = PolicyLoss(PolicyConfig(entropy_coef=0.1))
     assert loss.needs == ["logprobs", "entropy"]
-    total, _ = reduce_terms(terms(loss, batch, outputs).values(), torch.ones(1, 2), Counts(2, 1, 1), Counts(2, 1, 1))
+    total, _ = reduce_terms(
+        terms(loss, batch, outputs).values(), torch.ones(1, 2), Counts(2, 1, 1), Counts(2, 1, 1)
+    )
     assert float(total) == pytest.approx(-1.0 - 0.1 * 3.0)
 
 
 def test_the_correction_for_the_engine_multiplies_the_loss():
-    batch = dict(old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]], rollout_logprobs=[[-1.5, -3.0]])
+    batch = dict(
+        old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]], rollout_logprobs=[[-1.5, -3.0]]
+    )
     for mode, weights in (("truncate", [math.exp(0.5), 2.0]), ("mask", [math.exp(0.5), 0.0])):
         loss = PolicyLoss(PolicyConfig(correction=mode, correction_high=2.0))
         assert "rollout_logprobs" in loss.reads
@@ -63,7 +71,11 @@ def test_the_kl_term_is_the_estimate_computed_by_hand(kind, kl):
     loss = PolicyLoss(PolicyConfig(kl_kind=kind), on_policy=True, kl_coef=0.2)
     assert loss.reads == ["advantages", "ref_logprobs"]
     logprobs = torch.tensor([[-1.0]], requires_grad=True)
-    batch = {"loss_mask": torch.ones(1, 1), "advantages": torch.zeros(1, 1), "ref_logprobs": torch.tensor([[-1.5]])}
+    batch = {
+        "loss_mask": torch.ones(1, 1),
+        "advantages": torch.zeros(1, 1),
+        "ref_logprobs": torch.tensor([[-1.5]]),
+    }
     found = loss(batch, {"logprobs": logprobs})
     total, _ = reduce_terms(found, batch["loss_mask"], Counts(1, 1, 1), Counts(1, 1, 1))
     assert float(total.detach()) == pytest.approx(0.2 * kl, rel=1e-5)
@@ -106,7 +118,14 @@ def test_on_policy_the_ratio_is_that_of_this_forward_and_its_gradient_is_not_los
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("clip_low", 0.0), ("how", "mean"), ("kl_kind", "k4"), ("kl_in", "both"), ("correction", "clip"), ("epochs", 0)],
+    [
+        ("clip_low", 0.0),
+        ("how", "mean"),
+        ("kl_kind", "k4"),
+        ("kl_in", "both"),
+        ("correction", "clip"),
+        ("epochs", 0),
+    ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(setting, value):
     with pytest.raises(ValueError, match=setting):
@@ -115,4 +134,8 @@ def test_a_setting_that_cannot_be_is_refused_by_name(setting, value):
 
 def test_the_kl_is_a_term_of_the_loss_unless_rewards_pay_it():
     assert (PolicyConfig().kl_in, PolicyConfig().kl_coef) == ("loss", 0.0)
-    assert (RewardKLConfig().kl_in, RewardKLConfig().kl_kind, RewardKLConfig().kl_coef) == ("reward", "k1", 0.05)
+    assert (RewardKLConfig().kl_in, RewardKLConfig().kl_kind, RewardKLConfig().kl_coef) == (
+        "reward",
+        "k1",
+        0.05,
+    )

@@ -65,7 +65,11 @@ def test_so_many_updates_are_made():
 
 def test_the_reference_is_a_role_where_the_kl_has_a_weight():
     assert [role.name for role in GRPO(SMALL).roles()] == ["actor", "reward"]
-    assert [role.name for role in GRPO(attrs.evolve(SMALL, kl_coef=0.1)).roles()] == ["actor", "ref", "reward"]
+    assert [role.name for role in GRPO(attrs.evolve(SMALL, kl_coef=0.1)).roles()] == [
+        "actor",
+        "ref",
+        "reward",
+    ]
 
 
 def test_the_pretraining_text_is_in_the_same_optimizer_step():
@@ -74,7 +78,9 @@ def test_the_pretraining_text_is_in_the_same_optimizer_step():
         assert run.worker("actor").backend.version == 1
     both = metrics["actor/policy_loss"] + 0.3 * metrics["actor/nll"]
     assert metrics["actor/loss"] == pytest.approx(both, rel=1e-4)
-    assert GRPO(SMALL).data_sets == {} and GRPO(WITH_TEXT).data_sets == {"pretrain": ("response_ids",)}
+    assert GRPO(SMALL).data_sets == {} and GRPO(WITH_TEXT).data_sets == {
+        "pretrain": ("response_ids",)
+    }
 
 
 def test_a_missing_data_set_is_named():

@@ -18,8 +18,12 @@ class Kept(Watched, PPO):
 
 
 def advantages(config: PPOConfig, mask=((1.0, 1.0),), **columns):
-    given = dict(scores=[1.0], old_logprobs=[[-1.0, -2.0]], values=[[0.5, 0.2]], ref_logprobs=[[-1.5, -1.0]])
-    tensors = {name: torch.tensor(value) for name, value in (given | columns).items() if value is not None}
+    given = dict(
+        scores=[1.0], old_logprobs=[[-1.0, -2.0]], values=[[0.5, 0.2]], ref_logprobs=[[-1.5, -1.0]]
+    )
+    tensors = {
+        name: torch.tensor(value) for name, value in (given | columns).items() if value is not None
+    }
     return PPO(config).advantages(loss_mask=torch.tensor(mask), **tensors)
 
 
@@ -27,13 +31,17 @@ def test_advantages_and_returns_are_those_computed_by_hand():
     found = advantages(PPOConfig(kl_coef=0.1, lam=0.95))
     # kl 0.5, -1; rewards -0.05, 1.1; delta -0.35, 0.9; advantages -0.35 + 0.95 * 0.9 = 0.505, 0.9
     torch.testing.assert_close(found["returns"], torch.tensor([[1.005, 1.1]]))
-    torch.testing.assert_close(found["advantages"], torch.tensor([[-(0.5**0.5), 0.5**0.5]]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        found["advantages"], torch.tensor([[-(0.5**0.5), 0.5**0.5]]), atol=1e-5, rtol=0
+    )
     assert float(found["kl"]) == pytest.approx(-0.25) and found["beta"] == 0.1
 
 
 def test_the_discount_is_per_token():
     found = advantages(PPOConfig(kl_coef=0.0, lam=1.0, gamma=0.5), ref_logprobs=None)
-    torch.testing.assert_close(found["returns"], torch.tensor([[0.5, 1.0]]))  # the score, one token away
+    torch.testing.assert_close(
+        found["returns"], torch.tensor([[0.5, 1.0]])
+    )  # the score, one token away
     assert "kl" not in found  # there is no reference
 
 
@@ -44,20 +52,30 @@ def test_another_estimator_of_the_penalty():
 
 
 def test_a_tools_tokens_are_passed_over():
-    columns = dict(old_logprobs=[[-1.0, -9.0, -2.0]], values=[[0.5, 77.0, 0.2]], ref_logprobs=[[-1.5, math.nan, -1.0]])
+    columns = dict(
+        old_logprobs=[[-1.0, -9.0, -2.0]],
+        values=[[0.5, 77.0, 0.2]],
+        ref_logprobs=[[-1.5, math.nan, -1.0]],
+    )
     found = advantages(PPOConfig(kl_coef=0.1), mask=((1.0, 0.0, 1.0),), **columns)
     torch.testing.assert_close(found["returns"], torch.tensor([[1.005, 0.0, 1.1]]))
     assert float(found["kl"]) == pytest.approx(-0.25)
 
 
-@pytest.mark.parametrize(("clip", "expected"), [(0.2, [0.32, 0.5 * 0.25]), (None, [0.125, 0.5 * 0.01])])
+@pytest.mark.parametrize(
+    ("clip", "expected"), [(0.2, [0.32, 0.5 * 0.25]), (None, [0.125, 0.5 * 0.01])]
+)
 def test_the_value_loss_is_the_larger_of_the_clipped_and_the_plain_one(clip, expected):
     # old 0, new 0.5, return 1: plain 0.125, clipped to 0.2: 0.32; old 0, new 0.6, return 0.7: 0.005 and 0.125
     batch = dict(values=[[0.0, 0.0]], returns=[[1.0, 0.7]])
     tensors = {name: torch.tensor(value) for name, value in batch.items()}
-    found = {term.name: term for term in ValueLoss(clip)(tensors, {"values": torch.tensor([[0.5, 0.6]])})}
+    found = {
+        term.name: term for term in ValueLoss(clip)(tensors, {"values": torch.tensor([[0.5, 0.6]])})
+    }
     assert found["value_loss"].value[0].tolist() == pytest.approx(expected)
-    assert found["value"].weight == 0.0 and found["value"].value[0].tolist() == pytest.approx([0.5, 0.6])
+    assert found["value"].weight == 0.0 and found["value"].value[0].tolist() == pytest.approx(
+        [0.5, 0.6]
+    )
 
 
 def test_a_steps_critic_learns_the_values_that_gae_leads_to():
@@ -65,7 +83,9 @@ def test_a_steps_critic_learns_the_values_that_gae_leads_to():
         metrics = run.step()
         batch = run.algorithm.batch
     errors = []
-    for score, values, returns in zip(*(plain(batch[n]) for n in ("scores", "values", "returns")), strict=True):
+    for score, values, returns in zip(
+        *(plain(batch[n]) for n in ("scores", "values", "returns")), strict=True
+    ):
         following = advantage = 0.0
         rewards = [0.0] * (len(values) - 1) + [score]
         for at in reversed(range(len(values))):

@@ -31,7 +31,9 @@ def test_a_kl_in_the_loss_costs_no_reward_and_is_told():
     paid, figures = kl.penalty(MASK, OLD, REF)
     assert not paid.any() and kl.in_loss == 0.1
     # k3, d = 0.5, -1, 1, -1: e^-0.5 - 1 + 0.5, e - 2, e^-1, e - 2
-    assert float(figures["kl"]) == pytest.approx((0.1065307 + 2 * 0.7182818 + 0.3678794) / 4, rel=1e-5)
+    assert float(figures["kl"]) == pytest.approx(
+        (0.1065307 + 2 * 0.7182818 + 0.3678794) / 4, rel=1e-5
+    )
 
 
 def test_without_a_coefficient_there_is_no_reference_and_no_penalty():
@@ -44,9 +46,15 @@ def test_without_a_coefficient_there_is_no_reference_and_no_penalty():
 
 @pytest.mark.parametrize(
     ("changes", "asked"),
-    [({}, True), ({"kl_in": "loss", "kl_kind": "k3"}, False), ({"kl_in": "loss", "kl_target": 0.1}, True)],
+    [
+        ({}, True),
+        ({"kl_in": "loss", "kl_kind": "k3"}, False),
+        ({"kl_in": "loss", "kl_target": 0.1}, True),
+    ],
 )
-def test_the_policys_own_logprobs_are_needed_where_the_kl_is_measured_before_the_update(changes, asked):
+def test_the_policys_own_logprobs_are_needed_where_the_kl_is_measured_before_the_update(
+    changes, asked
+):
     assert ReferenceKL(RewardKLConfig(**changes)).reads_old_logprobs is asked
 
 
@@ -89,7 +97,10 @@ def test_a_run_with_the_kl_begins_at_zero_kl_and_has_a_reference():
     with TinyRun(GRPO(GRPOConfig(prompts_per_step=4, group_size=4, kl_coef=0.1))) as run:
         metrics = [run.step(), run.step()]
         assert set(run.job.models) == {"actor", "ref"}
-    assert metrics[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and metrics[1]["actor/kl_loss"] > 0
+    assert (
+        metrics[0]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6)
+        and metrics[1]["actor/kl_loss"] > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +109,11 @@ def test_a_run_with_the_kl_begins_at_zero_kl_and_has_a_reference():
         (PolicyConfig(kl_coef=0.1, kl_kind="k1"), 16, "k1"),
         (RewardKLConfig(kl_in="loss"), 16, "k1"),
         (PolicyConfig(kl_target=0.1), 16, "kl_target needs kl_coef"),
-        (RewardKLConfig(kl_target=0.1, kl_horizon=50.0), 256, "kl_horizon 50 is too small for the 256 sequences"),
+        (
+            RewardKLConfig(kl_target=0.1, kl_horizon=50.0),
+            256,
+            "kl_horizon 50 is too small for the 256 sequences",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(config, rows, said):

@@ -26,7 +26,9 @@ def test_rloo_subtracts_the_others_reward_in_which_the_kl_of_the_response_is_pai
 
 def test_rloo_of_three_takes_the_mean_of_two():
     algorithm = RLOO(RLOOConfig(kl_coef=0.0))
-    found = algorithm.advantages(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([7, 7, 7]), torch.ones(3, 1))
+    found = algorithm.advantages(
+        torch.tensor([3.0, 1.0, 2.0]), torch.tensor([7, 7, 7]), torch.ones(3, 1)
+    )
     close(found["advantages"], [[1.5], [-1.5], [0.0]])
     assert set(found) == {"advantages"}
 

@@ -16,7 +16,9 @@ TABLE = {
     "cost": {"function": "hybridflow.kit.testing.runs:even_tokens"},
     "reward": {"function": "helpers.pair_rows:odd_tokens"},
 }
-CONFIG = SafeRLHFConfig(prompts_per_step=8, cost_limit=0.2, multiplier_lr=0.5, kl_coef=0.0, value_clip=None)
+CONFIG = SafeRLHFConfig(
+    prompts_per_step=8, cost_limit=0.2, multiplier_lr=0.5, kl_coef=0.0, value_clip=None
+)
 
 
 class Kept(Watched, SafeRLHF):
@@ -45,9 +47,13 @@ def test_the_weight_of_the_kl_does_not_depend_on_lambda():
         for beta in (0.0, 0.1):
             algorithm = SafeRLHF(SafeRLHFConfig(multiplier=lam, kl_coef=beta, lam=1.0))
             zero, one = torch.zeros(1, 1), torch.ones(1)
-            given = dict(scores=one, costs=one, values=zero, cost_values=zero, loss_mask=torch.ones(1, 1))
+            given = dict(
+                scores=one, costs=one, values=zero, cost_values=zero, loss_mask=torch.ones(1, 1)
+            )
             found.append(
-                algorithm.lagrangian_advantages(**given, old_logprobs=zero, ref_logprobs=zero - 2.0)["advantages"]
+                algorithm.lagrangian_advantages(
+                    **given, old_logprobs=zero, ref_logprobs=zero - 2.0
+                )["advantages"]
             )
         moved.append(float(found[1] - found[0]))
     assert moved == pytest.approx([-0.2, -0.2])  # beta times the KL of 2

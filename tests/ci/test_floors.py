@@ -18,9 +18,18 @@ ARROWS = {
         "core/resharding/exchange.py",
         "from hybridflow.core.groups.group import WorkerGroup",
     ),
-    "a planner starts processes": ("planner/search.py", "from hybridflow.core.running.session import Session"),
-    "what reports knows the loop": ("core/running/reporting.py", "from hybridflow.core.controller import train"),
-    "what validates knows the loop": ("core/running/validation.py", "from hybridflow.core.controller import train"),
+    "a planner starts processes": (
+        "planner/search.py",
+        "from hybridflow.core.running.session import Session",
+    ),
+    "what reports knows the loop": (
+        "core/running/reporting.py",
+        "from hybridflow.core.controller import train",
+    ),
+    "what validates knows the loop": (
+        "core/running/validation.py",
+        "from hybridflow.core.controller import train",
+    ),
 }
 """The imports that once made a circle of ten rooms of core, where their parts are now."""
 FORMS = {
@@ -48,7 +57,9 @@ def contracts(root: Path) -> subprocess.CompletedProcess:
         str(ROOT / "pyproject.toml"),
         "--no-cache",
     ]
-    return subprocess.run(command, cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
 
 
 def test_the_copy_as_it_is_passes(copy):
@@ -69,7 +80,9 @@ def test_an_arrow_that_is_put_back_fails(copy, arrow, form):
     finally:
         path.write_text(text)
     importer = f"hybridflow.{file.removesuffix('.py').replace('/', '.')}"
-    assert done.returncode != 0 and "is not allowed to import" in done.stdout, done.stdout + done.stderr
+    assert done.returncode != 0 and "is not allowed to import" in done.stdout, (
+        done.stdout + done.stderr
+    )
     assert importer in done.stdout, done.stdout
 
 

@@ -40,7 +40,9 @@ def shown(tmp_path, monkeypatch):
 @pytest.fixture
 def broken(monkeypatch):
     found = Registry()
-    lacking = Descriptor("reward", "lacking", "a:B", requires=("no_such_module",), remedy="pip install it")
+    lacking = Descriptor(
+        "reward", "lacking", "a:B", requires=("no_such_module",), remedy="pip install it"
+    )
     found.add(lacking, "acme", "1.0")
     found.add(Descriptor("reward", "raising", "no_such_module:B"), "acme", "1.0")
     found.add(Descriptor("reward", "double", "a:B"), "acme", "1.0")

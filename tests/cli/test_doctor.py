@@ -75,7 +75,9 @@ def test_a_package_of_another_version_is_pointed_out(monkeypatch):
 def test_a_diagnosis_that_raises_is_told_and_the_others_are_there(broken):
     one = Descriptor("tracker", "good", "a:B", diagnosis=f"{__name__}:diagnosed")
     broken.add(one, "acme", "1.0")
-    broken.add(Descriptor("tracker", "bad", "a:B", diagnosis=f"{__name__}:no_such_function"), "acme", "1.0")
+    broken.add(
+        Descriptor("tracker", "bad", "a:B", diagnosis=f"{__name__}:no_such_function"), "acme", "1.0"
+    )
     found = dict(doctor.diagnoses())
     assert found["tracker good"] == [("driver", "12.4", "")]
     [(what, said, remedy)] = found["tracker bad"]

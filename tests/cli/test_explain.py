@@ -17,7 +17,10 @@ ROWS, COLUMNS = 960, 10
 def gathered(ranks: int) -> ReshardPlan:
     """Each rank has as many rows as the others, and wants all."""
     rows = ROWS // ranks
-    have = {rank: {"a": (Box((rows * rank, 0), (rows * rank + rows, COLUMNS)),)} for rank in range(ranks)}
+    have = {
+        rank: {"a": (Box((rows * rank, 0), (rows * rank + rows, COLUMNS)),)}
+        for rank in range(ranks)
+    }
     want = {rank: {"a": whole((ROWS, COLUMNS))} for rank in range(ranks)}
     shapes = {"a": (ROWS, COLUMNS)}
     return plan_reshard(layout(shapes, have), layout(shapes, want))

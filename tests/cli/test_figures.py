@@ -16,18 +16,29 @@ def test_derived_figures_are_those_of_the_config():
     assert found["devices"] == f"4 x {job.device} (pools: main 4), runtime ray"
     assert found["sequences per step"] == "32" and found["sequences per optimizer step"] == "10"
     assert found["optimizer steps per step"] == "8" and found["optimizer steps in all"] == "400"
-    assert found["sequences in all"] == "1,600" and found["tokens per step, at most"] == "384 (32 x 12)"
+    assert (
+        found["sequences in all"] == "1,600"
+        and found["tokens per step, at most"] == "384 (32 x 12)"
+    )
     assert "4 ranks of pool main, layout dp2-tp2" in found["actor"]
     assert "16 sequences per step and dp rank; 5 per optimizer step and dp rank" in found["actor"]
     assert "micro-batches of 16,384 tokens; generates with transformers" in found["actor"]
     assert "frozen" in found["ref"] and "per optimizer step" not in found["ref"]
     assert found["checkpoints"] == "every 20 steps, 2 in all; the newest 2 are kept"
-    assert found["validation"] == "validation: before the first step, every 20 steps (2 times), at the end"
-    assert found["folder"] == "runs/one" and found["tokenizer"] == "of 12 characters and 3 special tokens"
+    assert (
+        found["validation"]
+        == "validation: before the first step, every 20 steps (2 times), at the end"
+    )
+    assert (
+        found["folder"] == "runs/one"
+        and found["tokenizer"] == "of 12 characters and 3 special tokens"
+    )
 
 
 def test_rows_per_step_of_our_algorithms():
-    [(grpo, _)] = resolved("one.toml", "algorithm={name='grpo', grpo={prompts_per_step=6}}", "algorithm.kl_coef=0.0")
+    [(grpo, _)] = resolved(
+        "one.toml", "algorithm={name='grpo', grpo={prompts_per_step=6}}", "algorithm.kl_coef=0.0"
+    )
     assert grpo.algorithm.rows_per_step == 24 and grpo.algorithm.rows_per_update == 24
     assert resolved("two.toml")[0][0].algorithm.rows_per_step == 4
 
@@ -48,15 +59,21 @@ def test_what_is_legal_and_hardly_meant_is_remarked():
     [(job, _)] = resolved("one.toml", *overrides)
     text = "\n".join(remarks(job))
     assert "run.restarts: without checkpoints" in text and "run.checkpoint_every: is 60" in text
-    assert "0 is greedy" in text and "actor.optimizer.total_steps: is 10, and the run has 400" in text
+    assert (
+        "0 is greedy" in text and "actor.optimizer.total_steps: is 10, and the run has 400" in text
+    )
     assert "critic.optimizer.warmup_steps: is 900" in text
     assert not list(remarks(resolved()[0][0]))
 
 
 def test_what_there_is_none_of_is_said():
-    [first, second] = (dict(figures(job)) for job, _ in resolved("two.toml", "run.checkpoint_every=0"))
+    [first, second] = (
+        dict(figures(job)) for job, _ in resolved("two.toml", "run.checkpoint_every=0")
+    )
     assert first["checkpoints"] == "only when the run is told to stop (run.checkpoint_every is 0)"
-    assert first["validation"] == "none" and "tokens per step, at most" not in first  # nothing is generated
+    assert (
+        first["validation"] == "none" and "tokens per step, at most" not in first
+    )  # nothing is generated
     assert second["tokenizer"].startswith("from ")  # the first stage's
     assert second["reward"] == "exact_match, on the 1 rank of pool main"
 
@@ -70,7 +87,8 @@ def test_a_tokenizer_that_is_trained_is_told(shown):
 
 def test_parts_of_a_reward_are_told_with_their_weights(shown):
     parts = [
-        f"{{ name = '{name}', function = 'exact_match', weight = {of} }}" for name, of in (("a", 1.0), ("b", 0.25))
+        f"{{ name = '{name}', function = 'exact_match', weight = {of} }}"
+        for name, of in (("a", 1.0), ("b", 0.25))
     ]
     (shown / "own.toml").write_text(
         FILE.replace('reward.function = "exact_match"', f"reward.parts = [{', '.join(parts)}]")
@@ -81,7 +99,10 @@ def test_parts_of_a_reward_are_told_with_their_weights(shown):
 
 
 def test_validation_is_told_with_its_times_and_its_goal():
-    [(job, _)] = resolved("one.toml", "validation.every=1", "validation.at_start=false", "validation.stop_at=0.9")
+    [(job, _)] = resolved(
+        "one.toml", "validation.every=1", "validation.at_start=false", "validation.stop_at=0.9"
+    )
     assert (
-        dict(figures(job))["validation"] == "validation: every step (49 times), until the score reaches 0.9, at the end"
+        dict(figures(job))["validation"]
+        == "validation: every step (49 times), until the score reaches 0.9, at the end"
     )

@@ -58,7 +58,10 @@ def test_arguments_that_it_does_not_take_end_with_2(arguments, said, capsys, pat
 def test_an_override_that_every_stage_replaces_is_refused(capsys, path):
     for name in ("run", "show"):
         assert main([name, CONFIG, "algorithm=ppo"]) == 1
-        assert "algorithm.name: given on the command line, and every stage has its own" in capsys.readouterr().err
+        assert (
+            "algorithm.name: given on the command line, and every stage has its own"
+            in capsys.readouterr().err
+        )
 
 
 def test_an_override_of_another_form_is_refused(capsys, path):

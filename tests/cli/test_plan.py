@@ -21,7 +21,11 @@ def test_the_written_config_runs_with_those_layouts_and_keeps_the_rest(config, t
     text = printed(config, cluster="a100-80gb:1x8", write=str(target))
     assert f"written: {target}" in text
     written = target.read_text()
-    assert "# of a reader" in written and "max_tokens = 512  # long" in written and "main = [2]" not in written
+    assert (
+        "# of a reader" in written
+        and "max_tokens = 512  # long" in written
+        and "main = [2]" not in written
+    )
     [job] = load_config(target, [])
     devices = sum(pool.world for pool in job.pools.values())
     assert devices == 8
@@ -30,7 +34,9 @@ def test_the_written_config_runs_with_those_layouts_and_keeps_the_rest(config, t
 
 
 def test_each_stage_of_a_config_gets_its_own(config, tmp_path):
-    staged = CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nalgorithm.prompts_per_step = 512\n"
+    staged = (
+        CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nalgorithm.prompts_per_step = 512\n"
+    )
     config.write_text(staged)
     target = tmp_path / "planned.toml"
     text = printed(config, cluster="a100-80gb:1x8", write=str(target))
@@ -40,7 +46,10 @@ def test_each_stage_of_a_config_gets_its_own(config, tmp_path):
 
 
 def test_the_command_line_takes_them_all(config, capsys, tmp_path):
-    assert main(["plan", str(config), "--cluster", "a100-80gb:1x8", "algorithm.prompts_per_step=512"]) == 0
+    assert (
+        main(["plan", str(config), "--cluster", "a100-80gb:1x8", "algorithm.prompts_per_step=512"])
+        == 0
+    )
     assert "a step takes" in capsys.readouterr().out
     assert main(["plan", str(config)]) == 1
     assert "which cluster? Give --cluster, or placement.cluster" in capsys.readouterr().err
@@ -55,7 +64,9 @@ def test_a_backend_that_is_not_installed_here_can_be_planned_for(config, monkeyp
 
     real = Descriptor.missing
     monkeypatch.setattr(
-        Descriptor, "missing", lambda self: ["megatron.core"] if self.name == "megatron" else real(self)
+        Descriptor,
+        "missing",
+        lambda self: ["megatron.core"] if self.name == "megatron" else real(self),
     )
     megatron = ['actor.backend={ name = "megatron", precision = "bf16" }']
     assert "a step takes" in printed(config, megatron, cluster="a100-80gb:1x8")
@@ -78,7 +89,9 @@ def test_write_says_given_and_takes_no_overrides(config, tmp_path):
 def test_common_sizes_do_not_stay_under_planned_stages(config, tmp_path):
     source = (ROOT / "examples/arithmetic.toml").read_text()
     assert "main = [1]" in source
-    config.write_text(source.replace("[actor]", "[actor]\ngeneration = { tp = 2 }", 1).replace("[1]", "[2]"))
+    config.write_text(
+        source.replace("[actor]", "[actor]\ngeneration = { tp = 2 }", 1).replace("[1]", "[2]")
+    )
     target = tmp_path / "planned.toml"
     printed(config, cluster="a100-80gb:1x2", write=str(target))
     load_config(target, [])
@@ -86,7 +99,12 @@ def test_common_sizes_do_not_stay_under_planned_stages(config, tmp_path):
 
 
 def test_sizes_that_auto_replaces_are_not_looked_at(config):
-    auto = ["placement=auto", "placement.cluster=h100-80gb:1x4", "actor.layout.tp=3", "ref.pool=nowhere"]
+    auto = [
+        "placement=auto",
+        "placement.cluster=h100-80gb:1x4",
+        "actor.layout.tp=3",
+        "ref.pool=nowhere",
+    ]
     assert "as the config says it: the same (placement = auto)" in printed(config, auto)
     load_config(config, auto)
 

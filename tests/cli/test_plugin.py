@@ -34,4 +34,6 @@ def test_every_command_is_there_under_its_name_with_the_summary_of_the_help():
     check_brought(plugin, *map(command, targets))
     for target in targets:
         said = command(target).capabilities.summary
-        assert said[0].isupper() and said.endswith(".") and said.count(". ") == 0, said  # one sentence
+        assert said[0].isupper() and said.endswith(".") and said.count(". ") == 0, (
+            said
+        )  # one sentence

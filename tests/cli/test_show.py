@@ -49,7 +49,10 @@ def test_what_a_role_inherits_is_the_actors():
     assert value("critic.layout.tp") == (2, "actor")
     assert value("ref.backend.precision") == ("bf16", "actor")
     assert value("ref.backend.compile") == (False, "default")
-    assert value("critic.backend.precision", "critic.backend.precision=fp32") == ("fp32", "command line")
+    assert value("critic.backend.precision", "critic.backend.precision=fp32") == (
+        "fp32",
+        "command line",
+    )
 
 
 def test_another_model_inherits_nothing_of_the_actors(tmp_path):
@@ -83,7 +86,10 @@ def test_validation_shows_what_it_takes_from_the_data():
 def test_a_stage_shows_its_own_tables_and_the_common_ones():
     assert value("run.steps", path="two.toml") == (9, "file two.toml")
     assert value("run.steps", path="two.toml", stage=1) == (7, "file two.toml")
-    assert value("run.steps", "stages.second.run.steps=5", path="two.toml", stage=1) == (5, "command line")
+    assert value("run.steps", "stages.second.run.steps=5", path="two.toml", stage=1) == (
+        5,
+        "command line",
+    )
     assert value("run.steps", "run.steps=5", path="two.toml", stage=0) == (5, "command line")
     assert value("actor.model.path", path="two.toml", stage=1) == ("stage:first", "file two.toml")
 
@@ -94,7 +100,9 @@ def test_every_field_of_every_section_is_printed():
                 "algorithm.dual_clip", "actor.optimizer.betas", "actor.backend.replicas", "reward.function",
                 "validation.samples"):  # fmt: skip
         assert key in values
-    assert not any(key.startswith(("ref.optimizer", "actor.function", "reward.layout")) for key in values)
+    assert not any(
+        key.startswith(("ref.optimizer", "actor.function", "reward.layout")) for key in values
+    )
 
 
 # --- the printed text ---
@@ -162,7 +170,9 @@ def test_nothing_is_started_and_nothing_is_written(tmp_path):
         import torch.distributed as dist
         print("started:", dist.is_initialized(), "ray" in sys.modules)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("started: False False\n")
     assert {p.name for p in tmp_path.iterdir()} == {"one.toml", "two.toml"}

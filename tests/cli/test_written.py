@@ -45,7 +45,10 @@ def test_comments_stay_where_they_were(tmp_path):
     text = target.read_bytes().decode()
     assert text.count("\n") == text.count("\r\n")
     text = text.replace("\r", "")
-    assert "# head\n[pools]  # how many\nactor = [8]\ncritic = [4]\n\n# about the tokenizer\n[tokenizer]" in text
+    assert (
+        "# head\n[pools]  # how many\nactor = [8]\ncritic = [4]\n\n# about the tokenizer\n[tokenizer]"
+        in text
+    )
     assert 'characters = "0"  # digits\n\n# the cut\n' in text and "tp = 2  # whole" in text
     assert "\n\n# of ref\n[ref]\n" in text
     assert tomllib.loads(text) == PLANNED | {"tokenizer": {"characters": "0"}}
@@ -63,14 +66,18 @@ def test_comments_stay_where_they_were(tmp_path):
 )
 def test_stages_in_every_writing_are_written(tmp_path, stage):
     source, target = tmp_path / "source.toml", tmp_path / "target.toml"
-    source.write_text(f"# common\n[pools]\nmain = [2]\n# of c\n[stages.c]\nalgorithm = 'grpo'  # here\n{stage}\n")
+    source.write_text(
+        f"# common\n[pools]\nmain = [2]\n# of c\n[stages.c]\nalgorithm = 'grpo'  # here\n{stage}\n"
+    )
     assert write_config(source, target, {"c": PLANNED}, "a100-80gb:1x8")
     text = target.read_text()
     assert "# common\n# of c\n" in text and "# here" in text and "main" not in text
     [(name, found)] = tomllib.loads(text)["stages"].items()
     expected = tomllib.loads(source.read_text())["stages"]["c"]
     replace_places(expected, PLANNED)
-    assert name == "c" and found == expected and found["actor"]["layout"] == PLANNED["actor"]["layout"]
+    assert (
+        name == "c" and found == expected and found["actor"]["layout"] == PLANNED["actor"]["layout"]
+    )
 
 
 def test_where_comments_cannot_stay_the_values_do(tmp_path, monkeypatch):

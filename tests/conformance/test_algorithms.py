@@ -42,7 +42,11 @@ COSTS = {
 class TestPPO(AlgorithmConformance):
     @pytest.fixture
     def algorithm(self):
-        return PPO(PPOConfig(prompts_per_step=8, mini_batch_size=4, epochs=2, kl_target=0.1, entropy_coef=0.01))
+        return PPO(
+            PPOConfig(
+                prompts_per_step=8, mini_batch_size=4, epochs=2, kl_target=0.1, entropy_coef=0.01
+            )
+        )
 
 
 class TestGRPO(AlgorithmConformance):
@@ -103,7 +107,9 @@ class TestDrGRPO(AlgorithmConformance):
 class TestDAPO(AlgorithmConformance):
     @pytest.fixture
     def algorithm(self):
-        return DAPO(DAPOConfig(prompts_per_step=4, group_size=4, mini_batch_size=8, overlong_cache=2))
+        return DAPO(
+            DAPOConfig(prompts_per_step=4, group_size=4, mini_batch_size=8, overlong_cache=2)
+        )
 
 
 class TestGSPO(AlgorithmConformance):
@@ -121,7 +127,11 @@ class TestCISPO(AlgorithmConformance):
 class TestSafeRLHF(AlgorithmConformance):
     @pytest.fixture
     def algorithm(self):
-        return SafeRLHF(SafeRLHFConfig(prompts_per_step=8, cost_limit=0.2, pretrain_coef=0.1, pretrain_batch_size=4))
+        return SafeRLHF(
+            SafeRLHFConfig(
+                prompts_per_step=8, cost_limit=0.2, pretrain_coef=0.1, pretrain_batch_size=4
+            )
+        )
 
     def tables(self):
         return {**COSTS, "pretrain": TABLES["data"]}

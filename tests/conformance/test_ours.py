@@ -135,7 +135,12 @@ class TestExactMatch(RewardConformance):
         return ExactMatch()
 
     def expected(self):
-        return [(sample("42"), 1.0), (sample(" 42\n"), 1.0), (sample("042"), 0.0), (sample(""), 0.0)]
+        return [
+            (sample("42"), 1.0),
+            (sample(" 42\n"), 1.0),
+            (sample("042"), 0.0),
+            (sample(""), 0.0),
+        ]
 
 
 class TestMath(RewardConformance):
@@ -162,7 +167,9 @@ class TestArithmetic(DataSourceConformance):
 class TestJsonl(DataSourceConformance):
     @pytest.fixture
     def open_source(self, tmp_path):
-        (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "n": 1}\n{"prompt": "b", "tags": ["x", {"y": null}]}\n')
+        (tmp_path / "rows.jsonl").write_text(
+            '{"prompt": "a", "n": 1}\n{"prompt": "b", "tags": ["x", {"y": null}]}\n'
+        )
         return lambda: JsonlSource(DataConfig(source="jsonl", path=str(tmp_path / "rows.jsonl")))
 
 
@@ -170,6 +177,10 @@ class TestParquet(DataSourceConformance):
     @pytest.fixture
     def open_source(self, tmp_path):
         arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        table = arrow.table({"prompt": ["a", "b", "c"], "tags": [["x"], [], ["y", "z"]], "score": [1.5, 2.0, None]})
+        table = arrow.table(
+            {"prompt": ["a", "b", "c"], "tags": [["x"], [], ["y", "z"]], "score": [1.5, 2.0, None]}
+        )
         parquet.write_table(table, tmp_path / "rows.parquet")
-        return lambda: ParquetSource(DataConfig(source="parquet", path=str(tmp_path / "rows.parquet")))
+        return lambda: ParquetSource(
+            DataConfig(source="parquet", path=str(tmp_path / "rows.parquet"))
+        )

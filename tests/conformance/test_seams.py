@@ -28,7 +28,12 @@ class TestJsonl(TrackerConformance):
         path = folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         rows = [json.loads(line) for line in lines]
-        return {(row["step"], name): value for row in rows for name, value in row.items() if name != "step"}
+        return {
+            (row["step"], name): value
+            for row in rows
+            for name, value in row.items()
+            if name != "step"
+        }
 
 
 class TestTensorBoard(TrackerConformance):
@@ -57,7 +62,9 @@ class TestAutoMapping(PlannerConformance):
 
 
 class TestCommands(CommandConformance):
-    @pytest.fixture(params=["run", "show", "plan", "calibrate", "reshard", "plugins", "doctor", "new"])
+    @pytest.fixture(
+        params=["run", "show", "plan", "calibrate", "reshard", "plugins", "doctor", "new"]
+    )
     def command(self, request):
         self.name = request.param
         return registry().get("command", self.name)()

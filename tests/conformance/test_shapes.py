@@ -59,7 +59,10 @@ class TestDistillation(AlgorithmConformance):
         return Distill(DistillConfig())
 
     def tables(self):
-        return {"teacher": {"model": {"config": MODEL, "init_seed": 7}}, "actor": {"optimizer": {"lr": 1e-2}}}
+        return {
+            "teacher": {"model": {"config": MODEL, "init_seed": 7}},
+            "actor": {"optimizer": {"lr": 1e-2}},
+        }
 
     def test_the_student_comes_nearer_to_its_teacher(self, algorithm):
         with TinyRun(algorithm, self.tables()) as run:
@@ -72,7 +75,9 @@ class TestDistillation(AlgorithmConformance):
         assert metrics[-1]["actor/kl"] < metrics[0]["actor/kl"]
 
     def test_a_teacher_of_the_students_weights_has_nothing_to_say(self):
-        with TinyRun(Distill(DistillConfig(k=16))) as run:  # all 16 tokens of the vocabulary; the model is the actor's
+        with TinyRun(
+            Distill(DistillConfig(k=16))
+        ) as run:  # all 16 tokens of the vocabulary; the model is the actor's
             metrics = run.step()
         assert metrics["actor/kl"] == pytest.approx(0.0, abs=1e-5)
         assert metrics["actor/grad_norm"] == pytest.approx(0.0, abs=1e-5)
@@ -118,7 +123,11 @@ class ToolUse(Algorithm):
         advantages = (scores[:, None] + 0.5).expand_as(mask).clone()
         if self.config.poison:
             advantages[mask == 0] = float("nan")
-        return {"loss_mask": mask, "advantages": advantages, "holes": float((loss_mask - mask).sum())}
+        return {
+            "loss_mask": mask,
+            "advantages": advantages,
+            "holes": float((loss_mask - mask).sum()),
+        }
 
 
 class TestMaskWithHoles(AlgorithmConformance):
@@ -146,7 +155,9 @@ class TestMaskWithHoles(AlgorithmConformance):
             batch = batch.join(run.ctx.reward.score(batch))
             batch = batch.join(run.ctx.compute(run.algorithm.mask, batch))
             whole = run.ctx.actor.loss(batch, HoleLoss()).result()["loss"]
-            silent = batch.with_columns(loss_mask=tokens([torch.zeros(len(m)) for m in batch["loss_mask"]]))
+            silent = batch.with_columns(
+                loss_mask=tokens([torch.zeros(len(m)) for m in batch["loss_mask"]])
+            )
             both = Batch.concat([batch.select(SEEN), silent.select(SEEN)])
             again = run.ctx.actor.loss(both, HoleLoss()).result()["loss"]
             run.ctx.finish()

@@ -22,7 +22,9 @@ from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.tasks import TaskWorker
 
-SAMPLING = SamplingParams(max_tokens=4, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop_token_ids=(2,))
+SAMPLING = SamplingParams(
+    max_tokens=4, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop_token_ids=(2,)
+)
 
 
 class Plain(Loss):
@@ -86,7 +88,10 @@ def groups():
     pool = Pool.launch(ResourcePool("main", (1,)), runtime)
     tokenizer = build_tokenizer(TokenizerConfig(characters="0123456789+="), None, list)
     data = DataConfig(source="arithmetic", shuffle=False)
-    yield WorkerGroup(Recited, pool), WorkerGroup(TaskWorker, pool, {"train": data}, tokenizer, name="tasks")
+    yield (
+        WorkerGroup(Recited, pool),
+        WorkerGroup(TaskWorker, pool, {"train": data}, tokenizer, name="tasks"),
+    )
     runtime.shutdown()
 
 
@@ -101,7 +106,9 @@ def context(groups):
     ]
 
     def make(**settings) -> StepContext:
-        return StepContext({role.name: (role, model) for role in roles}, tasks, SAMPLING, 17, **settings)
+        return StepContext(
+            {role.name: (role, model) for role in roles}, tasks, SAMPLING, 17, **settings
+        )
 
     return make
 
@@ -113,7 +120,9 @@ def numbered(rows: int) -> Batch:
 def test_roles_are_attributes_and_others_are_named(context):
     ctx = context()
     assert ctx.critic.role.column == "values"
-    with pytest.raises(AttributeError, match=r"no role 'ref' \(roles: actor, critic, reward\); declare it in"):
+    with pytest.raises(
+        AttributeError, match=r"no role 'ref' \(roles: actor, critic, reward\); declare it in"
+    ):
         _ = ctx.ref
     assert not hasattr(ctx, "refs")
 
@@ -205,7 +214,9 @@ def test_drawn_rows_are_the_next_ones_of_the_data(context):
 
 
 def test_a_unit_of_the_loss_stays_together_however_the_batch_is_split(context):
-    batch = Batch({"pair": torch.tensor([2, 1, 2, 1, 3, 3]), "ids": tokens([[n] for n in range(6)])})
+    batch = Batch(
+        {"pair": torch.tensor([2, 1, 2, 1, 3, 3]), "ids": tokens([[n] for n in range(6)])}
+    )
     whole = context().whole_units(batch, Plain("pair"))
     assert [part["pair"].values.tolist() for part in whole.split(2)] == [[1, 1, 2, 2], [3, 3]]
     assert context().whole_units(batch, Plain()) is batch
@@ -214,7 +225,9 @@ def test_a_unit_of_the_loss_stays_together_however_the_batch_is_split(context):
 
 def test_each_epoch_has_every_row_once_in_an_order_of_its_own(context):
     ctx = context()
-    epochs = [[mini["x"].values.tolist() for mini in ctx.minibatches(numbered(10), 4)] for _ in range(2)]
+    epochs = [
+        [mini["x"].values.tolist() for mini in ctx.minibatches(numbered(10), 4)] for _ in range(2)
+    ]
     for epoch in epochs:
         assert [len(mini) for mini in epoch] == [4, 4, 2]
         assert sorted(number for mini in epoch for number in mini) == list(range(10))
@@ -230,9 +243,13 @@ def test_neighbours_stay_together_in_mini_batches(context):
     minis = [mini["x"].values.tolist() for mini in context().minibatches(numbered(12), 6, unit=3)]
     runs = [mini[start : start + 3] for mini in minis for start in (0, 3)]
     assert sorted(runs) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    with pytest.raises(ValueError, match="the mini-batch size 4 must be a multiple of the unit of 3 rows"):
+    with pytest.raises(
+        ValueError, match="the mini-batch size 4 must be a multiple of the unit of 3 rows"
+    ):
         next(context().minibatches(numbered(12), 4, unit=3))
-    with pytest.raises(ValueError, match="a batch of 11 rows has a part of a unit of 3 rows at its end"):
+    with pytest.raises(
+        ValueError, match="a batch of 11 rows has a part of a unit of 3 rows at its end"
+    ):
         next(context().minibatches(numbered(11), 6, unit=3))
 
 

@@ -25,8 +25,13 @@ def test_several_problems_are_counted_and_listed():
 
 def test_a_failed_worker_is_named_with_its_own_traceback_behind():
     error = WorkerError("boom", role="actor", phase="update", rank=3, remote_traceback="File x.py")
-    assert str(error) == ("boom [role 'actor', phase 'update', rank 3]\n--- traceback of the worker ---\nFile x.py")
-    assert str(WorkerError("gone", role="ref", phase="start", rank=None)) == "gone [role 'ref', phase 'start']"
+    assert str(error) == (
+        "boom [role 'actor', phase 'update', rank 3]\n--- traceback of the worker ---\nFile x.py"
+    )
+    assert (
+        str(WorkerError("gone", role="ref", phase="start", rank=None))
+        == "gone [role 'ref', phase 'start']"
+    )
 
 
 @pytest.mark.parametrize("kind", [WorkerError, WorkerDied])

@@ -9,7 +9,15 @@ import sys
 
 import pytest
 
-from hybridflow.core.names import did_you_mean, import_named, import_object, is_installed, is_path, nearest, reason
+from hybridflow.core.names import (
+    did_you_mean,
+    import_named,
+    import_object,
+    is_installed,
+    is_path,
+    nearest,
+    reason,
+)
 
 
 @pytest.fixture
@@ -44,7 +52,9 @@ def test_a_path_is_a_module_a_colon_and_an_object(text):
     assert is_path(text)
 
 
-@pytest.mark.parametrize("text", ["a", "a.b", ":C", "a:", "a:b:c", "a..b:C", "a:C.", "a b:C", "a:1", "C:\\x"])
+@pytest.mark.parametrize(
+    "text", ["a", "a.b", ":C", "a:", "a:b:c", "a..b:C", "a:C.", "a b:C", "a:1", "C:\\x"]
+)
 def test_what_lacks_a_part_or_has_one_that_is_no_name_is_no_path(text):
     assert not is_path(text)
     with pytest.raises(ValueError, match=r"is not of the form 'package.module:Object'"):
@@ -53,13 +63,17 @@ def test_what_lacks_a_part_or_has_one_that_is_no_name_is_no_path(text):
 
 def test_an_object_is_found_by_its_path_inside_classes_too():
     assert import_object("collections:OrderedDict") is collections.OrderedDict
-    assert import_object("collections:OrderedDict.fromkeys")("ab") == collections.OrderedDict(a=None, b=None)
+    assert import_object("collections:OrderedDict.fromkeys")("ab") == collections.OrderedDict(
+        a=None, b=None
+    )
     assert import_named("json") is json
     assert import_named("json:loads") is json.loads
 
 
 def test_an_object_that_is_not_there_is_told_with_the_nearest():
-    with pytest.raises(ImportError, match=r"collections has no 'OrderdDict'; did you mean 'OrderedDict'\?"):
+    with pytest.raises(
+        ImportError, match=r"collections has no 'OrderdDict'; did you mean 'OrderedDict'\?"
+    ):
         import_object("collections:OrderdDict")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         import_object("no_such_module:X")
@@ -70,7 +84,9 @@ def test_an_object_that_is_not_there_is_told_with_the_nearest():
 def test_a_module_that_exits_is_an_import_error_and_other_failures_are_its_own(module):
     module("import sys\nsys.exit(3)\n")
     for path in ("made_for_names", "made_for_names:X"):
-        with pytest.raises(ImportError, match=r"made_for_names.* called sys.exit\(3\) when imported"):
+        with pytest.raises(
+            ImportError, match=r"made_for_names.* called sys.exit\(3\) when imported"
+        ):
             import_named(path)
     module("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
@@ -88,7 +104,9 @@ def test_a_module_is_installed_where_it_would_be_found_and_is_not_imported(modul
         assert not is_installed(name)
 
 
-def test_a_folder_alone_is_no_installed_module_and_a_forbidden_one_is_not_there(tmp_path, monkeypatch):
+def test_a_folder_alone_is_no_installed_module_and_a_forbidden_one_is_not_there(
+    tmp_path, monkeypatch
+):
     (tmp_path / "a_folder_alone").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert importlib.util.find_spec("a_folder_alone") is not None

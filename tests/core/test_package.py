@@ -21,6 +21,10 @@ def test_every_folder_of_modules_is_a_package_that_is_installed(monkeypatch):
         for top in ("core", "kit", "planner", "cli", "backends", "algorithms")
         for path in (ROOT / top).rglob("*.py")
     }
-    found = {f"hybridflow.{'.'.join(folder.parts)}" for folder in folders if not str(folder).startswith(DATA)}
+    found = {
+        f"hybridflow.{'.'.join(folder.parts)}"
+        for folder in folders
+        if not str(folder).startswith(DATA)
+    }
     assert sorted(given["packages"]) == sorted(found)
     assert given["package_dir"]["hybridflow.kit"] == "kit"

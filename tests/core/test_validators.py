@@ -22,7 +22,9 @@ INF = float("inf")
     ],
     ids=["positive", "non_negative", "fraction", "share", "at_least"],
 )
-def test_a_validator_names_the_field_what_it_must_be_what_was_got_and_what_to_do(check, must, good, bad):
+def test_a_validator_names_the_field_what_it_must_be_what_was_got_and_what_to_do(
+    check, must, good, bad
+):
     cls = attrs.make_class("Made", {"size": attrs.field(validator=check)}, frozen=True)
     for value in good:
         assert cls(value).size is value

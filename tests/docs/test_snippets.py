@@ -32,7 +32,9 @@ def write_files(page: str, folder: Path) -> None:
             (folder / name).write_text(text)
 
 
-@pytest.mark.parametrize("page", [p for p, blocks in PAGES.items() if any(mark == "run" for mark, *_ in blocks)])
+@pytest.mark.parametrize(
+    "page", [p for p, blocks in PAGES.items() if any(mark == "run" for mark, *_ in blocks)]
+)
 def test_snippets_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, capsys):
     modules = set(sys.modules)
     monkeypatch.chdir(tmp_path)
@@ -53,19 +55,33 @@ def test_snippets_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
                 del sys.modules[name]
 
 
-@pytest.mark.parametrize("page", [p for p, blocks in PAGES.items() if any(mark == "source" for mark, *_ in blocks)])
+@pytest.mark.parametrize(
+    "page", [p for p, blocks in PAGES.items() if any(mark == "source" for mark, *_ in blocks)]
+)
 def test_quoted_source_is_the_source(page):
     for mark, path, text in PAGES[page]:
         if mark == "source":
             code = (ROOT / path).read_text()
             quoted = {textwrap.indent(text.rstrip("\n"), " " * depth) for depth in (0, 4, 8)}
-            assert any(q in code for q in quoted), f"{page} quotes what {path} does not say:\n{text}"
+            assert any(q in code for q in quoted), (
+                f"{page} quotes what {path} does not say:\n{text}"
+            )
 
 
 def test_the_backend_and_the_engine_of_the_page_pass_the_kit(tmp_path):
     page = "docs/writing-a-backend.md"
     write_files(page, tmp_path)
     asked = "not distributed and not of_hugging_face and not split and not again"  # the slow half; all of it passes
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", asked, "test_plain.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        asked,
+        "test_plain.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -28,14 +28,18 @@ def test_a_backend_works_in_a_process_whose_group_has_ended_once(folder, name):
     pytest.importorskip("deepspeed")
     backend_name, config = CONFIGS[name]
     batch, found = make_batch(4), []
-    micro = make_micro_batch(batch["prompt_ids"], batch["response_ids"], torch.arange(4).numpy(), torch.device("cpu"))
+    micro = make_micro_batch(
+        batch["prompt_ids"], batch["response_ids"], torch.arange(4).numpy(), torch.device("cpu")
+    )
     for _ in range(2):
         with one_rank() as context:
             backend = registry().get("training_backend", backend_name)(
                 spec_of(folder("llama")), config, OPTIMIZER, context
             )
             backend.build()
-            backend.forward_backward([micro], ["logprobs"], lambda at, outputs: outputs["logprobs"].sum())
+            backend.forward_backward(
+                [micro], ["logprobs"], lambda at, outputs: outputs["logprobs"].sum()
+            )
             backend.optim_step()
             found.append({n: p.float().clone() for n, p in backend.full_parameters()})
     for parameter, values in found[0].items():

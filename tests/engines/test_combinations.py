@@ -23,8 +23,12 @@ from hybridflow.core.values.parallel import ParallelLayout
 
 BACKENDS = {
     "fsdp": Setup("", layout=ParallelLayout(dp=2)),
-    "megatron": Setup("", layout=ParallelLayout(tp=2), backend="megatron", config=MegatronConfig(vocab_multiple=4)),
-    "deepspeed": Setup("", layout=ParallelLayout(dp=2), backend="deepspeed", config=DeepSpeedConfig(stage=3)),
+    "megatron": Setup(
+        "", layout=ParallelLayout(tp=2), backend="megatron", config=MegatronConfig(vocab_multiple=4)
+    ),
+    "deepspeed": Setup(
+        "", layout=ParallelLayout(dp=2), backend="deepspeed", config=DeepSpeedConfig(stage=3)
+    ),
 }
 ENGINES = {
     "transformers": {},
@@ -32,7 +36,12 @@ ENGINES = {
     "sglang": {"kv_tokens": 4096},
 }
 ALL = list(itertools.product(BACKENDS, ENGINES))
-SLICE = [("megatron", "vllm"), ("deepspeed", "sglang"), ("megatron", "transformers"), ("deepspeed", "transformers")]
+SLICE = [
+    ("megatron", "vllm"),
+    ("deepspeed", "sglang"),
+    ("megatron", "transformers"),
+    ("deepspeed", "transformers"),
+]
 END: dict[str, dict[str, torch.Tensor]] = {}
 """What one rank under fsdp ends with, which all others must end with."""
 
@@ -46,16 +55,18 @@ def replayed(ranks, folder):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("backend", "engine"), ALL if os.environ.get("HYBRIDFLOW_MATRIX") else SLICE)
+@pytest.mark.parametrize(
+    ("backend", "engine"), ALL if os.environ.get("HYBRIDFLOW_MATRIX") else SLICE
+)
 def test_five_steps_of_ppo_end_alike_and_engines_follow(ranks, replayed, backend, engine):
     for package in (backend, engine):
         if package not in ("fsdp", "transformers"):
             pytest.importorskip("megatron.core" if package == "megatron" else package)
     path, batch = replayed
     if not END:
-        END["one"] = ranks(train_and_sync, 1, Setup(path, engine="transformers"), batch, ReplayedPPO(), 4)[0][
-            "parameters"
-        ]
+        END["one"] = ranks(
+            train_and_sync, 1, Setup(path, engine="transformers"), batch, ReplayedPPO(), 4
+        )[0]["parameters"]
     setup = attrs.evolve(BACKENDS[backend], path=path, engine=engine, engine_config=ENGINES[engine])
     found = ranks(train_and_sync, 2, setup, batch, ReplayedPPO(), 4)
     for rank, answer in enumerate(found):
@@ -68,7 +79,9 @@ def test_five_steps_of_ppo_end_alike_and_engines_follow(ranks, replayed, backend
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
-def test_pipelines_of_megatron_feed_tensor_parallel_engines_what_their_shards_lack(ranks, replayed, engine):
+def test_pipelines_of_megatron_feed_tensor_parallel_engines_what_their_shards_lack(
+    ranks, replayed, engine
+):
     """tp 2 x pp 2 to tp 2, counted."""
     pytest.importorskip("megatron.core")
     settings = {} if engine == "transformers" else {"kv_memory_gb": 0.05, "max_sequences": 8}

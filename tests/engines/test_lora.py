@@ -42,11 +42,15 @@ def test_an_engine_gets_the_merged_weights(ranks, folder, stage, tp):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_checkpoints_hold_adapters_alone_and_load_in_another_backend(ranks, folder, tmp_path, stage):
+def test_checkpoints_hold_adapters_alone_and_load_in_another_backend(
+    ranks, folder, tmp_path, stage
+):
     path = folder("qwen2-tied")
     check_resume(ranks, with_lora(zero(stage), path), with_lora(FSDP, path), tmp_path)
 
 
 def test_a_checkpoint_of_fsdp_loads_under_zero_3(ranks, folder, tmp_path):
     path = folder("qwen2-tied")
-    check_resume(ranks, with_lora(FSDP, path), with_lora(zero(3, persist_elements=0), path), tmp_path)
+    check_resume(
+        ranks, with_lora(FSDP, path), with_lora(zero(3, persist_elements=0), path), tmp_path
+    )

@@ -61,11 +61,23 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, backend):
     write(tmp_path)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": mark}
-    command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", "run.steps=10000", *BACKENDS[backend]]
+    command = [
+        sys.executable,
+        "-m",
+        "hybridflow.cli.main",
+        "run",
+        "tiny.toml",
+        "run.steps=10000",
+        *BACKENDS[backend],
+    ]
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     with (tmp_path / "out.txt").open("w") as out:
-        run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT)
-        while run.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+        run = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
+        while run.poll() is None and not (
+            metrics.exists() and len(metrics.read_text().splitlines()) >= 2
+        ):
             time.sleep(0.1)
         ranks = marked(mark, "ray::HostActor")
         assert len(ranks) == 2 and run.poll() is None, (tmp_path / "out.txt").read_text()
@@ -89,10 +101,16 @@ def test_what_a_backend_cannot_do_is_said_before_anything_starts(tmp_path):
     said = hybridflow(tmp_path, "run", "tiny.toml", *wrong)
     assert (
         said.returncode == 1
-        and "actor.layout.tp: is 2, and the backend deepspeed has the axes dp; set it to 1" in said.stderr
+        and "actor.layout.tp: is 2, and the backend deepspeed has the axes dp; set it to 1"
+        in said.stderr
         and "set backend.stage to 2 or 3" in said.stderr
     )
     said = hybridflow(
-        tmp_path, "run", "tiny.toml", *RAY, "actor.backend.name=megatron", "actor.backend.virtual_stages=2"
+        tmp_path,
+        "run",
+        "tiny.toml",
+        *RAY,
+        "actor.backend.name=megatron",
+        "actor.backend.virtual_stages=2",
     )
     assert said.returncode == 1 and "needs pp > 1" in said.stderr

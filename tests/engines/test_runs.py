@@ -35,7 +35,9 @@ def test_five_kills_in_twenty_steps_change_nothing_but_the_count_of_restarts(tmp
         write(folder, **WIDER)
     done = hybridflow(whole, "run", "tiny.toml", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    code, out, kills = killing(hit, 5, "run", "tiny.toml", *settings, "rollout.restarts=5", timeout=800)
+    code, out, kills = killing(
+        hit, 5, "run", "tiny.toml", *settings, "rollout.restarts=5", timeout=800
+    )
     assert code == 0 and kills == 5, out
     undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")
     assert sum(row["actor/engine_restarts"] for row in disturbed) == 5
@@ -84,7 +86,9 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
         )  # fmt: skip
         metrics = tmp_path / "runs/tiny/metrics.jsonl"
         if end in ("interrupt", "kill"):
-            while run.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 2):
+            while run.poll() is None and not (
+                metrics.exists() and len(metrics.read_text().splitlines()) >= 2
+            ):
                 time.sleep(0.2)
             run.send_signal(signal.SIGINT if end == "interrupt" else signal.SIGKILL)
         code = run.wait(300)

@@ -71,22 +71,40 @@ def test_boxes_of_all_ranks_make_up_the_parameters_bit_for_bit(ranks, folder, na
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 @pytest.mark.parametrize("name", ["qwen2-deep", "llama-deep"])
-def test_the_export_of_an_untrained_model_is_the_folder_bit_for_bit(ranks, folder, tmp_path, name, setup):
+def test_the_export_of_an_untrained_model_is_the_folder_bit_for_bit(
+    ranks, folder, tmp_path, name, setup
+):
     from safetensors.torch import load_file
 
-    ranks(export, setup.layout.world, attrs.evolve(setup, path=folder(name)), [], str(tmp_path / "out"))
-    assert_equal(load_file(tmp_path / "out/model.safetensors"), load_file(f"{folder(name)}/model.safetensors"))
-    assert_equal(dict(load(str(tmp_path / "out")).named_parameters()), dict(load(folder(name)).named_parameters()))
+    ranks(
+        export,
+        setup.layout.world,
+        attrs.evolve(setup, path=folder(name)),
+        [],
+        str(tmp_path / "out"),
+    )
+    assert_equal(
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(f"{folder(name)}/model.safetensors"),
+    )
+    assert_equal(
+        dict(load(str(tmp_path / "out")).named_parameters()),
+        dict(load(folder(name)).named_parameters()),
+    )
 
 
 @pytest.mark.parametrize(
     "setup",
     [
         MEGATRON,
-        attrs.evolve(MEGATRON, layout=ParallelLayout(tp=2, dp=2), config=MegatronConfig(precision="bf16")),
+        attrs.evolve(
+            MEGATRON, layout=ParallelLayout(tp=2, dp=2), config=MegatronConfig(precision="bf16")
+        ),
         ZERO3,
         attrs.evolve(ZERO3, config=DeepSpeedConfig(stage=2)),
-        attrs.evolve(ZERO3, config=DeepSpeedConfig(stage=3, precision="bf16", persist_elements=1000)),
+        attrs.evolve(
+            ZERO3, config=DeepSpeedConfig(stage=3, precision="bf16", persist_elements=1000)
+        ),
         attrs.evolve(ZERO3, config=DeepSpeedConfig(stage=2, offload_optimizer=True)),
     ],
     ids=lambda s: f"{s.backend} {s.layout} {s.config.precision} {getattr(s.config, 'stage', '')}",
@@ -107,7 +125,9 @@ MOVES = {
     "megatron one to tp2 pp2": (attrs.evolve(MEGATRON, layout=ParallelLayout()), MEGATRON),
     "megatron tp2 pp2 to virtual": (
         MEGATRON,
-        attrs.evolve(MEGATRON, layout=ParallelLayout(pp=2), config=MegatronConfig(virtual_stages=2)),
+        attrs.evolve(
+            MEGATRON, layout=ParallelLayout(pp=2), config=MegatronConfig(virtual_stages=2)
+        ),
     ),
     "zero3 2 to 1": (ZERO3, attrs.evolve(ZERO3, layout=ParallelLayout())),
     "zero3 2 to 4": (ZERO3, attrs.evolve(ZERO3, layout=DP4)),
@@ -119,7 +139,9 @@ MOVES = {
 
 
 @pytest.mark.parametrize(("saved", "loaded"), MOVES.values(), ids=MOVES)
-def test_a_checkpoint_loads_exactly_in_another_layout_or_backend(ranks, folder, tmp_path, saved, loaded):
+def test_a_checkpoint_loads_exactly_in_another_layout_or_backend(
+    ranks, folder, tmp_path, saved, loaded
+):
     path, pairs = folder("qwen2-deep"), [(make_batch(8), Blend())]
     saved, loaded = attrs.evolve(saved, path=path), attrs.evolve(loaded, path=path)
     first = ranks(save_after, saved.layout.world, saved, pairs, 2, str(tmp_path / "c"), 1)[0]
@@ -135,23 +157,35 @@ def test_outputs_stand_at_the_tokens_that_hugging_face_gives_them(ranks, folder,
     path, batch = folder("qwen2-deep", kind), make_batch(9)
     temperature = 1.0 if kind != "policy" else 0.8
     setup = attrs.evolve(
-        setup, path=path, kind=kind, optimizer=None, micro_batch_tokens=25, temperature=temperature, generation_tp=1
+        setup,
+        path=path,
+        kind=kind,
+        optimizer=None,
+        micro_batch_tokens=25,
+        temperature=temperature,
+        generation_tp=1,
     )
     got = ranks(outputs, setup.layout.world, setup, batch)
     model, rows = load(path, kind), []
     for rank in output_ranks(setup.layout):
         answer = got[rank]
-        rows += [dict(zip(answer, values, strict=True)) for values in zip(*answer.values(), strict=True)]
+        rows += [
+            dict(zip(answer, values, strict=True)) for values in zip(*answer.values(), strict=True)
+        ]
     assert len(rows) == batch.rows
     with torch.no_grad():
         for row, mine in zip(rows_of(batch), rows, strict=True):
             want = hf_outputs(model, row, kind, temperature)
             for name, value in mine.items():
-                renamed = {"topk_ids": "largest_ids", "topk_logprobs": "largest_logprobs"}.get(name, name)
+                renamed = {"topk_ids": "largest_ids", "topk_logprobs": "largest_logprobs"}.get(
+                    name, name
+                )
                 torch.testing.assert_close(value, want[renamed], rtol=1e-5, atol=5e-6)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("value", ValueLoss()), ("score", ScoreLoss())], ids=["value", "score"])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("value", ValueLoss()), ("score", ScoreLoss())], ids=["value", "score"]
+)
 @pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])
 def test_value_and_score_models_train_as_hugging_face_does(ranks, folder, kind, loss, setup):
     check(ranks, folder, "qwen2-deep", attrs.evolve(setup, kind=kind), loss, steps=2)
@@ -160,9 +194,32 @@ def test_value_and_score_models_train_as_hugging_face_does(ranks, folder, kind, 
 @pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])
 def test_splits_and_pieces_change_nothing(ranks, folder, setup):
     """Micro-batches of one row, ranks without rows, logits in pieces, top-k over a vocabulary that is spread."""
-    check(ranks, folder, "llama-deep", attrs.evolve(setup, micro_batch_tokens=1), Blend(), rows=5, steps=1)
-    check(ranks, folder, "qwen2-deep", attrs.evolve(setup, micro_batch_tokens=12), Blend(), rows=1, steps=1)
-    check(ranks, folder, "llama-deep", attrs.evolve(setup, logits_at_once=68 * 5, temperature=0.7), TopkLoss(), steps=1)
+    check(
+        ranks,
+        folder,
+        "llama-deep",
+        attrs.evolve(setup, micro_batch_tokens=1),
+        Blend(),
+        rows=5,
+        steps=1,
+    )
+    check(
+        ranks,
+        folder,
+        "qwen2-deep",
+        attrs.evolve(setup, micro_batch_tokens=12),
+        Blend(),
+        rows=1,
+        steps=1,
+    )
+    check(
+        ranks,
+        folder,
+        "llama-deep",
+        attrs.evolve(setup, logits_at_once=68 * 5, temperature=0.7),
+        TopkLoss(),
+        steps=1,
+    )
 
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
@@ -177,14 +234,21 @@ def test_a_loss_whose_weights_are_all_zero_changes_nothing(ranks, folder, setup)
 
 def test_what_megatron_cannot_build_says_so(ranks, folder):
     def said(**changes) -> str:
-        return ranks(failing_build, 2, attrs.evolve(MEGATRON, layout=ParallelLayout(tp=2), **changes))[0]
+        return ranks(
+            failing_build, 2, attrs.evolve(MEGATRON, layout=ParallelLayout(tp=2), **changes)
+        )[0]
 
     config = {"model_type": "gpt2", "vocab_size": 68}
     assert "backend megatron builds qwen2" in said(
         model=attrs.evolve(spec_of(folder("llama")), hf_config=config, path=None)
     )
     odd = attrs.evolve(spec_of(folder("llama")), path=None)
-    fields = odd.hf_config | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "head_dim": 16}
+    fields = odd.hf_config | {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "hidden_size": 48,
+        "head_dim": 16,
+    }
     assert "tp 2 must divide" in said(model=attrs.evolve(odd, hf_config=fields))
 
 

@@ -43,7 +43,9 @@ def sent(value, store=EVERYBODYS, replies=()):
 
 def promised(batch, rows=True, names=True):
     """The batch as a call's result that is not there yet; its rows and names known beforehand or not."""
-    table = PromisedTable(lambda: batch, batch.rows if rows else None, batch.names if names else None)
+    table = PromisedTable(
+        lambda: batch, batch.rows if rows else None, batch.names if names else None
+    )
     return Batch.of_views([View((table,))])
 
 

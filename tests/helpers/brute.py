@@ -17,7 +17,9 @@ def mask(shape, boxes) -> np.ndarray:
     return found
 
 
-def layout(shapes: dict[str, tuple[int, ...]], held: dict, dtype=torch.float32, **kwargs) -> WeightLayout:
+def layout(
+    shapes: dict[str, tuple[int, ...]], held: dict, dtype=torch.float32, **kwargs
+) -> WeightLayout:
     return WeightLayout({n: Param(s, dtype) for n, s in shapes.items()}, held, **kwargs)
 
 
@@ -59,12 +61,17 @@ def best_balance(plan) -> float:
     demands: dict[frozenset, int] = {}
     for name, param in plan.target.params.items():
         size = plan.wire[name].itemsize
-        held = {r: mask(param.shape, h.get(plan.origin[name], ())) > 0 for r, h in plan.source.held.items()}
+        held = {
+            r: mask(param.shape, h.get(plan.origin[name], ())) > 0
+            for r, h in plan.source.held.items()
+        }
         for rank, wants in plan.target.held.items():
             need = mask(param.shape, wants.get(name, ())) > 0
             if rank in held:
                 need &= ~held[rank]
-            for index in zip(*np.nonzero(need), strict=True) if param.shape else ([()] if need else []):
+            for index in (
+                zip(*np.nonzero(need), strict=True) if param.shape else ([()] if need else [])
+            ):
                 holders = frozenset(r for r, m in held.items() if m[index])
                 demands[holders] = demands.get(holders, 0) + size
     ranks = sorted({r for s in demands for r in s})

@@ -49,10 +49,21 @@ def speak(engine: Any, rank: int, updates: Updates) -> dict[str, Any]:
         else:
             engine.begin_update(version)
             engine.end_update()
-        done = engine.generate(requests(PROMPTS, SamplingParams(max_tokens=TOKENS, temperature=0.0)))
-        found.append([(c.response_ids.tolist(), c.logprobs.tolist(), set(c.weight_version.tolist())) for c in done])
+        done = engine.generate(
+            requests(PROMPTS, SamplingParams(max_tokens=TOKENS, temperature=0.0))
+        )
+        found.append(
+            [
+                (c.response_ids.tolist(), c.logprobs.tolist(), set(c.weight_version.tolist()))
+                for c in done
+            ]
+        )
     sampled = engine.generate(requests(PROMPTS, SamplingParams(max_tokens=TOKENS)))
-    return {"greedy": found, "sampled": [c.response_ids.tolist() for c in sampled], "holding": holding}
+    return {
+        "greedy": found,
+        "sampled": [c.response_ids.tolist() for c in sampled],
+        "holding": holding,
+    }
 
 
 def vllm(rank: int, world: int, spec: ModelSpec, updates: Updates) -> dict[str, Any]:
@@ -63,7 +74,9 @@ def vllm(rank: int, world: int, spec: ModelSpec, updates: Updates) -> dict[str, 
     return {**said, "left": sorted(in_shared_memory() - before)}
 
 
-def sglang(rank: int, world: int, spec: ModelSpec, updates: Updates, weights: str, logs: str) -> dict[str, Any]:
+def sglang(
+    rank: int, world: int, spec: ModelSpec, updates: Updates, weights: str, logs: str
+) -> dict[str, Any]:
     """The first rank hosts the engine."""
     config = SGLangConfig(kv_tokens=4096, max_sequences=8, weights=weights, bucket_mb=0.1)
     engine = HostedEngine(SGLangEngine, spec, config, context_of(rank, world), logs)
@@ -73,7 +86,9 @@ def sglang(rank: int, world: int, spec: ModelSpec, updates: Updates, weights: st
         engine.close()
 
 
-def two_ranks(ranks: Any, job: Callable[..., Any], architecture: str, *more: Any) -> list[dict[str, Any]]:
+def two_ranks(
+    ranks: Any, job: Callable[..., Any], architecture: str, *more: Any
+) -> list[dict[str, Any]]:
     """What two ranks of a job say after each of five updates, which must be what Hugging Face says."""
     references = [reference(architecture, seed=seed, width=128) for seed in range(5)]
     spec = attrs.evolve(references[0].spec, path=None)

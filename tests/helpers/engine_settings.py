@@ -74,7 +74,9 @@ class EngineSettings:
     def test_reading_the_names_imports_no_engine(self, installed):
         code = f"from {self.module.__name__} import argument_names; argument_names()\n"
         code += f"import sys; print({self.engine!r} in sys.modules)"
-        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        out = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
         assert out.strip() == "False"
 
     def test_numbers_that_cannot_be_are_refused(self):
@@ -90,9 +92,13 @@ class EngineSettings:
         assert self.config(gpu_memory=0.4).one_of(1).gpu_memory == 0.4
         assert self.config(gpu_memory=0.4).one_of(4).gpu_memory == 0.125
 
-    def test_weights_that_cannot_be_compared_are_said_before_anything_starts(self, installed, tmp_path, monkeypatch):
+    def test_weights_that_cannot_be_compared_are_said_before_anything_starts(
+        self, installed, tmp_path, monkeypatch
+    ):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "tiny.toml").write_text(GRPO.replace('"rewards:digits"', '"exact_match"'))
         load_config("tiny.toml", [f"rollout={self.package}"])
-        with pytest.raises(ConfigError, match=rf"actor\.sync\.verify: the engine {self.package} gives no view"):
+        with pytest.raises(
+            ConfigError, match=rf"actor\.sync\.verify: the engine {self.package} gives no view"
+        ):
             load_config("tiny.toml", [f"rollout={self.package}", "actor.sync.verify=true"])

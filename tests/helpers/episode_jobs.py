@@ -22,7 +22,9 @@ class Silent:
         raise RuntimeError("no text")
 
 
-def on_two_ranks(rank: int, world: int, setup: Setup) -> tuple[list[list[int]], list[float], int, list[str]]:
+def on_two_ranks(
+    rank: int, world: int, setup: Setup
+) -> tuple[list[list[int]], list[float], int, list[str]]:
     """Of one engine on all ranks: responses, returns, environments that this rank opened, and what failures say."""
     worker = make_worker(rank, setup)
     worker.sync()
@@ -37,5 +39,8 @@ def on_two_ranks(rank: int, world: int, setup: Setup) -> tuple[list[list[int]], 
     responses = [row.tolist() for row in made["response_ids"]]
     returns = torch.as_tensor(made["episode_return"].values).tolist()
     opened = len(Echo.opened)
-    failures = [said_by(lambda: run(echoing(char(), raises="step"))), said_by(lambda: run(echoing(Silent())))]
+    failures = [
+        said_by(lambda: run(echoing(char(), raises="step"))),
+        said_by(lambda: run(echoing(Silent()))),
+    ]
     return responses, returns, opened, failures

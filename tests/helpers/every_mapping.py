@@ -25,25 +25,45 @@ def placements(names):
     """Each name gets a number; equal numbers share a pool."""
     for labels in itertools.product(range(len(names)), repeat=len(names)):
         if all(label <= max((*labels[:i], -1)) + 1 for i, label in enumerate(labels)):
-            yield [[n for n, at in zip(names, labels, strict=True) if at == pool] for pool in range(max(labels) + 1)]
+            yield [
+                [n for n, at in zip(names, labels, strict=True) if at == pool]
+                for pool in range(max(labels) + 1)
+            ]
 
 
 def sizes(nodes):
     """Halves of a node, and whole nodes (nodes of the tests have 1, 2 or 4 devices)."""
-    return [n for n in (1, 2) if n < nodes.per_node] + [nodes.per_node * c for c in range(1, nodes.count + 1)]
+    return [n for n in (1, 2) if n < nodes.per_node] + [
+        nodes.per_node * c for c in range(1, nodes.count + 1)
+    ]
 
 
 def divides(model, tp):
     s = model.shape
-    return s.heads % tp == 0 and s.intermediate % tp == 0 and (s.kv_heads % tp == 0 or tp % s.kv_heads == 0)
+    return (
+        s.heads % tp == 0
+        and s.intermediate % tp == 0
+        and (s.kv_heads % tp == 0 or tp % s.kv_heads == 0)
+    )
 
 
 def layouts(model, nodes, devices, workload):
-    rows = [t.sequences for t in workload.tasks if t.role == model.name and t.verb in ("infer", "train")]
+    rows = [
+        t.sequences for t in workload.tasks if t.role == model.name and t.verb in ("infer", "train")
+    ]
     for pp, tp, dp in itertools.product(range(1, devices + 1), repeat=3):
-        if pp * tp * dp != devices or nodes.per_node % tp or not divides(model, tp) or tp > nodes.per_node:
+        if (
+            pp * tp * dp != devices
+            or nodes.per_node % tp
+            or not divides(model, tp)
+            or tp > nodes.per_node
+        ):
             continue
-        if model.shape.layers % pp or (pp > 1 and "pp" not in model.axes) or (rows and dp > max(rows)):
+        if (
+            model.shape.layers % pp
+            or (pp > 1 and "pp" not in model.axes)
+            or (rows and dp > max(rows))
+        ):
             continue
         if model.settings.takes(model.shape, laid_out(pp, tp, dp)):
             yield laid_out(pp, tp, dp)
@@ -70,7 +90,10 @@ def pool_times(members, nodes, devices, workload):
         writers = {t.role for t in workload.tasks if t.verb == "generate"}
         device = nodes.device.memory_gb * 1e9
         stays = [m for m in members if m.name in writers and m.keeps_engine]
-        kept = sum(share(m) * device if m.limits.cache_gb is None else m.limits.cache_gb * 1e9 for m in stays)
+        kept = sum(
+            share(m) * device if m.limits.cache_gb is None else m.limits.cache_gb * 1e9
+            for m in stays
+        )
         if resident + max(max(b.training, b.inference) for b in taken) > nodes.memory - kept:
             continue
         stages = {"generate": 0.0, "infer": 0.0, "train": 0.0}
@@ -79,9 +102,13 @@ def pool_times(members, nodes, devices, workload):
             moves = sim.moves(model, layout, own.fetched)
             for task in workload.tasks:
                 if task.role == model.name and task.verb == "infer":
-                    stages["infer"] += task.times * (moves + sim.inference(model, task.sequences, layout))
+                    stages["infer"] += task.times * (
+                        moves + sim.inference(model, task.sequences, layout)
+                    )
                 elif task.role == model.name and task.verb == "train":
-                    stages["train"] += task.times * (moves + sim.update(model, task.sequences, layout))
+                    stages["train"] += task.times * (
+                        moves + sim.update(model, task.sequences, layout)
+                    )
             mine = [t for t in workload.tasks if t.role == model.name and t.verb == "generate"]
             if not mine:
                 continue
@@ -99,12 +126,18 @@ def pool_times(members, nodes, devices, workload):
                     free = min(free, limits.cache_tokens * model.cache_bytes / parts)
                 seconds = [sim.generation(model, t.sequences, rollout, free) for t in mine]
                 total = float(sum(t.times * s for t, s in zip(mine, seconds, strict=True)))
-                best = min(best, total + (moves + sim.transition(model, layout, rollout) if model.trained else 0.0))
+                best = min(
+                    best,
+                    total
+                    + (moves + sim.transition(model, layout, rollout) if model.trained else 0.0),
+                )
             stages["generate"] += best
         if stages["generate"] == NEVER:
             continue
         if not generating:
-            rows = max([t.sequences * t.times for t in workload.tasks if t.verb == "generate"], default=0)
+            rows = max(
+                [t.sequences * t.times for t in workload.tasks if t.verb == "generate"], default=0
+            )
             moved = rows * workload.tokens * workload.row_bytes / sim.machine.network_rate
             if stages["infer"]:
                 stages["infer"] += moved
@@ -132,7 +165,9 @@ def best_seconds(cluster, workload, models):
                 for names, kind, count in zip(pools, kinds, counts, strict=True):
                     at = (tuple(names), kind, count)
                     if at not in known:
-                        known[at] = pool_times([by_name[n] for n in names], cluster.nodes[kind], count, workload)
+                        known[at] = pool_times(
+                            [by_name[n] for n in names], cluster.nodes[kind], count, workload
+                        )
                     tables.append(known[at])
                 if all(len(t) for t in tables):
                     stages = tables[0]

@@ -42,9 +42,14 @@ def lacking(worker: ModelWorker) -> int:
     return total
 
 
-def train_and_sync(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int) -> dict[str, Any]:
+def train_and_sync(
+    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int
+) -> dict[str, Any]:
     worker = make_worker(rank, setup)
-    ask, found = request(batch), {"wrong": [], "tokens": [], "worst": 0.0, "versions": set(), "seen": set()}
+    ask, found = (
+        request(batch),
+        {"wrong": [], "tokens": [], "worst": 0.0, "versions": set(), "seen": set()},
+    )
     for step in range(steps + 1):
         made = ask.join(worker.generate(ask, SamplingParams(max_tokens=8), seed=step))
         if setup.keep_engine and setup.engine == "transformers":  # the others give no view

@@ -45,6 +45,8 @@ def problem(*overrides: str, text: str = BASE) -> str:
 def model_folder(folder: Path, **fields) -> Path:
     """A Hugging Face folder that can be read, with no weights in it."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "vocab_size": 16, **fields}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": 16, **fields})
+    )
     (folder / "model.safetensors").write_bytes(b"")
     return folder

@@ -14,7 +14,9 @@ from hybridflow.kit.testing import RolloutEngineConformance, one_rank
 
 
 @contextmanager
-def kept_engines(make: Callable[[ModelSpec, RankContext], Any]) -> Iterator[Callable[[ModelSpec], Any]]:
+def kept_engines(
+    make: Callable[[ModelSpec, RankContext], Any],
+) -> Iterator[Callable[[ModelSpec], Any]]:
     """`start(spec)` gives what `make(spec, context)` has made for that model, started, awake and without weights."""
     engines: dict[str, Any] = {}
     with one_rank() as context:

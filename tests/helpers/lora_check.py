@@ -52,18 +52,24 @@ def adapted(path: str, kind: str, folder: Path, lora: LoRAConfig) -> nn.Module:
             layer = name.removesuffix(".lora_A.weight")
             a, b = tensors[name], tensors[f"{layer}.lora_B.weight"]
             module = model.get_submodule(layer.removeprefix("base_model.model."))
-            parametrize.register_parametrization(module, "weight", ByHand(a, b, lora.alpha / lora.rank))
+            parametrize.register_parametrization(
+                module, "weight", ByHand(a, b, lora.alpha / lora.rank)
+            )
     return model
 
 
 def merged(model: nn.Module) -> dict[str, torch.Tensor]:
     """Its weights by their usual names."""
     found = {n: p for n, p in model.named_parameters() if ".parametrizations." not in n}
-    found |= {f"{n}.weight": m.weight for n, m in model.named_modules() if parametrize.is_parametrized(m)}
+    found |= {
+        f"{n}.weight": m.weight for n, m in model.named_modules() if parametrize.is_parametrized(m)
+    }
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def train(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int, folder: str) -> dict[str, Any]:
+def train(
+    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int, folder: str
+) -> dict[str, Any]:
     """Exports before and after the updates, and the merged parameters at the end."""
     worker = make_worker(rank, setup)
     worker.export(f"{folder}/start")
@@ -94,7 +100,9 @@ def check_training(ranks, setup: Setup, tmp_path: Path, steps: int = 3) -> None:
     assert not any(p.any() for n, p in start.items() if n.endswith("0.b"))
     if lora.target_modules:
         assert sum(n.endswith("0.a") for n in start) == 3
-    _, losses, norms, _ = step_like_torch(model, make_batch(7), loss, setup.kind, setup.optimizer, steps)
+    _, losses, norms, _ = step_like_torch(
+        model, make_batch(7), loss, setup.kind, setup.optimizer, steps
+    )
     sources = [got[rank] for rank in output_ranks(setup.layout)]
     for step in range(steps):
         metrics = Metrics.merge([s["metrics"][step] for s in sources]).values()
@@ -124,7 +132,9 @@ def check_exports(setup: Setup, folder: Path, want: dict[str, torch.Tensor]) -> 
     ids = torch.arange(1, 12)[None]
     with torch.no_grad():
         theirs = PeftModel.from_pretrained(load(setup.path), str(folder / "adapter"))
-        torch.testing.assert_close(theirs(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            theirs(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4
+        )
 
 
 def check_sync(ranks, setup: Setup) -> None:
@@ -132,7 +142,11 @@ def check_sync(ranks, setup: Setup) -> None:
     setup = attrs.evolve(setup, engine="transformers")
     found = ranks(train_and_sync, setup.layout.world, setup, make_batch(8), Blend(), 2)
     for answer in found:
-        assert answer["wrong"] == [] and answer["moved"] == answer["planned"] and answer["worst"] < 1e-4
+        assert (
+            answer["wrong"] == []
+            and answer["moved"] == answer["planned"]
+            and answer["worst"] < 1e-4
+        )
         assert answer["versions"] == {0, 1, 2} and answer["tokens"] == found[0]["tokens"]
 
 
@@ -149,6 +163,8 @@ def check_resume(ranks, setup: Setup, other: Setup, tmp_path: Path) -> None:
     for name, whole in first["end"].items():
         assert torch.equal(second["loaded"][name], first["saved"][name]), name
         assert torch.equal(second["end"][name], whole), name
-        torch.testing.assert_close(third["loaded"][name], first["saved"][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            third["loaded"][name], first["saved"][name], rtol=1e-5, atol=1e-6
+        )
         torch.testing.assert_close(third["end"][name], whole, rtol=1e-4, atol=1e-5)
     assert any(not torch.equal(first["end"][n], first["saved"][n]) for n in first["end"])

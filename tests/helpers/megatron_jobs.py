@@ -15,7 +15,9 @@ from hybridflow.kit.huggingface import modeling
 CPU = torch.device("cpu")
 
 
-def groups_of(rank: int, world: int, layout: ParallelLayout, names: Sequence[str]) -> dict[str, list[int]]:
+def groups_of(
+    rank: int, world: int, layout: ParallelLayout, names: Sequence[str]
+) -> dict[str, list[int]]:
     """The ranks of this rank's process groups."""
     from hybridflow.backends.megatron.groups import group_collection
 

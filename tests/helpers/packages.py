@@ -15,16 +15,37 @@ def install(source: Path, folder: Path) -> Path:
     """Without the network; where the package is."""
     pytest.importorskip("setuptools", reason="builds the package with the setuptools that is here")
     copy = shutil.copytree(source, folder / "source")  # a build leaves files beside the sources
-    options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "packages"), str(copy)]
+    options = [
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--quiet",
+        "--disable-pip-version-check",
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--target",
+        str(folder / "packages"),
+        str(copy),
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return folder / "packages"
 
 
-def python(installed: Path | str | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def python(
+    installed: Path | str | None, cwd: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(installed or "")}
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
 
 
-def hybridflow(installed: Path | str | None, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def hybridflow(
+    installed: Path | str | None, cwd: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     return python(installed, cwd, "-m", "hybridflow.cli.main", *arguments)

@@ -26,7 +26,11 @@ class RightAndWrong(DataSource):
         return 64
 
     def __getitem__(self, i):
-        texts = {"prompt": f"{i:02d}+01=", "chosen": f"{i + 1}", "rejected": f"{(i * 37) % 1000:03d}"}
+        texts = {
+            "prompt": f"{i:02d}+01=",
+            "chosen": f"{i + 1}",
+            "rejected": f"{(i * 37) % 1000:03d}",
+        }
         return {**texts, "chosen_unsafe": i % 4 == 0, "rejected_unsafe": i % 3 > 0}
 
 

@@ -21,10 +21,26 @@ WAYS: dict[str, tuple[type[Sharding], dict[str, Any]]] = {
     "fsdp": (FullyShardedLayers, {}),
 }
 LIMITS = tuple(attrs.fields_dict(EngineLimits))
-OWN = ("trained", "offload", "micro_batch_tokens", "axes", "max_rollout_tp", "max_rollout_pp", "keeps_engine")
+OWN = (
+    "trained",
+    "offload",
+    "micro_batch_tokens",
+    "axes",
+    "max_rollout_tp",
+    "max_rollout_pp",
+    "keeps_engine",
+)
 
 
-def planned(name: str, shape: ModelShape, *, sharding: str = "3d", head: str = "policy", takes=None, **figures: Any):
+def planned(
+    name: str,
+    shape: ModelShape,
+    *,
+    sharding: str = "3d",
+    head: str = "policy",
+    takes=None,
+    **figures: Any,
+):
     """A PlannedModel. `figures`: fields of the way of spreading, of EngineLimits (weights of the engine are
     `rollout_bytes`), and of PlannedModel; `takes(layout)` says which layouts the backend takes."""
     given = dict(figures)
@@ -34,10 +50,19 @@ def planned(name: str, shape: ModelShape, *, sharding: str = "3d", head: str = "
     own = {key: given.pop(key) for key in OWN if key in given}
     way, fixed = WAYS[sharding]
     settings = Given(way(**fixed, **given), takes)
-    own.setdefault("axes", frozenset({"dp", "tp", "pp"} if sharding.startswith("3d") else {"dp", "tp"}))
+    own.setdefault(
+        "axes", frozenset({"dp", "tp", "pp"} if sharding.startswith("3d") else {"dp", "tp"})
+    )
     size = ModelSize(shape, head, given.get("adapter_rank", 0))
-    model = PlannedModel(name, size, settings, EngineLimits(**{"max_sequences": 1 << 40, **limits}), **own)
-    GIVEN[id(model)] = (model, name, shape, {"sharding": sharding, "head": head, "takes": takes, **figures})
+    model = PlannedModel(
+        name, size, settings, EngineLimits(**{"max_sequences": 1 << 40, **limits}), **own
+    )
+    GIVEN[id(model)] = (
+        model,
+        name,
+        shape,
+        {"sharding": sharding, "head": head, "takes": takes, **figures},
+    )
     return model
 
 

@@ -17,7 +17,9 @@ class Random:
         self.rng = np.random.default_rng(seed)
         self.rows, self.tokens = self.rng.integers(1, 8), self.rng.integers(1, 12)
         lengths = self.rng.integers(0, self.tokens + 1, self.rows)
-        self.mask = (np.arange(self.tokens) < lengths[:, None]) & (self.rng.random((self.rows, self.tokens)) < 0.75)
+        self.mask = (np.arange(self.tokens) < lengths[:, None]) & (
+            self.rng.random((self.rows, self.tokens)) < 0.75
+        )
         self.group = self.rng.integers(0, 3, self.rows) * 1000 - 7
 
     def token(self, scale=1.0):
@@ -33,7 +35,9 @@ def same(got, want):
 
 def run(function, *arrays_and_numbers, **kwargs):
     """`function` in float64 on numpy arrays."""
-    return function(*(torch.tensor(x) if isinstance(x, np.ndarray) else x for x in arrays_and_numbers), **kwargs)
+    return function(
+        *(torch.tensor(x) if isinstance(x, np.ndarray) else x for x in arrays_and_numbers), **kwargs
+    )
 
 
 def clip(x, low, high):
@@ -45,7 +49,9 @@ def log_sigmoid(x):
 
 
 def per_token(function, *arrays):
-    return np.array([[function(*xs) for xs in zip(*rows, strict=True)] for rows in zip(*arrays, strict=True)])
+    return np.array(
+        [[function(*xs) for xs in zip(*rows, strict=True)] for rows in zip(*arrays, strict=True)]
+    )
 
 
 def ref_mean(x, mask):

@@ -9,7 +9,9 @@ from helpers.brute import layout, whole
 from hybridflow.core.values.weights import Box
 
 SHAPES = st.lists(
-    st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]), min_size=1, max_size=3
+    st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]),
+    min_size=1,
+    max_size=3,
 )
 
 

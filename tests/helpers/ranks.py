@@ -59,11 +59,17 @@ class Pool:
     def __init__(self, world: int):
         self._store = tempfile.TemporaryDirectory()
         forks = mp.get_context("forkserver")
-        forks.set_forkserver_preload(PRELOADED)  # imported once, by the process that all ranks are forked from
+        forks.set_forkserver_preload(
+            PRELOADED
+        )  # imported once, by the process that all ranks are forked from
         pipes = [forks.Pipe() for _ in range(world)]
         self._pipes = [mine for mine, _ in pipes]
         self._processes = [
-            forks.Process(target=_serve, args=(rank, world, pipe, f"file://{self._store.name}/store"), daemon=True)
+            forks.Process(
+                target=_serve,
+                args=(rank, world, pipe, f"file://{self._store.name}/store"),
+                daemon=True,
+            )
             for rank, (_, pipe) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -81,7 +87,9 @@ class Pool:
                 if not answers[rank][0]:  # the others may wait for it for ever
                     deadline = min(deadline, time.monotonic() + 3.0)
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in answers.items() if not good]
-        failed += [f"rank {rank}: no answer" for rank in range(len(self._pipes)) if rank not in answers]
+        failed += [
+            f"rank {rank}: no answer" for rank in range(len(self._pipes)) if rank not in answers
+        ]
         if failed:
             raise RuntimeError("\n".join(failed))
         return [answers[rank][1] for rank in range(len(self._pipes))]

@@ -56,22 +56,45 @@ def received() -> int:
     return total
 
 
-def move(rank: int, world: int, source: WeightLayout, target: WeightLayout, transport: str, bucket: int, folder: str):
+def move(
+    rank: int,
+    world: int,
+    source: WeightLayout,
+    target: WeightLayout,
+    transport: str,
+    bucket: int,
+    folder: str,
+):
     """Source to target; (moved, the plan's figures of this rank, wrong or missing parameters, bytes its sockets received)."""
     plan = plan_reshard(source, target, bucket)
     return run(plan, rank, world, transport, folder)
 
 
-def gather(rank: int, world: int, source: WeightLayout, target: WeightLayout, groups, bucket: int, folder: str):
+def gather(
+    rank: int,
+    world: int,
+    source: WeightLayout,
+    target: WeightLayout,
+    groups,
+    bucket: int,
+    folder: str,
+):
     return run(gather_plan(source, target, groups, bucket), rank, world, "collective", folder)
 
 
-def move_where_rank_0_cannot_read(rank: int, world: int, source: WeightLayout, target: WeightLayout, bucket: int):
+def move_where_rank_0_cannot_read(
+    rank: int, world: int, source: WeightLayout, target: WeightLayout, bucket: int
+):
     """(what this rank's exchange raised, rounds, those in which it wrote)."""
     plan = plan_reshard(source, target, bucket)
     exchange = Exchange(plan, rank, torch.device("cpu"))
     read, wrote = Shards(storage(source, rank, True)).read, set()
-    of_round = {piece: at for at, one in enumerate(exchange.rounds) for m in one.receives.values() for piece in m}
+    of_round = {
+        piece: at
+        for at, one in enumerate(exchange.rounds)
+        for m in one.receives.values()
+        for piece in m
+    }
 
     def fails(name: str, box: Box) -> torch.Tensor:
         if rank == 0 and len(reads) == 3:
@@ -99,10 +122,14 @@ def run(plan, rank: int, world: int, transport: str, folder: str):
     have, want = storage(plan.source, rank, True), storage(plan.target, rank, False)
     read, into = Shards(have), Shards(want)
     exchange = Exchange(plan, rank, torch.device("cpu"))
-    mover = registry().get("transport", transport)(link(rank, world), transport_config(transport, folder))
+    mover = registry().get("transport", transport)(
+        link(rank, world), transport_config(transport, folder)
+    )
     dist.barrier()
     before = received()
-    moved = exchange.run(mover, read.read, lambda name, box, values: into.read(name, box).copy_(values))
+    moved = exchange.run(
+        mover, read.read, lambda name, box, values: into.read(name, box).copy_(values)
+    )
     dist.barrier()
     traffic = received() - before
     for name, box in plan.local(rank):

@@ -70,4 +70,6 @@ def resolved(path: str = "one.toml", *overrides: str) -> list[tuple[Job, dict[st
     """Each stage's job, and its values by key."""
     tables, provenance = read_config(path, overrides, SHORTHAND)
     jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND)
-    return [(job, {v.key: v for block in blocks(job, provenance) for v in block.values}) for job in jobs]
+    return [
+        (job, {v.key: v for block in blocks(job, provenance) for v in block.values}) for job in jobs
+    ]

@@ -20,7 +20,9 @@ def minus_mean(advantages: Rows, how: str, length: int = 1) -> float:
     if how == "token-mean":
         return sum(sums) / sum(len(row) for row in advantages)
     if how == "seq-mean-token-mean":
-        return sum(total / len(row) for total, row in zip(sums, advantages, strict=True)) / len(advantages)
+        return sum(total / len(row) for total, row in zip(sums, advantages, strict=True)) / len(
+            advantages
+        )
     return sum(sums) / len(advantages) / length
 
 

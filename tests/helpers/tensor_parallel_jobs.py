@@ -59,10 +59,14 @@ def pieces(box: Box) -> list[Box]:
     ]
 
 
-def generate(rank: int, world: int, model: Model, calls: Sequence[list[Request]]) -> list[list[Completion]]:
+def generate(
+    rank: int, world: int, model: Model, calls: Sequence[list[Request]]
+) -> list[list[Completion]]:
     """The completions of each call, in the order in which they came."""
     layout = ParallelLayout(tp=world)
     groups = GROUPS.setdefault(world, {})
-    context = RankContext("actor", rank, layout, torch.device("cpu"), 0, generation_of(world), groups)
+    context = RankContext(
+        "actor", rank, layout, torch.device("cpu"), 0, generation_of(world), groups
+    )
     engine = make_engine(model, context)
     return [list(engine.submit(requests)) for requests in calls]

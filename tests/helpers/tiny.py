@@ -96,11 +96,15 @@ def write(folder: Path, text: str = GRPO, **replaced: str) -> Path:
     return path
 
 
-def hybridflow(folder: Path, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def hybridflow(
+    folder: Path, *arguments: str, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     """The command, in the folder, as a user types it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     command = [sys.executable, "-m", "hybridflow.cli.main", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -110,7 +114,9 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 def learning(folder: Path) -> list[dict[str, float]]:
     """The metrics that do not depend on the clock or on how the run was cut up."""
     clock = ("seconds", "_per_second", "bytes/", "/sync_", "_peak_gb")
-    return [{k: v for k, v in row.items() if not any(c in k for c in clock)} for row in metrics(folder)]
+    return [
+        {k: v for k, v in row.items() if not any(c in k for c in clock)} for row in metrics(folder)
+    ]
 
 
 def marked(mark: str, command: str) -> list[int]:
@@ -128,7 +134,9 @@ def marked(mark: str, command: str) -> list[int]:
     return found
 
 
-def killing(folder: Path, kills: int, *arguments: str, timeout: float = 600) -> tuple[int, str, int]:
+def killing(
+    folder: Path, kills: int, *arguments: str, timeout: float = 600
+) -> tuple[int, str, int]:
     """Run the command, and SIGKILL its engine's process so often while its worker waits for it: (exit code, output, kills).
 
     The process is stopped first: half a second later the worker waits for tokens (or for a weight to be taken).
@@ -138,7 +146,9 @@ def killing(folder: Path, kills: int, *arguments: str, timeout: float = 600) -> 
     command = [sys.executable, "-m", "hybridflow.cli.main", *arguments]
     done, killed, deadline = folder / "runs/tiny/metrics.jsonl", 0, time.monotonic() + timeout
     with (folder / "out.txt").open("w") as out:
-        run = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT
+        )
         after = 1
         while run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)

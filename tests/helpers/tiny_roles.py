@@ -21,7 +21,9 @@ ENGINE: dict[str, Any] = {"engine": "transformers", "engine_config": Transformer
 
 def role(lr: float, **changes: Any) -> ModelRole:
     """Trained by the FSDP backend, in micro-batches of 40 tokens."""
-    return ModelRole(ModelSpec(MODEL, None, 0), "fsdp", FSDPConfig(), 40, OptimizerConfig(lr=lr), **changes)
+    return ModelRole(
+        ModelSpec(MODEL, None, 0), "fsdp", FSDPConfig(), 40, OptimizerConfig(lr=lr), **changes
+    )
 
 
 class NextToken(Loss):

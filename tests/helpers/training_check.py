@@ -20,7 +20,9 @@ def output_ranks(layout: ParallelLayout) -> list[int]:
 
 def step_like_torch(model, batch, loss, kind, optimizer: OptimizerConfig, steps, temperature=1.0):
     """(gradients of the first step, losses, norms) of torch's own AdamW and clipping on the reference model."""
-    adamw = torch.optim.AdamW(model.parameters(), lr=optimizer.lr, eps=optimizer.eps, weight_decay=0.0)
+    adamw = torch.optim.AdamW(
+        model.parameters(), lr=optimizer.lr, eps=optimizer.eps, weight_decay=0.0
+    )
     losses, norms, grads, terms = [], [], {}, []
     for step in range(steps):
         adamw.zero_grad()
@@ -28,7 +30,9 @@ def step_like_torch(model, batch, loss, kind, optimizer: OptimizerConfig, steps,
         value.backward()
         if not step:
             grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm)))
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.max_grad_norm))
+        )
         adamw.step()
         losses.append(float(value.detach()))
         terms.append({n: float(v.detach()) for n, v in found.items()})

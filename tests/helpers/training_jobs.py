@@ -67,11 +67,15 @@ def make_worker(rank: int, setup: Setup) -> ModelWorker:
     modeling.LOGITS_AT_ONCE = setup.logits_at_once
     groups = GROUPS.setdefault((setup.layout, setup.generation_tp, rank), {})
     generation = generation_layout(setup.layout, 1, setup.generation_tp)
-    context = RankContext("actor", rank, setup.layout, torch.device("cpu"), generation=generation, groups=groups)
+    context = RankContext(
+        "actor", rank, setup.layout, torch.device("cpu"), generation=generation, groups=groups
+    )
     config = setup.config or registry().config_class("training_backend", setup.backend)()
     engine_config = None
     if setup.engine:
-        engine_config = registry().config_class("rollout_engine", setup.engine)(**setup.engine_config)
+        engine_config = registry().config_class("rollout_engine", setup.engine)(
+            **setup.engine_config
+        )
     role = ModelRole(
         setup.model or spec_of(setup.path, setup.kind), setup.backend, config, setup.micro_batch_tokens, setup.optimizer,
         setup.engine, engine_config, setup.temperature,
@@ -106,7 +110,9 @@ def gradients(rank: int, setup: Setup, pairs: list[tuple[Batch, Loss]]) -> dict[
     return found
 
 
-def train(rank: int, world: int, setup: Setup, pairs: list[tuple[Batch, Loss]], steps: int = 1) -> dict[str, Any]:
+def train(
+    rank: int, world: int, setup: Setup, pairs: list[tuple[Batch, Loss]], steps: int = 1
+) -> dict[str, Any]:
     """The metrics without an update, the gradients of the first step, metrics of all, and the parameters at the end."""
     worker = make_worker(rank, setup)
     local_pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
@@ -142,7 +148,9 @@ def holdings(rank: int, world: int, setup: Setup) -> dict[str, Any]:
     return {"layout": worker.backend.layout(), "shards": shards, "whole": parameters(worker)}
 
 
-def save_after(rank: int, world: int, setup: Setup, pairs: list, steps: int, folder: str, more: int) -> dict[str, Any]:
+def save_after(
+    rank: int, world: int, setup: Setup, pairs: list, steps: int, folder: str, more: int
+) -> dict[str, Any]:
     """Train, save, train on: the parameters at both points."""
     worker = make_worker(rank, setup)
     pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
@@ -155,7 +163,9 @@ def save_after(rank: int, world: int, setup: Setup, pairs: list, steps: int, fol
     return {"saved": saved, "end": parameters(worker)}
 
 
-def load_and_train(rank: int, world: int, setup: Setup, pairs: list, folder: str, more: int) -> dict[str, Any]:
+def load_and_train(
+    rank: int, world: int, setup: Setup, pairs: list, folder: str, more: int
+) -> dict[str, Any]:
     worker = make_worker(rank, setup)
     pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
     if setup.optimizer is not None and more:
@@ -169,10 +179,17 @@ def load_and_train(rank: int, world: int, setup: Setup, pairs: list, folder: str
     }
     for _ in range(more):
         worker.update(pairs)
-    return {"loaded": loaded, "end": parameters(worker), "moments": moments, "version": worker.backend.version}
+    return {
+        "loaded": loaded,
+        "end": parameters(worker),
+        "moments": moments,
+        "version": worker.backend.version,
+    }
 
 
-def export(rank: int, world: int, setup: Setup, pairs: list, folder: str) -> dict[str, torch.Tensor]:
+def export(
+    rank: int, world: int, setup: Setup, pairs: list, folder: str
+) -> dict[str, torch.Tensor]:
     worker = make_worker(rank, setup)
     if pairs:
         worker.update([(mine(worker, batch, loss.unit), loss) for batch, loss in pairs])
@@ -219,7 +236,9 @@ def failing_build(rank: int, world: int, setup: Setup) -> str:
     return "built"
 
 
-def failing_update(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> tuple[str, bool]:
+def failing_update(
+    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
+) -> tuple[str, bool]:
     """The error, and whether the weights are as they were."""
     worker = make_worker(rank, setup)
     before = parameters(worker)
@@ -232,16 +251,26 @@ def failing_update(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
     return text, all(torch.equal(before[n], after[n]) for n in before)
 
 
-def synced_training(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int) -> list[float]:
+def synced_training(
+    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int
+) -> list[float]:
     """The largest difference of trainer and engine logprobs, before training and after each update."""
     from hybridflow.core.contracts.rollout import SamplingParams
 
     worker = make_worker(rank, setup)
     rows = mine(worker, batch)
-    ask = rows.take(slice(0, 4)).select(["prompt_ids"]).with_columns(sample_id=torch.arange(min(4, rows.rows)))
+    ask = (
+        rows.take(slice(0, 4))
+        .select(["prompt_ids"])
+        .with_columns(sample_id=torch.arange(min(4, rows.rows)))
+    )
     worst = []
     for step in range(steps + 1):
-        made = ask.join(worker.generate(ask, SamplingParams(max_tokens=8, temperature=setup.temperature), seed=step))
+        made = ask.join(
+            worker.generate(
+                ask, SamplingParams(max_tokens=8, temperature=setup.temperature), seed=step
+            )
+        )
         again = worker.logprobs(made, {"logprobs": "logprobs"})["logprobs"].values
         versions = made["weight_version"].values
         assert (versions == worker.backend.version).all(), versions
@@ -250,7 +279,9 @@ def synced_training(rank: int, world: int, setup: Setup, batch: Batch, loss: Los
     return worst
 
 
-def broken_transfer(rank: int, world: int, setup: Setup, batch: Batch, loss: Loss) -> dict[str, Any]:
+def broken_transfer(
+    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
+) -> dict[str, Any]:
     """A transfer that fails on rank 0 alone, what the engines say then, and the next one."""
     from hybridflow.core.contracts.rollout import SamplingParams
 

@@ -101,7 +101,12 @@ class Blend(Loss):
             Term("b", outputs["entropy"], how="seq-mean-token-mean", weight=-0.3),
             Term("c", policy, good, how="seq-mean-token-sum", weight=0.2),
             Term("d", policy.square(), how="seq-mean-token-sum-norm", length=7, weight=0.1),
-            Term("e", (outputs["logprobs"] * batch["loss_mask"]).sum(-1), how="unit-mean", weight=0.05),
+            Term(
+                "e",
+                (outputs["logprobs"] * batch["loss_mask"]).sum(-1),
+                how="unit-mean",
+                weight=0.05,
+            ),
             Term("entropy", outputs["entropy"].detach(), weight=0.0),
             Term("largest", outputs["logprobs"], how="max", weight=0.0),
         ]
@@ -115,7 +120,9 @@ class ReplayedPPO(Loss):
     def __call__(self, batch, outputs):
         from hybridflow.algorithms.functional import policy_ratio_loss
 
-        value = policy_ratio_loss(outputs["logprobs"], batch["old_logprobs"], batch["advantages"], 0.2, 0.2)
+        value = policy_ratio_loss(
+            outputs["logprobs"], batch["old_logprobs"], batch["advantages"], 0.2, 0.2
+        )
         return Term("ppo", value)
 
 
@@ -180,7 +187,9 @@ def rows_of(batch: Batch) -> list[dict]:
     return [{name: values[i] for name, values in columns.items()} for i in range(batch.rows)]
 
 
-def hf_outputs(model: torch.nn.Module, row: dict, kind: str, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+def hf_outputs(
+    model: torch.nn.Module, row: dict, kind: str, temperature: float = 1.0
+) -> dict[str, torch.Tensor]:
     """Of one row alone, no padding: [T, ...] per response token, or `scores` []."""
     ids = torch.cat([row["prompt_ids"], row["response_ids"]]).long()
     start = len(row["prompt_ids"])
@@ -192,14 +201,21 @@ def hf_outputs(model: torch.nn.Module, row: dict, kind: str, temperature: float 
     log_p = logits.log_softmax(-1)
     out = {
         "logprobs": log_p.gather(-1, row["response_ids"].long()[:, None])[:, 0],
-        "entropy": torch.distributions.Categorical(logits=logits).entropy() if len(logits) else logits.sum(-1),
+        "entropy": torch.distributions.Categorical(logits=logits).entropy()
+        if len(logits)
+        else logits.sum(-1),
         "topk_logprobs": log_p.gather(-1, row["topk_ids"].long()),
     }
-    out["largest_ids"], out["largest_logprobs"] = log_p.topk(3, -1).indices, log_p.topk(3, -1).values
+    out["largest_ids"], out["largest_logprobs"] = (
+        log_p.topk(3, -1).indices,
+        log_p.topk(3, -1).values,
+    )
     return out
 
 
-def hf_loss(model: torch.nn.Module, batch: Batch, loss: Loss, kind: str = "policy", temperature: float = 1.0):
+def hf_loss(
+    model: torch.nn.Module, batch: Batch, loss: Loss, kind: str = "policy", temperature: float = 1.0
+):
     """(loss with gradients, values of its terms), written out row by row."""
     rows = rows_of(batch)
     outs = [hf_outputs(model, row, kind, temperature) for row in rows]
@@ -215,12 +231,18 @@ def hf_loss(model: torch.nn.Module, batch: Batch, loss: Loss, kind: str = "polic
         total = [(o["logprobs"] * m).sum() for o, m in zip(outs, masks, strict=True)]
         terms = {
             "a": mean([(p * m).sum() for p, m in zip(policy, masks, strict=True)]),
-            "b": sum((outs[i]["entropy"] * masks[i]).sum() / masks[i].sum() for i in kept) / len(kept),
-            "c": sum((p * m * (a > 0)).sum() for p, m, a in zip(policy, masks, adv, strict=True)) / len(kept),
-            "d": sum((p.square() * m).sum() for p, m in zip(policy, masks, strict=True)) / len(kept) / 7,
+            "b": sum((outs[i]["entropy"] * masks[i]).sum() / masks[i].sum() for i in kept)
+            / len(kept),
+            "c": sum((p * m * (a > 0)).sum() for p, m, a in zip(policy, masks, adv, strict=True))
+            / len(kept),
+            "d": sum((p.square() * m).sum() for p, m in zip(policy, masks, strict=True))
+            / len(kept)
+            / 7,
             "e": sum(total[i] for i in kept) / len(kept),
             "entropy": mean([(o["entropy"] * m).sum() for o, m in zip(outs, masks, strict=True)]),
-            "largest": torch.cat([o["logprobs"][m > 0] for o, m in zip(outs, masks, strict=True)]).max(),
+            "largest": torch.cat(
+                [o["logprobs"][m > 0] for o, m in zip(outs, masks, strict=True)]
+            ).max(),
         }
         weights = {"a": 1.0, "b": -0.3, "c": 0.2, "d": 0.1, "e": 0.05}
         return sum(w * terms[n] for n, w in weights.items()), terms
@@ -231,11 +253,17 @@ def hf_loss(model: torch.nn.Module, batch: Batch, loss: Loss, kind: str = "polic
         for unit in sorted({units[i] for i in kept}):
             mine = torch.stack([t for t, u in zip(totals, units, strict=True) if u == unit])
             pair = isinstance(loss, PairLoss)
-            values.append(-torch.nn.functional.logsigmoid(mine[0] - mine[1]) if pair else mine.var(unbiased=False))
+            values.append(
+                -torch.nn.functional.logsigmoid(mine[0] - mine[1])
+                if pair
+                else mine.var(unbiased=False)
+            )
         value = sum(values) / len(values)
         return value, {"pairs" if isinstance(loss, PairLoss) else "groups": value}
     if isinstance(loss, TopkLoss):
-        topk = mean([(o["topk_logprobs"].sum(-1) * m).sum() for o, m in zip(outs, masks, strict=True)])
+        topk = mean(
+            [(o["topk_logprobs"].sum(-1) * m).sum() for o, m in zip(outs, masks, strict=True)]
+        )
         nll = mean([-(o["logprobs"] * m).sum() for o, m in zip(outs, masks, strict=True)])
         return topk + nll, {"topk": topk, "nll": nll}
     if isinstance(loss, ValueLoss):

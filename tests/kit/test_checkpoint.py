@@ -34,7 +34,9 @@ def test_flat_parts_are_the_elements_of_the_range(sizes, first, second):
     for name, shape, box, offset in flat_parts(pieces, start, stop):
         assert shape == (9, 9)
         for n, index in enumerate(
-            (i, j) for i in range(box.start[0], box.stop[0]) for j in range(box.start[1], box.stop[1])
+            (i, j)
+            for i in range(box.start[0], box.stop[0])
+            for j in range(box.start[1], box.stop[1])
         ):
             assert (name, *index) not in found
             found[name, *index] = start + offset + n
@@ -55,7 +57,8 @@ def parts(whole: torch.Tensor, *cuts: int) -> list[StatePart]:
     """The rows of `whole`, cut at `cuts`."""
     edges = [0, *cuts, len(whole)]
     return [
-        StatePart("model.w", tuple(whole.shape), Box.part(whole.shape, 0, a, b), whole[a:b]) for a, b in pairwise(edges)
+        StatePart("model.w", tuple(whole.shape), Box.part(whole.shape, 0, a, b), whole[a:b])
+        for a, b in pairwise(edges)
     ]
 
 
@@ -68,7 +71,11 @@ def test_what_one_cut_wrote_another_reads(tmp_path, saved, loaded):
 
 
 def test_copies_are_written_once_and_read_by_all(tmp_path):
-    whole, again, other = torch.randn(4, 2), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bfloat16)
+    whole, again, other = (
+        torch.randn(4, 2),
+        torch.zeros(4, 2),
+        torch.zeros(4, 2, dtype=torch.bfloat16),
+    )
     save_state([*parts(whole), *parts(whole)], 0, tmp_path, 0)
     load_state(parts(again), tmp_path, "actor")
     load_state(parts(other), tmp_path, "actor")
@@ -78,7 +85,11 @@ def test_copies_are_written_once_and_read_by_all(tmp_path):
 def test_what_is_missing_or_shaped_otherwise_is_named(tmp_path):
     whole = torch.randn(4, 2)
     save_state(parts(whole), 0, tmp_path, 0)
-    with pytest.raises(CheckpointError, match=r"role 'critic' cannot be read: ValueError: it has no model\.other"):
-        load_state([StatePart("model.other", (1,), Box.full((1,)), torch.zeros(1))], tmp_path, "critic")
+    with pytest.raises(
+        CheckpointError, match=r"role 'critic' cannot be read: ValueError: it has no model\.other"
+    ):
+        load_state(
+            [StatePart("model.other", (1,), Box.full((1,)), torch.zeros(1))], tmp_path, "critic"
+        )
     with pytest.raises(CheckpointError, match=r"model\.w has shape \(4, 2\) there, \(4, 3\) here"):
         load_state(parts(torch.zeros(4, 3)), tmp_path, "critic")

@@ -51,14 +51,21 @@ def train(layout: ParallelLayout) -> WeightLayout:
 
 def generation(layout: ParallelLayout, pp: int, tp: int, grouping: str) -> WeightLayout:
     groups = generation_layout(layout, pp, tp, grouping)
-    where = {r: (p, t) for replica in groups.replicas for p, stage in enumerate(replica) for t, r in enumerate(stage)}
+    where = {
+        r: (p, t)
+        for replica in groups.replicas
+        for p, stage in enumerate(replica)
+        for t, r in enumerate(stage)
+    }
     ranks = range(layout.world)
     return even([where[r][0] for r in ranks], [where[r][1] for r in ranks], ranks, pp, tp)
 
 
 CASES = [
     (ParallelLayout(pp=p, tp=t, dp=d, order=order), pg, tg)
-    for p, t, d, order in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4), ("tp-cp-pp-dp", "tp-cp-dp-pp"))
+    for p, t, d, order in product(
+        (1, 2, 4), (1, 2, 4, 8), (1, 2, 4), ("tp-cp-pp-dp", "tp-cp-dp-pp")
+    )
     for pg, tg in product((1, 2, 4), (1, 2, 4, 8))
     if p * t > 1 and p % pg == 0 and t % tg == 0 and (p, t) != (pg, tg) and p * t * d <= 64
 ]
@@ -68,7 +75,9 @@ def test_there_are_at_least_thirty_layouts_in_both_orders():
     assert len(CASES) > 60 and len({c[0].order for c in CASES}) == 2
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].pp}-{c[0].tp}-{c[0].dp}to{c[1]}-{c[2]}{c[0].order[6]}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c[0].pp}-{c[0].tp}-{c[0].dp}to{c[1]}-{c[2]}{c[0].order[6]}"
+)
 def test_row_three_zero_redundancy(case):
     """Received (tp - tg pg)/(tg pg tp) M, peak M/(tg pg), no second copy: on every rank."""
     layout, pg, tg = case
@@ -81,7 +90,9 @@ def test_row_three_zero_redundancy(case):
     assert len(set(plan.bytes_sent.values())) == 1
 
 
-@pytest.mark.parametrize("case", CASES[::3], ids=lambda c: f"{c[0].pp}-{c[0].tp}-{c[0].dp}to{c[1]}-{c[2]}")
+@pytest.mark.parametrize(
+    "case", CASES[::3], ids=lambda c: f"{c[0].pp}-{c[0].tp}-{c[0].dp}to{c[1]}-{c[2]}"
+)
 def test_row_two_gathers_a_replica_and_keeps_a_second_copy(case):
     layout, pg, tg = case
     size = layout.pp * layout.tp
@@ -89,7 +100,9 @@ def test_row_two_gathers_a_replica_and_keeps_a_second_copy(case):
     plan = gather_plan(source, target, layout.groups("tp-cp-pp"))
     assert set(plan.bytes_received.values()) == {M * (size - 1) // size}
     assert set(plan.peak_bytes.values()) == {M}
-    if (tg > 1 and layout.tp > tg) or (pg > 1 and layout.pp > pg):  # else every shard lies in the rank's own part
+    if (tg > 1 and layout.tp > tg) or (
+        pg > 1 and layout.pp > pg
+    ):  # else every shard lies in the rank's own part
         assert max(plan.bytes_redundant.values()) == M // size
 
 
@@ -113,8 +126,14 @@ TO = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
 def test_real_shapes_receive_the_lower_bound_on_every_rank(shape, pg, tg, grouping):
     params = shape.params(torch.bfloat16)
     sources = {
-        "megatron": (megatron_layout(shape, ParallelLayout(pp=2, tp=2, dp=2), vocab_multiple=4), (2, 2, 2)),
-        "megatron order": (megatron_layout(shape, ParallelLayout(2, 2, 2, order="tp-cp-dp-pp"), vpp=2), (2, 2, 2)),
+        "megatron": (
+            megatron_layout(shape, ParallelLayout(pp=2, tp=2, dp=2), vocab_multiple=4),
+            (2, 2, 2),
+        ),
+        "megatron order": (
+            megatron_layout(shape, ParallelLayout(2, 2, 2, order="tp-cp-dp-pp"), vpp=2),
+            (2, 2, 2),
+        ),
         "fsdp": (fsdp_layout(params, ParallelLayout(dp=8), ties=shape.ties), (1, 1, 8)),
         "hsdp": (fsdp_layout(params, ParallelLayout(dp=8), 2, ties=shape.ties), (1, 1, 8)),
         "zero3": (zero3_layout(params, 8, shape.ties), (1, 1, 8)),
@@ -135,28 +154,42 @@ def test_fsdp_with_tensor_parallelism_and_expert_parallelism():
     params = shape.params()
     cut = lambda name, t: tensor_shard(name, params[name].shape, shape, 2, t)  # noqa: E731
     source = fsdp_layout(params, ParallelLayout(tp=2, dp=4), tensor=cut, ties=shape.ties)
-    check_plan(plan_reshard(source, engine_layout(shape, generation_layout(ParallelLayout(dp=8), 1, 2))))
+    check_plan(
+        plan_reshard(source, engine_layout(shape, generation_layout(ParallelLayout(dp=8), 1, 2)))
+    )
     moe = SMALL["mixtral"]
     experts = megatron_layout(moe, ParallelLayout(tp=2, dp=4, ep=2), vocab_multiple=1)
     name = "model.layers.0.block_sparse_moe.experts.3.w1.weight"
     assert {r for r, h in experts.held.items() if h.get(name)} == {2, 3, 6, 7}
-    check_plan(plan_reshard(experts, engine_layout(moe, generation_layout(ParallelLayout(tp=2, dp=4), 1, 1))))
+    check_plan(
+        plan_reshard(
+            experts, engine_layout(moe, generation_layout(ParallelLayout(tp=2, dp=4), 1, 1))
+        )
+    )
 
 
 def test_fsdp_to_tensor_parallel_engines_receives_less_when_replicas_are_spread():
     """Rows only (no matrix is cut along its columns here): rank i of 8 holds the i-th eighth, and needs one half."""
     shape = SMALL["qwen2"]
-    params = {name: p for name, p in shape.params().items() if "q_proj.weight" in name or "up_proj" in name}
+    params = {
+        name: p
+        for name, p in shape.params().items()
+        if "q_proj.weight" in name or "up_proj" in name
+    }
     source, received = fsdp_layout(params, ParallelLayout(dp=8)), {}
     for grouping in ("zero-redundancy", "consecutive"):
         target = engine_layout(shape, generation_layout(ParallelLayout(dp=8), 1, 2, grouping))
         target = attrs.evolve(
-            target, params=params, held={r: {n: h[n] for n in params} for r, h in target.held.items()}, ties={}
+            target,
+            params=params,
+            held={r: {n: h[n] for n in params} for r, h in target.held.items()},
+            ties={},
         )
         plan = plan_reshard(source, target)
         check_plan(plan)
         received[grouping] = [
-            plan.bytes_received[rank] * 8 / sum(p.nbytes for p in params.values()) for rank in range(8)
+            plan.bytes_received[rank] * 8 / sum(p.nbytes for p in params.values())
+            for rank in range(8)
         ]
     assert received["zero-redundancy"] == [3.0] * 8
     assert received["consecutive"] == [3.0, 4.0, 3.0, 4.0, 4.0, 3.0, 4.0, 3.0]
@@ -194,4 +227,9 @@ def test_sizes_that_do_not_divide_are_all_named():
     with pytest.raises(ConfigError) as caught:
         megatron_layout(SMALL["mixtral"], ParallelLayout(tp=3, dp=3, ep=3))
     text = str(caught.value)
-    assert "attention heads 4" in text and "intermediate size 8" in text and "3 " in text and "experts" in text
+    assert (
+        "attention heads 4" in text
+        and "intermediate size 8" in text
+        and "3 " in text
+        and "experts" in text
+    )

@@ -18,7 +18,9 @@ print(grown_after_freeing(1 << 28), keep_freed_memory(), grown_after_freeing(1 <
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_freed_memory_is_kept_up_to_a_limit():
-    out = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
+    ).stdout.split()
     if out[1] == "False":
         pytest.skip("the C library is not glibc")
     before, kept, beyond = int(out[0]), int(out[2]), int(out[3])

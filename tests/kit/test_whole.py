@@ -60,7 +60,9 @@ def test_a_broken_off_update_leaves_nothing_to_the_next(store):
 def test_the_first_update_must_be_whole_and_later_ones_may_bring_a_part(store):
     store.begin()
     give(store, "a", A, (0, 0), (4, 3))
-    with pytest.raises(HybridFlowError, match=r"the first weight update lacks 1 of 2 parameters: b"):
+    with pytest.raises(
+        HybridFlowError, match=r"the first weight update lacks 1 of 2 parameters: b"
+    ):
         store.end()
     for names in (["a", "b"], ["b"]):
         store.begin()

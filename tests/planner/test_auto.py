@@ -36,7 +36,11 @@ def test_a_job_that_is_placed_as_planned_is_predicted_as_planned(config, job):
 
 def test_bars_are_the_work_and_end_with_the_step(job):
     plan = AutoMapping().plan(job, CLUSTER)
-    assert plan.ends[-1] == plan.prediction.seconds == max(bar.started + bar.seconds for bar in plan.bars)
+    assert (
+        plan.ends[-1]
+        == plan.prediction.seconds
+        == max(bar.started + bar.seconds for bar in plan.bars)
+    )
     for role in ("actor", "critic", "reward"):
         work = [plan.prediction.work.get((role, stage), 0.0) for stage in STAGES]
         assert [bar.seconds for bar in plan.bars if bar.role == role] == work
@@ -87,9 +91,13 @@ def test_a_run_that_knows_its_cluster_says_what_was_predicted(tmp_path, capsys):
     (tmp_path / "tiny.toml").write_text(tiny_run(tmp_path, tmp_path / "cluster.toml"))
     assert run(tmp_path / "tiny.toml").step == 3
     text = capsys.readouterr().out
-    assert re.search(r"^a step took [\d.]+ m?s \(median\), [\d.]+ m?s were predicted \([+-]\d+%\)$", text, re.M)
+    assert re.search(
+        r"^a step took [\d.]+ m?s \(median\), [\d.]+ m?s were predicted \([+-]\d+%\)$", text, re.M
+    )
     for work in ("generation", "training"):
-        assert re.search(rf"^  actor {work}: [\d.]+ m?s, predicted [\d.]+ m?s \([+-]\d+%\)$", text, re.M), text
+        assert re.search(
+            rf"^  actor {work}: [\d.]+ m?s, predicted [\d.]+ m?s \([+-]\d+%\)$", text, re.M
+        ), text
     lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     predicted = {json.loads(line)["seconds/predicted"] for line in lines}
     assert len(lines) == 3 and len(predicted) == 1 and predicted.pop() > 0

@@ -139,7 +139,9 @@ def test_measured_figures_say_with_what():
 
 
 def test_a_measured_section_without_efficiencies_is_told(tmp_path):
-    (tmp_path / "odd.toml").write_text(OWN_CLUSTER + '[measured.laptop]\nbackend = "fsdp"\nengine = "vllm"\n')
+    (tmp_path / "odd.toml").write_text(
+        OWN_CLUSTER + '[measured.laptop]\nbackend = "fsdp"\nengine = "vllm"\n'
+    )
     with pytest.raises(ConfigError, match=r"measured\.laptop: there is no \[efficiency\.laptop\]"):
         Cluster.read(tmp_path / "odd.toml")
 

@@ -53,7 +53,9 @@ def test_what_is_not_accounted_for_is_remarked(config):
     assert functions == "reward functions take no time here: reward"
     [job] = load_config(config, ["actor.generation.keep=false"])
     assert plannable(job).remarks == (functions,)
-    sft = CONFIG.replace('"ppo", prompts_per_step = 256, mini_batch_size = 64', '"sft", batch_size = 8')
+    sft = CONFIG.replace(
+        '"ppo", prompts_per_step = 256, mini_batch_size = 64', '"sft", batch_size = 8'
+    )
     config.write_text(sft)
     [job] = load_config(config, ["data.response={answer}"])
     said = "the lengths of given responses are not known: sampling.max_tokens stands for them"
@@ -83,7 +85,9 @@ def test_a_backend_that_does_not_say_what_a_model_takes_is_remarked(config):
 def test_a_model_whose_shape_is_not_known_is_not_planned(config):
     [job] = load_config(config)
     models = job.models | {"critic": with_settings(job.models["critic"], None)}
-    with pytest.raises(NotPlanned, match=r"^critic\.model: the backend does not say the shapes of its models"):
+    with pytest.raises(
+        NotPlanned, match=r"^critic\.model: the backend does not say the shapes of its models"
+    ):
         plannable(attrs.evolve(job, models=models))
 
 
@@ -128,11 +132,15 @@ def test_more_devices_than_there_are_do_not_fit(config):
         plan_job(job, "a100-80gb:1x2").written()
     assert plan_job(job, "a100-80gb:1x4").misfit() is None
     said = plan_job(job, "a100-80gb:1x2").misfit()
-    assert said.startswith("the config does not fit its cluster: it asks for 4 devices, and there are 2; this fits: ")
+    assert said.startswith(
+        "the config does not fit its cluster: it asks for 4 devices, and there are 2; this fits: "
+    )
 
 
 def test_pools_are_put_on_the_kinds_of_nodes_where_a_step_is_fastest(config, tmp_path):
-    kinds = "".join(f'[[nodes]]\ndevice = "{name}"\nper_node = 2\n' for name in ("l40s-48gb", "h100-80gb"))
+    kinds = "".join(
+        f'[[nodes]]\ndevice = "{name}"\nper_node = 2\n' for name in ("l40s-48gb", "h100-80gb")
+    )
     (tmp_path / "two.toml").write_text(kinds)
     [job] = load_config(config)
     both = plan_job(job, str(tmp_path / "two.toml")).written()
@@ -164,7 +172,9 @@ def test_a_mapping_as_settings_has_a_table_for_each_pool_and_role():
 
 
 def test_a_runtime_of_one_rank_is_planned_on_one_device(config):
-    assert "on 1 devices" in printed(config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x1")
+    assert "on 1 devices" in printed(
+        config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x1"
+    )
     said = "inline runs models on one rank, and the cluster has 8 devices; plan for one .h100-80gb:1x1., or set another"
     with pytest.raises(ConfigError, match=said):
         printed(config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x8")
@@ -180,7 +190,9 @@ def test_an_engines_own_limits_count(config):
 
 
 def test_offloading_takes_time(config):
-    with_it = printed(config, ["actor.offload=true", "critic.offload=true"], cluster="a100-80gb:1x8")
+    with_it = printed(
+        config, ["actor.offload=true", "critic.offload=true"], cluster="a100-80gb:1x8"
+    )
     without = printed(config, cluster="a100-80gb:1x8")
     step = r"training +([\d.]+) s"
     assert float(re.search(step, with_it)[1]) > float(re.search(step, without)[1])

@@ -45,13 +45,19 @@ def test_collectives_inside_a_node_go_round_a_ring():
     assert MACHINE.gather(SIZE, 4) == pytest.approx(0.75 * 0.16 + 3 * 2e-6)
     assert MACHINE.all_reduce(SIZE, 4) == pytest.approx(2 * (0.75 * 0.16 + 3 * 2e-6))
     assert MACHINE.all_reduce(SIZE, 1) == MACHINE.gather(SIZE, 1) == 0.0
-    assert MACHINE.gather(SIZE, 2, step=2) == pytest.approx(0.5 * 0.16 + 2e-6)  # every second rank of a node
+    assert MACHINE.gather(SIZE, 2, step=2) == pytest.approx(
+        0.5 * 0.16 + 2e-6
+    )  # every second rank of a node
 
 
 def test_groups_that_leave_a_node_share_its_way_out():
     assert MACHINE.gather(SIZE, 8) == pytest.approx(7 / 8 * 1.6 + 7 * 20e-6)  # one group of all
-    assert MACHINE.gather(SIZE, 2, step=4) == pytest.approx(4 * 0.5 * 1.6 + 20e-6)  # four groups of two
-    assert MACHINE.gather(SIZE, 2, step=8) == MACHINE.gather(SIZE, 2, step=4)  # no more than a node has ranks
+    assert MACHINE.gather(SIZE, 2, step=4) == pytest.approx(
+        4 * 0.5 * 1.6 + 20e-6
+    )  # four groups of two
+    assert MACHINE.gather(SIZE, 2, step=8) == MACHINE.gather(
+        SIZE, 2, step=4
+    )  # no more than a node has ranks
 
 
 def test_a_fast_network_makes_a_link_no_faster():

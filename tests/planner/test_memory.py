@@ -38,7 +38,16 @@ MEASURED = [
     ("deep", "fsdp", {}, 2, (16, 32, 96), 2048, 365, 1665),
     ("deep", "fsdp", {"precision": "bf16"}, 2, (16, 32, 96), 2048, 365, 1305),
     ("deep", "fsdp", BY_LAYER, 1, (16, 64, 64), 1024, 365, 1203),
-    ("deep", "fsdp", BY_LAYER | {"activation_checkpointing": True}, 1, (32, 96, 32), 4096, 365, 773),
+    (
+        "deep",
+        "fsdp",
+        BY_LAYER | {"activation_checkpointing": True},
+        1,
+        (32, 96, 32),
+        4096,
+        365,
+        773,
+    ),
     ("wide", "fsdp", {}, 1, (64, 32, 96), 4096, 272, 4366),
     ("wide", "fsdp", {}, 2, (32, 32, 96), 4096, 272, 4015),
     ("wide", "fsdp", {"precision": "bf16"}, 1, (64, 32, 96), 4096, 272, 3958),
@@ -62,10 +71,16 @@ def bytes_of(model: PlannedModel, tp: int, length: tuple[int, int, int], dp: int
     return Memory(sim).bytes(model, laid_out(1, tp, dp))
 
 
-@pytest.mark.parametrize(("shape", "backend", "settings", "tp", "length", "micro", "rest", "peak"), MEASURED)
-def test_within_a_tenth_of_what_was_measured(shape, backend, settings, tp, length, micro, rest, peak):
+@pytest.mark.parametrize(
+    ("shape", "backend", "settings", "tp", "length", "micro", "rest", "peak"), MEASURED
+)
+def test_within_a_tenth_of_what_was_measured(
+    shape, backend, settings, tp, length, micro, rest, peak
+):
     config = registry().config_class("training_backend", backend)(**settings)
-    model = PlannedModel("actor", ModelSize(SHAPES[shape]), config, trained=True, micro_batch_tokens=micro)
+    model = PlannedModel(
+        "actor", ModelSize(SHAPES[shape]), config, trained=True, micro_batch_tokens=micro
+    )
     found = bytes_of(model, tp, length, 2 // tp)
     assert found.resident / 1e6 == pytest.approx(rest, rel=0.01)
     assert (found.resident + found.training) / 1e6 == pytest.approx(peak, rel=0.1)
@@ -74,8 +89,18 @@ def test_within_a_tenth_of_what_was_measured(shape, backend, settings, tp, lengt
 def test_an_update_of_a_model_that_is_kept_whole_by_hand():
     """One layer of hidden 4, 2 heads of 2, intermediate 8, vocabulary 10; 1 sequence of 3 + 2 tokens."""
     shape = llama_shape(4, 1, 2, 2, 2, 8, 10, tied=True)
-    model = planned("actor", shape, trained=True, sharding="zero1", weight_bytes=4, optimizer_bytes=12, compute_bytes=4)
-    weights = 4 * 16 + 3 * 32 + 2 * 4 + 10 * 4 + 4  # q, k, v, o; gate, up, down; norms; embedding; last norm
+    model = planned(
+        "actor",
+        shape,
+        trained=True,
+        sharding="zero1",
+        weight_bytes=4,
+        optimizer_bytes=12,
+        compute_bytes=4,
+    )
+    weights = (
+        4 * 16 + 3 * 32 + 2 * 4 + 10 * 4 + 4
+    )  # q, k, v, o; gate, up, down; norms; embedding; last norm
     assert model.size.params == weights == 212
     found = bytes_of(model, 1, (1, 3, 2), 1)
     assert found.resident == weights * (4 + 12)
@@ -97,14 +122,22 @@ def test_an_update_of_a_model_that_is_kept_whole_by_hand():
 def test_the_largest_stage_counts():
     model = planned("actor", llama_shape(4, 2, 2, 2, 2, 8, 10), weight_bytes=4)
     layer = 4 * 16 + 3 * 32 + 2 * 4
-    sim = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], Workload((Task("actor", "infer", 1),), 3, 2))
-    assert Memory(sim).bytes(model, laid_out(2)).resident == (layer + 10 * 4) * 4  # one, with the embedding
+    sim = Simulator.of(
+        Cluster.of("a100-80gb", 1, 2).nodes[0], Workload((Task("actor", "infer", 1),), 3, 2)
+    )
+    assert (
+        Memory(sim).bytes(model, laid_out(2)).resident == (layer + 10 * 4) * 4
+    )  # one, with the embedding
 
 
 def test_an_engine_that_shares_weights_takes_what_a_rank_has_not():
     shape = llama_shape(4, 2, 2, 2, 2, 8, 10)
-    model = planned("actor", shape, trained=True, weight_bytes=2, rollout_bytes=2, shares_weights=True)
-    sim = Simulator.of(Cluster.of("a100-80gb", 1, 2).nodes[0], Workload((Task("actor", "generate", 1),), 3, 2))
+    model = planned(
+        "actor", shape, trained=True, weight_bytes=2, rollout_bytes=2, shares_weights=True
+    )
+    sim = Simulator.of(
+        Cluster.of("a100-80gb", 1, 2).nodes[0], Workload((Task("actor", "generate", 1),), 3, 2)
+    )
     whole = model.size.params * 2
 
     def taken(of: PlannedModel, tp: int, engine_tp: int) -> float:

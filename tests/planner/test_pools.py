@@ -82,7 +82,9 @@ def test_engines_have_stages_in_powers_of_two_that_divide_the_layers():
 def test_the_fastest_engine_is_taken():
     planner = PoolPlanner(NODES, STEP, (ACTOR,))
     option = planner.option(ACTOR, laid_out(1, 2, 2))
-    each = [planner.engine(option, 4, option.bytes.resident, cut) for cut in rollouts(ACTOR, NODES, 4)]
+    each = [
+        planner.engine(option, 4, option.bytes.resident, cut) for cut in rollouts(ACTOR, NODES, 4)
+    ]
     best = planner.engine(option, 4, option.bytes.resident)
     assert len(each) == 4 and best.seconds == min(choice.seconds for choice in each)
     assert planner.engine(option, 4, NODES.memory) is None  # all of it is taken
@@ -126,19 +128,30 @@ def test_what_an_engine_keeps_is_not_there_for_training():
     planner = PoolPlanner(NODES, STEP, (keeps, REF))
     assert planner.memory((keeps, REF)) == pytest.approx(5e6 - 2e6)
     assert planner.memory((REF,)) == 5e6 and planner.engines_keep((REF,)) == ""
-    assert "(0.0 GB more are kept by engines: set actor.generation.keep = false" in planner.engines_keep((keeps,))
+    assert (
+        "(0.0 GB more are kept by engines: set actor.generation.keep = false"
+        in planner.engines_keep((keeps,))
+    )
     silent = PoolPlanner(NODES, Workload(STEP.tasks[1:], 16, 16), (keeps,))
     assert silent.memory((keeps,)) == 5e6  # it generates nothing in this step
 
 
 def test_an_offloaded_model_comes_and_goes_in_every_call():
-    slow = attrs.evolve(NODES, device=attrs.evolve(NODES.device, host_gbs=1e-6))  # 1,000 bytes per second
+    slow = attrs.evolve(
+        NODES, device=attrs.evolve(NODES.device, host_gbs=1e-6)
+    )  # 1,000 bytes per second
     offloaded = changed(ACTOR, offload=True)
     planner = PoolPlanner(slow, STEP, (ACTOR, offloaded))
     stays, moves = (planner.option(model, laid_out()) for model in (ACTOR, offloaded))
-    call = 2 * ACTOR.size.params * (2 + 4 + 12) / 1000  # weights, gradients that stay, moments and masters
-    assert (moves.infer - stays.infer, moves.train - stays.train) == pytest.approx((1 * call, 4 * call))
-    assert planner.transition(moves, engines(1)) - planner.transition(stays, engines(1)) == pytest.approx(call)
+    call = (
+        2 * ACTOR.size.params * (2 + 4 + 12) / 1000
+    )  # weights, gradients that stay, moments and masters
+    assert (moves.infer - stays.infer, moves.train - stays.train) == pytest.approx(
+        (1 * call, 4 * call)
+    )
+    assert planner.transition(moves, engines(1)) - planner.transition(
+        stays, engines(1)
+    ) == pytest.approx(call)
     assert moves.bytes.resident == 0 and moves.bytes.fetched == stays.bytes.resident
     assert moves.bytes.training == stays.bytes.training + stays.bytes.resident
 

@@ -53,7 +53,10 @@ def test_the_plan_names_pools_times_memory_and_the_next_best(config):
     text = printed(config, cluster="a100-80gb:1x8")
     assert "cluster: 1 x 8 a100-80gb (72.0 of 80 GB usable, tabled figures)" in text
     step = float(re.search(r"a step takes ([\d.]+) s on 8 devices", text)[1])
-    stages = [float(s) for s in re.findall(r"^  (?:generation|inference|training) +([\d.]+) s", text, re.M)]
+    stages = [
+        float(s)
+        for s in re.findall(r"^  (?:generation|inference|training) +([\d.]+) s", text, re.M)
+    ]
     assert len(stages) == 3 and sum(stages) == pytest.approx(step, rel=0.02)
     for role in ("actor", "critic", "ref", "reward"):
         assert re.search(rf"{role} .*pp 1 tp \d dp \d", text), role
@@ -72,11 +75,17 @@ def test_other_numbers_of_devices_are_tabled(config):
 
 
 def test_a_number_of_devices_that_is_too_small_is_told_with_what_lacks(config):
-    large = LLAMA.replace("2048", "8192").replace("5504", "28672").replace("layers = 8", "layers = 40")
+    large = (
+        LLAMA.replace("2048", "8192").replace("5504", "28672").replace("layers = 8", "layers = 40")
+    )
     # 40 layers of 4 x 8192 x 8192 and 3 x 8192 x 28672, and 2 x 32000 x 8192: 39.4 billion
-    text = printed(config, [f"actor.model.config={large}"], cluster="a100-80gb:1x8", what_if=[1, 8, 32])
+    text = printed(
+        config, [f"actor.model.config={large}"], cluster="a100-80gb:1x8", what_if=[1, 8, 32]
+    )
     rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
-    assert "does not fit" in rows["1"] and "actor (39.4 billion parameters) fits nowhere" in rows["1"]
+    assert (
+        "does not fit" in rows["1"] and "actor (39.4 billion parameters) fits nowhere" in rows["1"]
+    )
     first = next(number for number, row in rows.items() if "does not fit" not in row)
     assert "  100%  " in rows[first]  # of the first that fits
 

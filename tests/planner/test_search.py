@@ -15,7 +15,16 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.huggingface.shapes import llama_shape
-from hybridflow.planner import Cluster, Device, Nodes, NothingFitsError, PlannedModel, Task, Workload, plan_mapping
+from hybridflow.planner import (
+    Cluster,
+    Device,
+    Nodes,
+    NothingFitsError,
+    PlannedModel,
+    Task,
+    Workload,
+    plan_mapping,
+)
 from hybridflow.planner.cluster import Efficiency
 from hybridflow.planner.search import describe, partitions
 
@@ -47,7 +56,9 @@ def random_models(draw: random.Random, count: int) -> list[PlannedModel]:
         shares_weights=draw.random() < 0.5,
     )
     engine = dict(max_sequences=draw.choice([2, 1 << 30]), keeps_engine=draw.random() < 0.3)
-    engine |= dict(memory_share=draw.choice([0.3, 1.0]) if engine["keeps_engine"] else draw.choice([0.5, 1.0]))
+    engine |= dict(
+        memory_share=draw.choice([0.3, 1.0]) if engine["keeps_engine"] else draw.choice([0.5, 1.0])
+    )
     engine |= dict(
         cache_gb=draw.choice([None, 0.01]),
         cache_tokens=draw.choice([None, 4096]),
@@ -77,9 +88,21 @@ def random_cluster(draw: random.Random, kinds: int, most: int) -> Cluster:
         per_node = draw.choice([1, 2, 4])
         count = draw.randint(1, max(1, most // kinds // per_node))
         memory = draw.choice([0.02, 0.2, 1.0, 4.0])
-        device = Device(memory, draw.choice([5, 50]), draw.choice([100, 1000]), draw.choice([10, 100]), name="random")
+        device = Device(
+            memory,
+            draw.choice([5, 50]),
+            draw.choice([100, 1000]),
+            draw.choice([10, 100]),
+            name="random",
+        )
         nodes.append(
-            Nodes(device, count, per_node, draw.choice([0.5, 20]), Efficiency(sequence_us=draw.choice([0.0, 50.0])))
+            Nodes(
+                device,
+                count,
+                per_node,
+                draw.choice([0.5, 20]),
+                Efficiency(sequence_us=draw.choice([0.0, 50.0])),
+            )
         )
     return Cluster(tuple(nodes))
 
@@ -107,7 +130,9 @@ def test_the_search_finds_what_trying_everything_finds():
         assert found.seconds == pytest.approx(want, rel=1e-9), f"case {seed}"
         assert found.seconds == pytest.approx(sum(found.stages))
         check_fits(cluster, found)
-        assert [m.seconds for m in (found, *found.others)] == sorted(m.seconds for m in (found, *found.others))
+        assert [m.seconds for m in (found, *found.others)] == sorted(
+            m.seconds for m in (found, *found.others)
+        )
         several += len(cluster.nodes) > 1 and len({p.kind for p in found.pools}) > 1
         placements.add((len(models), len(found.pools)))
     assert nothing >= 10 and several >= 5  # the cases are not all of one sort
@@ -142,7 +167,10 @@ def test_a_model_larger_than_everything_is_named_with_the_numbers():
         plan_mapping(cluster(0.1), ONE, [planned("actor", huge, trained=True)])
     said = str(caught.value)
     assert "actor (0.2 billion parameters) fits nowhere: the least is" in said
-    assert "GB per device, on 2 small with pp" in said and "and 0.1 GB are usable; give it more" in said
+    assert (
+        "GB per device, on 2 small with pp" in said
+        and "and 0.1 GB are usable; give it more" in said
+    )
 
 
 def test_a_backend_that_takes_no_layout_and_an_engine_without_room_are_told_so():
@@ -155,11 +183,16 @@ def test_a_backend_that_takes_no_layout_and_an_engine_without_room_are_told_so()
 
 
 def test_models_that_fit_alone_and_not_together_are_told_so():
-    models = [planned("actor", SMALL, trained=True), planned("critic", SMALL, trained=True, head="value")]
+    models = [
+        planned("actor", SMALL, trained=True),
+        planned("critic", SMALL, trained=True, head="value"),
+    ]
     work = Workload((*ONE.tasks, Task("critic", "train", 8)), 16, 16)
     one = cluster(0.085, per_node=1)
     plan_mapping(one, ONE, models[:1])
-    with pytest.raises(NothingFitsError, match="each model fits alone, and no placement of all 2 does"):
+    with pytest.raises(
+        NothingFitsError, match="each model fits alone, and no placement of all 2 does"
+    ):
         plan_mapping(one, work, models)
 
 
@@ -168,7 +201,9 @@ def test_a_workload_that_does_not_fit_the_models_is_refused():
         plan_mapping(cluster(), ONE, [planned("actor", SMALL)])
 
 
-@pytest.mark.parametrize(("items", "count"), [("", 1), ("a", 1), ("ab", 2), ("abc", 5), ("abcd", 15), ("abcde", 52)])
+@pytest.mark.parametrize(
+    ("items", "count"), [("", 1), ("a", 1), ("ab", 2), ("abc", 5), ("abcd", 15), ("abcde", 52)]
+)
 def test_there_are_as_many_placements_as_partitions(items, count):
     """Bell's numbers (OEIS A000110)."""
     found = [frozenset(frozenset(part) for part in parts) for parts in partitions(items)]
@@ -188,6 +223,7 @@ def test_a_mapping_in_words():
 def test_what_an_engine_keeps_is_said_where_nothing_fits(config):
     keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.85"]
     with pytest.raises(
-        NothingFitsError, match=r"68\.0 GB more are kept by engines: set actor\.generation\.keep = false"
+        NothingFitsError,
+        match=r"68\.0 GB more are kept by engines: set actor\.generation\.keep = false",
     ):
         printed(config, keeps, cluster="a100-80gb:1x1")

@@ -16,17 +16,33 @@ SHAPE = llama_shape(4, 2, 2, 2, 2, 8, 10)
 """2 layers of hidden 4, 2 heads of 2, intermediate 8, vocabulary 10."""
 LAYER = 4 * 16 + 3 * 32 + 2 * 4  # q, k, v, o; gate, up, down; norms
 HEAD = 4 * 10
-ACTOR = planned("actor", SHAPE, trained=True, weight_bytes=4, gradient_bytes=4, optimizer_bytes=8, compute_bytes=4)
-NOTHING = {f.name: 0.0 for f in attrs.fields(Efficiency) if f.name.endswith(("_us", "_ms", "_passes", "overlap"))}
+ACTOR = planned(
+    "actor",
+    SHAPE,
+    trained=True,
+    weight_bytes=4,
+    gradient_bytes=4,
+    optimizer_bytes=8,
+    compute_bytes=4,
+)
+NOTHING = {
+    f.name: 0.0
+    for f in attrs.fields(Efficiency)
+    if f.name.endswith(("_us", "_ms", "_passes", "overlap"))
+}
 NODES = Nodes(
-    Device(memory_gb=1, tflops=1e-9, bandwidth_gbs=1e-6, link_gbs=1e-6),  # 1,000 operations, and bytes, per second
+    Device(
+        memory_gb=1, tflops=1e-9, bandwidth_gbs=1e-6, link_gbs=1e-6
+    ),  # 1,000 operations, and bytes, per second
     1,
     2,
     between_gbs=1.0,
     efficiency=Efficiency(training=0.5, inference=0.25, optimizer=1.0, link=0.5, **NOTHING),
 )
 SIMULATOR = Simulator.of(NODES, Workload((Task("actor", "train", 6),), 3, 2))
-TRUNK = 5 * (2 * 2 * LAYER + 2 * 2 * 2 * 2 * 5)  # tokens x (2 per weight; attention of 2 layers of 2 heads of 2 over 5)
+TRUNK = 5 * (
+    2 * 2 * LAYER + 2 * 2 * 2 * 2 * 5
+)  # tokens x (2 per weight; attention of 2 layers of 2 heads of 2 over 5)
 LOGITS = 2 * 2 * HEAD
 OPTIMIZER = 28.0  # bytes of a parameter: moments and weight read and written, its gradient read
 
@@ -36,7 +52,9 @@ def updated(model: PlannedModel, tp: int = 1, dp: int = 1, sequences: int = 6) -
 
 
 def test_a_forward_pass_and_an_update():
-    assert SIMULATOR.inference(ACTOR, 6, laid_out()) * 1000 == pytest.approx(6 * (TRUNK + LOGITS) / 0.25)
+    assert SIMULATOR.inference(ACTOR, 6, laid_out()) * 1000 == pytest.approx(
+        6 * (TRUNK + LOGITS) / 0.25
+    )
     expected = 6 * 3 * (TRUNK + LOGITS) / 0.5 + ACTOR.size.params * OPTIMIZER
     assert updated(ACTOR) == pytest.approx(expected)
 
@@ -46,7 +64,9 @@ def test_what_is_done_again():
     assert layers == pytest.approx(6 * TRUNK / 0.5)  # not the head
     pieces = updated(changed(ACTOR, logits_at_once=60)) - updated(ACTOR)  # of 6 x 2 x 10
     assert pieces == pytest.approx(6 * LOGITS / 0.5)
-    alone = changed(ACTOR, logits_at_once=60, micro_batch_tokens=15)  # 3 sequences: 60 logits at once
+    alone = changed(
+        ACTOR, logits_at_once=60, micro_batch_tokens=15
+    )  # 3 sequences: 60 logits at once
     assert updated(alone) == pytest.approx(updated(ACTOR))
 
 
@@ -61,7 +81,9 @@ def test_adapters_have_gradients_of_their_own_weights_alone():
 def test_tensor_parallelism_sends_hidden_states_and_logits_where_they_are_gathered():
     whole, halves = updated(ACTOR), updated(ACTOR, tp=2)
     compute = 6 * 3 * (TRUNK + LOGITS) / 0.5 / 2 + ACTOR.size.params / 2 * OPTIMIZER
-    states = 2 * 2 * 2 * (2 * 0.5) * (6 * 5 * 4 * 4) / 0.5  # layers x passes x two all-reduces, each of twice a half
+    states = (
+        2 * 2 * 2 * (2 * 0.5) * (6 * 5 * 4 * 4) / 0.5
+    )  # layers x passes x two all-reduces, each of twice a half
     assert halves == pytest.approx(compute + states) and halves != whole
     gathered = updated(changed(ACTOR, gathers_logits=True), tp=2)
     assert gathered - halves == pytest.approx(6 * 2 * 10 * 4 * 0.5 / 0.5)
@@ -79,9 +101,13 @@ def test_replicas_gather_and_reduce_among_few():
     gathers = changed(ACTOR, sharding="fsdp")
     two = updated(gathers, dp=2) - updated(gathers, sequences=3)
     params = ACTOR.size.params
-    assert two == pytest.approx(2 * params * 4 * 0.5 / 0.5 + params * 4 * 0.5 / 0.5 - params / 2 * OPTIMIZER)
+    assert two == pytest.approx(
+        2 * params * 4 * 0.5 / 0.5 + params * 4 * 0.5 / 0.5 - params / 2 * OPTIMIZER
+    )
     apart = updated(changed(gathers, replicas=2), dp=2) - updated(gathers, sequences=3)
-    assert apart == pytest.approx(2 * params * 4 * 0.5 / 0.5)  # nothing is gathered, gradients are all-reduced
+    assert apart == pytest.approx(
+        2 * params * 4 * 0.5 / 0.5
+    )  # nothing is gathered, gradients are all-reduced
 
 
 def test_weights_that_stay_are_gathered_once_and_zero_reduces_every_micro_batch():
@@ -90,17 +116,25 @@ def test_weights_that_stay_are_gathered_once_and_zero_reduces_every_micro_batch(
     again = updated(several, dp=2) - updated(changed(several, keeps_gathered=True), dp=2)
     assert again == pytest.approx((2 * 3 - 1) * gathered)  # of three micro-batches
     zero = changed(several, sharding="zero2")
-    assert updated(zero, dp=2) - updated(changed(zero, micro_batch_tokens=100), dp=2) == pytest.approx(2 * gathered)
+    assert updated(zero, dp=2) - updated(
+        changed(zero, micro_batch_tokens=100), dp=2
+    ) == pytest.approx(2 * gathered)
     once = changed(several, sharding="zero1")
-    assert updated(once, dp=2) == pytest.approx(updated(changed(once, micro_batch_tokens=100), dp=2))
+    assert updated(once, dp=2) == pytest.approx(
+        updated(changed(once, micro_batch_tokens=100), dp=2)
+    )
 
 
 def test_numbers_of_four_bytes_have_a_peak_of_their_own():
     device = attrs.evolve(NODES.device, fp32_tflops=NODES.device.tflops / 10)
     own = Simulator.of(attrs.evolve(NODES, device=device), SIMULATOR.workload)
     half = changed(ACTOR, compute_bytes=2)
-    assert own.inference(ACTOR, 6, laid_out()) == pytest.approx(10 * own.inference(half, 6, laid_out()))
-    assert SIMULATOR.inference(ACTOR, 6, laid_out()) == pytest.approx(SIMULATOR.inference(half, 6, laid_out()))
+    assert own.inference(ACTOR, 6, laid_out()) == pytest.approx(
+        10 * own.inference(half, 6, laid_out())
+    )
+    assert SIMULATOR.inference(ACTOR, 6, laid_out()) == pytest.approx(
+        SIMULATOR.inference(half, 6, laid_out())
+    )
 
 
 GENERATES = changed(ACTOR, rollout_bytes=4, max_sequences=2)
@@ -137,7 +171,14 @@ def test_engines_of_two_devices_reduce_hidden_states():
 
 @pytest.mark.parametrize(
     ("trained", "generates"),
-    [((1, 1), (1, 1)), ((1, 2), (1, 1)), ((2, 4), (1, 2)), ((4, 2), (2, 2)), ((2, 2), (2, 2)), ((1, 8), (1, 4))],
+    [
+        ((1, 1), (1, 1)),
+        ((1, 2), (1, 1)),
+        ((2, 4), (1, 2)),
+        ((4, 2), (2, 2)),
+        ((2, 2), (2, 2)),
+        ((1, 8), (1, 4)),
+    ],
 )
 def test_a_rank_receives_what_the_papers_table_says(trained, generates):
     """(t p - t_g p_g) / (t_g p_g t p) M: arXiv:2409.19256, table 2."""
@@ -151,7 +192,9 @@ def test_weights_that_are_spread_over_dp_are_kept_as_far_as_they_reach():
     kept = [SIMULATOR.kept(spread, laid_out(dp=4), engines(4, 1, tp)) for tp in (1, 2, 4)]
     assert kept == [WEIGHTS / 4] * 3
     assert SIMULATOR.kept(spread, laid_out(dp=2), engines(4, 1, 4)) == 0.0
-    assert SIMULATOR.kept(GENERATES, laid_out(1, 2), engines(6, 1, 3)) == 0.0  # no part of one is in one of the other
+    assert (
+        SIMULATOR.kept(GENERATES, laid_out(1, 2), engines(6, 1, 3)) == 0.0
+    )  # no part of one is in one of the other
 
 
 def test_weights_go_over_the_links_or_out_of_the_node():
@@ -159,6 +202,11 @@ def test_weights_go_over_the_links_or_out_of_the_node():
     assert inside == pytest.approx(WEIGHTS / 2 / 500)
     wide = Simulator.of(attrs.evolve(NODES, count=2, between_gbs=1e-6), SIMULATOR.workload)
     outside = wide.transition(GENERATES, laid_out(2, 2), engines(4))
-    assert outside == pytest.approx(WEIGHTS * 3 / 4 * 2 / (1000 * 0.8))  # two ranks of a node receive at once
+    assert outside == pytest.approx(
+        WEIGHTS * 3 / 4 * 2 / (1000 * 0.8)
+    )  # two ranks of a node receive at once
     takes = attrs.evolve(NODES, efficiency=attrs.evolve(NODES.efficiency, sync_ms=250.0))
-    assert Simulator.of(takes, SIMULATOR.workload).transition(GENERATES, laid_out(), engines(1)) == 0.25
+    assert (
+        Simulator.of(takes, SIMULATOR.workload).transition(GENERATES, laid_out(), engines(1))
+        == 0.25
+    )

@@ -14,7 +14,10 @@ from hybridflow.planner.trace import TraceError, trace_step
 
 def calls(name: str, **settings) -> dict[tuple[str, str], tuple[int, int]]:
     found = registry().get("algorithm", name)
-    return {(t.role, t.verb): (t.sequences, t.times) for t in trace_step(found(found.Config(**settings)))}
+    return {
+        (t.role, t.verb): (t.sequences, t.times)
+        for t in trace_step(found(found.Config(**settings)))
+    }
 
 
 def test_ppo_generates_once_reads_with_four_models_and_trains_two():
@@ -32,18 +35,32 @@ def test_ppo_generates_once_reads_with_four_models_and_trains_two():
 def test_remax_generates_twice_and_grpo_has_no_critic():
     assert calls("remax", prompts_per_step=32)["actor", "generate"] == (32, 2)
     grpo = calls("grpo", prompts_per_step=8, group_size=4)
-    assert grpo == {("actor", "generate"): (32, 1), ("reward", "infer"): (32, 1), ("actor", "train"): (32, 1)}
+    assert grpo == {
+        ("actor", "generate"): (32, 1),
+        ("reward", "infer"): (32, 1),
+        ("actor", "train"): (32, 1),
+    }
 
 
 def test_safe_rlhf_has_six_models():
     found = calls("safe_rlhf", prompts_per_step=64)
-    assert {role for role, _ in found} == {"actor", "critic", "cost_critic", "ref", "reward", "cost"}
+    assert {role for role, _ in found} == {
+        "actor",
+        "critic",
+        "cost_critic",
+        "ref",
+        "reward",
+        "cost",
+    }
 
 
 def test_an_unequal_last_mini_batch_is_a_task_of_its_own():
     found = registry().get("algorithm", "ppo")
     tasks = trace_step(found(found.Config(prompts_per_step=40, mini_batch_size=16)))
-    assert [(t.sequences, t.times) for t in tasks if (t.role, t.verb) == ("actor", "train")] == [(16, 2), (8, 1)]
+    assert [(t.sequences, t.times) for t in tasks if (t.role, t.verb) == ("actor", "train")] == [
+        (16, 2),
+        (8, 1),
+    ]
 
 
 @pytest.mark.parametrize("name", registry().names("algorithm"))
@@ -95,5 +112,8 @@ class Odd(Algorithm):
 
 
 def test_a_step_that_cannot_be_followed_says_why():
-    with pytest.raises(TraceError, match=r"Odd\.step could not be followed with made-up results: KeyError: 'answer'"):
+    with pytest.raises(
+        TraceError,
+        match=r"Odd\.step could not be followed with made-up results: KeyError: 'answer'",
+    ):
         trace_step(Odd(None))

@@ -16,7 +16,15 @@ TINY = (
 )  # fmt: skip
 
 
-KINDS = ("algorithm", "training_backend", "rollout_engine", "reward", "environment", "tracker", "command")
+KINDS = (
+    "algorithm",
+    "training_backend",
+    "rollout_engine",
+    "reward",
+    "environment",
+    "tracker",
+    "command",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,7 +32,11 @@ def test_a_new_package_passes_its_tests_untouched_and_is_listed(kind, tmp_path):
     made = hybridflow(None, tmp_path, "new", kind, "my_own")
     assert made.returncode == 0, made.stderr
     package = tmp_path / "my_own"
-    assert sorted(p.name for p in package.iterdir()) == ["my_own.py", "pyproject.toml", "test_my_own.py"]
+    assert sorted(p.name for p in package.iterdir()) == [
+        "my_own.py",
+        "pyproject.toml",
+        "test_my_own.py",
+    ]
     tested = python(None, package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     packages = install(package, tmp_path / "site")
@@ -42,6 +54,16 @@ def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     folder = f"run.folder={tmp_path / 'runs'}"
     run = hybridflow(
-        packages, ROOT, "run", "examples/calculator_tool.toml", *TINY, folder, "stages.grpo.algorithm.name=gigpo"
+        packages,
+        ROOT,
+        "run",
+        "examples/calculator_tool.toml",
+        *TINY,
+        folder,
+        "stages.grpo.algorithm.name=gigpo",
     )
-    assert run.returncode == 0 and "grpo: gigpo on" in run.stdout and "held-out environment" in run.stdout, run.stderr
+    assert (
+        run.returncode == 0
+        and "grpo: gigpo on" in run.stdout
+        and "held-out environment" in run.stdout
+    ), run.stderr

@@ -44,7 +44,9 @@ THEIRS = ("actor.backend=striped", "rollout=halves")
 def installed(tmp_path_factory) -> str:
     """Both packages, put into folders of their own by pip, without the network."""
     site = tmp_path_factory.mktemp("site")
-    return os.pathsep.join(str(install(HERE / name, site / name)) for name in ("kernels", "strangers"))
+    return os.pathsep.join(
+        str(install(HERE / name, site / name)) for name in ("kernels", "strangers")
+    )
 
 
 @pytest.fixture
@@ -61,12 +63,17 @@ def folder(tmp_path) -> Path:
 def run(installed: str, folder: Path, name: str, *overrides: str) -> list[dict]:
     done = hybridflow(installed, folder, "run", "tinted.toml", f"run.name={name}", *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_our_code_names_none_of_them():
     root = HERE.parents[1]
-    names = re.compile(r"striped|[\"']halves[\"']|tinted|ledger|strangers|strange_kernels", re.IGNORECASE)
+    names = re.compile(
+        r"striped|[\"']halves[\"']|tinted|ledger|strangers|strange_kernels", re.IGNORECASE
+    )
     for top in ("core", "kit", "planner", "cli", "backends", "algorithms"):
         for path in (root / top).rglob("*.py"):
             assert not names.search(path.read_text()), path
@@ -82,7 +89,17 @@ def test_each_is_listed_with_its_package_and_version(installed, tmp_path):
 
 def test_they_pass_the_suites_of_their_kinds(installed, tmp_path):
     check = HERE / "strangers" / "check_strangers.py"
-    tested = python(installed, tmp_path, "-m", "pytest", "-c", os.devnull, "--rootdir", str(tmp_path), str(check))
+    tested = python(
+        installed,
+        tmp_path,
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(tmp_path),
+        str(check),
+    )
     assert tested.returncode == 0, tested.stdout
     assert re.search(r"[1-9]\d passed", tested.stdout) and "failed" not in tested.stdout
 
@@ -97,13 +114,21 @@ def test_two_ranks_of_theirs_learn_what_one_of_ours_learns(installed, folder):
     ours = run(installed, folder, "ours", "runtime=inline")
     assert len(theirs) == len(ours) == 2
     for one, other in zip(theirs, ours, strict=True):
-        for key in ("reward/scores", "fives", "actor/reinforce", "actor/grad_norm", "actor/response_length"):
+        for key in (
+            "reward/scores",
+            "fives",
+            "actor/reinforce",
+            "actor/grad_norm",
+            "actor/response_length",
+        ):
             assert one[key] == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
         assert one["actor/mismatch_mean"] < 1e-5
         assert one["seconds/predicted"] == 30.0  # one model, 60 s over two devices
     assert theirs[1]["actor/sync_received_mb"] > 0
     record = json.loads((folder / "runs/theirs/run.json").read_text())
-    assert record["versions"]["strangers"] == "0.7" and record["versions"]["strange-kernels"] == "3.1"
+    assert (
+        record["versions"]["strangers"] == "0.7" and record["versions"]["strange-kernels"] == "3.1"
+    )
     assert record["config"]["pools"] == {"all": [2]}
     lines = (folder / "runs/theirs/ledger.txt").read_text().splitlines()
     assert lines == [f"{row['step']} {row['fives']}" for row in theirs]
@@ -116,9 +141,15 @@ def test_a_column_of_theirs_reaches_backend_and_engine_alike(installed, folder):
     )  # fmt: skip
     # The second to fourth row of each step have 20, 40 and 60 added to token 5's logit: all of their 4 tokens are 5.
     assert all(row["fives"] >= 12 for row in tinted) and all(row["fives"] <= 6 for row in plain)
-    assert all(row["actor/mismatch_mean"] < 1e-4 for row in plain + tinted)  # trainer and engine saw the same tint
-    ours = run(installed, folder, "ours", "runtime=inline", "sampling.temperature=1.0", "algorithm.tint=60")
-    assert all(row["fives"] <= 6 for row in ours)  # a backend and an engine that declare nothing do not get it
+    assert all(
+        row["actor/mismatch_mean"] < 1e-4 for row in plain + tinted
+    )  # trainer and engine saw the same tint
+    ours = run(
+        installed, folder, "ours", "runtime=inline", "sampling.temperature=1.0", "algorithm.tint=60"
+    )
+    assert all(
+        row["fives"] <= 6 for row in ours
+    )  # a backend and an engine that declare nothing do not get it
 
 
 def test_their_sharding_is_resharded_to_the_last_byte(installed, folder):
@@ -136,9 +167,9 @@ def test_their_sharding_is_resharded_to_the_last_byte(installed, folder):
             lacking += int((wants & ~has).sum()) * math.prod(rest) * 4
         received.append(lacking)
     [worst] = re.findall(r"planned, consecutive groups +([\d.,]+) (kB|MB|B)", done.stdout)
-    assert float(worst[0]) * {"B": 1, "kB": 1e3, "MB": 1e6}[worst[1]] == pytest.approx(max(received), abs=6), (
-        done.stdout
-    )
+    assert float(worst[0]) * {"B": 1, "kB": 1e3, "MB": 1e6}[worst[1]] == pytest.approx(
+        max(received), abs=6
+    ), done.stdout
 
 
 def test_their_sharding_is_planned_as_they_say(installed, folder):
@@ -149,9 +180,13 @@ def test_their_sharding_is_planned_as_they_say(installed, folder):
         *(f"actor.model.config.{key}={value}" for key, value in shapes.items()), "rollout.at_once=8",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 3 * 4096 + 2 * 4096  # q, k, v with biases and o, the MLP, two norms
+    layer = (
+        4 * 4096 * 4096 + 3 * 4096 * 11008 + 3 * 4096 + 2 * 4096
+    )  # q, k, v with biases and o, the MLP, two norms
     parameters = 32 * layer + 2 * 32000 * 4096 + 4096
-    resting = 16 * parameters / 8 / 1e9  # weights, two moments and gradients in float32, on eight ranks
+    resting = (
+        16 * parameters / 8 / 1e9
+    )  # weights, two moments and gradients in float32, on eight ranks
     assert "dp 8" in done.stdout and "does not say" not in done.stdout
     assert f"{resting:.1f}" in done.stdout
 
@@ -167,14 +202,18 @@ def test_their_sharding_is_planned_as_they_say(installed, folder):
         ('placement={ name = "auto", cluster = "2", planner = { name = "first", device = 1 } }', "did you mean `devices`?"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_their_settings_is_told_before_anything_starts(installed, folder, override, said):
+def test_what_is_wrong_with_their_settings_is_told_before_anything_starts(
+    installed, folder, override, said
+):
     done = hybridflow(installed, folder, "run", "tinted.toml", *THEIRS, "pools.main=[2]", override)
     assert done.returncode == 1 and said in done.stderr, done.stdout + done.stderr
     assert not (folder / "runs").exists()
 
 
 def test_a_command_of_theirs_is_one_of_ours(installed, tmp_path):
-    assert hybridflow(installed, tmp_path, "greet", "--whom", "reader").stdout == "good day, reader\n"
+    assert (
+        hybridflow(installed, tmp_path, "greet", "--whom", "reader").stdout == "good day, reader\n"
+    )
     assert "Say good day to somebody." in hybridflow(installed, tmp_path, "--help").stdout
     wrong = hybridflow(installed, tmp_path, "greet", "--who", "x")
     assert wrong.returncode == 2 and "unknown argument --who" in wrong.stderr
@@ -232,20 +271,28 @@ def test_a_transport_that_does_not_load_is_left_out_of_auto(installed, folder):
 
 
 def test_a_written_plan_keeps_the_planner(installed, folder):
-    planner = 'placement = { name = "auto", cluster = "2", planner = { name = "first", devices = 2 } }'
+    planner = (
+        'placement = { name = "auto", cluster = "2", planner = { name = "first", devices = 2 } }'
+    )
     text = CONFIG.replace("[actor]", '[actor]\nbackend.name = "striped"').lstrip()
     (folder / "planned.toml").write_text(f'rollout.name = "halves"\n{planner}\n{text}')
     done = hybridflow(installed, folder, "plan", "planned.toml", "--write", "w.toml")
     assert done.returncode == 0, done.stdout + done.stderr
     with open(folder / "w.toml", "rb") as file:
         placement = tomllib.load(file)["placement"]
-    assert placement == {"name": "given", "cluster": "2", "planner": {"name": "first", "devices": 2}}
+    assert placement == {
+        "name": "given",
+        "cluster": "2",
+        "planner": {"name": "first", "devices": 2},
+    }
     shown = hybridflow(installed, folder, "show", "w.toml")
     assert shown.returncode == 0, shown.stderr
 
 
 def test_broken_and_duplicate_commands_are_told_and_hurt_no_other(installed, tmp_path):
-    site = careless(tmp_path, "command.broken = nowhere:Thing", "command.plan = strangers.greet:Greet")
+    site = careless(
+        tmp_path, "command.broken = nowhere:Thing", "command.plan = strangers.greet:Greet"
+    )
     both = os.pathsep.join((installed, str(site)))
     broken = hybridflow(both, tmp_path, "broken")
     assert broken.returncode == 1 and "No module named 'nowhere'" in broken.stderr
@@ -256,4 +303,8 @@ def test_broken_and_duplicate_commands_are_told_and_hurt_no_other(installed, tmp
     listed = hybridflow(both, tmp_path, "plugins", "command")
     assert listed.returncode == 0 and "claimed by" in listed.stdout
     helped = hybridflow(both, tmp_path, "--help")
-    assert helped.returncode == 0 and "does not load" in helped.stdout and "Say good day" in helped.stdout
+    assert (
+        helped.returncode == 0
+        and "does not load" in helped.stdout
+        and "Say good day" in helped.stdout
+    )

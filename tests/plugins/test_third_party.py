@@ -46,9 +46,10 @@ def test_the_package_is_named_nowhere_in_our_code():
     root = Path(__file__).parents[2]
     for folder in ("core", "algorithms", "backends"):
         for path in (root / folder).rglob("*.py"):
-            assert "acme" not in path.read_text().replace("acme.length", "").lower() or path.name == "hookspecs.py", (
-                path
-            )
+            assert (
+                "acme" not in path.read_text().replace("acme.length", "").lower()
+                or path.name == "hookspecs.py"
+            ), path
 
 
 def test_its_plugins_are_listed_with_package_version_and_state(installed, tmp_path):
@@ -57,24 +58,34 @@ def test_its_plugins_are_listed_with_package_version_and_state(installed, tmp_pa
     assert re.search(r"algorithm +acme_baseline +acme-rl +2\.5 +ready", done.stdout)
     assert re.search(r"protocol +ACME_ROUND_ROBIN +acme-rl +2\.5 +ready", done.stdout)
     assert re.search(r"reward +acme_digits +acme-rl +2\.5 +ready", done.stdout)
-    assert re.search(r"reward +acme_needs_more +acme-rl +2\.5 +missing: acme_extra +ask acme", done.stdout)
+    assert re.search(
+        r"reward +acme_needs_more +acme-rl +2\.5 +missing: acme_extra +ask acme", done.stdout
+    )
 
 
 def test_a_config_names_its_algorithm_and_reward_and_its_hooks_are_called(installed, tmp_path):
     (tmp_path / "acme.toml").write_text(CONFIG)
     shown = hybridflow(installed, tmp_path, "show", "acme.toml", "--docs")
-    assert re.search(r"algorithm\.momentum +0\.5 +default\n +# How much of the old baseline stays\.", shown.stdout)
+    assert re.search(
+        r"algorithm\.momentum +0\.5 +default\n +# How much of the old baseline stays\.",
+        shown.stdout,
+    )
     done = hybridflow(installed, tmp_path, "run", "acme.toml")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = tmp_path / "runs/acme"
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2]
-    assert all(0 <= row["reward/scores"] <= 0.5 and "baseline" in row and "actor/reinforce" in row for row in metrics)
+    assert all(
+        0 <= row["reward/scores"] <= 0.5 and "baseline" in row and "actor/reinforce" in row
+        for row in metrics
+    )
     assert all("twin_logprob" in row for row in metrics)
     calls = [(row["hook"], row["step"]) for row in rows(folder / "acme.jsonl")]
     for step in (1, 2):
         assert {("step_end", step), ("checkpoint", step), ("metrics", step)} <= set(calls)
-    assert all(row["complete"] for row in rows(folder / "acme.jsonl") if row["hook"] == "checkpoint")
+    assert all(
+        row["complete"] for row in rows(folder / "acme.jsonl") if row["hook"] == "checkpoint"
+    )
     state = json.loads((folder / "checkpoints/step-00000002/state.json").read_text())
     assert state["algorithm"] == {"baseline": metrics[-1]["baseline"]}
 
@@ -115,7 +126,9 @@ def test_the_same_algorithm_and_rewards_are_found_in_the_current_folder(tmp_path
     algorithm = 'algorithm={name = "my_algorithm:BatchBaseline", prompts_per_step = 5}'
     a_class = '{name = "class", function = "my_rewards:Digits", options = {scale = 0.5}}'
     a_function = '{name = "function", function = "my_rewards:share_of_digits"}'
-    done = hybridflow(None, tmp_path, "run", "mine.toml", algorithm, f"reward.parts=[{a_class}, {a_function}]")
+    done = hybridflow(
+        None, tmp_path, "run", "mine.toml", algorithm, f"reward.parts=[{a_class}, {a_function}]"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = rows(tmp_path / "runs/mine/metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2]
@@ -123,6 +136,8 @@ def test_the_same_algorithm_and_rewards_are_found_in_the_current_folder(tmp_path
 
 
 def test_a_plugin_that_lacks_what_it_needs_says_what_to_do(installed, tmp_path):
-    code = "from hybridflow.core.plugins import registry; registry().get('reward', 'acme_needs_more')"
+    code = (
+        "from hybridflow.core.plugins import registry; registry().get('reward', 'acme_needs_more')"
+    )
     done = python(installed, tmp_path, "-c", code)
     assert "needs acme_extra, not installed here: ask acme" in done.stderr

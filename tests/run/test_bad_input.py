@@ -40,7 +40,11 @@ def test_a_prompt_longer_than_the_limit_names_the_row_and_the_way_out(tmp_path):
     rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "123456+654321=", "answer": "777777"}]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     message = refused(tmp_path)
-    assert "row 1" in message and "data.max_prompt_tokens" in message and 'data.overlong = "drop"' in message
+    assert (
+        "row 1" in message
+        and "data.max_prompt_tokens" in message
+        and 'data.overlong = "drop"' in message
+    )
 
 
 def test_a_layout_that_does_not_divide_the_devices_says_how_to_fix_it(tmp_path):
@@ -82,7 +86,9 @@ def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path
     write(tmp_path)
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1600k", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a small file system")
     try:  # a checkpoint of this model takes about 1 MB: the first fits, the second does not
@@ -101,7 +107,11 @@ def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path
 
 def ray_processes():
     out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
-    return {line.split()[0] for line in out.splitlines() if "raylet" in line or "ray::" in line or "gcs_server" in line}
+    return {
+        line.split()[0]
+        for line in out.splitlines()
+        if "raylet" in line or "ray::" in line or "gcs_server" in line
+    }
 
 
 def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_path):
@@ -109,11 +119,20 @@ def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_pat
     before = ray_processes()
     started = time.monotonic()
     result = hybridflow(
-        tmp_path, "run", "tiny.toml", "runtime=ray", "pools.main=[2]", "reward.function=rewards:always_kills"
+        tmp_path,
+        "run",
+        "tiny.toml",
+        "runtime=ray",
+        "pools.main=[2]",
+        "reward.function=rewards:always_kills",
     )
     assert result.returncode == 1, result.stdout
     assert time.monotonic() - started < 120  # the start of Ray and of two ranks included
-    assert "is gone" in result.stderr and "role 'reward'" in result.stderr and "phase 'score'" in result.stderr
+    assert (
+        "is gone" in result.stderr
+        and "role 'reward'" in result.stderr
+        and "phase 'score'" in result.stderr
+    )
     assert "rank 0" in result.stderr or "rank 1" in result.stderr
     _gone(before)
 
@@ -123,10 +142,15 @@ def test_a_run_whose_worker_was_killed_restarts_from_its_checkpoint_when_it_may(
     flag = f'reward.options={{flag="{tmp_path}/flag", at=40}}'
     pools = ("pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")
     settings = ("run.restarts=1", "run.checkpoint_every=1", "run.steps=4", "runtime=ray", *pools)
-    result = hybridflow(tmp_path, "run", "tiny.toml", *settings, "reward.function=rewards:kills_itself", flag)
+    result = hybridflow(
+        tmp_path, "run", "tiny.toml", *settings, "reward.function=rewards:kills_itself", flag
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "restart 1 of 1" in result.stdout and "resuming after step 2" in result.stdout
-    steps = [json.loads(line)["step"] for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == [1, 2, 3, 4]
 
 

@@ -33,7 +33,13 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
 def test_a_death_beyond_the_restarts_ends_the_run_with_the_cause(tmp_path):
     write(tmp_path)
     code, out, kills = killing(
-        tmp_path, 2, "run", "tiny.toml", "run.steps=40", "rollout.own_process=true", "rollout.restarts=1"
+        tmp_path,
+        2,
+        "run",
+        "tiny.toml",
+        "run.steps=40",
+        "rollout.own_process=true",
+        "rollout.restarts=1",
     )
     assert kills == 2 and code not in (0, -9)
     assert "was killed by SIGKILL" in out and "rollout.restarts are used up" in out
@@ -42,4 +48,7 @@ def test_a_death_beyond_the_restarts_ends_the_run_with_the_cause(tmp_path):
 def test_restarts_without_a_process_of_its_own_are_refused(tmp_path):
     write(tmp_path)
     refused = hybridflow(tmp_path, "run", "tiny.toml", "rollout.restarts=1")
-    assert refused.returncode != 0 and "set rollout.own_process = true" in refused.stderr + refused.stdout
+    assert (
+        refused.returncode != 0
+        and "set rollout.own_process = true" in refused.stderr + refused.stdout
+    )

@@ -64,22 +64,33 @@ def run(**given):
 def rows(batch):
     names = ("response_ids", "loss_mask", "turn", "rollout_logprobs", "weight_version")
     per_token = [list(batch[name]) for name in names]
-    return list(zip(*per_token, batch["turn_rewards"].values, batch["turn_states"].values, strict=True))
+    return list(
+        zip(*per_token, batch["turn_rewards"].values, batch["turn_states"].values, strict=True)
+    )
 
 
 def test_answers_stand_between_turns_and_are_not_trained_on():
     CLOSED.clear()
     with run() as tiny:
-        stop, eos = int(tiny.session.prepared.tokenizer.encode("=")[0]), tiny.session.prepared.tokenizer.eos_id
+        stop, eos = (
+            int(tiny.session.prepared.tokenizer.encode("=")[0]),
+            tiny.session.prepared.tokenizer.eos_id,
+        )
         said = tiny.session.prepared.tokenizer.encode("12").tolist()
         metrics = tiny.step()
         batch = tiny.algorithm.batch
     seen = 0
     for ids, mask, turn, logprobs, version, rewards, states in rows(batch):
         assert torch.equal(mask.bool(), turn >= 0)
-        assert (logprobs[mask == 0] == 0).all() and (version[mask == 0] == -1).all() and (logprobs[mask == 1] < 0).all()
+        assert (
+            (logprobs[mask == 0] == 0).all()
+            and (version[mask == 0] == -1).all()
+            and (logprobs[mask == 1] < 0).all()
+        )
         assert len(rewards) == len(states) and states[0] == "begin"
-        for number in range(len(rewards) - 1):  # every turn but the last ends with a stop, and is answered
+        for number in range(
+            len(rewards) - 1
+        ):  # every turn but the last ends with a stop, and is answered
             places = (turn == number).nonzero()[:, 0]
             assert ids[places[-1]] == stop and not (ids[places[:-1]] == stop).any()
             answer = ids[places[-1] + 1 :][: len(said)].tolist()
@@ -92,7 +103,9 @@ def test_answers_stand_between_turns_and_are_not_trained_on():
     returns = [sum(r) for r in batch["turn_rewards"].values]
     assert column(batch, "episode_return").tolist() == pytest.approx(returns)
     assert column(batch, "scores").tolist() == pytest.approx(returns)
-    assert metrics["actor/turns"] > 1 and metrics["actor/episode_return"] == pytest.approx(sum(returns) / 16)
+    assert metrics["actor/turns"] > 1 and metrics["actor/episode_return"] == pytest.approx(
+        sum(returns) / 16
+    )
 
 
 def test_the_trainers_logprobs_are_the_rollouts_in_every_turn():
@@ -130,7 +143,9 @@ def test_an_episode_ends_by_the_environment_by_turns_and_by_length():
         batch = tiny.ctx.actor.generate(tiny.ctx.prompts(8))
         tiny.ctx.finish()
     lengths, reasons = batch["response_ids"].lengths, batch["finish_reason"].values
-    assert max(lengths) == 5 and {r for r, n in zip(reasons, lengths, strict=True) if n < 5} <= {"stop"}
+    assert max(lengths) == 5 and {r for r, n in zip(reasons, lengths, strict=True) if n < 5} <= {
+        "stop"
+    }
     assert "length" in reasons
 
 

@@ -5,7 +5,9 @@ import torch
 from helpers.tiny import hybridflow, learning, write
 from safetensors.torch import load_file
 
-WARM = {'name = "grpo", prompts_per_step = 4, group_size = 4, mini_batch_size = 8': 'name = "sft", batch_size = 64'}
+WARM = {
+    'name = "grpo", prompts_per_step = 4, group_size = 4, mini_batch_size = 8': 'name = "sft", batch_size = 64'
+}
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +15,12 @@ def policy(tmp_path_factory):
     """A half-trained adder, so that rewards differ within groups and logits are not flat."""
     folder = tmp_path_factory.mktemp("policy")
     write(folder, **WARM)
-    settings = ('data.response="{answer}"', "run.steps=60", "run.export=true", "actor.optimizer.lr=3e-3")
+    settings = (
+        'data.response="{answer}"',
+        "run.steps=60",
+        "run.export=true",
+        "actor.optimizer.lr=3e-3",
+    )
     done = hybridflow(folder, "run", "tiny.toml", *settings)
     assert done.returncode == 0, done.stderr
     return folder / "runs/tiny/export/actor"
@@ -33,8 +40,18 @@ def trained(folder, policy, *settings, algorithm="grpo"):
         "validation.at_start=true",
         "validation.samples=64",
     )
-    arguments = ("run.steps=2", "run.export=true", f'tokenizer.path="{policy}"', *held_out, *settings)
-    text = (folder / "tiny.toml").read_text().replace('[tokenizer]\ncharacters = "0123456789+="', "[tokenizer]")
+    arguments = (
+        "run.steps=2",
+        "run.export=true",
+        f'tokenizer.path="{policy}"',
+        *held_out,
+        *settings,
+    )
+    text = (
+        (folder / "tiny.toml")
+        .read_text()
+        .replace('[tokenizer]\ncharacters = "0123456789+="', "[tokenizer]")
+    )
     (folder / "tiny.toml").write_text(text)
     done = hybridflow(folder, "run", "tiny.toml", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +75,9 @@ def assert_equal(a, b):
             assert first[name] == pytest.approx(second[name], rel=1e-5, abs=2e-6), name
     assert (a / "samples.jsonl").read_text() == (b / "samples.jsonl").read_text()
     for role in sorted(p.name for p in (a / "export").iterdir()):
-        mine, theirs = (load_file(folder / "export" / role / "model.safetensors") for folder in (a, b))
+        mine, theirs = (
+            load_file(folder / "export" / role / "model.safetensors") for folder in (a, b)
+        )
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=2e-4, atol=2e-4)
 
@@ -107,5 +126,11 @@ def test_grpo_gives_the_numbers_of_one_inline_rank(settings, policy, reference, 
 def test_ppo_with_uneven_rows_on_dp_2_and_the_critic_in_a_pool_of_its_own_gives_the_same_numbers(
     policy, reference, tmp_path
 ):
-    pools = ("runtime=ray", "pools.main=[2]", "pools.side=[1]", 'critic.pool="side"', "critic.layout.dp=1")
+    pools = (
+        "runtime=ray",
+        "pools.main=[2]",
+        "pools.side=[1]",
+        'critic.pool="side"',
+        "critic.layout.dp=1",
+    )
     assert_equal(reference["ppo"], trained(tmp_path / "run", policy, *pools, algorithm="ppo"))

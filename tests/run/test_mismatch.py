@@ -17,7 +17,10 @@ def test_a_run_ends_before_the_checkpoint_of_the_step_that_passed_the_limit(tmp_
     write(tmp_path)
     done = hybridflow(tmp_path, "run", "tiny.toml", *BF16, "run.mismatch_stop=1e-5")
     assert done.returncode == 1
-    assert "step 1: rollout and trainer logprobs" in done.stderr and "run.mismatch_stop = 1e-05" in done.stderr
+    assert (
+        "step 1: rollout and trainer logprobs" in done.stderr
+        and "run.mismatch_stop = 1e-05" in done.stderr
+    )
     assert not list((tmp_path / "runs/tiny").glob("checkpoints/*"))
 
 

@@ -53,7 +53,11 @@ def test_held_out_pairs_are_judged_and_the_model_becomes_a_reward(tmp_path):
     found = {}
     for stage in ("reward", "dpo", "ppo"):
         lines = (tmp_path / "runs" / "pairs" / stage / "metrics.jsonl").read_text().splitlines()
-        found[stage] = [row for row in map(json.loads, lines) if any(name.startswith("validation/") for name in row)]
+        found[stage] = [
+            row
+            for row in map(json.loads, lines)
+            if any(name.startswith("validation/") for name in row)
+        ]
     for stage, loss in (("reward", "preference_loss"), ("dpo", "dpo_loss")):
         assert len(found[stage]) == 2
         for row in found[stage]:

@@ -54,7 +54,14 @@ def test_sigterm_writes_a_checkpoint_at_the_end_of_the_step_and_resume_finishes(
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     write(tmp_path)
-    done = hybridflow(tmp_path, "run", "tiny.toml", "run.checkpoint_every=1", "run.keep_checkpoints=2", "run.steps=4")
+    done = hybridflow(
+        tmp_path,
+        "run",
+        "tiny.toml",
+        "run.checkpoint_every=1",
+        "run.keep_checkpoints=2",
+        "run.steps=4",
+    )
     assert done.returncode == 0, done.stderr
     kept = sorted(p.name for p in (tmp_path / "runs/tiny/checkpoints").iterdir())
     assert kept == ["step-00000003", "step-00000004"]

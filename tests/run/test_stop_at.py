@@ -2,11 +2,17 @@
 
 from helpers.tiny import hybridflow, metrics, write
 
-SETTINGS = ('validation.data.options.split="held-out"', "validation.data.limit=16", "validation.every=2")
+SETTINGS = (
+    'validation.data.options.split="held-out"',
+    "validation.data.limit=16",
+    "validation.every=2",
+)
 
 
 def scores(folder) -> dict[int, float]:
-    return {row["step"]: row["validation/score"] for row in metrics(folder) if "validation/score" in row}
+    return {
+        row["step"]: row["validation/score"] for row in metrics(folder) if "validation/score" in row
+    }
 
 
 def steps(folder) -> list[int]:
@@ -23,7 +29,9 @@ def test_a_run_ends_at_its_score_is_exported_and_has_nothing_left_to_resume(tmp_
     assert steps(run) == [1, 2] and list(scores(run)) == [2]
     assert (run / "export/actor/model.safetensors").is_file()
 
-    again = hybridflow(tmp_path, "run", "tiny.toml", *settings, "validation.stop_at=0.0", "--resume")
+    again = hybridflow(
+        tmp_path, "run", "tiny.toml", *settings, "validation.stop_at=0.0", "--resume"
+    )
     assert again.returncode == 0, again.stderr
     assert steps(run) == [1, 2] and list(scores(run)) == [2]
 
@@ -34,6 +42,13 @@ def test_a_run_ends_at_its_score_is_exported_and_has_nothing_left_to_resume(tmp_
 
 def test_a_goal_reached_at_the_start_takes_no_step(tmp_path):
     write(tmp_path)
-    ended = hybridflow(tmp_path, "run", "tiny.toml", *SETTINGS, "validation.at_start=true", "validation.stop_at=0.0")
+    ended = hybridflow(
+        tmp_path,
+        "run",
+        "tiny.toml",
+        *SETTINGS,
+        "validation.at_start=true",
+        "validation.stop_at=0.0",
+    )
     assert ended.returncode == 0, ended.stderr
     assert steps(tmp_path / "runs/tiny") == [] and list(scores(tmp_path / "runs/tiny")) == [0]

@@ -30,10 +30,20 @@ class GiGPO(GRPO):
     Config = GiGPOConfig
 
     def advantages(
-        self, scores, group, loss_mask, turn, turn_rewards, turn_states, old_logprobs=None, ref_logprobs=None
+        self,
+        scores,
+        group,
+        loss_mask,
+        turn,
+        turn_rewards,
+        turn_states,
+        old_logprobs=None,
+        ref_logprobs=None,
     ):
         made = super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
-        steps, compared = step_advantages(turn_rewards, turn_states, group, self.config.gamma, self.config.scale)
+        steps, compared = step_advantages(
+            turn_rewards, turn_states, group, self.config.gamma, self.config.scale
+        )
         per_token = steps.gather(1, turn.long().clamp(0, steps.shape[1] - 1)) * loss_mask
         made["advantages"] = made["advantages"] + self.config.step_weight * per_token
         return {**made, "compared_steps": compared}

@@ -20,7 +20,9 @@ class Doors(Environment):
 
     def step(self, turn):
         even = float((turn.ids % 2 == 0).mean())
-        return Answer("+", reward=even, done=turn.ended or turn.number == 1, state=f"room {len(turn.ids) % 2}")
+        return Answer(
+            "+", reward=even, done=turn.ended or turn.number == 1, state=f"room {len(turn.ids) % 2}"
+        )
 
 
 TABLES = {
@@ -41,7 +43,9 @@ class TestGiGPO(AlgorithmConformance):
 
 def test_steps_are_compared_in_the_states_that_recur():
     rewards, states = [[0.0, 1.0], [0.0, 0.0], [2.0]], [["a", "b"], ["a", "c"], ["a"]]
-    found, compared = step_advantages(rewards, states, torch.tensor([0, 0, 0]), gamma=0.5, scale="none")
+    found, compared = step_advantages(
+        rewards, states, torch.tensor([0, 0, 0]), gamma=0.5, scale="none"
+    )
     # to go in state a: 0.5, 0, 2, mean 2.5 / 3; b and c occur once
     mean = 2.5 / 3
     want = torch.tensor([[0.5 - mean, 0.0], [0.0 - mean, 0.0], [2.0 - mean, 0.0]])
@@ -65,7 +69,9 @@ def test_episode_and_step_advantages_add_up_on_the_tokens_of_their_turn():
         turn_rewards=[[1.0, 2.0], [1.0]], turn_states=[["a", "b"], ["a"]],
     )  # fmt: skip
     # episodes: 1 and -1.  state a: 3 and 1, so 1 and -1, twice; b alone: 0
-    torch.testing.assert_close(found["advantages"], torch.tensor([[3.0, 0.0, 1.0], [-3.0, -3.0, 0.0]]))
+    torch.testing.assert_close(
+        found["advantages"], torch.tensor([[3.0, 0.0, 1.0], [-3.0, -3.0, 0.0]])
+    )
 
 
 def test_the_reward_rises():

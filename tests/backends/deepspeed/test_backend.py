@@ -43,7 +43,9 @@ class TestOffloaded(Spread):
 
 @needs("deepspeed")
 class TestStage3InBfloat16(InBfloat16, Spread):
-    config = DeepSpeedConfig(stage=3, precision="bf16", offload_optimizer=True, offload_parameters=True)
+    config = DeepSpeedConfig(
+        stage=3, precision="bf16", offload_optimizer=True, offload_parameters=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,10 +58,14 @@ class TestStage3InBfloat16(InBfloat16, Spread):
 )
 def test_a_stage_that_deepspeed_has_in_float32_alone_is_named(config, said):
     found = DeepSpeedBackend.problems(config, ParallelLayout(dp=2), "policy")
-    assert len(found) == len(said) and all(part in text for part, text in zip(said, found, strict=True))
+    assert len(found) == len(said) and all(
+        part in text for part, text in zip(said, found, strict=True)
+    )
 
 
 def test_adapters_need_peft():
-    found = DeepSpeedBackend.problems(DeepSpeedConfig(lora=LoRAConfig(rank=2)), ParallelLayout(), "policy")
+    found = DeepSpeedBackend.problems(
+        DeepSpeedConfig(lora=LoRAConfig(rank=2)), ParallelLayout(), "policy"
+    )
     remedy = "backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"
     assert found == ([] if is_installed("peft") else [remedy])

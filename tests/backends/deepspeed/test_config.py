@@ -40,7 +40,10 @@ def test_settings_that_cannot_be_are_refused(settings, said):
         ({"stage": 2, "offload_optimizer": True}, COUNT * 4),
         # weights and gradients in four too, and a bucket of a thousand elements
         ({"stage": 3, "bucket_elements": 1000}, COUNT * (4 + 4 + 12) / 4 + 4000),
-        ({"stage": 3, "bucket_elements": 1000, "precision": "bf16"}, COUNT * (2 + 4 + 12) / 4 + 2000),
+        (
+            {"stage": 3, "bucket_elements": 1000, "precision": "bf16"},
+            COUNT * (2 + 4 + 12) / 4 + 2000,
+        ),
     ],
 )
 def test_a_trained_model_takes_of_four_ranks_so_much(settings, nbytes):
@@ -62,7 +65,12 @@ def test_a_frozen_model_of_stage_three_does_not_leave_the_device():
 
 @pytest.mark.parametrize(
     ("layout", "takes"),
-    [(DP4, True), (ParallelLayout(), True), (ParallelLayout(dp=2, tp=2), False), (ParallelLayout(pp=2), False)],
+    [
+        (DP4, True),
+        (ParallelLayout(), True),
+        (ParallelLayout(dp=2, tp=2), False),
+        (ParallelLayout(pp=2), False),
+    ],
 )
 def test_ranks_are_spread_over_data_alone(layout, takes):
     assert DeepSpeedConfig().takes(LLAMA, layout) is takes
@@ -71,7 +79,10 @@ def test_ranks_are_spread_over_data_alone(layout, takes):
 def test_stage_three_cuts_each_parameter_into_flat_ranges():
     planned = DeepSpeedConfig().planned_layout(QWEN, ParallelLayout(dp=2), torch.bfloat16)
     name = "model.layers.0.self_attn.k_proj.bias"  # 16 elements
-    assert [planned.held[rank][name] for rank in (0, 1)] == [(Box((0,), (8,)),), (Box((8,), (16,)),)]
+    assert [planned.held[rank][name] for rank in (0, 1)] == [
+        (Box((0,), (8,)),),
+        (Box((8,), (16,)),),
+    ]
     head = "model.embed_tokens.weight"  # 211 rows of 32: 3376 elements each, 105 rows and a half
     assert planned.held[0][head] == (Box((0, 0), (105, 32)), Box((105, 0), (106, 16)))
     assert planned.nbytes(0) + planned.nbytes(1) == counted(QWEN) * 2

@@ -15,5 +15,10 @@ def test_it_spreads_over_data_alone_and_trains_adapters():
         axes=frozenset({"dp"}), precisions=frozenset({"fp32", "bf16"}), adapters=True, offload=True
     )  # fmt: skip
     needs = ("deepspeed", "transformers", "safetensors")
-    expected = {"config": DeepSpeedConfig, "requires": needs, "extra": "deepspeed", "capabilities": can}
+    expected = {
+        "config": DeepSpeedConfig,
+        "requires": needs,
+        "extra": "deepspeed",
+        "capabilities": can,
+    }
     check_brought(plugin, Brought("training_backend", "deepspeed", DeepSpeedBackend, **expected))

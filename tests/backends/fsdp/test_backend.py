@@ -84,23 +84,50 @@ def test_every_layout_trains_as_hugging_face_does(ranks, folder, name, layout, c
     check(ranks, folder, name, Setup("", layout=layout, config=config), Blend())
 
 
-@pytest.mark.parametrize(("layout", "tokens"), [(ONE, 1), (ONE, 40), (DP2, 1), (DP2, 10_000), (DP2_TP2, 40)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [(ONE, 1), (ONE, 40), (DP2, 1), (DP2, 10_000), (DP2_TP2, 40)], ids=str
+)
 def test_the_size_of_micro_batches_changes_nothing(ranks, folder, layout, tokens):
-    check(ranks, folder, "qwen2-tied", Setup("", layout=layout, micro_batch_tokens=tokens), Blend(), steps=2)
+    check(
+        ranks,
+        folder,
+        "qwen2-tied",
+        Setup("", layout=layout, micro_batch_tokens=tokens),
+        Blend(),
+        steps=2,
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_ranks_with_fewer_rows_or_none_take_part(ranks, folder, rows):
-    check(ranks, folder, "llama-odd", Setup("", layout=DP4, micro_batch_tokens=12), Blend(), rows=rows, steps=2)
+    check(
+        ranks,
+        folder,
+        "llama-odd",
+        Setup("", layout=DP4, micro_batch_tokens=12),
+        Blend(),
+        rows=rows,
+        steps=2,
+    )
 
 
 @pytest.mark.parametrize("loss", [PairLoss(), GroupLoss()], ids=lambda loss: loss.unit)
 def test_units_are_never_split(ranks, folder, loss):
     for layout in (ONE, DP2):
-        check(ranks, folder, "qwen2", Setup("", layout=layout, micro_batch_tokens=10), loss, rows=10, steps=1)
+        check(
+            ranks,
+            folder,
+            "qwen2",
+            Setup("", layout=layout, micro_batch_tokens=10),
+            loss,
+            rows=10,
+            steps=1,
+        )
 
 
-@pytest.mark.parametrize(("kind", "loss"), [("value", ValueLoss()), ("score", ScoreLoss())], ids=["value", "score"])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [("value", ValueLoss()), ("score", ScoreLoss())], ids=["value", "score"]
+)
 @pytest.mark.parametrize("layout", [ONE, DP2, TP2, DP2_TP2], ids=str)
 def test_value_and_score_models_train_as_hugging_face_does(ranks, folder, kind, loss, layout):
     check(ranks, folder, "qwen2", Setup("", kind=kind, layout=layout), loss, steps=2)
@@ -116,8 +143,17 @@ def test_temperature_scales_the_logits(ranks, folder):
 
 def test_large_gradients_are_clipped_to_the_norm_and_small_ones_are_not(ranks, folder):
     for limit in (1e-3, 1e3):
-        optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=limit, eps=1e-2)  # eps makes AdamW feel the scale
-        check(ranks, folder, "qwen2-tied", Setup("", layout=DP2_TP2, optimizer=optimizer), Blend(), steps=2)
+        optimizer = OptimizerConfig(
+            lr=1e-2, max_grad_norm=limit, eps=1e-2
+        )  # eps makes AdamW feel the scale
+        check(
+            ranks,
+            folder,
+            "qwen2-tied",
+            Setup("", layout=DP2_TP2, optimizer=optimizer),
+            Blend(),
+            steps=2,
+        )
 
 
 @pytest.mark.parametrize("layout", [ONE, DP2, DP2_TP2], ids=str)
@@ -137,7 +173,9 @@ def test_pairs_of_batch_and_loss_add_up_in_one_update(ranks, folder, layout):
 
 @pytest.mark.parametrize("layout", [ONE, DP2], ids=str)
 def test_a_loss_whose_weights_are_all_zero_changes_nothing(ranks, folder, layout):
-    got = ranks(train, layout.world, Setup(folder("llama"), layout=layout), [(make_batch(6), Nothing())])
+    got = ranks(
+        train, layout.world, Setup(folder("llama"), layout=layout), [(make_batch(6), Nothing())]
+    )
     want = dict(load(folder("llama")).named_parameters())
     metrics = Metrics.merge([answer["metrics"][0] for answer in got])
     assert metrics["grad_norm"] == 0.0
@@ -165,7 +203,9 @@ def test_options_that_save_memory_do_not_change_the_numbers(ranks, folder, layou
 
 @pytest.mark.parametrize("layout", [ONE, DP2_TP2], ids=str)
 def test_logits_that_are_made_in_pieces_give_the_same_numbers(ranks, folder, layout):
-    setup = Setup("", layout=layout, micro_batch_tokens=10_000, temperature=0.7, logits_at_once=68 * 5)
+    setup = Setup(
+        "", layout=layout, micro_batch_tokens=10_000, temperature=0.7, logits_at_once=68 * 5
+    )
     check(ranks, folder, "qwen2-tied", setup, Blend(), steps=2)
     check(ranks, folder, "llama", setup, TopkLoss(), steps=1)
 
@@ -174,7 +214,12 @@ def test_bf16_is_near_to_float32(ranks, folder):
     path = folder("qwen2-tied")
     for layout in (ONE, DP2_TP2):
         config = FSDPConfig(precision="bf16", wrap_min_parameters=0)
-        got = ranks(train, layout.world, Setup(path, layout=layout, config=config), [(make_batch(7), TopkLoss())])
+        got = ranks(
+            train,
+            layout.world,
+            Setup(path, layout=layout, config=config),
+            [(make_batch(7), TopkLoss())],
+        )
         model = load(path)
         value, _ = hf_loss(model, make_batch(7), TopkLoss())
         value.backward()
@@ -183,7 +228,10 @@ def test_bf16_is_near_to_float32(ranks, folder):
         for parameter, p in model.named_parameters():
             grad = got[0]["grads"][parameter]
             assert grad.dtype == torch.float32  # of the masters
-            assert torch.nn.functional.cosine_similarity(grad.flatten(), p.grad.flatten(), dim=0) > 0.98, parameter
+            assert (
+                torch.nn.functional.cosine_similarity(grad.flatten(), p.grad.flatten(), dim=0)
+                > 0.98
+            ), parameter
 
 
 @pytest.mark.parametrize("kind", ["policy", "value", "score"])
@@ -191,21 +239,30 @@ def test_bf16_is_near_to_float32(ranks, folder):
 def test_outputs_stand_at_the_tokens_that_hugging_face_gives_them(ranks, folder, kind, layout):
     path, batch = folder("qwen2-tied", kind), make_batch(9)
     setup = Setup(
-        path, kind, layout, optimizer=None, micro_batch_tokens=25, temperature=1.0 if kind != "policy" else 0.8
+        path,
+        kind,
+        layout,
+        optimizer=None,
+        micro_batch_tokens=25,
+        temperature=1.0 if kind != "policy" else 0.8,
     )
     got = ranks(outputs, layout.world, setup, batch)
     model = load(path, kind)
     rows = []
     for i in range(layout.dp):
         answer = got[layout.rank(dp=i)]
-        rows += [dict(zip(answer, values, strict=True)) for values in zip(*answer.values(), strict=True)]
+        rows += [
+            dict(zip(answer, values, strict=True)) for values in zip(*answer.values(), strict=True)
+        ]
     assert len(rows) == batch.rows
     with torch.no_grad():
         for row, mine in zip(rows_of(batch), rows, strict=True):
             want = hf_outputs(model, row, kind, setup.temperature)
             for name, value in mine.items():
                 assert value.dtype == (torch.int64 if name == "topk_ids" else torch.float32)
-                renamed = {"topk_ids": "largest_ids", "topk_logprobs": "largest_logprobs"}.get(name, name)
+                renamed = {"topk_ids": "largest_ids", "topk_logprobs": "largest_logprobs"}.get(
+                    name, name
+                )
                 torch.testing.assert_close(value, want[renamed], rtol=1e-5, atol=2e-6)
 
 
@@ -213,7 +270,9 @@ def test_a_frozen_bf16_model_gives_outputs_near_to_float32(ranks, folder):
     path, batch = folder("llama"), make_batch(6)
     setup = Setup(path, layout=DP2, optimizer=None, config=FSDPConfig(precision="bf16"))
     got = ranks(outputs, 2, setup, batch)
-    want = ranks(outputs, 1, attrs.evolve(setup, layout=ONE, config=FSDPConfig()), batch)[0]["logprobs"].values
+    want = ranks(outputs, 1, attrs.evolve(setup, layout=ONE, config=FSDPConfig()), batch)[0][
+        "logprobs"
+    ].values
     values = torch.cat([answer["logprobs"].values for answer in got])
     assert values.dtype == torch.float32
     assert 0 < (values - want).abs().max() < 0.1
@@ -223,7 +282,13 @@ def test_metrics_do_not_depend_on_the_split(ranks, folder):
     path, batch = folder("qwen2-tied"), make_batch(11)
     found = []
     for layout, tokens in ((ONE, 10_000), (ONE, 15), (DP2, 10_000), (DP2, 15), (DP2_TP2, 15)):
-        got = ranks(evaluate, layout.world, Setup(path, layout=layout, micro_batch_tokens=tokens), batch, Blend())
+        got = ranks(
+            evaluate,
+            layout.world,
+            Setup(path, layout=layout, micro_batch_tokens=tokens),
+            batch,
+            Blend(),
+        )
         found.append(Metrics.merge([got[layout.rank(dp=i)] for i in range(layout.dp)]))
     assert {"a", "entropy", "loss", "mismatch_mean", "mismatch_kl"} <= set(found[0].means)
     for metrics in found[1:]:
@@ -233,7 +298,9 @@ def test_metrics_do_not_depend_on_the_split(ranks, folder):
         assert metrics.maxima == pytest.approx(found[0].maxima, rel=1e-5)
 
 
-def test_the_mismatch_with_the_rollout_engine_is_measured_on_tokens_of_the_present_weights(ranks, folder):
+def test_the_mismatch_with_the_rollout_engine_is_measured_on_tokens_of_the_present_weights(
+    ranks, folder
+):
     path, batch = folder("qwen2-tied"), make_batch(8)
     metrics = ranks(evaluate, 1, Setup(path, temperature=0.9), batch, TopkLoss())[0].values()
     model, rows = load(path), rows_of(batch)
@@ -262,10 +329,15 @@ def test_the_mismatch_with_the_rollout_engine_is_measured_on_tokens_of_the_prese
     ids=str,
 )
 def test_training_from_a_checkpoint_equals_training_on(ranks, folder, tmp_path, layout, config):
-    setup, pairs = Setup(folder("qwen2-tied"), layout=layout, config=config), [(make_batch(6), Blend())]
+    setup, pairs = (
+        Setup(folder("qwen2-tied"), layout=layout, config=config),
+        [(make_batch(6), Blend())],
+    )
     first = ranks(save_after, layout.world, setup, pairs, 2, str(tmp_path / "c"), 2)
     other = attrs.evolve(
-        setup, path=folder("qwen2"), model=attrs.evolve(training_reference.spec_of(folder("qwen2-tied")), init_seed=5)
+        setup,
+        path=folder("qwen2"),
+        model=attrs.evolve(training_reference.spec_of(folder("qwen2-tied")), init_seed=5),
     )
     second = ranks(load_and_train, layout.world, other, pairs, str(tmp_path / "c"), 2)
     for before, after in zip(first, second, strict=True):
@@ -283,12 +355,22 @@ def test_a_checkpoint_before_the_first_step_has_zero_moments(ranks, folder, tmp_
     assert set(second[0]["moments"].values()) == {0.0}
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(DP2, ONE), (ONE, DP2), (DP4, TP2), (DP2_TP2, DP4)], ids=str)
-def test_a_checkpoint_loads_exactly_on_another_number_of_ranks(ranks, folder, tmp_path, saved, loaded):
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(DP2, ONE), (ONE, DP2), (DP4, TP2), (DP2_TP2, DP4)], ids=str
+)
+def test_a_checkpoint_loads_exactly_on_another_number_of_ranks(
+    ranks, folder, tmp_path, saved, loaded
+):
     pairs = [(make_batch(8), Blend())]
-    first = ranks(save_after, saved.world, Setup(folder("qwen2-tied"), layout=saved), pairs, 2, str(tmp_path / "c"), 1)[
-        0
-    ]
+    first = ranks(
+        save_after,
+        saved.world,
+        Setup(folder("qwen2-tied"), layout=saved),
+        pairs,
+        2,
+        str(tmp_path / "c"),
+        1,
+    )[0]
     setup = Setup(folder("qwen2-tied"), layout=loaded)
     second = ranks(load_and_train, loaded.world, setup, pairs, str(tmp_path / "c"), 1)
     for answer in second:
@@ -298,7 +380,9 @@ def test_a_checkpoint_loads_exactly_on_another_number_of_ranks(ranks, folder, tm
 
 
 @pytest.mark.parametrize("layout", [ONE, DP2], ids=str)
-@pytest.mark.parametrize("config", [FSDPConfig(), FSDPConfig(reshard_after_forward=False)], ids=["zero3", "zero2"])
+@pytest.mark.parametrize(
+    "config", [FSDPConfig(), FSDPConfig(reshard_after_forward=False)], ids=["zero3", "zero2"]
+)
 def test_a_forward_after_loading_uses_the_loaded_weights(ranks, folder, tmp_path, layout, config):
     trained = Setup(folder("qwen2-tied"), layout=layout, config=config)
     ranks(save_after, layout.world, trained, [(make_batch(6), Blend())], 2, str(tmp_path / "c"), 0)
@@ -311,7 +395,8 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_it(ranks, folder, tmp_p
         setup, good = Setup(folder("llama"), layout=layout), tmp_path / f"good-{layout}"
         ranks(save_after, layout.world, setup, [(make_batch(4), Blend())], 1, str(good), 0)
         bad = {
-            name: tmp_path / f"{name}-{layout}" for name in ("missing", "empty", "cut", "no-counters", "other-model")
+            name: tmp_path / f"{name}-{layout}"
+            for name in ("missing", "empty", "cut", "no-counters", "other-model")
         }
         bad["empty"].mkdir()
         for name in ("cut", "no-counters"):
@@ -319,17 +404,32 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_it(ranks, folder, tmp_p
         next(bad["cut"].glob("*.distcp")).write_bytes(b"half")
         (bad["no-counters"] / "counters.json").write_text("{")
         other = Setup(folder("qwen2-odd"), layout=layout)
-        ranks(save_after, layout.world, other, [(make_batch(4), Blend())], 1, str(bad["other-model"]), 0)
+        ranks(
+            save_after,
+            layout.world,
+            other,
+            [(make_batch(4), Blend())],
+            1,
+            str(bad["other-model"]),
+            0,
+        )
         for path in bad.values():
             for said in ranks(failing_load, layout.world, setup, str(path)):
-                assert said.startswith(f"CheckpointError: the checkpoint {path} of role 'actor' cannot be read: ")
+                assert said.startswith(
+                    f"CheckpointError: the checkpoint {path} of role 'actor' cannot be read: "
+                )
                 assert "\n" not in said
 
 
-def test_a_checkpoint_without_an_optimizer_does_not_load_into_a_trained_role(ranks, folder, tmp_path):
+def test_a_checkpoint_without_an_optimizer_does_not_load_into_a_trained_role(
+    ranks, folder, tmp_path
+):
     frozen = Setup(folder("llama"), optimizer=None)
     ranks(save_after, 1, frozen, [], 0, str(tmp_path / "c"), 0)
-    assert "optimizer" in ranks(failing_load, 1, attrs.evolve(frozen, optimizer=OPTIMIZER), str(tmp_path / "c"))[0]
+    assert (
+        "optimizer"
+        in ranks(failing_load, 1, attrs.evolve(frozen, optimizer=OPTIMIZER), str(tmp_path / "c"))[0]
+    )
 
 
 # ---- exports ------------------------------------------------------------------------------------
@@ -337,11 +437,19 @@ def test_a_checkpoint_without_an_optimizer_does_not_load_into_a_trained_role(ran
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama"])
 @pytest.mark.parametrize("layout", [ONE, DP2, DP2_TP2], ids=str)
-def test_an_export_loads_in_hugging_face_and_as_the_next_stage(ranks, folder, tmp_path, name, layout):
+def test_an_export_loads_in_hugging_face_and_as_the_next_stage(
+    ranks, folder, tmp_path, name, layout
+):
     from safetensors import safe_open
 
     out = tmp_path / "export"
-    trained = ranks(export, layout.world, Setup(folder(name), layout=layout), [(make_batch(6), Blend())], str(out))[0]
+    trained = ranks(
+        export,
+        layout.world,
+        Setup(folder(name), layout=layout),
+        [(make_batch(6), Blend())],
+        str(out),
+    )[0]
     with safe_open(out / "model.safetensors", "pt") as file:
         assert set(file.keys()) == set(trained)
         assert ("lm_head.weight" in file.keys()) != MODELS[name][1]  # noqa: SIM118
@@ -349,11 +457,21 @@ def test_an_export_loads_in_hugging_face_and_as_the_next_stage(ranks, folder, tm
     assert_equal(dict(model.named_parameters()), trained)
     if MODELS[name][1]:
         assert model.lm_head.weight is model.model.embed_tokens.weight
-    ours, theirs = (json.loads((p / "config.json").read_text()) for p in (out, out.__class__(folder(name))))
-    for key in ("architectures", "use_cache", "attention_dropout", "tie_word_embeddings", "vocab_size"):
+    ours, theirs = (
+        json.loads((p / "config.json").read_text()) for p in (out, out.__class__(folder(name)))
+    )
+    for key in (
+        "architectures",
+        "use_cache",
+        "attention_dropout",
+        "tie_word_embeddings",
+        "vocab_size",
+    ):
         assert ours.get(key) == theirs.get(key), key
     assert not torch.equal(original.model.embed_tokens.weight, trained["model.embed_tokens.weight"])
-    assert_equal(ranks(holdings, layout.world, Setup(str(out), layout=layout))[-1]["whole"], trained)
+    assert_equal(
+        ranks(holdings, layout.world, Setup(str(out), layout=layout))[-1]["whole"], trained
+    )
 
 
 @pytest.mark.parametrize("kind", ["value", "score"])
@@ -367,7 +485,8 @@ def test_a_value_model_exports_as_a_sequence_classifier(ranks, folder, tmp_path,
 
 def test_a_critic_from_a_policy_has_a_new_head_from_the_seed(ranks, folder):
     specs = [
-        attrs.evolve(training_reference.spec_of(folder("qwen2-tied"), "value"), init_seed=seed) for seed in (0, 0, 1)
+        attrs.evolve(training_reference.spec_of(folder("qwen2-tied"), "value"), init_seed=seed)
+        for seed in (0, 0, 1)
     ]
     found = [ranks(holdings, 4, Setup("", "value", DP2_TP2, model=spec)) for spec in specs]
     heads = [[answer["whole"]["score.weight"] for answer in answers] for answers in found]
@@ -382,7 +501,9 @@ def test_random_weights_come_from_the_seed_alone(ranks):
     config = {"model_type": "llama", "vocab_size": 68, "hidden_size": 64, "intermediate_size": 96}
     config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     found = [
-        ranks(holdings, layout.world, Setup("", layout=layout, model=ModelSpec(config, None, seed)))[-1]["whole"]
+        ranks(
+            holdings, layout.world, Setup("", layout=layout, model=ModelSpec(config, None, seed))
+        )[-1]["whole"]
         for layout, seed in ((ONE, 0), (DP2_TP2, 0), (DP2, 1))
     ]
     assert_equal(found[0], found[1])
@@ -403,7 +524,9 @@ def test_random_weights_come_from_the_seed_alone(ranks):
 )
 def test_training_goes_on_after_its_storage_has_moved(ranks, folder, layout, config):
     """offload and onload change the device by this path; here the new place is a copy, since a CPU has no other."""
-    setup = Setup(folder("qwen2-odd" if layout.tp == 1 else "qwen2-tied"), layout=layout, config=config)
+    setup = Setup(
+        folder("qwen2-odd" if layout.tp == 1 else "qwen2-tied"), layout=layout, config=config
+    )
     pairs = [(make_batch(7), Blend())]
     got = ranks(moved, layout.world, setup, pairs, 2)
     want = ranks(train, layout.world, setup, pairs, 2)
@@ -425,8 +548,13 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_changes_no_weights(ranks
     advantages = batch["advantages"].values.clone()
     advantages[:3] = torch.inf  # of rank 0 alone
     batch = batch.with_columns(advantages=attrs.evolve(batch["advantages"], values=advantages))
-    for text, unchanged in ranks(failing_update, layout.world, Setup(folder("llama"), layout=layout), batch, Blend()):
-        assert "HybridFlowError: an update of role 'actor' after 0 steps: the gradient norm is nan" in text
+    for text, unchanged in ranks(
+        failing_update, layout.world, Setup(folder("llama"), layout=layout), batch, Blend()
+    ):
+        assert (
+            "HybridFlowError: an update of role 'actor' after 0 steps: the gradient norm is nan"
+            in text
+        )
         assert unchanged
 
 
@@ -445,7 +573,9 @@ def test_engine_and_trainer_agree_after_every_update(ranks, folder, layout):
         assert max(worst) < 1e-5
 
 
-def test_a_transfer_that_fails_half_way_leaves_an_engine_that_refuses_and_the_next_one_mends_it(ranks, folder):
+def test_a_transfer_that_fails_half_way_leaves_an_engine_that_refuses_and_the_next_one_mends_it(
+    ranks, folder
+):
     setup = Setup(folder("qwen2-tied"), layout=DP2, engine="transformers")
     found = ranks(broken_transfer, 2, setup, make_batch(6), Blend())
     assert found[0]["said"][0] == "the link is down"

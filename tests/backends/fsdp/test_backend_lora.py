@@ -59,14 +59,20 @@ def test_bf16_stores_the_model_in_bf16_and_trains_float32_adapters(ranks, folder
     setup = with_lora(attrs.evolve(PLAIN, config=config), folder("llama"), layout=DP2)
     found = ranks(dtypes, 2, setup)[0]
     assert found == ({torch.bfloat16}, {torch.float32})
-    synced = attrs.evolve(setup, engine="transformers", engine_config={"dtype": "bfloat16"}, sync=sync(verify=True))
+    synced = attrs.evolve(
+        setup, engine="transformers", engine_config={"dtype": "bfloat16"}, sync=sync(verify=True)
+    )
     for answer in ranks(train_and_sync, 2, synced, make_batch(8), Blend(), 2):
         assert answer["wrong"] == [] and answer["worst"] < 0.3
 
 
 def test_a_frozen_role_has_no_adapters(ranks, folder):
-    with_them = ranks(outputs, 1, with_lora(PLAIN, folder("llama"), optimizer=None), make_batch(6))[0]
-    without = ranks(outputs, 1, attrs.evolve(PLAIN, path=folder("llama"), optimizer=None), make_batch(6))[0]
+    with_them = ranks(outputs, 1, with_lora(PLAIN, folder("llama"), optimizer=None), make_batch(6))[
+        0
+    ]
+    without = ranks(
+        outputs, 1, attrs.evolve(PLAIN, path=folder("llama"), optimizer=None), make_batch(6)
+    )[0]
     assert torch.equal(with_them["logprobs"].values, without["logprobs"].values)
 
 
@@ -79,6 +85,9 @@ def test_what_cannot_be_adapted_is_told(ranks, folder, tmp_path, monkeypatch):
     assert "'qproj'" in said and "'gate_proj'" in said
     full = attrs.evolve(PLAIN, path=folder("llama"))
     ranks(save_after, 1, full, [], 0, str(tmp_path / "full"), 0)
-    assert "lora_A" in ranks(failing_load, 1, with_lora(PLAIN, folder("llama")), str(tmp_path / "full"))[0]
+    assert (
+        "lora_A"
+        in ranks(failing_load, 1, with_lora(PLAIN, folder("llama")), str(tmp_path / "full"))[0]
+    )
     monkeypatch.setattr("hybridflow.kit.huggingface.config.find_spec", lambda name: None)
     assert "pip install 'hybridflow[lora]'" in FSDPBackend.problems(config, DP2, "policy")[0]

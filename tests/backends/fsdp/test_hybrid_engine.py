@@ -26,7 +26,9 @@ def check(found, steps=2, atol=1e-5):
 
 
 @pytest.mark.parametrize("model", ["qwen2-odd", "llama-odd", "llama-tied"])
-@pytest.mark.parametrize(("layout", "tp"), [(DP2, 2), (TP2, 2), (TP2, 1), (DP2, 1)], ids=lambda v: str(v))
+@pytest.mark.parametrize(
+    ("layout", "tp"), [(DP2, 2), (TP2, 2), (TP2, 1), (DP2, 1)], ids=lambda v: str(v)
+)
 def test_the_engine_has_the_trainers_weights_after_every_update(ranks, folder, model, layout, tp):
     if layout == TP2 and "odd" in model:
         model = (
@@ -49,7 +51,9 @@ def test_every_transport_serves_by_name_in_small_buckets(ranks, folder, transpor
 
 def test_a_bf16_engine_gets_bf16_values_of_fp32_masters(ranks, folder):
     changes = {"engine_config": {"dtype": "bfloat16"}, "sync": sync(verify=True)}
-    found = ranks(train_and_sync, 2, setup(folder("qwen2-odd"), **changes), make_batch(8), Blend(), 1)
+    found = ranks(
+        train_and_sync, 2, setup(folder("qwen2-odd"), **changes), make_batch(8), Blend(), 1
+    )
     check(found, steps=1, atol=0.3)
     whole = ranks(train_and_sync, 2, setup(folder("qwen2-odd")), make_batch(8), Blend(), 0)
     assert found[0]["moved"][0] * 2 == whole[0]["moved"][0]
@@ -57,7 +61,9 @@ def test_a_bf16_engine_gets_bf16_values_of_fp32_masters(ranks, folder):
 
 def test_hsdp_replicas_and_dropped_engines_generate_alike(ranks, folder):
     kept = ranks(train_and_sync, 2, setup(folder("llama")), make_batch(8), Blend(), 2)
-    dropped = ranks(train_and_sync, 2, setup(folder("llama"), keep_engine=False), make_batch(8), Blend(), 2)
+    dropped = ranks(
+        train_and_sync, 2, setup(folder("llama"), keep_engine=False), make_batch(8), Blend(), 2
+    )
     replicas = setup(folder("llama"), config=FSDPConfig(replicas=2))
     both = ranks(train_and_sync, 2, replicas, make_batch(8), Blend(), 2)
     check(dropped)
@@ -78,10 +84,23 @@ def test_a_model_that_does_not_fit_is_listed_whole_and_the_engine_is_not_touched
     for said, touched in ranks(misfit, 2, setup(folder("llama"))):
         assert "3 problems, and nothing was moved" in said
         assert "model.embed_tokens.weight is [68, 64] in the source, [7, 64] in the target" in said
-        assert "model.extra [3] is not in the source" in said and "model.norm.weight [64] of the source" in said
+        assert (
+            "model.extra [3] is not in the source" in said
+            and "model.norm.weight [64] of the source" in said
+        )
         assert not touched
 
 
 def test_a_transport_that_cannot_serve_says_why(ranks, folder):
-    with pytest.raises(RuntimeError, match=r"no transport can move the weights; disk: .* set sync\.transport\.folder"):
-        ranks(train_and_sync, 2, setup(folder("llama"), sync=sync(transport="disk")), make_batch(8), Blend(), 0)
+    with pytest.raises(
+        RuntimeError,
+        match=r"no transport can move the weights; disk: .* set sync\.transport\.folder",
+    ):
+        ranks(
+            train_and_sync,
+            2,
+            setup(folder("llama"), sync=sync(transport="disk")),
+            make_batch(8),
+            Blend(),
+            0,
+        )

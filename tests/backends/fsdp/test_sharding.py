@@ -58,13 +58,20 @@ def test_boxes_of_all_ranks_make_up_the_parameters_bit_for_bit(ranks, folder, na
         filled, times = torch.full_like(whole, torch.nan), torch.zeros_like(whole)
         for rank, answer in enumerate(found):
             held = [(box, tensor) for n, box, tensor in answer["shards"] if n == parameter]
-            assert tuple(box for box, _ in held) == answer["layout"].held[rank][parameter] == said.held[rank][parameter]
+            assert (
+                tuple(box for box, _ in held)
+                == answer["layout"].held[rank][parameter]
+                == said.held[rank][parameter]
+            )
             for box, tensor in held:
                 filled[box.slices()] = tensor
                 times[box.slices()] += 1
             assert torch.equal(answer["whole"][parameter], whole)
         assert torch.equal(filled, whole)
-        assert times.unique().tolist() in ([copies], [copies * layout.tp])  # the same number of times everywhere
+        assert times.unique().tolist() in (
+            [copies],
+            [copies * layout.tp],
+        )  # the same number of times everywhere
 
 
 def test_sizes_that_nothing_divides_are_cut_as_torch_cuts_them(ranks, folder):
@@ -83,11 +90,15 @@ def test_tensor_parallel_pieces_that_dp_does_not_divide_are_whole_again(ranks, t
     checkpoint, copy = str(tmp_path / "checkpoint"), str(tmp_path / "hf")
     before = ranks(save_after, 4, setup, [(batch, Nothing())], 1, checkpoint, 0)[0]["saved"]
     one = attrs.evolve(setup, layout=ONE)
-    assert_equal(ranks(holdings, 1, one)[0]["whole"], before)  # the same model was drawn on every rank
+    assert_equal(
+        ranks(holdings, 1, one)[0]["whole"], before
+    )  # the same model was drawn on every rank
     trained = ranks(save_after, 4, setup, [(batch, Blend())], 2, str(tmp_path / "trained"), 1)[0]
     for layout in (ONE, DP2_TP2, TP2, DP4):
         there = attrs.evolve(setup, layout=layout)
-        again = ranks(load_and_train, layout.world, there, [(batch, Blend())], str(tmp_path / "trained"), 1)[0]
+        again = ranks(
+            load_and_train, layout.world, there, [(batch, Blend())], str(tmp_path / "trained"), 1
+        )[0]
         assert_equal(again["loaded"], trained["saved"])
         for name, tensor in again["end"].items():
             torch.testing.assert_close(tensor, trained["end"][name], rtol=1e-4, atol=1e-6)
@@ -97,7 +108,11 @@ def test_tensor_parallel_pieces_that_dp_does_not_divide_are_whole_again(ranks, t
 
 def test_tensor_parallelism_refuses_sizes_that_it_cannot_cut(ranks, folder):
     said = ranks(failing_build, 2, Setup(folder("qwen2-odd"), layout=TP2))
-    assert said == ["ModelError: tp 2 must divide the model's vocab_size 67; choose a smaller layout.tp"] * 2
+    assert (
+        said
+        == ["ModelError: tp 2 must divide the model's vocab_size 67; choose a smaller layout.tp"]
+        * 2
+    )
     config = {"model_type": "gpt2", "vocab_size": 68, "n_embd": 32, "n_layer": 1, "n_head": 2}
     said = ranks(failing_build, 2, Setup("", layout=TP2, model=ModelSpec(config, None, 0)))
     assert "needs a Llama-like model" in said[0]

@@ -43,9 +43,13 @@ def test_mixtures_of_experts_are_not_taken():
     [("fp32", 4 + 4 + 8 / 2), ("bf16", 2 + 4 + 12 / 2)],
 )
 def test_a_trained_model_takes_of_two_dp_ranks_so_much(precision, each):
-    found = MegatronConfig(precision=precision).footprint(ModelSize(LLAMA), ParallelLayout(dp=2), True, 1)
+    found = MegatronConfig(precision=precision).footprint(
+        ModelSize(LLAMA), ParallelLayout(dp=2), True, 1
+    )
     assert found.resident == pytest.approx(COUNT * each)
-    halves = MegatronConfig(precision=precision).footprint(ModelSize(LLAMA), ParallelLayout(dp=2, tp=2), True, 1)
+    halves = MegatronConfig(precision=precision).footprint(
+        ModelSize(LLAMA), ParallelLayout(dp=2, tp=2), True, 1
+    )
     assert halves.resident == pytest.approx(COUNT * each / 2)
 
 
@@ -59,7 +63,11 @@ def test_the_vocabulary_is_padded_on_each_rank_and_no_box_reaches_into_the_paddi
 def test_virtual_stages_take_turns():
     planned = MegatronConfig(virtual_stages=2).planned_layout(LLAMA, PP2, torch.float32)
     layers = [
-        {int(name.split(".")[2]) for name, boxes in planned.held[rank].items() if boxes and "layers" in name}
+        {
+            int(name.split(".")[2])
+            for name, boxes in planned.held[rank].items()
+            if boxes and "layers" in name
+        }
         for rank in (0, 1)
     ]
     assert layers == [{0, 2}, {1, 3}]

@@ -25,7 +25,10 @@ OF_MEGATRON = "checkpointed layers keep the GPU's state"
 def test_each_patch_for_the_cpu_is_needed(ranks, folder, why):
     """Without it a step of two stages with recomputed layers fails. When one of these tests fails, the patch can go."""
     setup = Setup(
-        folder("qwen2-deep"), layout=ParallelLayout(pp=2), backend="megatron", config=MegatronConfig(recompute=True)
+        folder("qwen2-deep"),
+        layout=ParallelLayout(pp=2),
+        backend="megatron",
+        config=MegatronConfig(recompute=True),
     )
     with pytest.raises(RuntimeError, match=r"(?i)cuda|nvidia"):
         ranks(step_without, 2, setup, [(make_batch(4), Blend())], why)
@@ -49,16 +52,25 @@ def test_what_asks_for_a_gpu_gets_the_cpu():
         made = torch.zeros(2, device="cuda:0", dtype=torch.bfloat16)
         assert made.device == CPU and made.cuda() is made
         # the distributed optimizer and gradient clipping look for this name
-        assert made.type() == "torch.cuda.BFloat16Tensor" and torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert (
+            made.type() == "torch.cuda.BFloat16Tensor"
+            and torch.ones(1).type() == "torch.cuda.FloatTensor"
+        )
         assert torch.cuda.current_device() == "cpu"
         torch.cuda.synchronize()
         assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())
 
 
 def test_no_patch_is_active_elsewhere():
-    synchronize, current, states = torch.cuda.synchronize, torch.cuda.current_device, torch.cuda.get_rng_state
+    synchronize, current, states = (
+        torch.cuda.synchronize,
+        torch.cuda.current_device,
+        torch.cuda.get_rng_state,
+    )
     with contextlib.suppress(KeyError), on_cpu(CPU, without=[OF_MEGATRON]):
-        assert torch.cuda.synchronize is not synchronize and torch.cuda.current_device is not current
+        assert (
+            torch.cuda.synchronize is not synchronize and torch.cuda.current_device is not current
+        )
         raise KeyError("a step that failed")
     with on_cpu(torch.device("cuda")):
         assert torch.cuda.synchronize is synchronize and torch.cuda.current_device is current

@@ -15,7 +15,13 @@ from transformers import AutoConfig
 from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.backends.megatron.cpu import on_cpu
 from hybridflow.backends.megatron.groups import group_collection
-from hybridflow.backends.megatron.modules import Attention, Norm, build_chunks, rotary, transformer_config
+from hybridflow.backends.megatron.modules import (
+    Attention,
+    Norm,
+    build_chunks,
+    rotary,
+    transformer_config,
+)
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.testing import tiny_config
@@ -31,12 +37,21 @@ def hf(architecture: str = "qwen2", **fields):
 
 
 def settings(config=None, layout=None, model=None):
-    return transformer_config(model or hf(), config or MegatronConfig(), layout or ParallelLayout(), CPU)
+    return transformer_config(
+        model or hf(), config or MegatronConfig(), layout or ParallelLayout(), CPU
+    )
 
 
 def test_the_sizes_are_those_of_the_model_and_of_the_layout():
-    made = settings(MegatronConfig(precision="bf16", sequence_parallel=True), ParallelLayout(tp=2, pp=2))
-    assert (made.num_layers, made.hidden_size, made.ffn_hidden_size, made.num_query_groups) == (2, 32, 48, 2)
+    made = settings(
+        MegatronConfig(precision="bf16", sequence_parallel=True), ParallelLayout(tp=2, pp=2)
+    )
+    assert (made.num_layers, made.hidden_size, made.ffn_hidden_size, made.num_query_groups) == (
+        2,
+        32,
+        48,
+        2,
+    )
     assert (made.tensor_model_parallel_size, made.pipeline_model_parallel_size) == (2, 2)
     assert made.params_dtype == torch.bfloat16 and made.sequence_parallel and made.add_qkv_bias
     assert not settings(model=hf("llama")).add_qkv_bias and not settings().sequence_parallel
@@ -47,8 +62,18 @@ def test_the_sizes_are_those_of_the_model_and_of_the_layout():
     [
         (AutoConfig.for_model("gpt2"), {}, {}, "builds qwen2, qwen3, llama, mistral; got 'gpt2'"),
         (hf(hidden_act="gelu"), {}, {}, "knows the activation silu, got 'gelu'"),
-        (hf(), {}, {"tp": 4}, "tp 4 must divide the model's num_key_value_heads 2; choose a smaller"),
-        (hf(), {"virtual_stages": 2}, {"pp": 2}, "2 layers do not divide into pp 2 x virtual_stages 2"),
+        (
+            hf(),
+            {},
+            {"tp": 4},
+            "tp 4 must divide the model's num_key_value_heads 2; choose a smaller",
+        ),
+        (
+            hf(),
+            {"virtual_stages": 2},
+            {"pp": 2},
+            "2 layers do not divide into pp 2 x virtual_stages 2",
+        ),
     ],
 )
 def test_what_it_cannot_build_is_said(model, config, layout, said):
@@ -118,16 +143,28 @@ def test_packed_rows_do_not_see_each_other():
 
 @pytest.mark.parametrize(
     ("architecture", "kind", "head"),
-    [("qwen2", "policy", set()), ("llama", "policy", {"output_layer.weight"}), ("qwen2", "value", {"score.weight"})],
+    [
+        ("qwen2", "policy", set()),
+        ("llama", "policy", {"output_layer.weight"}),
+        ("qwen2", "value", {"score.weight"}),
+    ],
 )
 def test_a_model_has_the_head_of_its_kind(alone, architecture, kind, head):
     model = hf(architecture)
     with on_cpu(CPU):
-        [chunk] = build_chunks(model, settings(model=model), kind, ParallelLayout(), group_collection(alone), 128)
+        [chunk] = build_chunks(
+            model, settings(model=model), kind, ParallelLayout(), group_collection(alone), 128
+        )
     found = dict(chunk.named_parameters())
-    assert {name for name in found if "decoder" not in name} == {"embedding.word_embeddings.weight", *head}
+    assert {name for name in found if "decoder" not in name} == {
+        "embedding.word_embeddings.weight",
+        *head,
+    }
     assert found["embedding.word_embeddings.weight"].shape == (128, 32)
-    assert found["decoder.layers.1.self_attention.linear_qkv.weight"].shape == (64, 32)  # 32 + 16 + 16 rows
+    assert found["decoder.layers.1.self_attention.linear_qkv.weight"].shape == (
+        64,
+        32,
+    )  # 32 + 16 + 16 rows
     assert ("decoder.layers.0.self_attention.linear_qkv.bias" in found) is (architecture == "qwen2")
     split = {name for name, p in found.items() if getattr(p, "tensor_model_parallel", False)}
     assert {name for name in split if "norm" in name or "score" in name} == set()

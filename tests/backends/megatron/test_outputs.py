@@ -64,7 +64,18 @@ def test_the_largest_are_found_on_whichever_rank_they_are(ranks, world):
     _, log_p, _, _ = by_hand(weight, vocab, states, targets, given, 1.0)
     for count, kept in ((3, 3), (9, 5)):  # of a vocabulary of five
         want = log_p.topk(kept, -1)
-        for answer in ranks(head_outputs, world, weight, vocab, states, targets, given, [f"topk:{count}"], 1.0, 10**6):
+        for answer in ranks(
+            head_outputs,
+            world,
+            weight,
+            vocab,
+            states,
+            targets,
+            given,
+            [f"topk:{count}"],
+            1.0,
+            10**6,
+        ):
             assert torch.equal(answer["topk_ids"], want.indices)
             torch.testing.assert_close(answer["topk_logprobs"], want.values)
 
@@ -88,7 +99,13 @@ def test_outputs_stand_at_the_state_before_each_response_token(alone):
     starts = torch.tensor([0, 5])
     with on_cpu(CPU):
         found = role_outputs(
-            chunk(output_layer=SimpleNamespace(weight=weight)), hidden, MICRO, starts, ["logprobs"], 1.0, 8
+            chunk(output_layer=SimpleNamespace(weight=weight)),
+            hidden,
+            MICRO,
+            starts,
+            ["logprobs"],
+            1.0,
+            8,
         )["logprobs"]
     log_p = (hidden @ weight.T).log_softmax(-1)  # [S, B, V]
     want = [[log_p[1, 0, 4], log_p[2, 0, 1], log_p[3, 0, 5]], [log_p[0, 1, 7], 0.0, 0.0]]
@@ -96,12 +113,16 @@ def test_outputs_stand_at_the_state_before_each_response_token(alone):
 
 
 def test_packed_rows_are_found_where_they_start(alone):
-    flat = torch.randn(7, 1, HIDDEN, generator=GENERATOR)  # five tokens of the first row, two of the second
+    flat = torch.randn(
+        7, 1, HIDDEN, generator=GENERATOR
+    )  # five tokens of the first row, two of the second
     score = torch.nn.Linear(HIDDEN, 1, bias=False)
     starts = torch.tensor([0, 5])
     with on_cpu(CPU), torch.no_grad():
         values = role_outputs(chunk(score=score), flat, MICRO, starts, ["values"], 1.0, 8)["values"]
         scores = role_outputs(chunk(score=score), flat, MICRO, starts, ["scores"], 1.0, 8)["scores"]
         each = score(flat)[:, 0, 0]
-    torch.testing.assert_close(values, torch.stack([each[[1, 2, 3]], torch.tensor([each[5], 0.0, 0.0])]))
+    torch.testing.assert_close(
+        values, torch.stack([each[[1, 2, 3]], torch.tensor([each[5], 0.0, 0.0])])
+    )
     torch.testing.assert_close(scores, each[[4, 6]])  # at the last token of each

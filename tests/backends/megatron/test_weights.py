@@ -70,7 +70,10 @@ def test_what_the_storage_holds_is_what_the_layout_says(model, kind, layout, vir
 def test_fused_projections_are_interleaved_by_key_value_group():
     """q0 k0 v0 q1 k1 v1, each contiguous; a group has four query heads of four rows."""
     shape = RoleShape(LLAMA, "policy", ParallelLayout(), 1, 1)
-    found = [(n.split(".")[-2], b.start[0], b.stop[0], place) for n, _, b, place in shape.pieces(LAYER[1], 0, 0)]
+    found = [
+        (n.split(".")[-2], b.start[0], b.stop[0], place)
+        for n, _, b, place in shape.pieces(LAYER[1], 0, 0)
+    ]
     rows, place = 32, 0
     expected = []
     for group in range(2):
@@ -83,11 +86,16 @@ def test_fused_projections_are_interleaved_by_key_value_group():
 def test_gate_and_up_are_one_behind_the_other_on_each_rank():
     shape = RoleShape(LLAMA, "policy", ParallelLayout(tp=2), 1, 1)
     for rank, (start, stop) in itertools.product((1,), ((24, 48),)):
-        found = [(n.split(".")[-2], b.start[0], b.stop[0], place) for n, _, b, place in shape.pieces(LAYER[4], 2, rank)]
+        found = [
+            (n.split(".")[-2], b.start[0], b.stop[0], place)
+            for n, _, b, place in shape.pieces(LAYER[4], 2, rank)
+        ]
         assert found == [("gate_proj", start, stop, 0), ("up_proj", start, stop, 24 * 32)]
 
 
-@pytest.mark.parametrize(("multiple", "tp", "padded"), [(1, 1, 209), (1, 2, 210), (16, 1, 224), (128, 2, 256)])
+@pytest.mark.parametrize(
+    ("multiple", "tp", "padded"), [(1, 1, 209), (1, 2, 210), (16, 1, 224), (128, 2, 256)]
+)
 def test_each_ranks_part_of_the_vocabulary_is_a_multiple(multiple, tp, padded):
     assert RoleShape(LLAMA, "policy", ParallelLayout(tp=tp), 1, multiple).padded_vocab == padded
 
@@ -95,12 +103,22 @@ def test_each_ranks_part_of_the_vocabulary_is_a_multiple(multiple, tp, padded):
 def test_a_critic_has_one_output_and_no_tie():
     shape = RoleShape(QWEN, "value", ParallelLayout(), 1, 1)
     params = shape.params(torch.bfloat16)
-    assert params["score.weight"].shape == (1, 32) and "lm_head.weight" not in params and shape.ties == {}
-    assert RoleShape(QWEN, "policy", ParallelLayout(), 1, 1).ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert (
+        params["score.weight"].shape == (1, 32)
+        and "lm_head.weight" not in params
+        and shape.ties == {}
+    )
+    assert RoleShape(QWEN, "policy", ParallelLayout(), 1, 1).ties == {
+        "lm_head.weight": "model.embed_tokens.weight"
+    }
 
 
 Q_PROJ, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
-PARTS = [(Q_PROJ, Box((8, 0), (16, 32))), (Q_PROJ, Box((0, 0), (2, 32))), (EMBEDDING, Box((3, 4), (5, 9)))]
+PARTS = [
+    (Q_PROJ, Box((8, 0), (16, 32))),
+    (Q_PROJ, Box((0, 0), (2, 32))),
+    (EMBEDDING, Box((3, 4), (5, 9))),
+]
 
 
 def filled(spec, parts=PARTS) -> list[torch.Tensor]:
@@ -120,7 +138,9 @@ def test_a_model_without_a_folder_is_drawn_as_hugging_face_draws_it():
 
     spec = attrs.evolve(reference("llama").spec, path=None, init_seed=11)
     torch.manual_seed(11)
-    drawn = dict(AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config)).named_parameters())
+    drawn = dict(
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config)).named_parameters()
+    )
     for (name, box), values in zip(PARTS, filled(spec), strict=True):
         assert torch.equal(values, drawn[name].detach()[box.slices()]) and values.abs().max() > 0
 
@@ -131,7 +151,9 @@ def test_a_head_that_the_folder_lacks_is_drawn_and_the_rest_read():
     [row, head] = filled(spec, [PARTS[1], ("score.weight", Box((0, 0), (1, 32)))])
     assert torch.equal(row, ref.parameters[Q_PROJ][:2])
     assert head.isfinite().all() and head.abs().max() > 0
-    assert torch.equal(filled(spec, [("score.weight", Box((0, 0), (1, 32)))])[0], head)  # from the seed
+    assert torch.equal(
+        filled(spec, [("score.weight", Box((0, 0), (1, 32)))])[0], head
+    )  # from the seed
 
 
 def test_a_parameter_that_the_folder_lacks_is_named():

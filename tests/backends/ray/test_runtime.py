@@ -48,7 +48,9 @@ def test_a_runtime_sets_its_workers_up_ends_them_alone_and_leaves_ray_to_its_own
     pids = []
     for runtime in (first, second):
         runtime.start()
-        pool = Pool.launch(ResourcePool("same name", (1,)), runtime, environment={"COLOUR": "green"})
+        pool = Pool.launch(
+            ResourcePool("same name", (1,)), runtime, environment={"COLOUR": "green"}
+        )
         group = WorkerGroup(Settings, pool)
         ((pid, threads, colour, _),) = group.look().result()
         assert (threads, colour) == (runtime.config.threads, "green")
@@ -67,7 +69,8 @@ def test_a_runtime_sets_its_workers_up_ends_them_alone_and_leaves_ray_to_its_own
 def test_a_pool_that_is_larger_than_the_cluster_is_refused_at_once(ray_runtime):
     started = time.perf_counter()
     with pytest.raises(
-        HybridFlowError, match=r"'huge' needs \[20000\] cpu devices per node, and the cluster of 1 node"
+        HybridFlowError,
+        match=r"'huge' needs \[20000\] cpu devices per node, and the cluster of 1 node",
     ):
         Pool.launch(ResourcePool("huge", (20_000,)), ray_runtime)
     assert time.perf_counter() - started < 5
@@ -132,7 +135,9 @@ def test_a_process_that_ends_in_a_collective_is_worker_died_while_its_peer_waits
 
 
 def test_a_killed_process_is_worker_died_for_whoever_waits_for_its_results(group, runtime):
-    consumer = WorkerGroup(Mortal, Pool.launch(ResourcePool("other", (1,)), runtime), name="consumer")
+    consumer = WorkerGroup(
+        Mortal, Pool.launch(ResourcePool("other", (1,)), runtime), name="consumer"
+    )
     pid = group.pid().result()[1]
     stored = group.train(BATCH)
     stored["x"]

@@ -37,4 +37,6 @@ def test_the_reward_is_the_share_of_tests_that_pass():
     ) == [1.0]
     assert CodeReward(seconds=3.0)([sample("no program at all", ["assert True"])]) == [0.0]
     assert CodeReward(seconds=3.0)([sample("import os; os._exit(0)", ["assert False"])]) == [0.0]
-    assert CodeReward(seconds=3.0)([sample("print('done'); raise SystemExit", ["assert False"])]) == [0.0]
+    assert CodeReward(seconds=3.0)(
+        [sample("print('done'); raise SystemExit", ["assert False"])]
+    ) == [0.0]

@@ -57,7 +57,9 @@ def test_nothing_of_this_machine_can_be_read_or_written(tmp_path):
         os.path.abspath("."),
     ):
         assert "FileNotFoundError" in run(f"import os; os.stat({str(path)!r})").errors, path
-    assert run(f"open({str(tmp_path / 'new')!r}, 'w')").status == 1 and not (tmp_path / "new").exists()
+    assert (
+        run(f"open({str(tmp_path / 'new')!r}, 'w')").status == 1 and not (tmp_path / "new").exists()
+    )
     for place in ("/usr/x", "/x", "/dev/x", "/lib/x"):
         assert run(f"open({place!r}, 'w')").status == 1, place
     seen = run("import os; print(sorted(os.environ))").output
@@ -92,7 +94,12 @@ def test_there_is_no_network():
     with socket.socket(socket.AF_UNIX) as server:  # an abstract address belongs to the network too
         server.bind("\0hybridflow-sandbox-test")
         server.listen()
-        assert run("import socket; socket.socket(socket.AF_UNIX).connect('\\0hybridflow-sandbox-test')").status == 1
+        assert (
+            run(
+                "import socket; socket.socket(socket.AF_UNIX).connect('\\0hybridflow-sandbox-test')"
+            ).status
+            == 1
+        )
 
 
 def test_memory_is_limited():
@@ -191,6 +198,9 @@ def test_a_program_cannot_pretend_that_the_sandbox_failed():
 def test_programs_side_by_side_do_not_share_their_limit_of_processes():
     with ThreadPoolExecutor(4) as pool:
         found = list(
-            pool.map(lambda _: run("import time; time.sleep(1)", limits=Limits(seconds=20, processes=1)), range(4))
+            pool.map(
+                lambda _: run("import time; time.sleep(1)", limits=Limits(seconds=20, processes=1)),
+                range(4),
+            )
         )
     assert all(outcome.good for outcome in found), found

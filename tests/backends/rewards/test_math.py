@@ -34,7 +34,10 @@ def reward():
 
 
 def samples(*pairs):
-    return [RewardSample("p", response, np.zeros(1, np.int64), {"answer": answer}) for answer, response in pairs]
+    return [
+        RewardSample("p", response, np.zeros(1, np.int64), {"answer": answer})
+        for answer, response in pairs
+    ]
 
 
 def score(reward, answer, response):
@@ -86,7 +89,9 @@ def test_a_response_that_never_ends_to_compute_counts_as_wrong_and_the_next_row_
     score(reward, "x", "\\boxed{y}")  # the process is up
     start = time.monotonic()
     bad = ("5", "\\boxed{9^{9^{9^9}}}")
-    assert score_samples(reward, samples(bad, ("\\frac{10}{2}", "\\boxed{5}")), "math").tolist() == [0, 1]
+    assert score_samples(
+        reward, samples(bad, ("\\frac{10}{2}", "\\boxed{5}")), "math"
+    ).tolist() == [0, 1]
     assert time.monotonic() - start < 60
 
 
@@ -124,8 +129,15 @@ def test_rows_and_settings_that_cannot_be_scored_say_so(reward):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not on this machine")
 def test_it_agrees_with_the_labels_of_gsm8ks_model_solutions(reward):
-    rows = [json.loads(line) for line in (GSM8K / "example_model_solutions.jsonl").open(encoding="utf-8")][:200]
+    rows = [
+        json.loads(line)
+        for line in (GSM8K / "example_model_solutions.jsonl").open(encoding="utf-8")
+    ][:200]
     models = [name for name, value in rows[0].items() if isinstance(value, dict)]
-    pairs = [(row["ground_truth"].replace("\nA: ", "\n#### "), row[m]["solution"]) for row in rows for m in models]
+    pairs = [
+        (row["ground_truth"].replace("\nA: ", "\n#### "), row[m]["solution"])
+        for row in rows
+        for m in models
+    ]
     labels = [float(row[m]["is_correct"]) for row in rows for m in models]
     assert score_samples(reward, samples(*pairs), "math").tolist() == labels

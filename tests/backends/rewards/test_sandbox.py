@@ -31,7 +31,8 @@ def test_a_machine_that_cannot_isolate_a_program_is_told_what_it_lacks(tmp_path,
 
 def test_a_program_reads_writes_and_imports_the_standard_library():
     found = run(
-        "import json, math, sys\nprint(json.dumps([math.pi > 3, input()]))\nprint('no', file=sys.stderr)", "line\n"
+        "import json, math, sys\nprint(json.dumps([math.pi > 3, input()]))\nprint('no', file=sys.stderr)",
+        "line\n",
     )
     assert found.good and found.output == '[true, "line"]\n' and found.errors == "no\n"
     assert run("raise SystemExit(3)").status == 3
@@ -39,7 +40,9 @@ def test_a_program_reads_writes_and_imports_the_standard_library():
     assert wrong.status == 1 and "ZeroDivisionError" in wrong.errors
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"], ids=["busy", "asleep"])
+@pytest.mark.parametrize(
+    "program", ["while True: pass", "import time; time.sleep(60)"], ids=["busy", "asleep"]
+)
 def test_time_is_limited(program):
     started = time.monotonic()
     found = run(program, limits=Limits(seconds=1.0))

@@ -27,12 +27,17 @@ class TestOtherMachines(StandIns):
     def test_on_a_cpu_the_shims_are_named(self, machine):
         machine(False, "sglang", files=sources(""))
         rows = {what: (found, todo) for what, found, todo in diagnose()}
-        assert rows["shims"] == ("kernel, vision (a CPU needs them; set for the engine's process alone)", "")
+        assert rows["shims"] == (
+            "kernel, vision (a CPU needs them; set for the engine's process alone)",
+            "",
+        )
         assert "sampler" not in rows  # SGLang finds ours
 
 
 @needs("sglang")
 def test_the_installed_one_can_be_imported():
     rows = {what: (found, todo) for what, found, todo in diagnose()}
-    assert rows["package"][0].startswith("sglang 0.5.") and rows["import sglang"][0].startswith("works")
+    assert rows["package"][0].startswith("sglang 0.5.") and rows["import sglang"][0].startswith(
+        "works"
+    )
     assert rows["import sglang.srt.entrypoints.engine"][0].startswith("works")

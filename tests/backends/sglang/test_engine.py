@@ -23,7 +23,9 @@ SMALL = SGLangConfig(kv_tokens=16384, max_sequences=64)
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
     logs = str(tmp_path_factory.mktemp("logs"))
-    with kept_engines(lambda spec, context: HostedEngine(SGLangEngine, spec, SMALL, context, logs)) as start:
+    with kept_engines(
+        lambda spec, context: HostedEngine(SGLangEngine, spec, SMALL, context, logs)
+    ) as start:
         yield start
 
 
@@ -35,7 +37,9 @@ class TestSGLang(KeptOnCPU):
 @needs("sglang")
 @pytest.mark.parametrize(("architecture", "weights"), [("qwen2", "bucket"), ("llama", "group")])
 @pytest.mark.timeout(400)
-def test_the_first_of_two_ranks_hosts_it_and_the_second_follows(ranks, tmp_path, architecture, weights):
+def test_the_first_of_two_ranks_hosts_it_and_the_second_follows(
+    ranks, tmp_path, architecture, weights
+):
     before = jobs.in_shared_memory()
     found = jobs.two_ranks(ranks, jobs.sglang, architecture, weights, str(tmp_path))
     assert jobs.in_shared_memory() <= before
@@ -46,7 +50,9 @@ def test_the_first_of_two_ranks_hosts_it_and_the_second_follows(ranks, tmp_path,
 def test_a_model_that_is_no_policy_is_refused_before_sglang_is_imported(kind):
     context = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
     engine = SGLangEngine(ModelSpec(tiny_config(), None, 0, kind), SMALL, context)
-    with pytest.raises(ModelError, match=f"generates with a policy; this model is a '{kind}' model"):
+    with pytest.raises(
+        ModelError, match=f"generates with a policy; this model is a '{kind}' model"
+    ):
         engine.start()
 
 

@@ -31,5 +31,8 @@ def test_the_registry_gives_it_or_says_how_to_install_it():
     if is_installed("sglang"):
         assert registry.get("rollout_engine", "sglang") is SGLangEngine
     else:
-        with pytest.raises(PluginError, match=r"needs sglang, not installed here: pip install 'hybridflow\[sglang\]'"):
+        with pytest.raises(
+            PluginError,
+            match=r"needs sglang, not installed here: pip install 'hybridflow\[sglang\]'",
+        ):
             registry.get("rollout_engine", "sglang")

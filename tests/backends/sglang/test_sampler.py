@@ -20,7 +20,9 @@ def info(**fields):
 
 def asked(*seeds):
     """A batch of requests with these seeds."""
-    return SimpleNamespace(reqs=[SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=s)) for s in seeds])
+    return SimpleNamespace(
+        reqs=[SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=s)) for s in seeds]
+    )
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -29,8 +31,14 @@ def test_every_request_keeps_its_seed_however_the_batch_is_handed_over(by_name):
         return info()
 
     seeds = asked(2**62 + 1, None)
-    found = _with_seeds(original, batch=seeds, vocab_size=9) if by_name else _with_seeds(original, seeds, 9)
-    assert found.sampling_seed.tolist() == [2**62 + 1, 0] and found.sampling_seed.dtype == torch.int64
+    found = (
+        _with_seeds(original, batch=seeds, vocab_size=9)
+        if by_name
+        else _with_seeds(original, seeds, 9)
+    )
+    assert (
+        found.sampling_seed.tolist() == [2**62 + 1, 0] and found.sampling_seed.dtype == torch.int64
+    )
 
 
 def test_biases_are_kept_from_the_logits_and_come_back():
@@ -75,7 +83,9 @@ def test_ours_is_the_sampler_that_a_cpu_may_have():
     from hybridflow.backends.sglang import shims
 
     environment = {"PATH": "", **shims.variables(torch.device("cpu"))}
-    done = subprocess.run([sys.executable, "-c", REGISTERED], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERED], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     hooks = [f"{batch}.apply_logits_bias", f"{batch}.from_schedule_batch"]

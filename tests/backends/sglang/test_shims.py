@@ -41,19 +41,34 @@ def test_plugins_that_somebody_has_chosen_stay_and_ours_joins_them(monkeypatch):
 
 
 def test_the_folders_are_there():
-    assert os.path.isfile(f"{VISION}/sitecustomize.py") and os.path.isfile(f"{KERNEL}/sgl_kernel/__init__.py")
+    assert os.path.isfile(f"{VISION}/sitecustomize.py") and os.path.isfile(
+        f"{KERNEL}/sgl_kernel/__init__.py"
+    )
 
 
 @needs("sglang", "torchvision")
 @pytest.mark.parametrize(
     ("shim", "code"),
-    [("kernel", "import sglang.srt.entrypoints.engine"), ("vision", UNDECLARED + "import torchvision")],
+    [
+        ("kernel", "import sglang.srt.entrypoints.engine"),
+        ("vision", UNDECLARED + "import torchvision"),
+    ],
 )
 def test_each_shim_is_still_needed(shim, code):
     """If the second half fails the packages have changed, and the shim can go."""
     environment = {**os.environ, **shims.variables(CPU)}
     paths = environment["PYTHONPATH"].split(os.pathsep)
-    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True
+        ).returncode
+        == 0
+    )
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p != str(shims.FOLDER / shim))
-    without = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert without.returncode != 0 and ("sgl_kernel" if shim == "kernel" else "torchvision::nms") in without.stderr
+    without = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert (
+        without.returncode != 0
+        and ("sgl_kernel" if shim == "kernel" else "torchvision::nms") in without.stderr
+    )

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from helpers.small_tokenizers import TEXTS, bpe, char
 
-from hybridflow.backends.tokenizers.huggingface import HFTokenizer, HuggingFaceTokenizers, load_tokenizer
+from hybridflow.backends.tokenizers.huggingface import (
+    HFTokenizer,
+    HuggingFaceTokenizers,
+    load_tokenizer,
+)
 from hybridflow.core.errors import DataError, ModelError
 from hybridflow.kit.testing import TokenizerConformance
 
@@ -17,7 +21,11 @@ def hf_folder(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     hf = PreTrainedTokenizerFast(
-        tokenizer_object=bpe().fast, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token=None
+        tokenizer_object=bpe().fast,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token=None,
     )
     hf.chat_template = (
         "{% for m in messages %}<bos>{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
@@ -27,7 +35,9 @@ def hf_folder(tmp_path):
     return str(tmp_path / "hf")
 
 
-def test_a_hugging_face_folder_encodes_without_adding_tokens_and_reads_spelled_special_tokens(hf_folder, tmp_path):
+def test_a_hugging_face_folder_encodes_without_adding_tokens_and_reads_spelled_special_tokens(
+    hf_folder, tmp_path
+):
     tokenizer = load_tokenizer(hf_folder)
     assert isinstance(tokenizer, HFTokenizer)
     ids = tokenizer.encode(TEXTS[0])
@@ -35,7 +45,10 @@ def test_a_hugging_face_folder_encodes_without_adding_tokens_and_reads_spelled_s
     assert tokenizer.decode([*ids, tokenizer.eos_id, 100_000]) == TEXTS[0]
     assert tokenizer.encode("<bos>").tolist() == [tokenizer.bos_id]
     tokenizer.save(tmp_path / "again")
-    assert load_tokenizer(str(tmp_path / "again")).encode(TEXTS[1]).tolist() == tokenizer.encode(TEXTS[1]).tolist()
+    assert (
+        load_tokenizer(str(tmp_path / "again")).encode(TEXTS[1]).tolist()
+        == tokenizer.encode(TEXTS[1]).tolist()
+    )
 
 
 def test_a_chat_template_ends_with_the_opening_of_the_assistants_turn(hf_folder):
@@ -58,7 +71,9 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer.path: there is no folder"):
         load_tokenizer(str(tmp_path / "no"), "tokenizer.path")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"actor's model.path.*no tokenizer.json \(it has config.json\)"):
+    with pytest.raises(
+        ModelError, match=r"actor's model.path.*no tokenizer.json \(it has config.json\)"
+    ):
         load_tokenizer(str(tmp_path), "the actor's model.path")
     (tmp_path / "tokenizer_config.json").write_text("{broken")
     with pytest.raises(ModelError, match="cannot be read"):

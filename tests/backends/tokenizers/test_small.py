@@ -16,7 +16,12 @@ from hybridflow.core.errors import DataError
 
 def test_a_character_tokenizer_has_the_ids_of_the_recipe():
     tokenizer = char()
-    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 2, 15)
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (
+        0,
+        1,
+        2,
+        15,
+    )
     ids = tokenizer.encode("17+05=")
     assert ids.dtype == np.int64
     assert ids.tolist() == [4, 10, 13, 3, 8, 14]
@@ -48,7 +53,9 @@ def test_special_tokens_have_no_spelling_in_the_small_tokenizers():
 
 
 def test_an_unknown_character_is_an_error_that_names_text_and_character():
-    with pytest.raises(DataError, match=r"does not know '-' \(character 2 of '17-05='\).*tokenizer.characters"):
+    with pytest.raises(
+        DataError, match=r"does not know '-' \(character 2 of '17-05='\).*tokenizer.characters"
+    ):
         char().encode("17-05=")
 
 
@@ -70,19 +77,27 @@ def test_bpe_spells_any_text_in_fewer_tokens_than_bytes():
 def test_training_on_characters_says_when_there_are_none_or_too_many():
     with pytest.raises(DataError, match="no text"):
         train_tokenizer("char", 1024, lambda: [])
-    with pytest.raises(DataError, match=r"5 different characters, which take 8 tokens.*vocab_size is 7"):
+    with pytest.raises(
+        DataError, match=r"5 different characters, which take 8 tokens.*vocab_size is 7"
+    ):
         train_tokenizer("char", 7, lambda: ["abcde"])
 
 
 @pytest.mark.parametrize("model_type", [None, "qwen2", "qwen3", "llama", "gpt2"])
-@pytest.mark.parametrize("make", [char, lambda: char("aé’🦙日\n <"), bpe], ids=["ascii", "unicode", "bpe"])
-def test_an_exported_folder_loads_with_auto_tokenizer_and_spells_the_same(tmp_path, make, model_type):
+@pytest.mark.parametrize(
+    "make", [char, lambda: char("aé’🦙日\n <"), bpe], ids=["ascii", "unicode", "bpe"]
+)
+def test_an_exported_folder_loads_with_auto_tokenizer_and_spells_the_same(
+    tmp_path, make, model_type
+):
     from transformers import AutoTokenizer
 
     tokenizer = make()
     tokenizer.save(tmp_path)
     if model_type:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 400}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({"model_type": model_type, "vocab_size": 400})
+        )
     hf = AutoTokenizer.from_pretrained(tmp_path)
     text = TEXTS[0] + " 日本" if tokenizer.characters is None else tokenizer.characters * 2
     ids = tokenizer.encode(text)

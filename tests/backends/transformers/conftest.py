@@ -33,7 +33,11 @@ class Tiny:
     """`model` is Hugging Face's, `engine` ours, both with the weights of `seed`."""
 
     def __init__(self, model_type="qwen2", seed=0, hf=None, **config):
-        base = GPT2 | dict(bos_token_id=None, eos_token_id=None) if model_type == "gpt2" else LLAMA_LIKE
+        base = (
+            GPT2 | dict(bos_token_id=None, eos_token_id=None)
+            if model_type == "gpt2"
+            else LLAMA_LIKE
+        )
         self.fields = {"model_type": model_type, **base, **(hf or {})}
         self.model = self.random_model(seed)
         self.config = TransformersEngineConfig(**config)
@@ -45,7 +49,9 @@ class Tiny:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**self.fields)).eval()
         for name, value in model.named_parameters():
             if value.ndim == 1:  # norms and biases that are not all ones and zeros
-                torch.nn.init.normal_(value, float("norm" in name or "ln_" in name) * name.endswith("weight"), 0.1)
+                torch.nn.init.normal_(
+                    value, float("norm" in name or "ln_" in name) * name.endswith("weight"), 0.1
+                )
         return model
 
     def bare_engine(self):
@@ -118,6 +124,9 @@ def requests_of():
     def make(prompts, seeds=None, first_id=0, **sampling):
         params = SamplingParams(**sampling)
         seeds = range(100, 100 + len(prompts)) if seeds is None else seeds
-        return [Request(first_id + i, p, params, seed=s) for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))]
+        return [
+            Request(first_id + i, p, params, seed=s)
+            for i, (p, s) in enumerate(zip(prompts, seeds, strict=True))
+        ]
 
     return make

@@ -16,7 +16,12 @@ from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.weights import Box
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 ALL_MODELS = [
     ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True}),
@@ -38,7 +43,9 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize(("model_type", "hf"), ALL_MODELS)
-def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(tiny, prompts, requests_of, model_type, hf):
+def test_greedy_tokens_and_logprobs_are_those_of_hugging_face(
+    tiny, prompts, requests_of, model_type, hf
+):
     case = tiny(model_type, hf=hf)
     done = case.engine.generate(requests_of(prompts, max_tokens=12, temperature=0.0))
     assert len({tuple(c.response_ids) for c in done}) > 1
@@ -78,7 +85,9 @@ def test_first_tokens_follow_the_softmax_of_the_model(tiny, model_type):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(tiny, prompts, requests_of, model_type):
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(
+    tiny, prompts, requests_of, model_type
+):
     engine = tiny(model_type).engine
     requests = requests_of(prompts, max_tokens=20, stop_token_ids=(7, 30))
     done = engine.generate(requests)
@@ -94,7 +103,8 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(tiny, prompt
 def test_rows_that_finish_at_many_lengths_leave_room_for_the_waiting(tiny, prompts):
     draw = np.random.default_rng(0)
     requests = [
-        Request(i, prompts[i % 12], SamplingParams(max_tokens=int(draw.integers(1, 40))), seed=i) for i in range(60)
+        Request(i, prompts[i % 12], SamplingParams(max_tokens=int(draw.integers(1, 40))), seed=i)
+        for i in range(60)
     ]
     everything = tiny("qwen2").engine.generate(requests)
     engine = tiny("qwen2", max_sequences=7).engine
@@ -108,7 +118,9 @@ def test_rows_that_finish_at_many_lengths_leave_room_for_the_waiting(tiny, promp
 
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("model_type", KINDS)
-def test_looking_rarely_at_what_has_finished_changes_nothing(tiny, prompts, requests_of, model_type, steps):
+def test_looking_rarely_at_what_has_finished_changes_nothing(
+    tiny, prompts, requests_of, model_type, steps
+):
     requests = requests_of(prompts, max_tokens=23, stop_token_ids=(7, 30))
     expected = tiny(model_type).engine.generate(requests)
     engine = tiny(model_type, sync_every=steps, max_sequences=5).engine
@@ -134,7 +146,9 @@ def test_the_samples_of_a_group_differ_and_are_those_of_single_requests(tiny, re
 @pytest.mark.parametrize("model_type", KINDS)
 def test_different_seeds_differ_and_any_integer_is_a_seed(tiny, prompts, requests_of, model_type):
     seeds = [0, 1, 2, -1, 2**63, 2**64 - 2, 2**40]
-    done = tiny(model_type).engine.generate(requests_of([prompts[4]] * 7, seeds=seeds, max_tokens=16))
+    done = tiny(model_type).engine.generate(
+        requests_of([prompts[4]] * 7, seeds=seeds, max_tokens=16)
+    )
     assert len({tuple(c.response_ids) for c in done}) == 7
 
 
@@ -144,7 +158,10 @@ def test_requests_of_every_kind_of_sampling_mix_in_one_batch(tiny, prompts, mode
     kinds = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.5, "top_k": 9, "top_p": 0.9},
              {"min_p": 0.2}, {"min_p": 0.1, "top_p": 0.8, "logit_bias": {3: 2.0, 7: -5.0}},
              {"temperature": 0.0, "logit_bias": {5: 9.0}}]  # fmt: skip
-    requests = [Request(i, prompts[5], SamplingParams(max_tokens=14, **k), seed=9) for i, k in enumerate(kinds)]
+    requests = [
+        Request(i, prompts[5], SamplingParams(max_tokens=14, **k), seed=9)
+        for i, k in enumerate(kinds)
+    ]
     together = engine.generate(requests)
     for request, completion in zip(requests, together, strict=True):
         assert_same(engine.generate([request])[0], completion)
@@ -166,7 +183,9 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(tiny, prompts, request
     engine = tiny(model_type).engine
     free = engine.generate(requests_of(prompts, max_tokens=30))
     stopped = engine.generate(requests_of(prompts, max_tokens=30, stop_token_ids=(4, 11, 40)))
-    ignored = engine.generate(requests_of(prompts, max_tokens=30, stop_token_ids=(4, 11, 40), ignore_stop=True))
+    ignored = engine.generate(
+        requests_of(prompts, max_tokens=30, stop_token_ids=(4, 11, 40), ignore_stop=True)
+    )
     reasons = set()
     for a, b, c in zip(free, stopped, ignored, strict=True):
         hits = np.flatnonzero(np.isin(a.response_ids, (4, 11, 40)))
@@ -179,18 +198,24 @@ def test_a_stop_token_ends_the_response_and_is_part_of_it(tiny, prompts, request
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_going_on_after_a_prefix_equals_uninterrupted_generation(tiny, prompts, requests_of, model_type):
+def test_going_on_after_a_prefix_equals_uninterrupted_generation(
+    tiny, prompts, requests_of, model_type
+):
     case = tiny(model_type)
     whole = case.engine.generate(requests_of(prompts, max_tokens=18, stop_token_ids=(7,)))
     parts = []
     for i, (prompt, c) in enumerate(zip(prompts, whole, strict=True)):
         k = min(i, len(c.response_ids) - 1)
         prefix = (c.response_ids[:k], c.logprobs[:k], np.full(k, -5))
-        parts.append(Request(i, prompt, SamplingParams(max_tokens=18, stop_token_ids=(7,)), 100 + i, *prefix))
+        parts.append(
+            Request(i, prompt, SamplingParams(max_tokens=18, stop_token_ids=(7,)), 100 + i, *prefix)
+        )
     for request, a, b in zip(parts, case.engine.generate(parts), whole, strict=True):
         assert_same(a, b)
         k = len(request.prefix_ids)
-        assert (a.weight_version[:k] == -5).all() and (a.weight_version[k:] == case.engine.version).all()
+        assert (a.weight_version[:k] == -5).all() and (
+            a.weight_version[k:] == case.engine.version
+        ).all()
 
 
 def test_a_prefix_that_is_a_whole_response_comes_back_as_it_is(tiny):
@@ -204,7 +229,10 @@ def test_a_prefix_that_is_a_whole_response_comes_back_as_it_is(tiny):
     done = engine.generate(requests)
     assert [c.finish_reason for c in done] == ["stop", "length", "length"]
     assert [c.response_ids.tolist() for c in done] == [[5, 3], [5, 3], []]
-    assert done[0].logprobs.tolist() == [0, 0] and done[0].weight_version.tolist() == [-1, -1]  # none were given
+    assert done[0].logprobs.tolist() == [0, 0] and done[0].weight_version.tolist() == [
+        -1,
+        -1,
+    ]  # none were given
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -233,7 +261,9 @@ def test_weights_that_are_not_finite_are_reported_and_leave_nothing_behind(case)
     with torch.no_grad():
         broken.get_parameter(name).fill_(float("nan"))
     case.update(2, model=broken, names=[name])
-    with pytest.raises(HybridFlowError, match=r"request 0: .*not finite at response token 0, .*version 2"):
+    with pytest.raises(
+        HybridFlowError, match=r"request 0: .*not finite at response token 0, .*version 2"
+    ):
         greedy(case)
     case.update(3, names=[name])
     np.testing.assert_array_equal(greedy(case).response_ids, expected.response_ids)
@@ -241,7 +271,10 @@ def test_weights_that_are_not_finite_are_reported_and_leave_nothing_behind(case)
 
 @fast_only
 def test_weights_may_change_while_sequences_run_and_tokens_say_which_made_them(case):
-    short, long = SamplingParams(max_tokens=3, temperature=0.0), SamplingParams(max_tokens=9, temperature=0.0)
+    short, long = (
+        SamplingParams(max_tokens=3, temperature=0.0),
+        SamplingParams(max_tokens=9, temperature=0.0),
+    )
     stream = case.engine.submit([Request(0, PROMPT, short), Request(1, PROMPT, long)])
     assert next(stream).id == 0
     case.update(2, model=case.random_model(seed=1))
@@ -259,14 +292,25 @@ def test_aborted_sequences_come_back_with_what_they_have(case):
     assert sorted(done) == [1, 2, 3, 4]
     for i, c in done.items():
         assert c.finish_reason == ("abort" if i in (2, 4) else "length")
-        assert len(c.response_ids) == len(c.logprobs) == len(c.weight_version) == (4 if i in (2, 4) else 4 + 20 * i)
-        np.testing.assert_array_equal(c.response_ids, expected[i].response_ids[: len(c.response_ids)])
+        assert (
+            len(c.response_ids)
+            == len(c.logprobs)
+            == len(c.weight_version)
+            == (4 if i in (2, 4) else 4 + 20 * i)
+        )
+        np.testing.assert_array_equal(
+            c.response_ids, expected[i].response_ids[: len(c.response_ids)]
+        )
 
 
 @both
 def test_an_abort_before_the_start_reaches_waiting_requests_and_keeps_their_prefix(case):
     prefix = np.array([9, 8])
-    requests = [Request(0, PROMPT, GREEDY), Request(1, PROMPT, GREEDY, prefix_ids=prefix), Request(2, PROMPT, GREEDY)]
+    requests = [
+        Request(0, PROMPT, GREEDY),
+        Request(1, PROMPT, GREEDY, prefix_ids=prefix),
+        Request(2, PROMPT, GREEDY),
+    ]
     stream = case.engine.submit(requests)
     case.engine.abort([1])
     done = {c.id: c for c in stream}
@@ -274,7 +318,11 @@ def test_an_abort_before_the_start_reaches_waiting_requests_and_keeps_their_pref
     assert done[1].response_ids.tolist() == [9, 8]
     stream = case.engine.submit(requests)
     case.engine.abort()
-    assert sorted((c.id, c.finish_reason) for c in stream) == [(0, "abort"), (1, "abort"), (2, "abort")]
+    assert sorted((c.id, c.finish_reason) for c in stream) == [
+        (0, "abort"),
+        (1, "abort"),
+        (2, "abort"),
+    ]
 
 
 @both
@@ -351,7 +399,10 @@ def test_a_sleeping_engine_shows_no_weights(tiny):
     ("bad", "message"),
     [
         (dict(prompt_ids=np.array([], np.int64)), "the prompt is empty"),
-        (dict(sampling=SamplingParams(max_tokens=252)), "exceed the model's max_position_embeddings 256"),
+        (
+            dict(sampling=SamplingParams(max_tokens=252)),
+            "exceed the model's max_position_embeddings 256",
+        ),
         (dict(prompt_ids=np.array([3, 48])), "outside the vocabulary of 48"),
         (dict(prefix_ids=np.array([-1])), "outside the vocabulary of 48"),
         (dict(sampling=SamplingParams(max_tokens=4, temperature=-1.0)), "temperature -1.0"),
@@ -362,18 +413,32 @@ def test_a_sleeping_engine_shows_no_weights(tiny):
             dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: 1.0, 48: 1.0})),
             r"tokens \[48\], which lie outside .* of 48",
         ),
-        (dict(sampling=SamplingParams(max_tokens=4, logit_bias={-1: 1.0})), r"tokens \[-1\], which lie outside"),
+        (
+            dict(sampling=SamplingParams(max_tokens=4, logit_bias={-1: 1.0})),
+            r"tokens \[-1\], which lie outside",
+        ),
         (
             dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: float("nan")})),
             "token 3 is nan; give a number from -1e",
         ),
-        (dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: float("-inf")})), "token 3 is -inf"),
-        (dict(sampling=SamplingParams(max_tokens=4, logit_bias=[(3, 1.0), (3, 2.0)])), r"tokens \[3\] twice"),
-        (dict(prefix_ids=np.array([1]), prefix_logprobs=np.zeros(2)), "prefix_logprobs has 2 entries"),
+        (
+            dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: float("-inf")})),
+            "token 3 is -inf",
+        ),
+        (
+            dict(sampling=SamplingParams(max_tokens=4, logit_bias=[(3, 1.0), (3, 2.0)])),
+            r"tokens \[3\] twice",
+        ),
+        (
+            dict(prefix_ids=np.array([1]), prefix_logprobs=np.zeros(2)),
+            "prefix_logprobs has 2 entries",
+        ),
     ],
 )
 @both
-def test_a_request_that_cannot_be_served_is_refused_by_its_id_before_anything_runs(case, bad, message):
+def test_a_request_that_cannot_be_served_is_refused_by_its_id_before_anything_runs(
+    case, bad, message
+):
     good = Request(0, PROMPT, SamplingParams(max_tokens=4))
     fields = dict(prompt_ids=PROMPT, sampling=SamplingParams(max_tokens=4)) | bad
     with pytest.raises(HybridFlowError, match=f"request 17: .*{message}"):
@@ -388,7 +453,9 @@ def test_an_id_used_twice_is_refused(case):
 
 def start(fields, kind="policy", **config):
     context = SimpleNamespace(device=torch.device("cpu"))
-    engine = TransformersEngine(ModelSpec(fields, None, 0, kind), TransformersEngineConfig(**config), context)
+    engine = TransformersEngine(
+        ModelSpec(fields, None, 0, kind), TransformersEngineConfig(**config), context
+    )
     engine.start()
     return engine
 
@@ -414,7 +481,9 @@ def test_a_model_folder_gives_its_own_config(tiny, tmp_path):
     case = tiny("qwen2")
     case.model.save_pretrained(tmp_path)
     spec = ModelSpec({"model_type": "qwen2"}, str(tmp_path), 0)
-    engine = TransformersEngine(spec, TransformersEngineConfig(), SimpleNamespace(device=torch.device("cpu")))
+    engine = TransformersEngine(
+        spec, TransformersEngineConfig(), SimpleNamespace(device=torch.device("cpu"))
+    )
     engine.start()
     assert engine.layout().params == case.engine.layout().params
 
@@ -423,5 +492,7 @@ def test_the_cache_limit_bounds_the_slots_and_answers_stay_the_same(tiny, prompt
     requests = requests_of(prompts, max_tokens=16)
     engine = tiny("qwen2", kv_memory_gb=1e-4).engine
     assert engine._slots(64) == 3  # 2 layers x keys and values x 2 heads x 64 columns x 16 floats
-    for a, b in zip(engine.generate(requests), tiny("qwen2").engine.generate(requests), strict=True):
+    for a, b in zip(
+        engine.generate(requests), tiny("qwen2").engine.generate(requests), strict=True
+    ):
         np.testing.assert_array_equal(a.response_ids, b.response_ids)

@@ -42,7 +42,9 @@ def mixed_requests(prompts) -> list[Request]:
         Request(
             i,
             p,
-            SamplingParams(max_tokens=4 + 5 * i % 13, top_p=0.9, stop_token_ids=(4, 7, 11, 20, 29, 40)),
+            SamplingParams(
+                max_tokens=4 + 5 * i % 13, top_p=0.9, stop_token_ids=(4, 7, 11, 20, 29, 40)
+            ),
             seed=40 + i,
         )
         for i, p in enumerate(prompts)
@@ -78,7 +80,10 @@ def test_two_ranks_generate_what_one_and_hugging_face_do(ranks, tiny, prompts, r
 
 def test_rows_leave_and_enter_alike_on_both_ranks(ranks, tiny, prompts):
     config = dict(max_sequences=3, sync_every=2, prefill_tokens=20)
-    case, requests = tiny("qwen2", hf=MODELS["qwen2, tied, odd"][1], **config), mixed_requests(prompts)
+    case, requests = (
+        tiny("qwen2", hf=MODELS["qwen2, tied, odd"][1], **config),
+        mixed_requests(prompts),
+    )
     first, second = ranks(generate, 2, model_of(case, **config), [requests])
     assert_equal(first[0], second[0], atol=0)
     assert_equal(first[0], list(case.engine.submit(requests)), atol=1e-4)
@@ -132,14 +137,21 @@ def context_of(rank, generation):
         layout=generation.train,
         generation=generation,
         device=torch.device("cpu"),
-        group=lambda axis: generation.replicas[0][0].index(rank) if rank in generation.replicas[0][0] else None,
+        group=lambda axis: (
+            generation.replicas[0][0].index(rank) if rank in generation.replicas[0][0] else None
+        ),
     )
 
 
-def test_four_ranks_share_two_kv_heads_and_a_vocabulary_that_leaves_the_last_without_a_token(tiny, monkeypatch):
+def test_four_ranks_share_two_kv_heads_and_a_vocabulary_that_leaves_the_last_without_a_token(
+    tiny, monkeypatch
+):
     case = tiny("llama", hf={"vocab_size": 5, "attention_bias": True})
     prompts = [np.array(ids) for ids in ([4], [0, 1, 2, 3, 4], [3, 3])]
-    requests = [Request(i, p, SamplingParams(max_tokens=9, top_p=0.9), seed=i) for i, p in enumerate(prompts)]
+    requests = [
+        Request(i, p, SamplingParams(max_tokens=9, top_p=0.9), seed=i)
+        for i, p in enumerate(prompts)
+    ]
     monkeypatch.setattr(parallel, "dist", Meeting(4))
     generation, model, done = generation_of(4), model_of(case), {}
 
@@ -182,8 +194,12 @@ def test_every_rank_holds_its_box_and_gives_back_what_it_got(tiny, name, generat
         for parameter, (box,) in layout.held[rank].items():
             values = model.weights[parameter][box.slices()]
             assert torch.equal(engine.read(parameter, box), values)
-            part = Box(tuple((a + b) // 2 for a, b in zip(box.start, box.stop, strict=True)), box.stop)
-            assert torch.equal(engine.read(parameter, part), model.weights[parameter][part.slices()])
+            part = Box(
+                tuple((a + b) // 2 for a, b in zip(box.start, box.stop, strict=True)), box.stop
+            )
+            assert torch.equal(
+                engine.read(parameter, part), model.weights[parameter][part.slices()]
+            )
             view = engine.view(parameter, part)
             assert (view is None) == (parameter in layout.opaque)
             if view is not None:
@@ -209,7 +225,9 @@ def test_one_rank_and_tp_1_hold_everything_on_every_rank(tiny):
 
 def bare(case, rank, generation, **config):
     spec = ModelSpec(case.fields, None, 0)
-    engine = TransformersEngine(spec, TransformersEngineConfig(**config), context_of(rank, generation))
+    engine = TransformersEngine(
+        spec, TransformersEngineConfig(**config), context_of(rank, generation)
+    )
     engine.start()
     return engine
 
@@ -239,7 +257,9 @@ def test_a_first_update_must_bring_the_rank_its_own_part_and_no_more(tiny):
     for name, boxes in held.items():
         for box in boxes if name != left else [Box(first.start, (first.start[0] + 1, 64))]:
             engine.receive(name, box, weights[name][box.slices()])
-    with pytest.raises(HybridFlowError, match=rf"lacks 1 of .* parameters: {left} \(64 of 1536 elements\)$"):
+    with pytest.raises(
+        HybridFlowError, match=rf"lacks 1 of .* parameters: {left} \(64 of 1536 elements\)$"
+    ):
         engine.end_update()
     view = engine.view(left, first)
     view.copy_(weights[left][first.slices()])
@@ -273,9 +293,13 @@ def test_pipeline_parallelism_and_other_decoders_are_refused(tiny):
     staged = generation_layout(ParallelLayout(pp=2, tp=2), pp=2, tp=2)
     with pytest.raises(ModelError, match="no pipeline parallelism; the generation layout has pp 2"):
         bare(tiny("llama"), 0, staged)
-    with pytest.raises(ModelError, match=r"only the fast decoder has tensor parallelism.*'gpt2'.* tp 2"):
+    with pytest.raises(
+        ModelError, match=r"only the fast decoder has tensor parallelism.*'gpt2'.* tp 2"
+    ):
         bare(tiny("gpt2"), 0, generation_of(2))
-    with pytest.raises(ModelError, match=r"only the fast decoder has tensor parallelism.*fast = false"):
+    with pytest.raises(
+        ModelError, match=r"only the fast decoder has tensor parallelism.*fast = false"
+    ):
         bare(tiny("llama"), 0, generation_of(2), fast=False)
     swapped = generation_of(2)
     swapped.__dict__["replicas"] = (((1, 0),),)

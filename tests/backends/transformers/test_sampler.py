@@ -8,7 +8,13 @@ import torch
 from hybridflow.backends.transformers.sampler import Sampler, uniforms
 
 ROW = np.dtype(
-    [("seed", np.int64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64), ("min_p", np.float32)]
+    [
+        ("seed", np.int64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+        ("min_p", np.float32),
+    ]
 )
 CPU = torch.device("cpu")
 
@@ -38,14 +44,22 @@ def test_uniform_numbers_are_even_over_seeds_and_over_positions():
         (torch.tensor([7]), torch.arange(40000)),
     ):
         values = uniforms(seeds, positions)
-        assert values.dtype == torch.float32 and float(values.min()) >= 0 and float(values.max()) < 1
+        assert (
+            values.dtype == torch.float32 and float(values.min()) >= 0 and float(values.max()) < 1
+        )
         counts = np.bincount((values * 50).long().numpy(), minlength=50)
-        assert ((counts - 800) ** 2 / 800).sum() < 110  # 49 degrees of freedom: mean 49, deviation 10
+        assert (
+            (counts - 800) ** 2 / 800
+        ).sum() < 110  # 49 degrees of freedom: mean 49, deviation 10
 
 
 def test_uniform_numbers_of_neighbouring_seeds_and_positions_are_uncorrelated():
     values = uniforms(torch.arange(300)[:, None], torch.arange(300)).numpy()
-    for a, b in ((values[1:], values[:-1]), (values[:, 1:], values[:, :-1]), (values[1:, :-1], values[:-1, 1:])):
+    for a, b in (
+        (values[1:], values[:-1]),
+        (values[:, 1:], values[:, :-1]),
+        (values[1:, :-1], values[:-1, 1:]),
+    ):
         assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
 
 
@@ -66,13 +80,21 @@ def test_top_k_and_top_p_keep_their_support_and_its_proportions():
     top_k, top_p = set(order[:5]), set(order[before < 0.8])
     both_p = probs[order[:5]] / probs[order[:5]].sum()
     both = set(order[:5][np.cumsum(both_p) - both_p < 0.8])
-    for options, support in (({"top_k": 5}, top_k), ({"top_p": 0.8}, top_p), ({"top_k": 5, "top_p": 0.8}, both)):
+    for options, support in (
+        ({"top_k": 5}, top_k),
+        ({"top_p": 0.8}, top_p),
+        ({"top_k": 5, "top_p": 0.8}, both),
+    ):
         tokens, logprobs = draw_many(logits, 8000, **options)
         assert set(tokens) == support, options
         kept = sorted(support)
         share = probs[kept] / probs[kept].sum()
-        assert chi_square(np.searchsorted(kept, tokens), share) < len(kept) + 5 * np.sqrt(2 * len(kept))
-        np.testing.assert_allclose(logprobs, np.log(probs[tokens]), atol=1e-5)  # before top-k and top-p
+        assert chi_square(np.searchsorted(kept, tokens), share) < len(kept) + 5 * np.sqrt(
+            2 * len(kept)
+        )
+        np.testing.assert_allclose(
+            logprobs, np.log(probs[tokens]), atol=1e-5
+        )  # before top-k and top-p
 
 
 def test_a_tiny_top_p_and_a_top_k_of_one_are_greedy():
@@ -106,7 +128,9 @@ def test_numbers_made_ahead_are_those_of_single_steps():
     sampler = Sampler(rows((5, 1, 1, 0), (6, 1, 1, 0)), torch.device("cpu"))
     lengths = np.array([0, 10])
     single = torch.cat([sampler.uniforms(lengths + i, 1) for i in range(20)])
-    assert torch.equal(single, uniforms(torch.tensor([5, 6]), torch.arange(20)[:, None] + torch.tensor([0, 10])))
+    assert torch.equal(
+        single, uniforms(torch.tensor([5, 6]), torch.arange(20)[:, None] + torch.tensor([0, 10]))
+    )
 
 
 def test_tokens_of_no_probability_are_never_drawn():
@@ -122,7 +146,9 @@ def drawn(uniform, bias=None, **sampling):
     """The token that each uniform number draws from the probabilities FOUR, and the logprobs."""
     s = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | sampling
     row = (0, s["temperature"], s["top_p"], s["top_k"], s["min_p"])
-    sampler = Sampler(rows(*[row] * len(uniform)), CPU, [tuple(bias.items())] * len(uniform) if bias else ())
+    sampler = Sampler(
+        rows(*[row] * len(uniform)), CPU, [tuple(bias.items())] * len(uniform) if bias else ()
+    )
     tokens, logprobs = sampler(FOUR.log().expand(len(uniform), -1), torch.tensor(uniform))
     return tokens.tolist(), logprobs
 
@@ -137,7 +163,9 @@ def test_min_p_keeps_tokens_relative_to_the_most_likely_one():
 
 def test_min_p_is_of_the_distribution_after_the_temperature():
     # sqrt: 0.316, 0.707, 0.387, 0.5; at least 0.6 * 0.707 = 0.424
-    assert set(drawn(np.linspace(0, 0.999, 50, dtype=np.float32).tolist(), min_p=0.6, temperature=2.0)[0]) == {1, 3}
+    assert set(
+        drawn(np.linspace(0, 0.999, 50, dtype=np.float32).tolist(), min_p=0.6, temperature=2.0)[0]
+    ) == {1, 3}
     assert set(drawn([0.0, 0.5, 0.999], min_p=0.6)[0]) == {1}
 
 
@@ -163,7 +191,9 @@ def test_a_bias_is_added_to_the_logit_before_the_temperature_and_the_filters():
     # 0.1, 0.5, 0.15, 0.5 of 1.25
     assert drawn([0.07, 0.09, 0.47, 0.49, 0.59, 0.61], bias={3: double})[0] == [0, 1, 1, 2, 2, 3]
     # at temperature 0.5 squares: 0.01, 0.25, 0.0225, 0.25 of 0.5325
-    assert drawn([0.018, 0.02, 0.488, 0.489, 0.53, 0.531], bias={3: double}, temperature=0.5)[0] == [0, 1, 1, 2, 2, 3]
+    assert drawn([0.018, 0.02, 0.488, 0.489, 0.53, 0.531], bias={3: double}, temperature=0.5)[
+        0
+    ] == [0, 1, 1, 2, 2, 3]
     # 0.1, 0.5, 1.2, 0: the two most likely are 2 (12/17) and 1; at least half of 1.2 is 2 alone
     bias = {2: float(np.log(8)), 3: -1e9}
     assert drawn([0.7, 0.71], bias=bias, top_k=2)[0] == [2, 1]

@@ -61,7 +61,9 @@ def test_a_store_with_ties_and_lent_storage_counts_what_arrived():
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral", "gpt2"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_layout_has_the_names_and_shapes_that_hugging_face_saves(tiny, tmp_path, model_type, tied):
+def test_the_layout_has_the_names_and_shapes_that_hugging_face_saves(
+    tiny, tmp_path, model_type, tied
+):
     from safetensors import safe_open
 
     case = tiny(model_type, hf={"tie_word_embeddings": tied})
@@ -172,7 +174,9 @@ def test_a_tied_name_is_refused_with_the_name_to_send(tiny):
 def test_dropped_weights_must_all_come_again(case):
     expected = greedy(case)
     case.engine.store.drop()  # what sleep does on a GPU
-    assert all(place.storage.untyped_storage().nbytes() == 0 for place in case.engine.store.places.values())
+    assert all(
+        place.storage.untyped_storage().nbytes() == 0 for place in case.engine.store.places.values()
+    )
     case.engine.store.restore()
     with pytest.raises(HybridFlowError, match="lacks"):
         case.update(2, names=[])

@@ -25,7 +25,9 @@ def mailbox() -> SharedMemory:
 
 
 def test_what_a_killed_sender_left_is_removed_by_the_next_process_and_nothing_else():
-    sender = subprocess.Popen([sys.executable, "-c", SENDER], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
+    sender = subprocess.Popen(
+        [sys.executable, "-c", SENDER], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
     try:
         path = sender.stdout.readline().strip()
         ours = mailbox()

@@ -31,11 +31,15 @@ class TestOtherMachines(StandIns):
             ),
         ],
     )  # fmt: skip
-    def test_a_build_for_another_machine_is_named_with_what_to_type(self, machine, gpu, packages, found, todo):
+    def test_a_build_for_another_machine_is_named_with_what_to_type(
+        self, machine, gpu, packages, found, todo
+    ):
         machine(gpu, *packages, files=EMPTY)
         package, imported = diagnose()
         assert package == ("package", found, todo)
-        assert imported[0] == "import vllm" and imported[1].startswith("works") and imported[2] == ""
+        assert (
+            imported[0] == "import vllm" and imported[1].startswith("works") and imported[2] == ""
+        )
 
     @pytest.mark.parametrize(
         ("gpu", "name", "todo"),

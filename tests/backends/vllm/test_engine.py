@@ -41,6 +41,8 @@ def test_two_ranks_speak_as_hugging_face_after_every_update(ranks, architecture)
 @pytest.mark.parametrize("kind", ["value", "score"])
 def test_a_model_that_is_no_policy_is_refused_before_vllm_is_imported(kind):
     engine = VLLMEngine(ModelSpec(tiny_config(), None, 0, kind), SMALL, ALONE)
-    with pytest.raises(ModelError, match=f"generates with a policy; this model is a '{kind}' model"):
+    with pytest.raises(
+        ModelError, match=f"generates with a policy; this model is a '{kind}' model"
+    ):
         engine.start()
     engine.close()  # there is nothing to end

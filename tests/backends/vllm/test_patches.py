@@ -19,7 +19,12 @@ from hybridflow.kit.testing import one_rank
 @pytest.fixture
 def settings():
     """Of torch, as they were, for a test that breaks them."""
-    before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.set_num_threads, torch.get_num_threads()
+    before = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.set_num_threads,
+        torch.get_num_threads(),
+    )
     yield before
     torch.set_grad_enabled(before[0])
     torch.set_default_dtype(before[1])
@@ -37,7 +42,12 @@ def what_vllm_does() -> None:
 def test_torchs_settings_are_behind_a_guest_as_they_were(settings):
     with a_guest({}):
         what_vllm_does()
-    found = torch.is_grad_enabled(), torch.get_default_dtype(), torch.set_num_threads, torch.get_num_threads()
+    found = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.set_num_threads,
+        torch.get_num_threads(),
+    )
     assert found == settings
 
 
@@ -45,7 +55,12 @@ def test_they_are_too_behind_one_that_fails(settings):
     with pytest.raises(RuntimeError, match="no such model"), a_guest({}):
         what_vllm_does()
         raise RuntimeError("no such model")
-    found = torch.is_grad_enabled(), torch.get_default_dtype(), torch.set_num_threads, torch.get_num_threads()
+    found = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.set_num_threads,
+        torch.get_num_threads(),
+    )
     assert found == settings
 
 
@@ -71,7 +86,11 @@ def test_an_engine_ends_without_its_finalizer_and_with_its_executor():
 
 def test_an_engine_whose_start_failed_half_way_ends():
     end(SimpleNamespace(engine_core=SimpleNamespace()))
-    end(SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=None))))
+    end(
+        SimpleNamespace(
+            engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=None))
+        )
+    )
 
 
 @needs("vllm")

@@ -25,7 +25,9 @@ class Batch:
     def __init__(self, **tokens: list[int]):
         self.sampler = Sampler()
         self.input_batch = SimpleNamespace(req_ids=list(tokens))
-        self.requests = {name: SimpleNamespace(output_token_ids=ids) for name, ids in tokens.items()}
+        self.requests = {
+            name: SimpleNamespace(output_token_ids=ids) for name, ids in tokens.items()
+        }
 
 
 def drawn(batch: Batch, origins, logits=LOGITS, temperature=1.0):
@@ -71,7 +73,9 @@ def test_draws_have_the_frequencies_of_the_distribution():
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     tokens = [drawn(Batch(a=[]), {"a": (seed, 0)}, logits)[0][0] for seed in range(2000)]
     found = torch.bincount(torch.tensor(tokens), minlength=3) / 2000
-    assert (found - logits[0].softmax(-1)).abs().max() < 0.04  # three standard deviations and a half
+    assert (
+        found - logits[0].softmax(-1)
+    ).abs().max() < 0.04  # three standard deviations and a half
 
 
 def test_a_request_that_is_not_ours_passes_and_greedy_ones_keep_their_logits():

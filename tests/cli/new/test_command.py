@@ -28,7 +28,9 @@ def test_a_package_has_a_module_a_test_and_an_entry_point(kind, tmp_path):
     assert all("$" not in path.read_text() for path in written)
 
 
-def test_the_command_writes_into_the_current_folder_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, path):
+def test_the_command_writes_into_the_current_folder_and_says_how_to_go_on(
+    tmp_path, monkeypatch, capsys, path
+):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "tracker", "mine"]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -30,7 +30,10 @@ class Engine:
 
 
 def test_the_docstring_under_a_field_is_its_documentation():
-    assert dict(field_docs(Engine)) == {"size": "Cylinders.", "power": "Largest power;\nnone: as it comes."}
+    assert dict(field_docs(Engine)) == {
+        "size": "Cylinders.",
+        "power": "Largest power;\nnone: as it comes.",
+    }
 
 
 def test_a_class_inside_another_has_its_own():

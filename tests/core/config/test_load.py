@@ -9,7 +9,15 @@ import attrs
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hybridflow.core.config.load import Provenance, flatten, load_toml, merge, nest, parse_override, read_config
+from hybridflow.core.config.load import (
+    Provenance,
+    flatten,
+    load_toml,
+    merge,
+    nest,
+    parse_override,
+    read_config,
+)
 from hybridflow.core.errors import ConfigError
 
 # --- files ---
@@ -24,7 +32,10 @@ def test_a_file_is_read_as_tables(tmp_path):
     "content, why",
     [
         (b"a = 1\nb = = 2\n", r"x\.toml, line 2, column 5: Invalid value; the line is: b = = 2"),
-        (b"a = 1\na = 2\n", r"x\.toml, line 2, column 6: Cannot overwrite a value; the line is: a = 2"),
+        (
+            b"a = 1\na = 2\n",
+            r"x\.toml, line 2, column 6: Cannot overwrite a value; the line is: a = 2",
+        ),
         (b"a = [1,", r"x\.toml: .*at end of document"),
         (b"a = 1\nb = '\xff'\n", r"x\.toml, line 2: not UTF-8 text"),
     ],
@@ -36,7 +47,9 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(tmp_path, content, why
 
 
 def test_a_file_that_is_not_there_and_a_folder_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"):
+    with pytest.raises(
+        ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"
+    ):
         load_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
         load_toml(tmp_path)
@@ -98,8 +111,12 @@ def test_an_override_of_another_form_is_refused_with_how_to_write_it(text, why):
 
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # shared machines
 KEYS = st.text("abcd_-", min_size=1, max_size=3)
-LEAVES = st.one_of(st.integers(), st.booleans(), st.text(max_size=3), st.lists(st.integers(), max_size=2))
-TABLES = st.recursive(LEAVES, lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3), max_leaves=8)
+LEAVES = st.one_of(
+    st.integers(), st.booleans(), st.text(max_size=3), st.lists(st.integers(), max_size=2)
+)
+TABLES = st.recursive(
+    LEAVES, lambda inner: st.dictionaries(KEYS, inner, min_size=1, max_size=3), max_leaves=8
+)
 TREES = st.dictionaries(KEYS, TABLES, max_size=3)
 
 
@@ -176,7 +193,9 @@ def test_a_list_is_replaced_as_a_whole_and_so_is_its_source():
 def test_a_config_is_a_file_with_overrides_on_top_and_the_source_of_each_value(tmp_path):
     file = tmp_path / "x.toml"
     file.write_text('rollout = "inline"\n[actor]\nlr = 1\nsteps = 2\n')
-    data, sources = read_config(file, ["actor.lr=2", "rollout.x=1", "actor.lr=3"], frozenset({"rollout"}))
+    data, sources = read_config(
+        file, ["actor.lr=2", "rollout.x=1", "actor.lr=3"], frozenset({"rollout"})
+    )
     assert data == {"rollout": {"name": "inline", "x": 1}, "actor": {"lr": 3, "steps": 2}}
     assert sources.of("actor.lr") == sources.of("rollout.x") == "command line"
     assert sources.of("actor.steps") == sources.of("rollout.name") == f"file {file}"

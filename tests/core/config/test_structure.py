@@ -71,12 +71,25 @@ def problems_of(data: Any, cls: type = Run, path: str = "") -> list[str]:
 
 def test_tables_become_frozen_classes_with_their_defaults():
     data = {
-        "actor": {"model": "m", "devices": [0, 1], "optimizer": {"lr": 1}, "options": {"a": [1, "b"]}, "folder": "/x"},
-        "roles": {"ref": {"model": "r", "stop": "auto"}, "critic": {"model": "c", "stop": 3, "kind": "value"}},
+        "actor": {
+            "model": "m",
+            "devices": [0, 1],
+            "optimizer": {"lr": 1},
+            "options": {"a": [1, "b"]},
+            "folder": "/x",
+        },
+        "roles": {
+            "ref": {"model": "r", "stop": "auto"},
+            "critic": {"model": "c", "stop": 3, "kind": "value"},
+        },
         "rewards": [{"name": "a", "weight": 2}],
     }
     run = structure(data, Run)
-    assert run.actor.devices == (0, 1) and run.actor.options == {"a": [1, "b"]} and run.actor.folder == Path("/x")
+    assert (
+        run.actor.devices == (0, 1)
+        and run.actor.options == {"a": [1, "b"]}
+        and run.actor.folder == Path("/x")
+    )
     assert run.actor.optimizer.lr == 1.0 and type(run.actor.optimizer.lr) is float
     assert (run.roles["ref"].stop, run.roles["critic"].stop) == ("auto", 3)
     assert run.rewards == [Part("a", 2.0)] and run.share == 1.0
@@ -120,7 +133,10 @@ def test_a_value_of_the_wrong_type_is_named_with_what_was_expected_and_got(field
 
 
 def test_a_wrong_element_of_a_list_is_named_by_its_place():
-    data = {"actor": {"model": "m", "devices": [0, "one", 2.5]}, "rewards": [{"name": "a"}, {"weigth": 1}]}
+    data = {
+        "actor": {"model": "m", "devices": [0, "one", 2.5]},
+        "rewards": [{"name": "a"}, {"weigth": 1}],
+    }
     assert problems_of(data) == [
         "actor.devices.1: expected an integer, got 'one' (string)",
         "actor.devices.2: expected an integer, got 2.5 (number)",
@@ -150,8 +166,12 @@ def test_every_problem_is_reported_at_once_with_its_key():
 
 
 def test_the_path_at_which_a_table_stands_begins_every_problem():
-    assert problems_of({"lr": "x"}, Optimizer, "actor.optimizer")[0].startswith("actor.optimizer.lr: expected a number")
-    assert problems_of([], Optimizer, "actor.optimizer") == ["actor.optimizer: expected a table, got [] (list)"]
+    assert problems_of({"lr": "x"}, Optimizer, "actor.optimizer")[0].startswith(
+        "actor.optimizer.lr: expected a number"
+    )
+    assert problems_of([], Optimizer, "actor.optimizer") == [
+        "actor.optimizer: expected a table, got [] (list)"
+    ]
 
 
 def test_problems_are_added_to_those_that_were_there():
@@ -167,7 +187,9 @@ def test_without_a_list_of_problems_they_are_raised_together():
 
 def test_what_the_class_itself_refuses_is_named_by_the_key_of_its_table():
     data = {"actor": {"model": "m", "kind": "value"}}
-    assert problems_of(data, Run, "run") == ['run: the actor is a policy; give actor.kind = "policy"']
+    assert problems_of(data, Run, "run") == [
+        'run: the actor is a policy; give actor.kind = "policy"'
+    ]
     assert problems_of(data) == ['the actor is a policy; give actor.kind = "policy"']
 
 
@@ -176,7 +198,9 @@ def test_a_validator_that_asks_the_instance_and_a_field_with_a_converter_are_che
     class Pair:
         low: int = 0
         high: int = attrs.field(default=1)
-        names: list[str] = attrs.field(factory=list, converter=tuple, validator=attrs.validators.max_len(1))
+        names: list[str] = attrs.field(
+            factory=list, converter=tuple, validator=attrs.validators.max_len(1)
+        )
 
         @high.validator
         def _above(self, attribute, value):
@@ -204,9 +228,15 @@ def test_the_problems_inside_a_table_that_may_be_nothing_are_named_inside_it():
 
     assert structure({"part": {"name": "a"}}, Maybe).part == Part("a")
     assert structure({"part": None}, Maybe).part is None
-    assert problems_of({"part": {"name": 3}}, Maybe) == ["part.name: expected a string, got 3 (integer)"]
-    assert problems_of({"parts": [{"name": 3}]}, Maybe) == ["parts.0.name: expected a string, got 3 (integer)"]
-    assert problems_of({"part": 3}, Maybe) == ["part: expected a table or a string, got 3 (integer)"]
+    assert problems_of({"part": {"name": 3}}, Maybe) == [
+        "part.name: expected a string, got 3 (integer)"
+    ]
+    assert problems_of({"parts": [{"name": 3}]}, Maybe) == [
+        "parts.0.name: expected a string, got 3 (integer)"
+    ]
+    assert problems_of({"part": 3}, Maybe) == [
+        "part: expected a table or a string, got 3 (integer)"
+    ]
 
 
 def test_a_type_without_a_hook_is_a_problem_and_not_a_crash():
@@ -214,7 +244,9 @@ def test_a_type_without_a_hook_is_a_problem_and_not_a_crash():
     class Odd:
         number: complex = 0j
 
-    assert problems_of({"number": "x"}, Odd)[0].startswith("number: expected complex, got 'x' (string)")
+    assert problems_of({"number": "x"}, Odd)[0].startswith(
+        "number: expected complex, got 'x' (string)"
+    )
 
 
 def test_a_long_value_is_cut_in_the_message():
@@ -229,7 +261,10 @@ def test_sets_sequences_and_choices_are_made_as_the_field_says():
         bits: Literal[0, 1, "all"] = "all"
         parts: Mapping[str, Part] = attrs.field(factory=dict)
 
-    made = structure({"names": ["b", "a", "b"], "sizes": [1, 2.5], "bits": 1, "parts": {"x": {"name": "y"}}}, Kinds)
+    made = structure(
+        {"names": ["b", "a", "b"], "sizes": [1, 2.5], "bits": 1, "parts": {"x": {"name": "y"}}},
+        Kinds,
+    )
     assert made == Kinds(frozenset({"a", "b"}), (1.0, 2.5), 1, {"x": Part("y")})
     assert problems_of({"bits": True, "parts": {"x": {}}}, Kinds) == [
         'bits: expected one of 0, 1, "all", got true (boolean)',

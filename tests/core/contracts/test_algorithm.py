@@ -32,7 +32,11 @@ def test_roles_and_a_step_are_enough():
     assert algorithm.config.rows == 6
     assert algorithm.problems() == []
     assert dict(algorithm.losses()) == dict(algorithm.data_sets) == {}
-    assert (algorithm.rows_per_step, algorithm.rows_per_update, algorithm.updates_per_step()) == (None, None, None)
+    assert (algorithm.rows_per_step, algorithm.rows_per_update, algorithm.updates_per_step()) == (
+        None,
+        None,
+        None,
+    )
 
 
 def test_an_update_is_of_all_rows_of_a_step_unless_it_says_otherwise():

@@ -17,7 +17,10 @@ def test_a_term_is_by_default_the_mean_over_tokens_with_weight_one():
 
 def test_a_maximum_is_reported_and_not_trained_on():
     assert Term("ratio_max", VALUE, how="max", weight=0).how == "max"
-    with pytest.raises(ValueError, match=r"term 'ratio_max': a maximum can be reported \(weight=0\), not trained on"):
+    with pytest.raises(
+        ValueError,
+        match=r"term 'ratio_max': a maximum can be reported \(weight=0\), not trained on",
+    ):
         Term("ratio_max", VALUE, how="max")
 
 

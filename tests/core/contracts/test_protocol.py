@@ -33,7 +33,9 @@ def groups(draw):
     """Layouts up to pp 3, tp 4, dp 4, cp 2, in both orders, with generation sizes that divide pp and tp."""
     pp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     order = draw(st.sampled_from(["tp-cp-pp-dp", "tp-cp-dp-pp"]))
-    layout = ParallelLayout(pp=pp, tp=tp, dp=draw(st.integers(1, 4)), cp=draw(st.integers(1, 2)), order=order)
+    layout = ParallelLayout(
+        pp=pp, tp=tp, dp=draw(st.integers(1, 4)), cp=draw(st.integers(1, 2)), order=order
+    )
     pp_g = draw(st.sampled_from([i for i in range(1, pp + 1) if pp % i == 0]))
     tp_g = draw(st.sampled_from([i for i in range(1, tp + 1) if tp % i == 0]))
     return Group(layout, generation_layout(layout, pp_g, tp_g))
@@ -67,7 +69,11 @@ def where(layout, rank):
 
 
 def rank_at(layout, **at):
-    return next(r for r in range(layout.world) if all(v == at.get(a, 0) for a, v in where(layout, r).items()))
+    return next(
+        r
+        for r in range(layout.world)
+        if all(v == at.get(a, 0) for a, v in where(layout, r).items())
+    )
 
 
 def cut(rows, parts):
@@ -109,7 +115,9 @@ def test_micro_dp_gives_each_generation_replica_a_part_dp_major(group, rows):
 
     def part_of(rank):
         at = where(layout, rank)
-        return ((at["dp"] * layout.cp + at["cp"]) * fold_p + at["pp"] % fold_p) * fold_t + at["tp"] % fold_t
+        return ((at["dp"] * layout.cp + at["cp"]) * fold_p + at["pp"] % fold_p) * fold_t + at[
+            "tp"
+        ] % fold_t
 
     sources = [
         rank_at(layout, dp=dp, cp=cp, pp=(generation.pp - 1) * fold_p + p, tp=t)
@@ -173,7 +181,9 @@ def test_all_to_all_gives_each_rank_the_callers_entry(group, rows):
     assert [p is e for p, e in zip(pieces, entries, strict=True)] == [True] * world
     assert list(Protocol.ALL_TO_ALL.sources(group)) == list(range(world))
     assert Protocol.ALL_TO_ALL.collect(group, list(pieces)) == entries
-    with pytest.raises(HybridFlowError, match=f"each of the {world} ranks, got {world + 1} entries"):
+    with pytest.raises(
+        HybridFlowError, match=f"each of the {world} ranks, got {world + 1} entries"
+    ):
         Protocol.ALL_TO_ALL.distribute(group, [*entries, entries[0]])
 
 
@@ -183,7 +193,9 @@ def test_all_to_all_refuses_what_is_no_list():
 
 
 def test_dp_refuses_groups_with_other_axes_and_says_what_to_use():
-    with pytest.raises(HybridFlowError, match="needs a layout of dp alone, got dp2-tp2; use THREE_D"):
+    with pytest.raises(
+        HybridFlowError, match="needs a layout of dp alone, got dp2-tp2; use THREE_D"
+    ):
         Protocol.DP.distribute(Group(ParallelLayout(tp=2, dp=2)), batch_of(4))
 
 
@@ -200,7 +212,9 @@ def test_fsdp_over_eight_ranks_generates_on_four_replicas_of_neighbours():
     check(Protocol.MICRO_DP, group, 10, 4, lambda rank: rank // 2, [0, 2, 4, 6])
 
 
-@pytest.mark.parametrize("protocol", [p for p in BUILT_IN if p is not Protocol.ALL_TO_ALL], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "protocol", [p for p in BUILT_IN if p is not Protocol.ALL_TO_ALL], ids=lambda p: p.name
+)
 def test_what_is_no_batch_is_the_same_for_every_rank(protocol):
     group = Group(ParallelLayout(dp=4), generation_layout(ParallelLayout(dp=4), tp=2))
     assert list(protocol.distribute(group, {"lr": 1.0})) == [{"lr": 1.0}] * 4
@@ -212,7 +226,10 @@ def test_splitting_protocols_merge_metrics_and_list_what_else_is_returned(protoc
     group = Group(layout, generation_layout(layout))
     merged = protocol.collect(group, [Metrics({"x": (1.0, 1.0)}), Metrics({"x": (5.0, 3.0)})])
     assert merged["x"] == 1.5
-    assert protocol.collect(group, [1, 2]) == [1, 2] and protocol.collect(group, [None, None]) == [None, None]
+    assert protocol.collect(group, [1, 2]) == [1, 2] and protocol.collect(group, [None, None]) == [
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("protocol", [p for p in BUILT_IN if p.splits], ids=lambda p: p.name)
@@ -226,7 +243,16 @@ def test_units_are_never_cut(protocol):
 
 
 def test_there_are_eight_and_each_is_found_by_its_name():
-    names = ["ONE_TO_ALL", "ALL_TO_ALL", "RANK_ZERO", "DP", "THREE_D", "MICRO_DP", "PP_ONLY", "PP_AS_DP"]
+    names = [
+        "ONE_TO_ALL",
+        "ALL_TO_ALL",
+        "RANK_ZERO",
+        "DP",
+        "THREE_D",
+        "MICRO_DP",
+        "PP_ONLY",
+        "PP_AS_DP",
+    ]
     assert [p.name for p in BUILT_IN] == names
     assert all(find_protocol(name) is getattr(Protocol, name) for name in names)
 
@@ -246,7 +272,10 @@ class OddRanks(TransferProtocol):
 def test_a_protocol_of_ones_own_is_used_by_class_by_object_and_by_plugin_name(monkeypatch):
     mine = registry().load()
     monkeypatch.setattr(mine, "_registered", dict(mine._registered))  # as it was, after this test
-    mine.add(Descriptor(kind="protocol", name="odd-ranks", factory=f"{__name__}:OddRanks"), owner="these tests")
+    mine.add(
+        Descriptor(kind="protocol", name="odd-ranks", factory=f"{__name__}:OddRanks"),
+        owner="these tests",
+    )
 
     class Odd(Worker):
         @register(OddRanks)
@@ -262,7 +291,9 @@ def test_a_protocol_of_ones_own_is_used_by_class_by_object_and_by_plugin_name(mo
         def built_in(self): ...
 
     methods = methods_of(Odd)
-    assert all(isinstance(methods[n].protocol, OddRanks) for n in ("by_class", "by_object", "by_name"))
+    assert all(
+        isinstance(methods[n].protocol, OddRanks) for n in ("by_class", "by_object", "by_name")
+    )
     assert methods["built_in"].protocol is Protocol.DP
 
 

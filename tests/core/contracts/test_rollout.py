@@ -28,9 +28,15 @@ VOCAB = 10
 
 
 def request(id=0, prompt=(1, 2), prefix=None, **settings) -> Request:
-    given = {name: settings.pop(name) for name in ("prefix_logprobs", "prefix_versions") if name in settings}
+    given = {
+        name: settings.pop(name)
+        for name in ("prefix_logprobs", "prefix_versions")
+        if name in settings
+    }
     ids = None if prefix is None else np.array(prefix, np.int64)
-    return Request(id, np.array(prompt, np.int64), SamplingParams(**settings), prefix_ids=ids, **given)
+    return Request(
+        id, np.array(prompt, np.int64), SamplingParams(**settings), prefix_ids=ids, **given
+    )
 
 
 class Last(RolloutEngine):
@@ -91,7 +97,9 @@ def test_what_is_not_known_of_a_prefix_is_filled_in():
     ids, logprobs, versions = request(prefix=[3, 4]).prefix()
     assert (ids.tolist(), logprobs.tolist(), versions.tolist()) == ([3, 4], [0.0, 0.0], [-1, -1])
     assert (ids.dtype, logprobs.dtype, versions.dtype) == (np.int64, np.float32, np.int64)
-    known = request(prefix=[3, 4], prefix_logprobs=np.float32([-0.5, -1]), prefix_versions=np.array([6, 7]))
+    known = request(
+        prefix=[3, 4], prefix_logprobs=np.float32([-0.5, -1]), prefix_versions=np.array([6, 7])
+    )
     _, logprobs, versions = known.prefix()
     logprobs[0] = 9
     assert known.prefix_logprobs[0] == -0.5
@@ -116,7 +124,10 @@ def test_a_prefix_that_is_a_whole_response_has_a_finish_reason(asked, reason):
 
 
 def test_requests_that_can_be_served_pass():
-    served = [request(0, max_tokens=6), request(1, prefix=[9], max_tokens=6, logit_bias={9: 1e9, 0: -1e9})]
+    served = [
+        request(0, max_tokens=6),
+        request(1, prefix=[9], max_tokens=6, logit_bias={9: 1e9, 0: -1e9}),
+    ]
     check_requests(served, 8, VOCAB)
     check_requests([request(max_tokens=1000)], None, VOCAB)
     check_requests([], 8, VOCAB)
@@ -126,8 +137,14 @@ def test_requests_that_can_be_served_pass():
     "bad, why",
     [
         (request(5, prompt=[]), "the prompt is empty"),
-        (request(5, max_tokens=7), "2 prompt tokens and max_tokens 7 exceed the model's max_position_embeddings 8"),
-        (request(5, temperature=-1, max_tokens=1), "temperature -1, .* allowed are temperature >= 0"),
+        (
+            request(5, max_tokens=7),
+            "2 prompt tokens and max_tokens 7 exceed the model's max_position_embeddings 8",
+        ),
+        (
+            request(5, temperature=-1, max_tokens=1),
+            "temperature -1, .* allowed are temperature >= 0",
+        ),
         (request(5, temperature=float("nan"), max_tokens=1), "temperature nan"),
         (request(5, top_p=0, max_tokens=1), "top_p 0"),
         (request(5, top_k=-1, max_tokens=1), "top_k -1"),
@@ -135,17 +152,31 @@ def test_requests_that_can_be_served_pass():
         (request(5, max_tokens=-1), "max_tokens -1"),
         (request(5, prompt=[1, 10], max_tokens=1), "a token id lies outside the vocabulary of 10"),
         (request(5, prefix=[-1], max_tokens=1), "a token id lies outside the vocabulary of 10"),
-        (request(5, prefix_versions=np.array([1]), max_tokens=1), "prefix_versions has 1 entries, not one for each"),
-        (request(5, logit_bias={10: 1}, max_tokens=1), r"the tokens \[10\], which lie outside the vocabulary of 10"),
-        (request(5, logit_bias=[(1, 1), (1, 2)], max_tokens=1), r"the tokens \[1\] twice; give one bias for each"),
-        (request(5, logit_bias={1: float("inf")}, max_tokens=1), "of token 1 is inf; give a number from -1e"),
+        (
+            request(5, prefix_versions=np.array([1]), max_tokens=1),
+            "prefix_versions has 1 entries, not one for each",
+        ),
+        (
+            request(5, logit_bias={10: 1}, max_tokens=1),
+            r"the tokens \[10\], which lie outside the vocabulary of 10",
+        ),
+        (
+            request(5, logit_bias=[(1, 1), (1, 2)], max_tokens=1),
+            r"the tokens \[1\] twice; give one bias for each",
+        ),
+        (
+            request(5, logit_bias={1: float("inf")}, max_tokens=1),
+            "of token 1 is inf; give a number from -1e",
+        ),
         (request(5, logit_bias={1: float("nan")}, max_tokens=1), "of token 1 is nan"),
         (request(4, max_tokens=1), "its id is used twice in one call"),
     ],
 )
 def test_the_first_request_that_cannot_be_served_is_named(bad, why):
     with pytest.raises(HybridFlowError, match=f"^request {bad.id}: .*{why}"):
-        check_requests([request(4, max_tokens=1), bad, request(6, prompt=[VOCAB], max_tokens=1)], 8, VOCAB)
+        check_requests(
+            [request(4, max_tokens=1), bad, request(6, prompt=[VOCAB], max_tokens=1)], 8, VOCAB
+        )
 
 
 # --- engines ---
@@ -164,10 +195,14 @@ def test_generated_completions_come_in_the_order_of_the_requests(engine):
 def test_without_weights_or_in_the_middle_of_an_update_it_is_not_ready(engine):
     with pytest.raises(HybridFlowError, match="has no weights yet; sync the actor"):
         engine.generate([request()])
-    with pytest.raises(HybridFlowError, match="w came outside an update of the rollout engine; call begin_update"):
+    with pytest.raises(
+        HybridFlowError, match="w came outside an update of the rollout engine; call begin_update"
+    ):
         engine.receive("w", Box.full((2,)), torch.zeros(2))
     engine.begin_update(1)
-    with pytest.raises(HybridFlowError, match="the weight update to version 1 was begun and not ended"):
+    with pytest.raises(
+        HybridFlowError, match="the weight update to version 1 was begun and not ended"
+    ):
         engine.generate([request()])
     engine.end_update()
     engine.check_ready()
@@ -184,7 +219,11 @@ def test_storage_without_a_view_cannot_be_read_back(engine):
 
 def test_what_an_engine_cannot_do_it_says_by_its_name(engine):
     asked = {
-        "takes requests by submit alone": [lambda: engine.add(request()), engine.step, lambda: engine.busy],
+        "takes requests by submit alone": [
+            lambda: engine.add(request()),
+            engine.step,
+            lambda: engine.busy,
+        ],
         "cannot abort": [engine.abort],
         "lends no storage": [lambda: engine.lend("w")],
     }
@@ -203,14 +242,22 @@ def test_what_an_engine_need_not_do_does_nothing(engine):
 
 # --- settings ---
 
-SHAPE = ModelShape(4, 2, 2, 1, 2, 6, 8, layer={"up": (6, 4)}, before={"embed": (8, 4)}, ties={"head": "embed"})
+SHAPE = ModelShape(
+    4, 2, 2, 1, 2, 6, 8, layer={"up": (6, 4)}, before={"embed": (8, 4)}, ties={"head": "embed"}
+)
 
 
 def test_an_engine_that_says_nothing_asks_for_everything_on_every_rank():
     generation = generation_layout(ParallelLayout(dp=4), tp=2)
     planned = EngineSettings().planned_layout(SHAPE, generation, torch.bfloat16)
-    whole = {"embed": (Box.full((8, 4)),), "layers.0.up": (Box.full((6, 4)),), "layers.1.up": (Box.full((6, 4)),)}
-    assert {rank: dict(planned.held[rank]) for rank in planned.held} == dict.fromkeys(range(4), whole)
+    whole = {
+        "embed": (Box.full((8, 4)),),
+        "layers.0.up": (Box.full((6, 4)),),
+        "layers.1.up": (Box.full((6, 4)),),
+    }
+    assert {rank: dict(planned.held[rank]) for rank in planned.held} == dict.fromkeys(
+        range(4), whole
+    )
     assert planned.ties == {"head": "embed"}
     assert planned.nbytes(3) == 2 * (32 + 24 + 24)
 

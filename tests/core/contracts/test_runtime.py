@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from hybridflow.core.contracts.runtime import ResourcePool, RuntimeSettings, Traffic, runtime_settings
+from hybridflow.core.contracts.runtime import (
+    ResourcePool,
+    RuntimeSettings,
+    Traffic,
+    runtime_settings,
+)
 
 
 def test_a_pool_has_a_process_for_each_device_of_each_node():

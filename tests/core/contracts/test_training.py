@@ -24,14 +24,19 @@ from hybridflow.core.values.parallel import ParallelLayout
         (OptimizerConfig(lr=4.0, warmup_steps=4), [1.0, 2.0, 3.0, 4.0, 4.0]),
         (OptimizerConfig(lr=4.0, schedule="linear", total_steps=4), [4.0, 3.0, 2.0, 1.0, 0.0, 0.0]),
         (
-            OptimizerConfig(lr=4.0, schedule="linear", total_steps=6, warmup_steps=2, min_lr_ratio=0.5),
+            OptimizerConfig(
+                lr=4.0, schedule="linear", total_steps=6, warmup_steps=2, min_lr_ratio=0.5
+            ),
             [2.0, 4.0, 4.0, 3.5, 3.0, 2.5, 2.0, 2.0],
         ),
         (
             OptimizerConfig(lr=4.0, schedule="cosine", total_steps=5, warmup_steps=1),
             [4.0, 4.0, 2 + 2 * 0.5**0.5, 2.0, 2 - 2 * 0.5**0.5, 0.0, 0.0],
         ),
-        (OptimizerConfig(lr=4.0, schedule="cosine", total_steps=2, min_lr_ratio=0.25), [4.0, 2.5, 1.0, 1.0]),
+        (
+            OptimizerConfig(lr=4.0, schedule="cosine", total_steps=2, min_lr_ratio=0.25),
+            [4.0, 2.5, 1.0, 1.0],
+        ),
     ],
     ids=["constant", "warm-up", "linear", "linear-floor", "cosine", "cosine-floor"],
 )
@@ -52,8 +57,15 @@ def test_a_model_is_asked_only_for_what_its_kind_has():
     check_needs("policy", ["logprobs", "entropy", "topk_logprobs", "topk:5"])
     check_needs("value", ["values"])
     check_needs("score", ["scores"])
-    for kind, need in (("policy", "values"), ("value", "logprobs"), ("score", "topk:2"), ("policy", "logprob")):
-        with pytest.raises(HybridFlowError, match=f"a {kind} model has no output '{need}'; it has "):
+    for kind, need in (
+        ("policy", "values"),
+        ("value", "logprobs"),
+        ("score", "topk:2"),
+        ("policy", "logprob"),
+    ):
+        with pytest.raises(
+            HybridFlowError, match=f"a {kind} model has no output '{need}'; it has "
+        ):
             check_needs(kind, [need])
 
 
@@ -64,7 +76,9 @@ def test_the_places_of_response_tokens_are_row_by_row():
     assert batch.width == 3
     assert rows.tolist() == [0, 0, 2, 2, 2]
     assert times.tolist() == [0, 1, 0, 1, 2]
-    nothing = MicroBatch(torch.zeros(0, 0, dtype=torch.int64), torch.tensor([]), torch.tensor([], dtype=torch.int64))
+    nothing = MicroBatch(
+        torch.zeros(0, 0, dtype=torch.int64), torch.tensor([]), torch.tensor([], dtype=torch.int64)
+    )
     assert nothing.width == 0
 
 
@@ -95,7 +109,9 @@ def test_what_is_trained_takes_gradients_and_two_moments_and_sums_gradients_over
     assert {phase.nbytes for phase in learnt.training} == {4 * NUMBERS}
     [collective] = learnt.update
     assert (collective.kind, collective.nbytes, collective.ranks) == ("all_reduce", 4 * NUMBERS, 3)
-    adapters = settings.footprint(ModelSize(SHAPE, adapter_rank=1), layout, trained=True, micro_batches=2)
+    adapters = settings.footprint(
+        ModelSize(SHAPE, adapter_rank=1), layout, trained=True, micro_batches=2
+    )
     assert adapters.resident == pytest.approx(4 * NUMBERS + 2 * 4 * 2 * (6 + 4))
 
 

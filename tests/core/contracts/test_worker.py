@@ -40,13 +40,28 @@ def test_a_rank_knows_its_place():
 
 def test_a_rank_is_in_the_group_of_those_that_differ_in_the_axes_alone(rank):
     layout = ParallelLayout(pp=2, tp=2, dp=2)
-    here = RankContext("actor", rank, layout, CPU, generation=generation_layout(ParallelLayout(tp=4, dp=2), tp=2))
+    here = RankContext(
+        "actor", rank, layout, CPU, generation=generation_layout(ParallelLayout(tp=4, dp=2), tp=2)
+    )
     members = {
-        axis: dist.get_process_group_ranks(here.group(axis)) for axis in ("tp", "pp", "dp", "tp-pp", "generation.tp")
+        axis: dist.get_process_group_ranks(here.group(axis))
+        for axis in ("tp", "pp", "dp", "tp-pp", "generation.tp")
     }
     expected = {
-        0: {"tp": [0, 1], "pp": [0, 2], "dp": [0, 4], "tp-pp": [0, 1, 2, 3], "generation.tp": [0, 2]},
-        5: {"tp": [4, 5], "pp": [5, 7], "dp": [1, 5], "tp-pp": [4, 5, 6, 7], "generation.tp": [5, 7]},
+        0: {
+            "tp": [0, 1],
+            "pp": [0, 2],
+            "dp": [0, 4],
+            "tp-pp": [0, 1, 2, 3],
+            "generation.tp": [0, 2],
+        },
+        5: {
+            "tp": [4, 5],
+            "pp": [5, 7],
+            "dp": [1, 5],
+            "tp-pp": [4, 5, 6, 7],
+            "generation.tp": [5, 7],
+        },
     }
     assert members == expected[rank]
     assert here.group("cp") is None
@@ -67,7 +82,9 @@ def test_a_rank_alone_needs_no_group_and_sums_its_own():
 
 def test_groups_where_the_runtime_gives_none_are_an_error_that_says_what_to_use():
     assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match=r"role 'actor' needs process groups of 2 ranks.* use runtime=ray"):
+    with pytest.raises(
+        RuntimeError, match=r"role 'actor' needs process groups of 2 ranks.* use runtime=ray"
+    ):
         context(dp=2).sum([1.0])
 
 
@@ -77,7 +94,9 @@ def test_values_are_reduced_over_the_ranks_of_an_axis_in_float64():
 
     def work(rank: int) -> tuple[list[float], ...]:
         group = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-        here = RankContext("actor", rank, ParallelLayout(dp=2), CPU, groups={"dp": group, "tp": None})
+        here = RankContext(
+            "actor", rank, ParallelLayout(dp=2), CPU, groups={"dp": group, "tp": None}
+        )
         values = [[1.0, third], [5.0, 1e16]][rank]
         return here.sum(values), here.max(values), here.sum(values, "tp"), here.sum([])
 

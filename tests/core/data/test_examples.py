@@ -34,7 +34,9 @@ def examples(rows, tokenizer=DIGITS, **config):
 
 
 def test_templates_make_the_prompt_the_response_and_the_answer():
-    data = examples(sums(3), prompt="{a:02d}+{b:02d}=", response="{answer}", answer="0{answer}", bos=True)
+    data = examples(
+        sums(3), prompt="{a:02d}+{b:02d}=", response="{answer}", answer="0{answer}", bos=True
+    )
     data.check()
     example = data[2]
     assert example.prompt_ids.dtype == example.response_ids.dtype == np.int64
@@ -46,7 +48,9 @@ def test_templates_make_the_prompt_the_response_and_the_answer():
 
 
 def test_a_rejected_response_is_the_worse_one_of_a_pair():
-    found = examples([{"q": "1+1=", "good": "2", "bad": "3"}], prompt="{q}", response="{good}", rejected="{bad}")[0]
+    found = examples(
+        [{"q": "1+1=", "good": "2", "bad": "3"}], prompt="{q}", response="{good}", rejected="{bad}"
+    )[0]
     assert DIGITS.decode(found.response_ids) == "2" and DIGITS.decode(found.rejected_ids) == "3"
     assert found.rejected_ids[-1] == DIGITS.eos_id
     talk = [{"chat": [{"role": "user", "content": "1+1="}], "bad": "3"}]
@@ -69,7 +73,9 @@ def test_a_row_is_tokenised_when_it_is_first_asked_for_and_only_then():
 
 def test_an_overlong_prompt_is_named_with_its_length_the_limit_and_the_way_out():
     rows = [{"prompt": "1"}, {"prompt": "1+2+3"}]
-    with pytest.raises(DataError, match=r'row 1: the prompt has 5 tokens.*max_prompt_tokens = 4.*overlong = "drop"'):
+    with pytest.raises(
+        DataError, match=r'row 1: the prompt has 5 tokens.*max_prompt_tokens = 4.*overlong = "drop"'
+    ):
         examples(rows, max_prompt_tokens=4).check()
     with pytest.raises(DataError, match="has 6 tokens"):
         examples(rows, max_prompt_tokens=5, bos=True).check()

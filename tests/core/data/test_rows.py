@@ -19,7 +19,9 @@ def rows_of(rows, **config) -> Rows:
 
 
 def test_templates_are_filled_with_the_fields_of_the_row():
-    rows = rows_of(sums(3), prompt="{a:02d}+{b}", response="{answer}!", rejected="{a}", answer="0{answer}")
+    rows = rows_of(
+        sums(3), prompt="{a:02d}+{b}", response="{answer}!", rejected="{a}", answer="0{answer}"
+    )
     row = rows[2]
     assert len(rows) == 3
     assert (row.prompt, row.response, row.rejected) == ("02+7", "9!", "2")
@@ -41,7 +43,9 @@ def test_the_row_says_of_both_responses_whether_they_are_unsafe():
     given = [{"prompt": "p", "good": "g", "bad": "b", "u": False, "v": True}]
     settings = dict(response="{good}", rejected="{bad}", unsafe=("u", "v"))
     assert rows_of(given, **settings)[0].unsafe == (False, True)
-    with pytest.raises(DataError, match=r"row 0: the field 'v' of data\.unsafe must be true or false, got 1"):
+    with pytest.raises(
+        DataError, match=r"row 0: the field 'v' of data\.unsafe must be true or false, got 1"
+    ):
         rows_of([{**given[0], "v": 1}], **settings)[0]
     with pytest.raises(DataError, match=r"row 0 has no field 'w', which data\.unsafe names"):
         rows_of(given, **{**settings, "unsafe": ("u", "w")})[0]
@@ -62,9 +66,13 @@ def test_a_template_that_names_a_missing_field_lists_those_that_there_are():
 def test_a_field_that_is_null_or_does_not_fit_the_template_is_an_error_and_not_the_text_none():
     with pytest.raises(DataError, match=r"row 0: data.prompt = '\{a\}'.*'a' is null"):
         rows_of([{"a": None}], prompt="{a}")[0]
-    with pytest.raises(DataError, match=r"row 0: data.response.*cannot be filled in: Unknown format code"):
+    with pytest.raises(
+        DataError, match=r"row 0: data.response.*cannot be filled in: Unknown format code"
+    ):
         rows_of([{"a": "1"}], prompt="{a}", response="{a:02d}")[0]
-    with pytest.raises(DataError, match=r"row 0: data.answer.*cannot be filled in: 'c'; its fields are prompt, a"):
+    with pytest.raises(
+        DataError, match=r"row 0: data.answer.*cannot be filled in: 'c'; its fields are prompt, a"
+    ):
         rows_of([{"prompt": "p", "a": {"b": 1}}], answer="{a[c]}")[0]
 
 
@@ -74,7 +82,11 @@ def test_a_row_that_is_no_mapping_is_named():
 
 
 def test_every_match_of_a_pattern_is_a_row_over_the_fields_of_its_own():
-    given = [{"id": 1, "text": "<<1+2=3>> and <<3*4=12>>"}, {"id": 2, "text": None}, {"id": 3, "text": "<<5-1=4>>"}]
+    given = [
+        {"id": 1, "text": "<<1+2=3>> and <<3*4=12>>"},
+        {"id": 2, "text": None},
+        {"id": 3, "text": "<<5-1=4>>"},
+    ]
     rows = rows_of(
         given,
         pattern="<<(?P<left>[^<>=]+)=(?P<right>[^<>]+)>>",
@@ -88,14 +100,20 @@ def test_every_match_of_a_pattern_is_a_row_over_the_fields_of_its_own():
 
 
 def test_a_pattern_searches_numbers_too():
-    rows = rows_of([{"n": 0}, {"n": 12}], pattern="(?P<digit>[0-9])", pattern_field="n", prompt="{digit}")
+    rows = rows_of(
+        [{"n": 0}, {"n": 12}], pattern="(?P<digit>[0-9])", pattern_field="n", prompt="{digit}"
+    )
     assert [row.prompt for row in rows] == ["0", "1", "2"]
 
 
 def test_a_pattern_without_a_match_or_field_says_where_it_looked():
-    with pytest.raises(DataError, match=r"matches nothing in the field 'text' of any of the 2 rows.*'0\+7='"):
+    with pytest.raises(
+        DataError, match=r"matches nothing in the field 'text' of any of the 2 rows.*'0\+7='"
+    ):
         rows_of(sums(2), pattern="(?P<x>z)", pattern_field="text")
-    with pytest.raises(DataError, match=r"no field 'tex', which data.pattern_field names; did you mean 'text'"):
+    with pytest.raises(
+        DataError, match=r"no field 'tex', which data.pattern_field names; did you mean 'text'"
+    ):
         rows_of(sums(2), pattern="(?P<x>z)", pattern_field="tex")
     assert len(rows_of([], pattern="(?P<x>z)", pattern_field="text")) == 0
 

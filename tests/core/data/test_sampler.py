@@ -11,7 +11,9 @@ from hybridflow.core.errors import DataError
 
 
 @settings(deadline=None)
-@given(n=st.integers(1, 40), seed=st.integers(0, 2**40), takes=st.lists(st.integers(0, 90), max_size=8))
+@given(
+    n=st.integers(1, 40), seed=st.integers(0, 2**40), takes=st.lists(st.integers(0, 90), max_size=8)
+)
 def test_each_epoch_is_a_permutation_however_the_rows_are_drawn(n, seed, takes):
     sampler = Sampler(n, seed)
     drawn = np.concatenate([sampler.take(k) for k in takes] + [sampler.take(-sum(takes) % n)])

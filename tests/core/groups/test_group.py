@@ -55,7 +55,10 @@ class Calls(Worker):
     @register(Protocol.THREE_D, writes=("y", "who"))
     def add(self, batch: Batch, amount: float = 1.0) -> Batch:
         y = batch["x"].values + amount + self.offset
-        return Batch({"y": y, "who": [self.rank] * batch.rows}, Metrics({"sum": (float(y.sum()), batch.rows)}))
+        return Batch(
+            {"y": y, "who": [self.rank] * batch.rows},
+            Metrics({"sum": (float(y.sum()), batch.rows)}),
+        )
 
     @register(Protocol.THREE_D)
     def echo(self, batch: Batch) -> Batch:
@@ -205,7 +208,9 @@ def test_results_of_one_group_go_to_another_by_reference(two, other):
 def test_a_method_may_drop_rows_if_it_says_so(two):
     out = two.add(two.only_even(batch_of(9)))
     assert plain(out["y"]) == [[n + 1.0] for n in (0, 2, 4, 6, 8)] and out.rows == 5
-    with pytest.raises(HybridFlowError, match="returned 4 rows for 5; register the method with same_rows=False"):
+    with pytest.raises(
+        HybridFlowError, match="returned 4 rows for 5; register the method with same_rows=False"
+    ):
         two.loses_a_row(batch_of(9))["x"]
 
 
@@ -231,7 +236,9 @@ def test_only_the_columns_that_a_method_reads_are_sent(two):
 
 def test_generation_replicas_and_protocols_of_ones_own_decide_who_works(launch):
     layout = ParallelLayout(tp=2)
-    group = WorkerGroup(Calls, launch(2), layout=layout, generation=generation_layout(layout, tp=1), name="tp")
+    group = WorkerGroup(
+        Calls, launch(2), layout=layout, generation=generation_layout(layout, tp=1), name="tp"
+    )
     assert group.add(batch_of(3))["who"].values == [0] * 3
     assert plain(group.generate(batch_of(3))["rank"]) == [0, 0, 1]
     assert plain(group.backwards(batch_of(3))["rank"]) == [1, 1, 0]
@@ -258,7 +265,9 @@ def test_an_error_says_role_phase_rank_and_shows_the_workers_traceback(two):
     assert (error.value.role, error.value.phase, error.value.rank) == ("two", "fail", 1)
     assert "KeyError: 'no such unit' [role 'two', phase 'fail', rank 1]" in str(error.value)
     assert 'raise KeyError("no such unit")' in error.value.remote_traceback
-    with pytest.raises(WorkerError, match=r"the reward is not finite; look at the data \[role 'two'"):
+    with pytest.raises(
+        WorkerError, match=r"the reward is not finite; look at the data \[role 'two'"
+    ):
         two.fail_plainly(batch_of(4), 0).result()
     assert two.who().result()[0][0] == 0  # and it goes on
 
@@ -286,7 +295,8 @@ def test_an_error_reaches_whoever_uses_the_result_as_the_same_error(two, other):
 
 def test_a_constructor_that_fails_is_an_error_of_that_role(launch):
     with pytest.raises(
-        WorkerError, match=r"offset must not be negative \[role 'negative', phase '__create__', rank 0\]"
+        WorkerError,
+        match=r"offset must not be negative \[role 'negative', phase '__create__', rank 0\]",
     ):
         WorkerGroup(Calls, launch(2), -1.0, name="negative")
 
@@ -294,7 +304,9 @@ def test_a_constructor_that_fails_is_an_error_of_that_role(launch):
 def test_results_that_cannot_be_sent_or_are_no_batch_are_errors_of_the_method(two):
     with pytest.raises(WorkerError, match=r"pickle.*phase 'unpicklable', rank 0"):
         two.unpicklable().result()
-    with pytest.raises(HybridFlowError, match="'not_a_batch' is annotated -> Batch and returned int"):
+    with pytest.raises(
+        HybridFlowError, match="'not_a_batch' is annotated -> Batch and returned int"
+    ):
         two.not_a_batch(batch_of(2))["x"]
 
 
@@ -309,7 +321,9 @@ def test_arguments_that_cannot_be_sent_are_errors_before_any_rank_starts(two):
 def test_groups_and_methods_that_cannot_be_are_refused(launch, two):
     with pytest.raises(HybridFlowError, match=r"has 4 ranks, and its pool 'main' has 2 devices"):
         WorkerGroup(Calls, launch(2), layout=ParallelLayout(dp=4))
-    with pytest.raises(AttributeError, match=r"group 'two' has no method 'nope'; registered are .*add"):
+    with pytest.raises(
+        AttributeError, match=r"group 'two' has no method 'nope'; registered are .*add"
+    ):
         two.nope()
 
     class Shadows(Worker):
@@ -337,7 +351,9 @@ def test_groups_of_one_pool_share_its_processes(launch, two):
 def test_groups_in_different_pools_work_at_the_same_time(two, other, tmp_path):
     flags = [str(tmp_path / f"{group}-{rank}") for group in "ab" for rank in (0, 1)]
     batch = batch_of(2)
-    first = two.meet(batch.take([0]), flags[0], flags[2])  # each ends only if the other one has begun
+    first = two.meet(
+        batch.take([0]), flags[0], flags[2]
+    )  # each ends only if the other one has begun
     second = other.meet(batch.take([0]), flags[2], flags[0])
     assert first["x"].rows == second["x"].rows == 1
 
@@ -348,7 +364,10 @@ def test_a_call_waits_for_the_results_that_it_uses_and_for_no_others(two, other,
     slow = two.wait_for(batch, str(flag))
     late = other.add(batch, 5.0)
     assert plain(late["y"]) == [[n + 15.0] for n in range(4)]  # while `slow` is under way
-    assert other.names(batch.join(slow.select(["slow"]))).result() == [["x"], ["x"]]  # reads x alone
+    assert other.names(batch.join(slow.select(["slow"]))).result() == [
+        ["x"],
+        ["x"],
+    ]  # reads x alone
     assert not flag.exists()
     flag.touch()
     assert plain(slow["slow"]) == plain(batch["x"])
@@ -371,7 +390,9 @@ def test_bytes_through_the_controller_are_counted_and_few(two, other, runtime):
 
 
 def test_many_small_steps_leave_nothing_behind(two, other, runtime, runtime_name):
-    batch = Batch({f"c{i}": torch.zeros(16, 64) for i in range(4)} | {"x": torch.zeros(16, 512)})  # 24 KB a rank
+    batch = Batch(
+        {f"c{i}": torch.zeros(16, 64) for i in range(4)} | {"x": torch.zeros(16, 512)}
+    )  # 24 KB a rank
 
     def steps(count):
         made = batch
@@ -424,13 +445,19 @@ class Collective(Worker):
 def test_ranks_sum_over_an_axis(launch, runtime_name):
     group = WorkerGroup(Collective, launch(2), name="collective")
     if runtime_name == "inline":
-        with pytest.raises(WorkerError, match="inline runtime has them for one rank only; use runtime=ray"):
+        with pytest.raises(
+            WorkerError, match="inline runtime has them for one rank only; use runtime=ray"
+        ):
             group.total().result()
     else:
         assert group.total().result() == [[3.0, 20.0, 1.0]] * 2
         layout = ParallelLayout(tp=2)
         group = WorkerGroup(
-            Collective, launch(2), layout=layout, generation=generation_layout(layout, tp=2), name="tp collective"
+            Collective,
+            launch(2),
+            layout=layout,
+            generation=generation_layout(layout, tp=2),
+            name="tp collective",
         )
         assert group.groups().result() == [[[0, 1], None, [0, 1]]] * 2
         assert group.total().result() == [[1.0, 10.0, 0.0], [2.0, 10.0, 1.0]]

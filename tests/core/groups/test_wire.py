@@ -32,7 +32,9 @@ def bits(tensor):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_arrives_bit_for_bit(dtype, inline, monkeypatch):
     monkeypatch.setattr(wire, "INLINE_BYTES", INLINE_BYTES if inline else 0)
-    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (6, 4, dtype.itemsize), dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (6, 4, dtype.itemsize), dtype=torch.uint8
+    )
     x = raw.view(dtype).squeeze(-1)  # NaNs and infinities among them
     batch = Batch({"row": x, "ragged": Column(x, np.array([1, 0, 5]).repeat([1, 4, 1]))})
     arrived = sent(batch)
@@ -47,10 +49,17 @@ def test_every_dtype_arrives_bit_for_bit(dtype, inline, monkeypatch):
 def test_tensors_that_are_views_or_need_gradients_arrive_as_values():
     x = torch.arange(12.0).view(3, 4)
     odd = Batch(
-        {"t": x.t()[:3], "step": x[:, ::2], "grad": x.clone().requires_grad_(), "conj": torch.tensor([1j] * 3).conj()}
+        {
+            "t": x.t()[:3],
+            "step": x[:, ::2],
+            "grad": x.clone().requires_grad_(),
+            "conj": torch.tensor([1j] * 3).conj(),
+        }
     )
     arrived = sent(odd)
-    assert torch.equal(arrived["t"].values, x.t()[:3]) and torch.equal(arrived["step"].values, x[:, ::2])
+    assert torch.equal(arrived["t"].values, x.t()[:3]) and torch.equal(
+        arrived["step"].values, x[:, ::2]
+    )
     assert torch.equal(arrived["grad"].values, x) and not arrived["grad"].values.requires_grad
     assert arrived["conj"].values.tolist() == [-1j] * 3
 
@@ -62,7 +71,9 @@ def test_a_dtype_that_cannot_be_sent_is_named():
 
 def test_small_columns_travel_inside_and_large_ones_by_handle():
     store = CountingStore()
-    small = Batch({"x": torch.zeros(INLINE_BYTES // 4), "names": ["é", b"\0", None] * 341 + [{"k": (1,)}]})
+    small = Batch(
+        {"x": torch.zeros(INLINE_BYTES // 4), "names": ["é", b"\0", None] * 341 + [{"k": (1,)}]}
+    )
     assert small["x"].nbytes == INLINE_BYTES
     encoder = Encoder(store)
     encoder.dumps(small.select(["x"]))
@@ -70,7 +81,14 @@ def test_small_columns_travel_inside_and_large_ones_by_handle():
     blob = encoder.dumps(small)  # with the objects it is too much
     assert len(encoder.handles) == len(store.blocks) == 1 and len(blob) < 400
     rows = OWN_OBJECT_BYTES // 8
-    large = Batch({"a": torch.zeros(rows, 2), "b": torch.zeros(rows, 2), "c": torch.zeros(rows), "d": torch.ones(rows)})
+    large = Batch(
+        {
+            "a": torch.zeros(rows, 2),
+            "b": torch.zeros(rows, 2),
+            "c": torch.zeros(rows),
+            "d": torch.ones(rows),
+        }
+    )
     encoder = Encoder(store := CountingStore())
     blob = encoder.dumps(large)
     assert sorted(len(block) for block in store.blocks) == [1, 1, 2]  # c and d share an object
@@ -83,7 +101,12 @@ def test_a_slice_of_a_local_batch_is_put_without_the_rest():
     there = sent(Batch({"x": x}).split(4)[2], store)
     assert store.bytes_put == x.nbytes // 4
     assert torch.equal(there["x"].values, x[32:48])
-    sent(Batch.concat([Batch({"x": x, "y": x}), Batch({"x": x, "y": x})]).select(["x"]).take(slice(60, 68)), store)
+    sent(
+        Batch.concat([Batch({"x": x, "y": x}), Batch({"x": x, "y": x})])
+        .select(["x"])
+        .take(slice(60, 68)),
+        store,
+    )
     assert store.bytes_put == x.nbytes // 4 + 8 * x[0].nbytes
 
 
@@ -92,12 +115,17 @@ def test_repeated_rows_are_one_entry_a_run():
     plainly = len(Encoder(CountingStore()).dumps(stored))
     assert len(Encoder(CountingStore()).dumps(stored.repeat(64))) <= plainly + 4 * 100_000 + 50
     few = sent(Batch({"x": torch.arange(8)}))
-    assert len(Encoder(CountingStore()).dumps(few.repeat(1000))) < len(Encoder(CountingStore()).dumps(few)) + 50
+    assert (
+        len(Encoder(CountingStore()).dumps(few.repeat(1000)))
+        < len(Encoder(CountingStore()).dumps(few)) + 50
+    )
     assert len(Encoder(CountingStore()).dumps(stored.take(slice(10, 90_000)))) < plainly + 50
     assert sent(few.repeat(3).take(slice(2, 7)))["x"].values.tolist() == [0, 1, 1, 1, 2]
 
 
-@pytest.mark.parametrize("rows", [[0, 0, 1], [0, 0, 1, 1, 2], [5, 5, 5], [3], [], [0, 0, 1, 2, 2, 1, 1, 0]])
+@pytest.mark.parametrize(
+    "rows", [[0, 0, 1], [0, 0, 1, 1, 2], [5, 5, 5], [3], [], [0, 0, 1, 2, 2, 1, 1, 0]]
+)
 def test_an_index_arrives_as_it_was(rows):
     index = np.array(rows, dtype=np.int64)
     assert wire._decode_index(wire._encode_index(index)).tolist() == rows
@@ -105,7 +133,9 @@ def test_an_index_arrives_as_it_was(rows):
 
 def test_only_the_columns_that_are_seen_are_sent():
     store = CountingStore()
-    stored = sent(Batch({"a": torch.zeros(8, 5000), "b": torch.zeros(8, 1 << 18), "c": torch.zeros(8)}), store)
+    stored = sent(
+        Batch({"a": torch.zeros(8, 5000), "b": torch.zeros(8, 1 << 18), "c": torch.zeros(8)}), store
+    )
     assert len(store.blocks) == 2
     encoder = Encoder(store)
     encoder.dumps(stored.select(["b"]))
@@ -114,7 +144,10 @@ def test_only_the_columns_that_are_seen_are_sent():
     assert len(Encoder(store).dumps(inside.select(["e"]))) < 300
     behind = Batch.concat([inside.join(stored)] * 2)
     encoder = Encoder(store)
-    assert len(encoder.dumps(behind.select(["e", "c"]).take([0, 15]))) < 600 and len(encoder.handles) == 1
+    assert (
+        len(encoder.dumps(behind.select(["e", "c"]).take([0, 15]))) < 600
+        and len(encoder.handles) == 1
+    )
     assert rows_of(sent(behind.select(["e", "c"]).take([15]), store)) == [{"e": 0.0, "c": 0.0}]
 
 
@@ -134,7 +167,14 @@ def test_writing_to_what_was_read_changes_nobody_elses_data(inline, monkeypatch)
         part["meta"].values[0].append("mine")
     there["x"].values.mul_(-1)
     fresh = there.take(slice(None))
-    assert torch.equal(fresh["x"].values, kept) and plain(fresh["ids"]) == [[1, 2], [], [3], [4], [5], [6]]
+    assert torch.equal(fresh["x"].values, kept) and plain(fresh["ids"]) == [
+        [1, 2],
+        [],
+        [3],
+        [4],
+        [5],
+        [6],
+    ]
     assert fresh["meta"].values == [[i] for i in range(6)]
     assert plain(also_there["x"])[1] == 1.0
 
@@ -157,7 +197,9 @@ def test_row_counts_that_are_not_known_yet_do_not_delay_sending():
     def table(reply):
         return PromisedTable(lambda: pytest.fail("it was waited for"), None, None, reply)
 
-    both = Batch.of_views([View((table("first"), table("second")))]).join(Batch({"n": torch.arange(6)}))
+    both = Batch.of_views([View((table("first"), table("second")))]).join(
+        Batch({"n": torch.arange(6)})
+    )
     encoder = Encoder(CountingStore())
     blob = encoder.dumps(both.split(2)[1])
     parts = {0: Batch({"x": torch.arange(4)}), 1: Batch({"x": torch.arange(4, 6)})}
@@ -174,7 +216,11 @@ Pair = namedtuple("Pair", "batch weight")
 
 
 def test_batches_are_found_anywhere_inside_a_value():
-    value = {"pairs": [Pair(Batch({"x": torch.ones(2)}), 0.5)], "settings": Settings(0.1), "f": lambda x: x + 1}
+    value = {
+        "pairs": [Pair(Batch({"x": torch.ones(2)}), 0.5)],
+        "settings": Settings(0.1),
+        "f": lambda x: x + 1,
+    }
     there = sent((value, Metrics({"m": (1.0, 2.0)})))
     assert plain(there[0]["pairs"][0].batch["x"]) == [1, 1] and there[0]["pairs"][0].weight == 0.5
     assert there[0]["settings"].rate == 0.1 and there[0]["f"](1) == 2 and there[1]["m"] == 0.5
@@ -194,7 +240,9 @@ print("understood")
 """
 
 
-def test_classes_and_functions_of_a_module_that_others_cannot_import_travel_by_value(tmp_path, monkeypatch):
+def test_classes_and_functions_of_a_module_that_others_cannot_import_travel_by_value(
+    tmp_path, monkeypatch
+):
     (tmp_path / "only_here.py").write_text(
         "import attrs\n@attrs.frozen\nclass Here:\n    rate: float\n"
         "def double(x):\n    return helper(x) * 1\ndef helper(x):\n    return x * 2\n"
@@ -205,7 +253,9 @@ def test_classes_and_functions_of_a_module_that_others_cannot_import_travel_by_v
     spec.loader.exec_module(module)
     blob = Encoder(CountingStore()).dumps((module.Here, module.double, 7))
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # as a worker has it
-    made = subprocess.run([sys.executable, "-c", STRANGER], input=blob, capture_output=True, cwd=tmp_path, env=path)
+    made = subprocess.run(
+        [sys.executable, "-c", STRANGER], input=blob, capture_output=True, cwd=tmp_path, env=path
+    )
     assert made.stdout.decode().strip() == "understood", made.stderr.decode()
 
 
@@ -217,7 +267,9 @@ def test_what_others_can_import_travels_by_name():
 def test_what_is_passed_on_again_and_again_does_not_grow():
     store = CountingStore()
     one = Batch({"x": torch.arange(6), "y": torch.arange(6) * 2})
-    few = Batch.concat([sent(one, store).take([0, 1]), sent(one, store).join(sent(one, store)).take([2, 3])])
+    few = Batch.concat(
+        [sent(one, store).take([0, 1]), sent(one, store).join(sent(one, store)).take([2, 3])]
+    )
     sizes = []
     for hop in range(40):
         one, few = promised(sent(one, store)), promised(sent(few, store), names=hop % 2 == 0)

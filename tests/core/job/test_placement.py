@@ -35,7 +35,9 @@ def test_auto_takes_the_planners_pools_and_layouts(config, capsys):
 
 
 def test_auto_places_every_stage(config):
-    config.write_text(CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nalgorithm.prompts_per_step = 512\n")
+    config.write_text(
+        CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nalgorithm.prompts_per_step = 512\n"
+    )
     jobs = load_config(config, ["placement=auto", "placement.cluster=a100-80gb:1x8"])
     assert [sum(pool.world for pool in job.pools.values()) for job in jobs] == [8, 8]
 
@@ -54,9 +56,20 @@ def test_a_config_that_does_not_fit_its_cluster_is_refused_with_what_does(config
         "algorithm.mini_batch_size=8192",
     ]
     with pytest.raises(ConfigError) as caught:
-        load_config(config, [*fits, *too_large, "reward.micro_batch_tokens=4096", "placement.cluster=a100-80gb:4x8"])
+        load_config(
+            config,
+            [
+                *fits,
+                *too_large,
+                "reward.micro_batch_tokens=4096",
+                "placement.cluster=a100-80gb:4x8",
+            ],
+        )
     said = str(caught.value)
-    assert "the config does not fit its cluster: actor needs" in said and "GB per device while it trains" in said
+    assert (
+        "the config does not fit its cluster: actor needs" in said
+        and "GB per device while it trains" in said
+    )
     assert "this fits: " in said or "nothing fits: " in said
     with pytest.raises(ConfigError, match=r"asks for 2 devices, and there are 1"):
         load_config(config, ["placement.cluster=a100-80gb:1x1"])
@@ -64,9 +77,9 @@ def test_a_config_that_does_not_fit_its_cluster_is_refused_with_what_does(config
 
 def test_a_run_that_places_itself_runs(tmp_path):
     (tmp_path / "cluster.toml").write_text(OWN)
-    model = ", ".join(f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in MODEL.items()).replace(
-        "'", '"'
-    )
+    model = ", ".join(
+        f"{k} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for k, v in MODEL.items()
+    ).replace("'", '"')
     (tmp_path / "tiny.toml").write_text(f"""
 algorithm = {{ name = "grpo", prompts_per_step = 4, group_size = 2 }}
 runtime = "inline"
@@ -91,11 +104,19 @@ model.config = {{ {model} }}
 
 
 def test_only_what_is_known_not_to_fit_is_refused(config):
-    apart = ["pools.rollout=[2]", "actor.generation={pool='rollout'}", "placement.cluster=a100-80gb:1x8"]
+    apart = [
+        "pools.rollout=[2]",
+        "actor.generation={pool='rollout'}",
+        "placement.cluster=a100-80gb:1x8",
+    ]
     load_config(config, apart)  # engines in a pool of their own are not planned
     kinds = config.parent / "two.toml"
-    kinds.write_text('[[nodes]]\ndevice = "l4-24gb"\nper_node = 1\n[[nodes]]\ndevice = "a100-80gb"\nper_node = 8\n')
-    load_config(config, [f"placement.cluster={kinds}"])  # two devices: there are only of the second kind
+    kinds.write_text(
+        '[[nodes]]\ndevice = "l4-24gb"\nper_node = 1\n[[nodes]]\ndevice = "a100-80gb"\nper_node = 8\n'
+    )
+    load_config(
+        config, [f"placement.cluster={kinds}"]
+    )  # two devices: there are only of the second kind
 
 
 def test_auto_keeps_what_is_not_a_size_and_needs_no_sizes(config):
@@ -157,5 +178,7 @@ def test_planning_leaves_the_algorithm_as_it_was(config):
 
 def test_an_override_that_every_stage_replaces_is_told_under_auto_too(config):
     config.write_text(CONFIG + "[stages.one]\nrun.steps = 1\n[stages.two]\nrun.steps = 2\n")
-    with pytest.raises(ConfigError, match=r"run\.steps: given on the command line, and every stage has its own"):
+    with pytest.raises(
+        ConfigError, match=r"run\.steps: given on the command line, and every stage has its own"
+    ):
         load_config(config, ["placement=auto", "placement.cluster=a100-80gb:1x8", "run.steps=9"])

@@ -29,7 +29,19 @@ def test_a_role_whose_table_this_algorithm_does_not_need_is_unused():
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "runtime", "pools", "algorithm", "data", "tokenizer", "sampling", "rollout", "validation", "actor"]
+    "name",
+    [
+        "run",
+        "runtime",
+        "pools",
+        "algorithm",
+        "data",
+        "tokenizer",
+        "sampling",
+        "rollout",
+        "validation",
+        "actor",
+    ],
 )
 def test_a_value_in_place_of_a_table_is_a_problem_and_no_crash(name):
     found = problems(f"{name}=3")
@@ -39,7 +51,9 @@ def test_a_value_in_place_of_a_table_is_a_problem_and_no_crash(name):
 
 def test_a_misspelt_role_table_names_the_nearest():
     assert "did you mean `actor`?" in problem("actro.micro_batch_tokens=1")
-    assert "did you mean `critic`?" in problem("critics.pool=main")  # a usual role, though grpo has none
+    assert "did you mean `critic`?" in problem(
+        "critics.pool=main"
+    )  # a usual role, though grpo has none
 
 
 def test_unknown_plugins_name_the_nearest():
@@ -61,12 +75,16 @@ def test_no_algorithm_says_which_there_are():
 
 
 def test_a_mini_batch_larger_than_the_step_is_refused():
-    assert "mini_batch_size 99 is larger than the 16 sequences" in problem("algorithm.mini_batch_size=99")
+    assert "mini_batch_size 99 is larger than the 16 sequences" in problem(
+        "algorithm.mini_batch_size=99"
+    )
 
 
 def test_an_algorithm_whose_own_parts_refuse_a_value_is_a_problem_and_no_crash():
     text = WITHOUT_ALGORITHM
-    found = problem("algorithm={name='ppo', prompts_per_step=4, kl_coef=0.0, kl_target=0.1}", text=text)
+    found = problem(
+        "algorithm={name='ppo', prompts_per_step=4, kl_coef=0.0, kl_target=0.1}", text=text
+    )
     assert found.startswith("algorithm: ") and "kl" in found.lower()
 
 

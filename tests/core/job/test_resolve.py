@@ -26,7 +26,11 @@ def test_a_small_config_becomes_a_job():
     assert made.algorithm_name == "grpo" and made.runtime == "inline" and made.main_pool == "main"
     assert list(made.models) == ["actor"] and list(made.scorers) == ["reward"]
     actor = made.models["actor"]
-    assert actor.spec.engine == "transformers" and actor.spec.optimizer is not None and actor.layout.world == 1
+    assert (
+        actor.spec.engine == "transformers"
+        and actor.spec.optimizer is not None
+        and actor.layout.world == 1
+    )
     assert made.rewards[0].function == "exact_match" and made.folder == Path("runs/tiny")
 
 
@@ -40,7 +44,10 @@ def test_a_stage_is_the_common_tables_with_its_own_on_top():
 def test_a_model_of_an_earlier_stage_brings_its_tokenizer_whatever_the_tokenizer_table_says():
     first, second = jobs(text=STAGES)
     assert first.tokenizer.train == "char" and first.tokenizer_path is None
-    assert second.tokenizer == TokenizerConfig() and second.tokenizer_path == "runs/tiny/first/tokenizer"
+    assert (
+        second.tokenizer == TokenizerConfig()
+        and second.tokenizer_path == "runs/tiny/first/tokenizer"
+    )
 
 
 def test_a_reward_may_be_given_by_its_name_alone():
@@ -51,7 +58,10 @@ def test_the_model_folder_brings_the_tokenizer_where_none_is_configured(tmp_path
     model_folder(tmp_path / "model")
     text = BASE.replace(f"actor.model.config = {MODEL}", 'actor.model.path = "model"')
     assert job(text=text).tokenizer_path is None  # tokenizer.characters is given
-    assert job(text=text.replace('tokenizer.characters = "0123456789+="', "")).tokenizer_path == "model"
+    assert (
+        job(text=text.replace('tokenizer.characters = "0123456789+="', "")).tokenizer_path
+        == "model"
+    )
 
 
 def test_all_problems_of_a_config_are_reported_at_once():
@@ -94,11 +104,15 @@ def test_what_hangs_on_a_section_that_has_problems_is_not_looked_at():
 
 
 def test_a_role_of_one_stage_may_stand_among_the_common_tables(tmp_path):
-    (tmp_path / "panel.py").write_text(ALGORITHM.format(body="", roles="Role('actor', trained=True), Role('juror')"))
+    (tmp_path / "panel.py").write_text(
+        ALGORITHM.format(body="", roles="Role('actor', trained=True), Role('juror')")
+    )
     text = STAGES.replace('{ name = "grpo", prompts_per_step = 4, group_size = 4 }', '"panel:Mine"')
     second = jobs("juror.micro_batch_tokens=9", text=text)[1]
     assert second.models["juror"].spec.micro_batch_tokens == 9
-    assert "juror2: unknown key; did you mean `juror`?" in problem("juror2.micro_batch_tokens=9", text=text)
+    assert "juror2: unknown key; did you mean `juror`?" in problem(
+        "juror2.micro_batch_tokens=9", text=text
+    )
 
 
 def test_a_tracker_is_a_name_or_a_table_with_its_settings():

@@ -15,8 +15,15 @@ def test_ref_and_critic_inherit_what_they_do_not_give_from_the_actor():
     made = job("algorithm={name='ppo', prompts_per_step=4}", "actor.optimizer.lr=0.5", "critic.optimizer.lr=0.25",
                "actor.backend.precision=bf16", "critic.micro_batch_tokens=99", text=WITHOUT_ALGORITHM)  # fmt: skip
     actor, critic, ref = (made.models[name] for name in ("actor", "critic", "ref"))
-    assert critic.spec.model.hf_config == actor.spec.model.hf_config and critic.spec.model.kind == "value"
-    assert (actor.spec.optimizer.lr, critic.spec.optimizer.lr, ref.spec.optimizer) == (0.5, 0.25, None)
+    assert (
+        critic.spec.model.hf_config == actor.spec.model.hf_config
+        and critic.spec.model.kind == "value"
+    )
+    assert (actor.spec.optimizer.lr, critic.spec.optimizer.lr, ref.spec.optimizer) == (
+        0.5,
+        0.25,
+        None,
+    )
     assert critic.spec.backend_config.precision == ref.spec.backend_config.precision == "bf16"
     assert critic.spec.micro_batch_tokens == 99 and ref.spec.engine is None
 
@@ -72,7 +79,10 @@ def test_several_roles_may_score_by_functions(tmp_path):
     roles = "Role('actor', trained=True), Role('reward', 'reward'), Role('cost', 'reward')"
     (tmp_path / "safe.py").write_text(ALGORITHM.format(body="", roles=roles))
     made = job("algorithm=safe:Mine", "cost.function=math", text=WITHOUT_ALGORITHM)
-    assert {n: s.parts[0].function for n, s in made.scorers.items()} == {"reward": "exact_match", "cost": "math"}
+    assert {n: s.parts[0].function for n, s in made.scorers.items()} == {
+        "reward": "exact_match",
+        "cost": "math",
+    }
     assert made.rewards[0].function == "exact_match"
 
 
@@ -83,15 +93,23 @@ def test_a_stage_may_start_from_a_stage_that_has_not_run_yet():
 
 
 def test_an_unknown_stage_and_one_that_does_not_train_the_role_are_named():
-    assert "did you mean 'first'?" in problem("stages.second.actor.model.path=stage:frist", text=STAGES)
-    assert "trains actor, not 'critic'" in problem("stages.second.actor.model.path=stage:first/critic", text=STAGES)
+    assert "did you mean 'first'?" in problem(
+        "stages.second.actor.model.path=stage:frist", text=STAGES
+    )
+    assert "trains actor, not 'critic'" in problem(
+        "stages.second.actor.model.path=stage:first/critic", text=STAGES
+    )
     assert "earlier stages: none" in problem("stages.first.actor.model={path='stage:second'}", "stages.second.actor={}",
         f"actor.model.config={MODEL}", text=STAGES.replace(f"actor.model.config = {MODEL}", ""))  # fmt: skip
-    assert "no earlier stage 'x'" in problem(text=BASE.replace(f"config = {MODEL}", 'path = "stage:x"'))
+    assert "no earlier stage 'x'" in problem(
+        text=BASE.replace(f"config = {MODEL}", 'path = "stage:x"')
+    )
 
 
 def test_a_model_config_needs_its_type_and_its_vocabulary():
-    assert "needs model_type" in problem("actor.model={config={vocab_size=16}}", text=BASE.replace(MODEL, "{}"))
+    assert "needs model_type" in problem(
+        "actor.model={config={vocab_size=16}}", text=BASE.replace(MODEL, "{}")
+    )
     text = BASE.replace("vocab_size = 16, ", "")
     assert "needs vocab_size" in problem(text=text)
 
@@ -106,7 +124,10 @@ def test_a_layout_that_does_not_fit_its_pool_says_how_to_fix_it():
 
 
 def test_an_axis_that_the_backend_or_the_model_has_not_is_refused():
-    assert "has the axes dp, tp; set it to 1" in problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")[0]
+    assert (
+        "has the axes dp, tp; set it to 1"
+        in problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")[0]
+    )
     found = problems("runtime=ray", "pools.main=[8]", "actor.layout.tp=8")
     assert any("8 does not divide the model's 4 attention heads" in p for p in found)
 
@@ -121,12 +142,19 @@ def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
     found = problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=2")
     assert found.startswith("actor.generation: ") and "choose a tp and pp that divide them" in found
     found = problem("runtime=ray", "pools.main=[2]", "actor.generation.pp=2")
-    assert found == "actor.generation.pp: is 2, and the engine transformers runs on one rank; set it to 1"
+    assert (
+        found
+        == "actor.generation.pp: is 2, and the engine transformers runs on one rank; set it to 1"
+    )
     assert "4 attention heads" in problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=3")
     found = problem("actor.generation.pool=mian")
     assert found.startswith("actor.generation.pool: there is no pool 'mian'; did you mean 'main'?")
     apart = job(
-        "runtime=ray", "pools.main=[1]", "pools.engines=[2]", "actor.generation.pool=engines", "actor.generation.tp=2"
+        "runtime=ray",
+        "pools.main=[1]",
+        "pools.engines=[2]",
+        "actor.generation.pool=engines",
+        "actor.generation.tp=2",
     )
     assert apart.models["actor"].generation.tp == 2
 

@@ -15,7 +15,9 @@ from hybridflow.core.job.stages import overlay, shadowed_overrides, stage_tables
 
 def test_what_a_stage_gives_drops_what_excludes_it_in_the_common_tables():
     text = STAGES.replace("[stages.first]", f"actor.model.config = {MODEL}\n[stages.first]")
-    second = jobs("stages.second.reward.parts=[{name='a', function='math'}]", "reward.options={}", text=text)[1]
+    second = jobs(
+        "stages.second.reward.parts=[{name='a', function='math'}]", "reward.options={}", text=text
+    )[1]
     assert second.models["actor"].section.model.config is None
     assert [p.name for p in second.rewards] == ["a"]
     other = jobs("stages.first.tokenizer.characters=0123456789+=", text=text)[0]

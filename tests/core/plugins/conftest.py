@@ -19,7 +19,9 @@ def site(tmp_path, monkeypatch):
         lines = [f"{name} = {value}" for name, value in points.items()]
         info = folder / f"{package}-{version}.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        )
         (info / "entry_points.txt").write_text("\n".join(["[hybridflow]", *lines]) + "\n")
         for name, source in dict(modules).items():
             (folder / name).write_text(textwrap.dedent(source))
@@ -28,5 +30,7 @@ def site(tmp_path, monkeypatch):
 
     yield install
     for name in set(sys.modules) - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
+            sys.modules[name].__file__
+        ):
             del sys.modules[name]

@@ -20,7 +20,11 @@ HOOKS = [name for name in vars(hookspecs) if name.startswith("hybridflow_")]
 
 
 def entry_of(found: Registry, kind: str, name: str, package: str | None = None):
-    [entry] = [e for e in found.entries() if (e.kind, e.name) == (kind, name) and package in (None, e.package)]
+    [entry] = [
+        e
+        for e in found.entries()
+        if (e.kind, e.name) == (kind, name) and package in (None, e.package)
+    ]
     return entry
 
 
@@ -41,7 +45,11 @@ def hooked(kind="reward", name="length", factory="acme_length:Length", api=1):
 
 
 def test_a_shorthand_entry_point_is_listed_ready_without_its_module_being_imported(site):
-    site("acme", {"reward.length": "acme_length:Length"}, {"acme_length.py": "class Length:\n    class Config: pass\n"})
+    site(
+        "acme",
+        {"reward.length": "acme_length:Length"},
+        {"acme_length.py": "class Length:\n    class Config: pass\n"},
+    )
     found = Registry().load()
     entry = entry_of(found, "reward", "length")
     assert (entry.state, entry.remedy, entry.owner) == ("ready", "", "acme 1.0")
@@ -51,7 +59,11 @@ def test_a_shorthand_entry_point_is_listed_ready_without_its_module_being_import
 
 
 def test_hybridflow_plugins_of_a_module_entry_point_registers_its_descriptors(site):
-    site("acme", {"acme": "acme_plugin"}, {"acme_plugin.py": hooked(), "acme_length.py": "Length = 7\n"})
+    site(
+        "acme",
+        {"acme": "acme_plugin"},
+        {"acme_plugin.py": hooked(), "acme_length.py": "Length = 7\n"},
+    )
     found = Registry().load()
     assert entry_of(found, "reward", "length").capabilities is None
     assert "acme_length" not in sys.modules
@@ -93,8 +105,14 @@ def test_loading_twice_registers_nothing_twice(site):
         ("import sys; sys.exit(3)", r"acme_plugin called sys.exit\(3\)"),
         (hooked(api=2), "made for plugin API 2, this hybridflow has 1: install a version of acme"),
         (hooked(api="'one'"), "must be an integer, got 'one'"),
-        (hooked().replace("hybridflow_plugins()", "hybridflow_plugins(config)"), "hybridflow_plugins"),
-        (hooked().replace("hybridflow_plugins()", "hybridflow_plugin()"), "did you mean 'hybridflow_plugins'"),
+        (
+            hooked().replace("hybridflow_plugins()", "hybridflow_plugins(config)"),
+            "hybridflow_plugins",
+        ),
+        (
+            hooked().replace("hybridflow_plugins()", "hybridflow_plugin()"),
+            "did you mean 'hybridflow_plugins'",
+        ),
         (hooked().replace("return [", "return 3 #"), "must return a list of Descriptor, got 3"),
         (hooked().replace("return [", "raise OSError('full') #"), "OSError: full"),
     ],
@@ -111,10 +129,14 @@ def test_a_broken_module_is_listed_with_its_reason_and_hurts_nobody_else(site, s
 
 
 def test_an_unknown_kind_is_listed_as_failed_and_the_other_descriptors_of_the_module_work(site):
-    source = hooked(kind="rewrad").replace("return [", "return [Descriptor('reward', 'ok', 'json:loads'), ")
+    source = hooked(kind="rewrad").replace(
+        "return [", "return [Descriptor('reward', 'ok', 'json:loads'), "
+    )
     site("acme", {"acme": "acme_plugin", "trainer.x": "a:B"}, {"acme_plugin.py": source})
     found = Registry().load()
-    assert "unknown kind 'rewrad'; did you mean 'reward'?" in entry_of(found, "rewrad", "length").state
+    assert (
+        "unknown kind 'rewrad'; did you mean 'reward'?" in entry_of(found, "rewrad", "length").state
+    )
     assert "unknown kind 'trainer'" in entry_of(found, "trainer", "x").state
     assert entry_of(found, "reward", "ok").state == "ready"
 
@@ -134,7 +156,9 @@ def test_an_entry_point_that_mixes_the_two_forms_says_how_to_write_it(site, name
 def test_a_malformed_entry_points_file_is_listed_and_the_other_packages_load(site, tmp_path):
     site("acme", {"reward.length": "acme_length:Length"})
     site("broken", {})
-    (tmp_path / "broken-1.0.dist-info" / "entry_points.txt").write_text("[hybridflow]\nno equals sign\n")
+    (tmp_path / "broken-1.0.dist-info" / "entry_points.txt").write_text(
+        "[hybridflow]\nno equals sign\n"
+    )
     found = Registry().load()
     assert entry_of(found, "reward", "length").state == "ready"
     assert entry_of(found, "module", "entry_points.txt", "broken").state.startswith("failed: ")
@@ -144,11 +168,18 @@ def test_a_name_claimed_by_two_packages_is_refused_for_both_and_no_other_is_affe
     site("acme", {"reward.length": "a:A", "reward.other": "json:loads"})
     site("bolt", {"reward.length": "b:B"}, version="2.0")
     found = Registry().load()
-    with pytest.raises(PluginError, match=r"'length' is claimed by .*(acme 1\.0|bolt 2\.0) and by .*: uninstall one"):
+    with pytest.raises(
+        PluginError,
+        match=r"'length' is claimed by .*(acme 1\.0|bolt 2\.0) and by .*: uninstall one",
+    ):
         found.get("reward", "length")
     for package in ("acme", "bolt"):
         entry = entry_of(found, "reward", "length", package)
-        assert entry.state.startswith("failed: claimed by") and "acme 1.0" in entry.state and "bolt 2.0" in entry.state
+        assert (
+            entry.state.startswith("failed: claimed by")
+            and "acme 1.0" in entry.state
+            and "bolt 2.0" in entry.state
+        )
     assert "length" not in found.names("reward") and found.get("reward", "other")
 
 
@@ -164,11 +195,17 @@ def test_an_unknown_name_lists_the_nearest_what_there_is_and_what_failed(site):
         found.get("reward", "lenght")
     text = str(caught.value)
     assert text.startswith("unknown reward 'lenght'; did you mean 'length'? There is: ")
-    assert "judge (missing: no_such_module)" in text and "acme of acme 1.0 (RuntimeError: no licence)" in text
+    assert (
+        "judge (missing: no_such_module)" in text
+        and "acme of acme 1.0 (RuntimeError: no licence)" in text
+    )
 
 
 def test_an_unknown_kind_is_refused_with_the_kinds():
-    with pytest.raises(PluginError, match=r"unknown kind 'rewards'; did you mean 'reward'\? \(kinds: training_backend"):
+    with pytest.raises(
+        PluginError,
+        match=r"unknown kind 'rewards'; did you mean 'reward'\? \(kinds: training_backend",
+    ):
         Registry().get("rewards", "x")
 
 
@@ -182,31 +219,47 @@ def test_an_unknown_kind_is_refused_with_the_kinds():
 )
 def test_a_missing_requirement_is_listed_and_refused_with_its_remedy(how, remedy):
     found = Registry()
-    found.add(Descriptor("rollout_engine", "v", "x:Y", requires=("json", "no_such_module", "json.nothing"), **how))
+    found.add(
+        Descriptor(
+            "rollout_engine", "v", "x:Y", requires=("json", "no_such_module", "json.nothing"), **how
+        )
+    )
     entry = entry_of(found, "rollout_engine", "v")
     assert (entry.state, entry.remedy) == ("missing: no_such_module, json.nothing", remedy)
-    with pytest.raises(PluginError, match=rf"needs no_such_module, .*, not installed here: {re.escape(remedy)}"):
+    with pytest.raises(
+        PluginError, match=rf"needs no_such_module, .*, not installed here: {re.escape(remedy)}"
+    ):
         found.get("rollout_engine", "v")
 
 
-def test_a_requirement_is_looked_for_without_importing_it_or_its_parents(site, tmp_path, monkeypatch):
+def test_a_requirement_is_looked_for_without_importing_it_or_its_parents(
+    site, tmp_path, monkeypatch
+):
     for folder in ("pack", "pack/inner"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert is_installed("pack") and is_installed("pack.inner") and not is_installed("pack.outer")
-    assert "pack" not in sys.modules and not is_installed("only_a_folder") and not is_installed("json.decoder.x")
+    assert (
+        "pack" not in sys.modules
+        and not is_installed("only_a_folder")
+        and not is_installed("json.decoder.x")
+    )
     assert is_installed("hybridflow.core.errors") and is_installed("sys")
     monkeypatch.setitem(sys.modules, "pack", None)
     assert not is_installed("pack")
 
 
 def test_a_factory_that_does_not_import_is_refused_with_the_reason_and_then_listed_as_failed(site):
-    site("acme", {"reward.length": "acme_length:Lenght"}, {"acme_length.py": "class Length: pass\n"})
+    site(
+        "acme", {"reward.length": "acme_length:Lenght"}, {"acme_length.py": "class Length: pass\n"}
+    )
     found = Registry().load()
     assert entry_of(found, "reward", "length").state == "ready"
-    with pytest.raises(PluginError, match=r"acme 1\.0 does not load .*has no 'Lenght'; did you mean 'Length'"):
+    with pytest.raises(
+        PluginError, match=r"acme 1\.0 does not load .*has no 'Lenght'; did you mean 'Length'"
+    ):
         found.get("reward", "length")
     assert "has no 'Lenght'" in entry_of(found, "reward", "length").state
 
@@ -214,11 +267,17 @@ def test_a_factory_that_does_not_import_is_refused_with_the_reason_and_then_list
 def test_the_config_class_of_a_descriptor_loads_without_the_requirements(site):
     site("acme", {}, {"acme_config.py": "class Options: pass\n"})
     found = Registry()
-    heavy = Descriptor("runtime", "heavy", "no_such:Thing", config="acme_config:Options", requires="no_such_module")
+    heavy = Descriptor(
+        "runtime", "heavy", "no_such:Thing", config="acme_config:Options", requires="no_such_module"
+    )
     found.add(heavy)
-    assert found.config_class("runtime", "heavy").__name__ == "Options" and heavy.requires == ("no_such_module",)
+    assert found.config_class("runtime", "heavy").__name__ == "Options" and heavy.requires == (
+        "no_such_module",
+    )
     found.add(Descriptor("runtime", "bad", "no_such:Thing", config="acme_config:Option"))
-    with pytest.raises(PluginError, match=r"the config of runtime 'bad' does not load .*did you mean 'Options'"):
+    with pytest.raises(
+        PluginError, match=r"the config of runtime 'bad' does not load .*did you mean 'Options'"
+    ):
         found.config_class("runtime", "bad")
 
 
@@ -234,7 +293,11 @@ def test_a_path_to_code_stands_for_a_name(site, kind):
 @pytest.mark.parametrize(
     "kind, path, why",
     [
-        ("runtime", "my_code:Mine", "give a registered name; paths to code are for algorithm, data_source"),
+        (
+            "runtime",
+            "my_code:Mine",
+            "give a registered name; paths to code are for algorithm, data_source",
+        ),
         ("reward", "my_code:", "neither a name nor of the form"),
         ("reward", "my_code:Min", "my_code has no 'Min'; did you mean 'Mine'"),
         ("reward", "no_such_code:Mine", "No module named 'no_such_code'.*current folder"),
@@ -261,8 +324,14 @@ def test_adding_the_same_descriptor_again_changes_nothing_and_a_second_owner_cla
 
 
 def test_a_shorthand_object_made_for_another_api_is_refused_when_it_is_loaded(site):
-    site("acme", {"reward.length": "acme_length:Length"}, {"acme_length.py": "class Length:\n    hybridflow_api = 2\n"})
-    with pytest.raises(PluginError, match=r"made for plugin API 2, this hybridflow has 1: .*or a newer hybridflow"):
+    site(
+        "acme",
+        {"reward.length": "acme_length:Length"},
+        {"acme_length.py": "class Length:\n    hybridflow_api = 2\n"},
+    )
+    with pytest.raises(
+        PluginError, match=r"made for plugin API 2, this hybridflow has 1: .*or a newer hybridflow"
+    ):
         Registry().load().get("reward", "length")
 
 
@@ -353,7 +422,10 @@ def test_the_example_plugin_of_the_page_works_as_printed_and_fits_in_60_lines(tm
     page = (ROOT / "docs/plugins.md").read_text()
     blocks = re.findall(r"```python\n# (acme/\w+\.py).*?\n(.*?)```", page, re.DOTALL)
     toml = re.search(r"```toml\n(\[project\]\n.*?)```", page, re.DOTALL)[1]
-    assert len(blocks) == 2 and sum(source.count("\n") + 1 for _, source in blocks) + toml.count("\n") <= 60
+    assert (
+        len(blocks) == 2
+        and sum(source.count("\n") + 1 for _, source in blocks) + toml.count("\n") <= 60
+    )
     (tmp_path / "acme").mkdir()
     for path, source in blocks:
         (tmp_path / path).write_text(source)

@@ -15,7 +15,9 @@ SHAPE = (5, 4, 3)
 def boxes(draw, least: int = 0) -> Box:
     """Any box of SHAPE, at least so long in each dimension."""
     starts = [draw(st.integers(0, size - least)) for size in SHAPE]
-    stops = [draw(st.integers(start + least, size)) for start, size in zip(starts, SHAPE, strict=True)]
+    stops = [
+        draw(st.integers(start + least, size)) for start, size in zip(starts, SHAPE, strict=True)
+    ]
     return Box(tuple(starts), tuple(stops))
 
 
@@ -41,7 +43,9 @@ def test_twins_share_everything_and_scalars_have_one_element():
 @given(st.lists(boxes(least=1), max_size=6), boxes(least=1))
 def test_those_that_touch_a_box_are_numbered_in_order(many, one):
     own = mask(SHAPE, [one])
-    assert overlaps(many)(one) == [at for at, box in enumerate(many) if (mask(SHAPE, [box]) * own).any()]
+    assert overlaps(many)(one) == [
+        at for at, box in enumerate(many) if (mask(SHAPE, [box]) * own).any()
+    ]
 
 
 @given(boxes(least=1), st.lists(boxes(), max_size=4))

@@ -19,7 +19,15 @@ LLAMA = llama_shape(32, 4, 8, 4, 4, 48, 209)
 LARGE = llama_shape(256, 4, 8, 8, 32, 512, 4001)
 
 
-def layouts(shape: ModelShape, kind: str, train: ParallelLayout, pp: int, tp: int, dtypes, grouping="zero-redundancy"):
+def layouts(
+    shape: ModelShape,
+    kind: str,
+    train: ParallelLayout,
+    pp: int,
+    tp: int,
+    dtypes,
+    grouping="zero-redundancy",
+):
     params = shape.params(dtypes[0])
     source = {
         "3d": lambda: megatron_layout(shape, train, params, vocab_multiple=8),
@@ -27,7 +35,9 @@ def layouts(shape: ModelShape, kind: str, train: ParallelLayout, pp: int, tp: in
         "hsdp": lambda: fsdp_layout(params, train, 2, ties=shape.ties),
         "zero3": lambda: zero3_layout(params, train.world, shape.ties),
     }[kind]()
-    return source, engine_layout(shape, generation_layout(train, pp, tp, grouping), shape.params(dtypes[1]))
+    return source, engine_layout(
+        shape, generation_layout(train, pp, tp, grouping), shape.params(dtypes[1])
+    )
 
 
 F, B = torch.float32, torch.bfloat16
@@ -36,9 +46,13 @@ F, B = torch.float32, torch.bfloat16
 @pytest.mark.parametrize("shape", [QWEN, LLAMA], ids=["qwen2-tied", "llama-untied"])
 @pytest.mark.parametrize("transport", ["collective", "shared_memory", "disk"])
 @pytest.mark.parametrize("dtypes", [(F, F), (F, B), (B, B)], ids=["fp32", "fp32-bf16", "bf16"])
-def test_every_transport_brings_the_training_weights_bit_for_bit(ranks, shape, transport, dtypes, tmp_path):
+def test_every_transport_brings_the_training_weights_bit_for_bit(
+    ranks, shape, transport, dtypes, tmp_path
+):
     source, target = layouts(shape, "fsdp", ParallelLayout(dp=4), 1, 2, dtypes)
-    for moved, planned, wrong, _ in ranks(jobs.move, 4, source, target, transport, 8192, str(tmp_path)):
+    for moved, planned, wrong, _ in ranks(
+        jobs.move, 4, source, target, transport, 8192, str(tmp_path)
+    ):
         assert wrong == []
         assert (moved.bytes_received, moved.bytes_sent) == planned
         assert moved.peak_buffer_bytes <= 8192
@@ -52,7 +66,9 @@ def test_there_and_back_is_bit_for_bit(ranks, shape, kind, dtype, tmp_path):
     train = ParallelLayout(pp=2, tp=2, dp=1) if kind == "3d" else ParallelLayout(dp=4)
     source, target = layouts(shape, kind, train, 1, 2, (dtype, dtype))
     for a, b in ((source, target), (target, source)):
-        for moved, planned, wrong, _ in ranks(jobs.move, 4, a, b, "collective", 4096, str(tmp_path)):
+        for moved, planned, wrong, _ in ranks(
+            jobs.move, 4, a, b, "collective", 4096, str(tmp_path)
+        ):
             assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
 
 
@@ -82,7 +98,9 @@ def test_eight_processes_receive_what_the_plan_says_and_the_kernel_counts_it(ran
 def test_the_reference_engine_gathers_and_is_counted_too(ranks, tmp_path):
     train = ParallelLayout(1, 4, 1)
     source, target = layouts(QWEN, "3d", train, 1, 2, (F, F), "consecutive")
-    for moved, planned, wrong, _ in ranks(jobs.gather, 4, source, target, [[0, 1, 2, 3]], 8192, str(tmp_path)):
+    for moved, planned, wrong, _ in ranks(
+        jobs.gather, 4, source, target, [[0, 1, 2, 3]], 8192, str(tmp_path)
+    ):
         assert wrong == [] and (moved.bytes_received, moved.bytes_sent) == planned
 
 
@@ -96,7 +114,9 @@ def test_checksums_add_up_over_shards_and_see_a_swap():
     swapped[0, 0], swapped[3, 2] = whole[3, 2], whole[0, 0]
     assert checksum(swapped, full, (7, 5)) != total
     assert checksum(whole.to(B), full, (7, 5)) != total
-    assert checksum(torch.zeros(2), Box.full((2,)), (2,)) != checksum(torch.zeros(3), Box.full((3,)), (3,))
+    assert checksum(torch.zeros(2), Box.full((2,)), (2,)) != checksum(
+        torch.zeros(3), Box.full((3,)), (3,)
+    )
 
 
 def test_a_rank_that_fails_says_so_after_the_last_round_and_the_others_end_theirs(ranks):
@@ -123,7 +143,9 @@ def test_shards_give_a_view_of_what_lies_within_one_of_them():
 
 
 def test_what_is_not_held_in_one_piece_is_named_with_what_is():
-    shards = Shards([("a", Box((0,), (2,)), torch.zeros(2)), ("a", Box((2,), (4,)), torch.zeros(2))])
+    shards = Shards(
+        [("a", Box((0,), (2,)), torch.zeros(2)), ("a", Box((2,), (4,)), torch.zeros(2))]
+    )
     with pytest.raises(ReshardError, match=r"a \[1:3\] is not held here: \[0:2\], \[2:4\]"):
         shards.read("a", Box((1,), (3,)))
     with pytest.raises(ReshardError, match=r"b \[0:1\] is not held here: nothing of it"):

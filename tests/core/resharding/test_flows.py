@@ -24,7 +24,9 @@ def test_each_sender_has_an_equal_run_of_the_receivers():
 def test_a_rank_finds_its_own_part_of_the_pairs(flow):
     pairs = list(flow.pairs())
     for rank in range(11):
-        assert flow.sender_of(rank) == next((sender for sender, receiver in pairs if receiver == rank), None)
+        assert flow.sender_of(rank) == next(
+            (sender for sender, receiver in pairs if receiver == rank), None
+        )
         assert flow.receivers_of(rank) == [receiver for sender, receiver in pairs if sender == rank]
 
 

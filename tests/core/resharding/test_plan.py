@@ -42,7 +42,10 @@ def test_plans_are_deterministic_whatever_the_order_of_ranks_and_names(pair, buc
         held = {r: dict(reversed(list(h.items()))) for r, h in reversed(list(side.held.items()))}
         return WeightLayout(side.params, held, side.ties)
 
-    first, second = plan_reshard(source, target, bucket), plan_reshard(shuffled(source), shuffled(target), bucket)
+    first, second = (
+        plan_reshard(source, target, bucket),
+        plan_reshard(shuffled(source), shuffled(target), bucket),
+    )
     assert sorted(map(str, first.transfers)) == sorted(map(str, second.transfers))
     assert list(first.transfers) == list(plan_reshard(source, target, bucket).transfers)
 
@@ -56,7 +59,9 @@ def test_a_flat_range_is_few_boxes_in_row_major_order(shape, data):
     numbers = np.full(box.stop, -1)
     numbers[box.slices()] = np.arange(box.numel).reshape(shape)
     pieces = list(box.flat_range(a, b))
-    assert np.concatenate([numbers[p.slices()].ravel() for p in pieces] or [[]]).tolist() == list(range(a, b))
+    assert np.concatenate([numbers[p.slices()].ravel() for p in pieces] or [[]]).tolist() == list(
+        range(a, b)
+    )
     assert len(pieces) <= 2 * len(shape) - 1
 
 
@@ -69,19 +74,28 @@ def test_all_problems_of_two_layouts_are_listed():
     text = str(caught.value)
     assert "4 problems" in text and "nothing was moved" in text
     assert "a is [2, 2] in the source, [2, 3] in the target" in text
-    assert "d [4] is not in the source" in text and "c [1] of the source is not in the target" in text
+    assert (
+        "d [4] is not in the source" in text and "c [1] of the source is not in the target" in text
+    )
     assert "head has weights of its own in the source; the target ties it to a" in text
 
 
 def test_what_nobody_holds_is_named_with_its_rank():
-    source = layout({"a": (4, 2)}, {0: {"a": (Box((0, 0), (1, 2)),)}, 1: {"a": (Box((2, 0), (4, 2)),)}})
+    source = layout(
+        {"a": (4, 2)}, {0: {"a": (Box((0, 0), (1, 2)),)}, 1: {"a": (Box((2, 0), (4, 2)),)}}
+    )
     with pytest.raises(ReshardError, match=r"a \[1:2, 0:2\] is wanted by rank 1"):
         plan_reshard(source, layout({"a": (4, 2)}, {1: {"a": whole((4, 2))}}))
 
 
-@pytest.mark.parametrize("boxes", [(Box((0,), (3,)), Box((2,), (4,))), (Box((2,), (5,)),), (Box((0, 0), (1, 1)),)])
+@pytest.mark.parametrize(
+    "boxes", [(Box((0,), (3,)), Box((2,), (4,))), (Box((2,), (5,)),), (Box((0, 0), (1, 1)),)]
+)
 def test_holdings_that_overlap_or_reach_outside_are_refused(boxes):
-    wrong, right = layout({"a": (4,)}, {0: {"a": boxes}}), layout({"a": (4,)}, {0: {"a": whole((4,))}})
+    wrong, right = (
+        layout({"a": (4,)}, {0: {"a": boxes}}),
+        layout({"a": (4,)}, {0: {"a": whole((4,))}}),
+    )
     for pair in ((wrong, right), (right, wrong)):
         with pytest.raises(ReshardError, match="layout is wrong"):
             plan_reshard(*pair)
@@ -97,7 +111,9 @@ def test_a_tied_source_serves_an_untied_target():
 
 def test_the_narrower_dtype_travels_and_what_differs_is_not_aliased():
     shapes = {"a": (4, 2)}
-    source = layout(shapes, {0: {"a": (Box((0, 0), (2, 2)),)}, 1: {"a": (Box((2, 0), (4, 2)),)}}, torch.float32)
+    source = layout(
+        shapes, {0: {"a": (Box((0, 0), (2, 2)),)}, 1: {"a": (Box((2, 0), (4, 2)),)}}, torch.float32
+    )
     full = {r: {"a": whole((4, 2))} for r in (0, 1)}
     plan = plan_reshard(source, layout(shapes, full, torch.bfloat16))
     assert plan.wire == {"a": torch.bfloat16}

@@ -33,7 +33,10 @@ def test_buckets_are_never_larger_than_asked_and_carry_everything_once(pair, buc
         assert "too small" in str(error)
         return
     per_rank = {rank: rank_rounds(plan, rounds, rank) for rank in plan.ranks}
-    arrived = {(t.receiver, t.name): np.zeros(target.params[t.name].shape, np.int32) for t in plan.transfers}
+    arrived = {
+        (t.receiver, t.name): np.zeros(target.params[t.name].shape, np.int32)
+        for t in plan.transfers
+    }
     for rank, made in per_rank.items():
         assert len(made) == len(rounds)
         for at, one in enumerate(made):
@@ -54,13 +57,17 @@ def test_buckets_are_never_larger_than_asked_and_carry_everything_once(pair, buc
 
 
 def test_small_parameters_share_a_round_and_a_large_one_takes_several():
-    plan = one_to_one({"a": (16,), "b": (16,), "c": (4,), "large": (10, 16), "d": (1,)}, bucket_bytes=4 * 128)
+    plan = one_to_one(
+        {"a": (16,), "b": (16,), "c": (4,), "large": (10, 16), "d": (1,)}, bucket_bytes=4 * 128
+    )
     rounds = plan_rounds(plan)
     assert rounds[0] == (Slice("a"), Slice("b"))  # 64 bytes each: a quarter of the bucket is full
     assert rounds[1] == (Slice("c"),)  # the large one stands alone, and order is kept
     parts = rounds[2:-1]
     assert [cut.name for (cut,) in parts] == ["large"] * len(parts)
-    assert [(cut.part, cut.parts) for (cut,) in parts] == [(at, len(parts)) for at in range(len(parts))]
+    assert [(cut.part, cut.parts) for (cut,) in parts] == [
+        (at, len(parts)) for at in range(len(parts))
+    ]
     assert len(parts) == 6  # 640 bytes, of which 124 fit: a piece may round up by one element
     assert rounds[-1] == (Slice("d"),)
 
@@ -69,14 +76,20 @@ def test_the_parts_of_a_box_follow_one_another_and_leave_nothing_out():
     box = Box((2, 1), (5, 4))
     numbers = np.arange(5 * 4).reshape(5, 4)
     inside = numbers[box.slices()].ravel().tolist()
-    cut = [numbers[piece.slices()].ravel().tolist() for at in range(4) for piece in Slice("a", at, 4).of(box)]
+    cut = [
+        numbers[piece.slices()].ravel().tolist()
+        for at in range(4)
+        for piece in Slice("a", at, 4).of(box)
+    ]
     assert [number for piece in cut for number in piece] == inside
     assert Slice("a").of(box) == (box,)
 
 
 def test_a_bucket_in_which_no_piece_fits_is_refused_with_what_would_do():
     plan = one_to_one({"a": (100,)}, bucket_bytes=16)
-    with pytest.raises(ReshardError, match=r"bucket_bytes 16 is too small: a comes in 1 pieces") as caught:
+    with pytest.raises(
+        ReshardError, match=r"bucket_bytes 16 is too small: a comes in 1 pieces"
+    ) as caught:
         plan_rounds(plan)
     enough = int(str(caught.value).split()[-1])
     assert plan_rounds(attrs.evolve(plan, bucket_bytes=enough))

@@ -25,7 +25,9 @@ def context():
 @pytest.fixture(params=["float32", "bfloat16"])
 def engine(request, context):
     """With the weights of a Hugging Face model, as rank 0."""
-    engine = TransformersEngine(reference().spec, TransformersEngineConfig(dtype=request.param), context)
+    engine = TransformersEngine(
+        reference().spec, TransformersEngineConfig(dtype=request.param), context
+    )
     engine.start()
     give_weights(engine, reference().parameters, 1)
     return engine
@@ -34,8 +36,13 @@ def engine(request, context):
 def trained(ranks: int) -> WeightLayout:
     """The model in float32, cut along its first dimension over so many ranks."""
     parameters = reference().parameters
-    held = {rank: {name: (rows(tensor, rank, ranks),) for name, tensor in parameters.items()} for rank in range(ranks)}
-    return WeightLayout({name: Param(tuple(t.shape), t.dtype) for name, t in parameters.items()}, held)
+    held = {
+        rank: {name: (rows(tensor, rank, ranks),) for name, tensor in parameters.items()}
+        for rank in range(ranks)
+    }
+    return WeightLayout(
+        {name: Param(tuple(t.shape), t.dtype) for name, t in parameters.items()}, held
+    )
 
 
 def rows(tensor: torch.Tensor, rank: int, ranks: int) -> Box:
@@ -61,7 +68,9 @@ def test_the_sums_of_all_senders_are_those_of_the_receiver_until_an_element_diff
     view = engine.view(NORM, Box((3,), (4,)))
     view += 1
     assert found() == [NORM]
-    assert compare([(sent[0], {}), ({}, sums_held(plan, 2, engine))]) == list(engine.layout().params)
+    assert compare([(sent[0], {}), ({}, sums_held(plan, 2, engine))]) == list(
+        engine.layout().params
+    )
 
 
 def test_what_a_rank_keeps_for_itself_is_compared_too(engine, context):
@@ -75,7 +84,9 @@ def test_what_a_rank_keeps_for_itself_is_compared_too(engine, context):
 
 def test_a_parameter_that_several_receivers_hold_is_named_once():
     sent = {("a", 1): 5, ("a", 2): 5, ("b", 2): 2**64 - 1}
-    assert compare([(sent, {}), ({("b", 2): 3}, {}), ({}, {("a", 1): 4}), ({}, {("a", 2): 6, ("b", 2): 2})]) == ["a"]
+    assert compare(
+        [(sent, {}), ({("b", 2): 3}, {}), ({}, {("a", 1): 4}), ({}, {("a", 2): 6, ("b", 2): 2})]
+    ) == ["a"]
 
 
 def test_what_nobody_sent_is_named_though_its_sum_is_zero():

@@ -19,8 +19,14 @@ from hybridflow.core.values.weights import Box
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (128, 8), "b": (3,)}
-BY_ROWS = {rank: {"a": (Box((64 * rank, 0), (64 * rank + 64, 8)),), "b": (Box.full((3,)),)} for rank in range(2)}
-BY_COLUMNS = {rank: {"a": (Box((0, 4 * rank - 8), (128, 4 * rank - 4)),), "b": (Box.full((3,)),)} for rank in (2, 3)}
+BY_ROWS = {
+    rank: {"a": (Box((64 * rank, 0), (64 * rank + 64, 8)),), "b": (Box.full((3,)),)}
+    for rank in range(2)
+}
+BY_COLUMNS = {
+    rank: {"a": (Box((0, 4 * rank - 8), (128, 4 * rank - 4)),), "b": (Box.full((3,)),)}
+    for rank in (2, 3)
+}
 SOURCE, TARGET = layout(SHAPES, BY_ROWS), layout(SHAPES, BY_COLUMNS, torch.bfloat16)
 BUCKET_MB = 0.0011
 """So small that `a` comes in several rounds."""
@@ -49,7 +55,10 @@ def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
                 into.read(name, box).copy_(values)
 
             moved[rank] += every[rank].fetch(at, tickets, write)
-    assert moved == {2: 128 * 4 * 2 + 3 * 2, 3: 128 * 4 * 2 + 3 * 2}  # half of `a`, and `b`, in bf16
+    assert moved == {
+        2: 128 * 4 * 2 + 3 * 2,
+        3: 128 * 4 * 2 + 3 * 2,
+    }  # half of `a`, and `b`, in bf16
     for held in targets.values():
         for name, box, tensor in held:
             expected = value(name, SHAPES[name], torch.float32)[box.slices()].bfloat16()

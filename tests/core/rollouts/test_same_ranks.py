@@ -38,7 +38,14 @@ def built(context):
     def make(dtype: str = "float32", **settings) -> ModelWorker:
         engine = TransformersEngineConfig(dtype=dtype)
         role = ModelRole(
-            reference().spec, "fsdp", FSDPConfig(), 64, OptimizerConfig(), "transformers", engine, sync=sync(**settings)
+            reference().spec,
+            "fsdp",
+            FSDPConfig(),
+            64,
+            OptimizerConfig(),
+            "transformers",
+            engine,
+            sync=sync(**settings),
         )
         worker = ModelWorker(context, role)
         worker.build()
@@ -83,12 +90,16 @@ def test_what_a_sync_takes_is_told_before_the_first_one(built, context):
     worker = built(alias=False)
 
     def cost(resident: bool = True, **settings):
-        return HybridEngine(worker.backend, worker.engine, context, sync(**settings), resident).prepare()
+        return HybridEngine(
+            worker.backend, worker.engine, context, sync(**settings), resident
+        ).prepare()
 
     apart = cost(alias=False)
     assert (apart.received, apart.rounds, apart.transport) == (0, 0, "Collective")
     assert apart.peak == 2 * size
-    assert cost(resident=False).peak == 2 * size  # they come and go, so they have storage of their own
+    assert (
+        cost(resident=False).peak == 2 * size
+    )  # they come and go, so they have storage of their own
     assert size < cost().peak < 2 * size
 
 
@@ -101,7 +112,10 @@ def test_a_wrong_element_is_named_and_the_next_sync_mends_it(built, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(worker.engine, "receive", wrong)
-        with pytest.raises(HybridFlowError, match=f"weights of version 0: 1 parameters differ .* the first is {DOWN}"):
+        with pytest.raises(
+            HybridFlowError,
+            match=f"weights of version 0: 1 parameters differ .* the first is {DOWN}",
+        ):
             worker.hybrid.sync()
     [asked] = requests([[1, 2]], SamplingParams(max_tokens=2))
     assert "was begun and not ended" in said_by(lambda: worker.engine.generate([asked]))

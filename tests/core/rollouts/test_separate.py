@@ -39,7 +39,9 @@ def apart():
 
     def make(**settings):
         config = sync(bucket_mb=0.01, **settings)
-        actor = WorkerGroup(ModelWorker, Pool.launch(ResourcePool("main"), runtime), ROLE, name="actor")
+        actor = WorkerGroup(
+            ModelWorker, Pool.launch(ResourcePool("main"), runtime), ROLE, name="actor"
+        )
         engines = WorkerGroup(
             RolloutWorker, Pool.launch(ResourcePool("engines"), runtime), WITH_ENGINE, name="engines",
             generation=generation_layout(ParallelLayout()),
@@ -61,7 +63,9 @@ def expected():
     runtime = InlineRuntime()
     runtime.start()
     pool = Pool.launch(ResourcePool("main"), runtime)
-    actor = WorkerGroup(ModelWorker, pool, WITH_ENGINE, generation=generation_layout(ParallelLayout()))
+    actor = WorkerGroup(
+        ModelWorker, pool, WITH_ENGINE, generation=generation_layout(ParallelLayout())
+    )
     actor.build().result()
     said = []
     for _ in range(2):
@@ -90,7 +94,9 @@ def test_engines_apart_say_what_the_actors_own_would(apart, expected, transport,
 def test_weights_move_only_when_there_are_newer_ones(apart, monkeypatch):
     rollout, moved = apart(), []
     post = PoolSide.post
-    monkeypatch.setattr(PoolSide, "post", lambda self, at, read: moved.append(at) or post(self, at, read))
+    monkeypatch.setattr(
+        PoolSide, "post", lambda self, at, read: moved.append(at) or post(self, at, read)
+    )
     for _ in range(2):
         rollout.sync().result()
     assert moved == list(range(rollout._rounds))
@@ -124,7 +130,9 @@ def test_a_transfer_that_fails_half_way_leaves_engines_that_refuse_and_the_next_
     assert not list(tmp_path.iterdir())  # the messages of the failed transfer are gone too
 
 
-def test_a_wrong_element_is_named_by_verify_and_the_next_transfer_mends_it(apart, expected, monkeypatch):
+def test_a_wrong_element_is_named_by_verify_and_the_next_transfer_mends_it(
+    apart, expected, monkeypatch
+):
     rollout = apart(verify=True)
     fetch = PoolSide.fetch
 
@@ -139,6 +147,8 @@ def test_a_wrong_element_is_named_by_verify_and_the_next_transfer_mends_it(apart
 
     with monkeypatch.context() as patch:
         patch.setattr(PoolSide, "fetch", flips)
-        with pytest.raises(HybridFlowError, match=r"1 parameters differ.*model\.layers\.0\.mlp\.down_proj\.weight"):
+        with pytest.raises(
+            HybridFlowError, match=r"1 parameters differ.*model\.layers\.0\.mlp\.down_proj\.weight"
+        ):
             rollout.sync()
     assert responses(rollout.generate(PROMPTS, GREEDY, 0)) == expected[0]

@@ -15,13 +15,25 @@ from hybridflow.core.contracts.transport import Link
 from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.rollouts.transports import automatic, connect
 
-TWO_POOLS = Link(0, [0, 1], torch.device("cpu"), grouped=False, nodes={0: "here", 1: "here"}, store=CountingStore())
+TWO_POOLS = Link(
+    0,
+    [0, 1],
+    torch.device("cpu"),
+    grouped=False,
+    nodes={0: "here", 1: "here"},
+    store=CountingStore(),
+)
 TWO_NODES = attrs.evolve(TWO_POOLS, nodes={0: "here", 1: "there"})
 
 
 def test_within_a_group_what_needs_no_mailbox_comes_first():
     assert automatic(TWO_POOLS) == ["shared_memory", "collective", "store", "disk"]
-    assert automatic(attrs.evolve(TWO_POOLS, grouped=True)) == ["collective", "shared_memory", "store", "disk"]
+    assert automatic(attrs.evolve(TWO_POOLS, grouped=True)) == [
+        "collective",
+        "shared_memory",
+        "store",
+        "disk",
+    ]
 
 
 def test_by_itself_the_first_that_reaches_all_ranks_serves():
@@ -51,7 +63,8 @@ def test_all_reasons_are_told_where_none_can_serve():
 
 def test_a_transport_that_is_named_is_not_replaced_by_another():
     with pytest.raises(
-        HybridFlowError, match="the weights; collective: source and target are not in one process group"
+        HybridFlowError,
+        match="the weights; collective: source and target are not in one process group",
     ):
         connect(sync("collective"), TWO_POOLS)
     with pytest.raises(PluginError, match="shared_memory"):

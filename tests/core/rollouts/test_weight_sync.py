@@ -11,7 +11,13 @@ from helpers.syncs import sync
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.rollouts.weight_sync import SyncCost, WeightSync, node_name, on_every_rank, sync_line
+from hybridflow.core.rollouts.weight_sync import (
+    SyncCost,
+    WeightSync,
+    node_name,
+    on_every_rank,
+    sync_line,
+)
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
 EMBEDDINGS = layout({"embed": (4, 2)}, {0: {"embed": whole((4, 2))}})
@@ -50,7 +56,9 @@ def test_an_update_is_compared_before_it_ends_where_that_is_asked_for():
 
 def test_an_update_that_did_not_arrive_whole_is_not_ended():
     road = Road(("norm", "embed"), verify=True)
-    with pytest.raises(HybridFlowError, match=r"weights of version 5: 2 parameters differ .* the first is norm"):
+    with pytest.raises(
+        HybridFlowError, match=r"weights of version 5: 2 parameters differ .* the first is norm"
+    ):
         road.run(5)
     lost = Road(("lost",))
     with pytest.raises(OSError, match="no route"):
@@ -59,12 +67,16 @@ def test_an_update_that_did_not_arrive_whole_is_not_ended():
 
 
 def context(train: ParallelLayout, tp: int) -> RankContext:
-    return RankContext("actor", 0, train, torch.device("cpu"), generation=generation_layout(train, 1, tp))
+    return RankContext(
+        "actor", 0, train, torch.device("cpu"), generation=generation_layout(train, 1, tp)
+    )
 
 
 def test_an_engine_that_tells_of_rank_0_is_on_every_rank_that_has_one_of_its_own():
     four = ParallelLayout(dp=4)
-    assert dict(on_every_rank(EMBEDDINGS, context(four, 1)).held) == dict.fromkeys(range(4), EMBEDDINGS.held[0])
+    assert dict(on_every_rank(EMBEDDINGS, context(four, 1)).held) == dict.fromkeys(
+        range(4), EMBEDDINGS.held[0]
+    )
 
 
 def test_an_engine_of_several_ranks_speaks_for_itself():
@@ -79,7 +91,10 @@ def test_a_node_has_its_hosts_name():
 
 
 def test_the_line_before_the_first_step_has_the_most_of_any_rank():
-    costs = [SyncCost(1_500_000, 7_000_000, 12, "collective"), SyncCost(2_000_000, 6_000_000, 12, "collective")]
+    costs = [
+        SyncCost(1_500_000, 7_000_000, 12, "collective"),
+        SyncCost(2_000_000, 6_000_000, 12, "collective"),
+    ]
     assert sync_line(costs) == (
         "a weight sync receives at most 2.00 MB per rank (12 rounds over collective); weights take 7.00 MB"
     )

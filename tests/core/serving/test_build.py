@@ -44,7 +44,9 @@ def deadlines() -> list[threading.Timer]:
 
 
 def test_an_engine_is_built_by_name_and_started_in_this_process(context):
-    engine = build_engine("transformers", MODEL, TransformersEngineConfig(start_timeout_s=60), context)
+    engine = build_engine(
+        "transformers", MODEL, TransformersEngineConfig(start_timeout_s=60), context
+    )
     assert type(engine) is TransformersEngine
     assert engine.decoder is None
     start_engine(engine)
@@ -53,7 +55,9 @@ def test_an_engine_is_built_by_name_and_started_in_this_process(context):
 
 
 def test_one_that_asks_for_a_process_gets_one(context, tmp_path):
-    engine = build_engine("transformers", MODEL, TransformersEngineConfig(own_process=True), context, str(tmp_path))
+    engine = build_engine(
+        "transformers", MODEL, TransformersEngineConfig(own_process=True), context, str(tmp_path)
+    )
     assert type(engine) is HostedEngine
     engine.close()
 
@@ -65,7 +69,9 @@ def test_a_name_that_is_none_is_told_with_a_near_one(context):
 
 def test_an_engine_that_cannot_start_says_so_and_is_not_waited_for(context):
     config = TransformersEngineConfig(start_timeout_s=60)
-    engine = build_engine("transformers", ModelSpec(tiny_config("llama"), None, 0, "value"), config, context)
+    engine = build_engine(
+        "transformers", ModelSpec(tiny_config("llama"), None, 0, "value"), config, context
+    )
     with pytest.raises(ModelError):
         start_engine(engine)
     assert deadlines() == []

@@ -54,7 +54,10 @@ def test_answers_are_those_of_generate(engine):
 
 def test_a_stream_gives_what_finishes_first_first(engine):
     lengths = [120, 5, 30]
-    asked = [Request(at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=n)) for at, n in enumerate(lengths)]
+    asked = [
+        Request(at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=n))
+        for at, n in enumerate(lengths)
+    ]
     with RolloutService(engine) as service:
         assert [c.id for c in service.stream(asked)] == [1, 2, 0]
 
@@ -63,7 +66,9 @@ def test_a_request_joins_those_that_run(engines):
     """The later one is shorter, and ends first: it did not wait."""
     for engine in (engines["shared"], engines["own"]):
         with RolloutService(engine) as service:
-            long = service.submit(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120)))
+            long = service.submit(
+                Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120))
+            )
             short = service.submit(Request(2, np.asarray(PROMPTS[0]), SamplingParams(max_tokens=3)))
             assert len(short.result(20).response_ids) == 3
             assert not long.done()
@@ -71,9 +76,13 @@ def test_a_request_joins_those_that_run(engines):
 
 
 def test_aborted_requests_come_back_with_what_they_have(engine):
-    whole = engine.generate([Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120), seed=3)])[0]
+    whole = engine.generate(
+        [Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120), seed=3)]
+    )[0]
     with RolloutService(engine) as service:
-        long = service.submit(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120), seed=3))
+        long = service.submit(
+            Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=120), seed=3)
+        )
         service.abort([1, 99])
         done = long.result(20)
     assert done.finish_reason in ("abort", "length")
@@ -110,7 +119,9 @@ def test_weights_change_under_a_running_service(engine):
                 from hybridflow.core.values.weights import Box
 
                 inner.receive(name, Box.full(values.shape), values)
-        after = service.submit(Request(2, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=8, temperature=0.0)))
+        after = service.submit(
+            Request(2, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=8, temperature=0.0))
+        )
         assert after.result(20).response_ids.tolist() == second.greedy(np.asarray(PROMPTS[1]), 8)
         versions = long.result(20).weight_version.tolist()
         assert versions == sorted(versions) and set(versions) <= {1, 2} and len(versions) == 120
@@ -134,7 +145,9 @@ def test_closing_after_an_update_that_failed_under_running_requests_answers_them
         with pytest.raises(RuntimeError, match="no weights"), service.update(2):
             raise RuntimeError("no weights")
         service.close()
-        if long.exception(1) is None:  # it had ended before the update began, or was aborted by the close
+        if (
+            long.exception(1) is None
+        ):  # it had ended before the update began, or was aborted by the close
             assert long.result().finish_reason in ("length", "abort")
         else:
             assert "begun and not ended" in str(long.exception())
@@ -160,6 +173,10 @@ def test_what_a_failed_update_left_running_is_over_before_the_next_request_enter
         engine.disown()
         give_weights(engine, second.parameters, 3)
         with RolloutService(engine) as service:
-            answer = service.submit(Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=8, temperature=0.0)))
-            assert answer.result(20).response_ids.tolist() == second.greedy(np.asarray(PROMPTS[1]), 8)
+            answer = service.submit(
+                Request(1, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=8, temperature=0.0))
+            )
+            assert answer.result(20).response_ids.tolist() == second.greedy(
+                np.asarray(PROMPTS[1]), 8
+            )
         give_weights(engine, reference("qwen2").parameters, 1)

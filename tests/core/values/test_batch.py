@@ -19,7 +19,9 @@ def make(rows, start=0):
     """`rows` rows that can be told apart, one column of every sort; the same as a list of dicts."""
     numbers = list(range(start, start + rows))
     lengths = [n * 7 % 4 for n in numbers]
-    values = [[float(n + t) for t in range(length)] for n, length in zip(numbers, lengths, strict=True)]
+    values = [
+        [float(n + t) for t in range(length)] for n, length in zip(numbers, lengths, strict=True)
+    ]
     pairs = [[[v, -v] for v in row] for row in values]
     batch = Batch(
         {
@@ -54,7 +56,11 @@ class Model:
         self.cuts = None
 
     def select(self, data):
-        kept = data.draw(st.lists(st.sampled_from(self.names), min_size=1, unique=True)) if self.names else []
+        kept = (
+            data.draw(st.lists(st.sampled_from(self.names), min_size=1, unique=True))
+            if self.names
+            else []
+        )
         self.batch = self.batch.select(kept)
         self.names = kept
         self.rows = [{n: row[n] for n in kept} for row in self.rows]
@@ -64,7 +70,9 @@ class Model:
         how = data.draw(st.sampled_from(["slice", "index", "mask"]))
         if how == "slice":
             bound = st.none() | st.integers(-count - 1, count + 1)
-            index = slice(data.draw(bound), data.draw(bound), data.draw(st.sampled_from([None, 1, 2, -1])))
+            index = slice(
+                data.draw(bound), data.draw(bound), data.draw(st.sampled_from([None, 1, 2, -1]))
+            )
             self.batch, self.rows = self.batch.take(index), self.rows[index]
         elif how == "mask":
             mask = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
@@ -78,7 +86,10 @@ class Model:
         parts = data.draw(st.integers(1, 4))
         pieces = self.batch.split(parts)
         cuts = self.cuts or list(range(len(self.rows) + 1))
-        sizes = [cuts[p[-1] + 1] - cuts[p[0]] if len(p) else 0 for p in np.array_split(np.arange(len(cuts) - 1), parts)]
+        sizes = [
+            cuts[p[-1] + 1] - cuts[p[0]] if len(p) else 0
+            for p in np.array_split(np.arange(len(cuts) - 1), parts)
+        ]
         assert [p.rows for p in pieces] == sizes
         ends = np.cumsum([0, *sizes])
         order = data.draw(st.permutations(range(parts)))
@@ -96,35 +107,52 @@ class Model:
         self.rows = [row for row in self.rows for _ in range(times)]
 
     def whole(self, data):
-        units = data.draw(st.lists(st.integers(0, 2), min_size=len(self.rows), max_size=len(self.rows)))
+        units = data.draw(
+            st.lists(st.integers(0, 2), min_size=len(self.rows), max_size=len(self.rows))
+        )
         self.batch = self.batch.whole(np.array(units, dtype=np.int64))
-        self.rows = [row for _, row in sorted(zip(units, self.rows, strict=True), key=lambda pair: pair[0])]
+        self.rows = [
+            row for _, row in sorted(zip(units, self.rows, strict=True), key=lambda pair: pair[0])
+        ]
         self.cuts = list(np.cumsum([0, *(units.count(u) for u in sorted(set(units)))]))
 
     def join(self, data):
         other, rows = make(len(self.rows), self.start)
         other, rows = data.draw(st.sampled_from(SOURCES))(other), rows
-        kept = data.draw(st.lists(st.sampled_from(sorted(rows[0]) if rows else ["ids"]), min_size=1, unique=True))
+        kept = data.draw(
+            st.lists(st.sampled_from(sorted(rows[0]) if rows else ["ids"]), min_size=1, unique=True)
+        )
         other = other.select(kept)
         self.batch = self.batch.join(other)
         self.names = list(dict.fromkeys([*self.names, *kept]))
-        self.rows = [row | {n: more[n] for n in kept} for row, more in zip(self.rows, rows, strict=True)]
+        self.rows = [
+            row | {n: more[n] for n in kept} for row, more in zip(self.rows, rows, strict=True)
+        ]
 
     def rename(self, data):
         if self.names:
             old = data.draw(st.sampled_from(self.names))
-            new = data.draw(st.sampled_from([n for n in ("first", "second", "third") if n not in self.names] or [old]))
+            new = data.draw(
+                st.sampled_from(
+                    [n for n in ("first", "second", "third") if n not in self.names] or [old]
+                )
+            )
             self.batch = self.batch.rename(**{old: new})
             self.names = [new if n == old else n for n in self.names]
             self.rows = [{(new if n == old else n): v for n, v in row.items()} for row in self.rows]
 
     def with_columns(self, data):
-        values = data.draw(st.lists(st.integers(-99, 99), min_size=len(self.rows), max_size=len(self.rows)))
+        values = data.draw(
+            st.lists(st.integers(-99, 99), min_size=len(self.rows), max_size=len(self.rows))
+        )
         self.batch = self.batch.with_columns(
             extra=torch.tensor(values, dtype=torch.int64), label=list(map(str, values))
         )
         self.names = list(dict.fromkeys([*self.names, "extra", "label"]))
-        self.rows = [row | {"extra": float(v), "label": str(v)} for row, v in zip(self.rows, values, strict=True)]
+        self.rows = [
+            row | {"extra": float(v), "label": str(v)}
+            for row, v in zip(self.rows, values, strict=True)
+        ]
 
     def drop(self, data):
         if len(self.names) > 1:
@@ -164,20 +192,38 @@ def is_pending_and_tells_nothing(batch):
 
 
 SOURCES = (is_local, went_through_the_wire, is_pending, is_pending_and_tells_nothing)
-OPERATIONS = ["select", "take", "split", "concat", "repeat", "whole", "join", "rename", "with_columns", "drop", "read"]
+OPERATIONS = [
+    "select",
+    "take",
+    "split",
+    "concat",
+    "repeat",
+    "whole",
+    "join",
+    "rename",
+    "with_columns",
+    "drop",
+    "read",
+]
 OPERATIONS += ["move"]
 
 
-@pytest.mark.parametrize("inline_bytes", [0, wire.INLINE_BYTES], ids=["by handle", "inside the message"])
+@pytest.mark.parametrize(
+    "inline_bytes", [0, wire.INLINE_BYTES], ids=["by handle", "inside the message"]
+)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda f: f.__name__)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 7), st.lists(st.sampled_from(OPERATIONS), max_size=7), st.data())
-def test_a_batch_is_a_list_of_rows_whatever_is_done_to_it(source, inline_bytes, rows, operations, data):
+def test_a_batch_is_a_list_of_rows_whatever_is_done_to_it(
+    source, inline_bytes, rows, operations, data
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "INLINE_BYTES", inline_bytes)
         patch.setattr(wire, "OWN_OBJECT_BYTES", 64)
         batch, expected = make(rows)
-        model = Model(source(batch), expected, ["number", "matrix", "ids", "pairs", "meta"], start=100)
+        model = Model(
+            source(batch), expected, ["number", "matrix", "ids", "pairs", "meta"], start=100
+        )
         for operation in operations:
             if len(model.rows) <= 64:
                 getattr(model, operation)(data)
@@ -198,7 +244,12 @@ def stored(monkeypatch, parts=2, rows=6):
 
 def test_nothing_is_fetched_until_a_column_is_read_and_then_that_column_alone(monkeypatch):
     batch, expected, store = stored(monkeypatch)
-    changed = batch.take([5, 0, 3]).repeat(2).rename(ids="response_ids").join(batch.take([5, 0, 3]).repeat(2))
+    changed = (
+        batch.take([5, 0, 3])
+        .repeat(2)
+        .rename(ids="response_ids")
+        .join(batch.take([5, 0, 3]).repeat(2))
+    )
     assert changed.rows == 6 and "ids" in changed and len(changed.split(4)) == 4
     assert store.fetched == []
     assert plain(changed["response_ids"])[0] == expected[5]["ids"]
@@ -226,9 +277,18 @@ def test_sending_on_what_is_stored_moves_nothing(monkeypatch):
 
 def test_columns_that_nobody_knows_travel_untouched():
     odd = torch.randn(4, 2, dtype=torch.complex64)
-    made = sent(promised(sent(Batch({"x": torch.zeros(4), "routed_experts": odd, "why": [None, (1,), {2}, "3"]}))))
+    made = sent(
+        promised(
+            sent(Batch({"x": torch.zeros(4), "routed_experts": odd, "why": [None, (1,), {2}, "3"]}))
+        )
+    )
     made = Batch.concat(made.repeat(2).split(3)).take(slice(0, None, 2))
-    assert torch.equal(made["routed_experts"].values, odd) and made["why"].values == [None, (1,), {2}, "3"]
+    assert torch.equal(made["routed_experts"].values, odd) and made["why"].values == [
+        None,
+        (1,),
+        {2},
+        "3",
+    ]
 
 
 def test_of_two_columns_with_one_name_the_one_joined_later_is_seen():
@@ -256,7 +316,9 @@ def test_a_selection_of_nothing_keeps_the_number_of_rows():
 
 
 def test_columns_that_are_there_are_read_without_waiting_for_pending_ones():
-    pending = Batch.of_views([View((PromisedTable(lambda: pytest.fail("it was waited for"), None, None),))])
+    pending = Batch.of_views(
+        [View((PromisedTable(lambda: pytest.fail("it was waited for"), None, None),))]
+    )
     joined = pending.join(Batch({"x": torch.ones(2)}))
     assert joined.rows == 2 and plain(joined["x"]) == [1, 1] and joined.take([0]).rows == 1
     assert plain(Batch({"x": torch.ones(2)}).join(pending.select(["y"]))["x"]) == [1, 1]
@@ -266,7 +328,12 @@ def test_columns_that_are_there_are_read_without_waiting_for_pending_ones():
 def test_units_stay_together_through_join_rename_and_select():
     batch = make(9)[0].whole(np.array([0, 1, 2] * 3))
     assert plain(batch["number"]) == [0, 3, 6, 1, 4, 7, 2, 5, 8]
-    for same in (batch, batch.rename(ids="x"), batch.select(["number"]), batch.with_columns(y=torch.zeros(9))):
+    for same in (
+        batch,
+        batch.rename(ids="x"),
+        batch.select(["number"]),
+        batch.with_columns(y=torch.zeros(9)),
+    ):
         assert [p.rows for p in same.split(2)] == [6, 3]
         assert [p.rows for p in same.split(4)] == [3, 3, 3, 0]
 
@@ -278,7 +345,12 @@ def test_a_unit_number_for_each_row_is_needed():
 
 def test_metrics_come_with_a_batch_and_stay_with_it():
     batch = Batch({"x": torch.zeros(2)}, Metrics({"loss": (4.0, 2.0)}))
-    for same in (sent(batch), promised(batch), sent(batch).rename(x="y"), batch.with_columns(y=torch.ones(2))):
+    for same in (
+        sent(batch),
+        promised(batch),
+        sent(batch).rename(x="y"),
+        batch.with_columns(y=torch.ones(2)),
+    ):
         assert same.metrics["loss"] == 2.0
     both = Batch.concat([batch, Batch({"x": torch.zeros(1)}, Metrics({"loss": (5.0, 1.0)}))])
     assert both.metrics["loss"] == 3.0
@@ -291,7 +363,9 @@ def test_a_result_that_breaks_its_promise_is_an_error_that_says_what_to_register
     with pytest.raises(HybridFlowError, match=r"returned 2 rows for 3; .*same_rows=False"):
         fewer["ids"]
     other = Batch.of_views([View((PromisedTable(lambda: make(2)[0], 2, ("ids", "scores")),))])
-    with pytest.raises(HybridFlowError, match="did not return the columns that it promised: scores"):
+    with pytest.raises(
+        HybridFlowError, match="did not return the columns that it promised: scores"
+    ):
         other["ids"]
 
 
@@ -307,7 +381,9 @@ def test_batches_of_different_row_counts_cannot_be_joined():
 
 def test_batches_with_different_columns_cannot_follow_one_another():
     with pytest.raises(ValueError, match=r"not in all of them: \['y'\]"):
-        Batch.concat([Batch({"x": torch.zeros(1)}), Batch({"x": torch.zeros(1), "y": torch.zeros(1)})])
+        Batch.concat(
+            [Batch({"x": torch.zeros(1)}), Batch({"x": torch.zeros(1), "y": torch.zeros(1)})]
+        )
 
 
 def test_missing_columns_and_rows_are_named():

@@ -34,9 +34,12 @@ def test_lengths_that_do_not_add_up_to_the_values_are_refused():
         Column(torch.zeros(4), np.array([1, 2]))
 
 
-@pytest.mark.parametrize("column", [ragged(), Column(torch.arange(8).view(4, 2)), Column(list("abcd"))])
 @pytest.mark.parametrize(
-    "index", [slice(1, 3), slice(0, 0), slice(None), slice(3, 1), slice(None, None, 2), [2, 0, 2], [], [3]]
+    "column", [ragged(), Column(torch.arange(8).view(4, 2)), Column(list("abcd"))]
+)
+@pytest.mark.parametrize(
+    "index",
+    [slice(1, 3), slice(0, 0), slice(None), slice(3, 1), slice(None, None, 2), [2, 0, 2], [], [3]],
 )
 def test_taking_rows_is_what_it_is_on_a_list(column, index):
     rows = lists(column)
@@ -103,7 +106,9 @@ def test_composed_indexes_are_one_after_the_other(outer, data):
     rows = np.arange(9)
     outer = outer if isinstance(outer, slice) else outer.astype(np.int64)
     first = rows[outer]
-    inner = data.draw(slices | st.lists(st.integers(0, max(len(first) - 1, 0)), max_size=6 if len(first) else 0))
+    inner = data.draw(
+        slices | st.lists(st.integers(0, max(len(first) - 1, 0)), max_size=6 if len(first) else 0)
+    )
     inner = inner if isinstance(inner, slice) else np.array(inner, dtype=np.int64)
     both = compose(outer, inner, 9)
     assert rows[both].tolist() == first[inner].tolist()

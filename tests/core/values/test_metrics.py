@@ -40,7 +40,10 @@ def test_merging_leaves_the_parts_as_they_are():
 
 
 def test_a_prefix_names_means_and_maxima():
-    assert Metrics({"x": (4.0, 2.0)}, {"y": 5.0}).prefixed("actor/").values() == {"actor/x": 2.0, "actor/y": 5.0}
+    assert Metrics({"x": (4.0, 2.0)}, {"y": 5.0}).prefixed("actor/").values() == {
+        "actor/x": 2.0,
+        "actor/y": 5.0,
+    }
 
 
 def test_metrics_survive_pickling():

@@ -28,7 +28,11 @@ MIXTURE = attrs.evolve(
 
 def test_parameters_are_named_in_the_order_of_the_model():
     shapes = DENSE.parameters()
-    layers = [f"h.{number}.{name}" for number in (0, 1) for name in ("q", "k", "v", "o", "up", "down", "norm")]
+    layers = [
+        f"h.{number}.{name}"
+        for number in (0, 1)
+        for name in ("q", "k", "v", "o", "up", "down", "norm")
+    ]
     assert list(shapes) == ["embed", *layers, "norm", "head"]
     assert shapes["h.1.up"] == (12, 8)
     assert DENSE.params(torch.float32)["head"].nbytes == 50 * 8 * 4
@@ -70,7 +74,9 @@ def test_the_operations_of_a_token_are_two_per_weight_and_attention_to_what_is_b
     length = 1000
     weights = 2 * (ModelSize(DENSE).active_params - 50 * 8)
     seen = mean(range(1, length + 1))  # tokens that a token attends to
-    attention = 2 * 4 * (2 * 2 * seen) * 2  # layers, heads; scores and sums, of two numbers each, an add and a product
+    attention = (
+        2 * 4 * (2 * 2 * seen) * 2
+    )  # layers, heads; scores and sums, of two numbers each, an add and a product
     assert ModelSize(DENSE).trunk_flops(length) == pytest.approx(weights + attention, rel=1e-3)
     assert ModelSize(DENSE).trunk_flops(0) == weights
 
@@ -100,7 +106,13 @@ def test_the_weights_that_a_step_reads_are_the_mean_over_every_choice_of_experts
                 "tp 3 neither divides nor is divided by the 2 key/value heads",
             ],
         ),
-        (8, ["tp 8 does not divide the attention heads 4", "tp 8 does not divide the intermediate size 12"]),
+        (
+            8,
+            [
+                "tp 8 does not divide the attention heads 4",
+                "tp 8 does not divide the intermediate size 12",
+            ],
+        ),
     ],
 )
 def test_layers_are_cut_into_whole_heads_or_it_is_said_why_not(tp, problems):

@@ -14,7 +14,11 @@ ORDERS = ("tp-cp-pp-dp", "tp-cp-dp-pp")
 def layouts(draw, cp=2):
     size = st.integers(1, 4)
     return ParallelLayout(
-        pp=draw(size), tp=draw(size), dp=draw(size), cp=draw(st.integers(1, cp)), order=draw(st.sampled_from(ORDERS))
+        pp=draw(size),
+        tp=draw(size),
+        dp=draw(size),
+        cp=draw(st.integers(1, cp)),
+        order=draw(st.sampled_from(ORDERS)),
     )
 
 
@@ -53,7 +57,10 @@ def test_fsdp_over_eight_ranks_generates_with_tp_two_on_ranks_that_hold_differen
     assert [layout.output_rank(i) for i in range(4)] == [0, 1, 2, 3]
     in_nodes = generation_layout(ParallelLayout(dp=8), tp=2, node=4)
     assert in_nodes.groups("tp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert generation_layout(ParallelLayout(dp=8), pp=2, tp=2).replicas == (((0, 4), (1, 5)), ((2, 6), (3, 7)))
+    assert generation_layout(ParallelLayout(dp=8), pp=2, tp=2).replicas == (
+        ((0, 4), (1, 5)),
+        ((2, 6), (3, 7)),
+    )
     uneven = generation_layout(ParallelLayout(dp=12), tp=4, node=6)
     assert uneven.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
@@ -61,7 +68,12 @@ def test_fsdp_over_eight_ranks_generates_with_tp_two_on_ranks_that_hold_differen
 def test_fsdp_over_eight_ranks_generates_with_tp_two_on_neighbouring_ranks_when_told_to():
     layout = generation_layout(ParallelLayout(dp=8), tp=2, grouping="consecutive")
     assert layout.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [layout.ranks(i) for i in range(len(layout.replicas))] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [layout.ranks(i) for i in range(len(layout.replicas))] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
     assert [layout.output_rank(i) for i in range(4)] == [0, 2, 4, 6]
     assert layout.groups("micro_dp") == [[i] for i in range(8)]
 
@@ -90,7 +102,9 @@ def test_experts_are_spread_over_neighbouring_dp_ranks():
 
 def test_coordinates_of_a_rank_are_what_the_order_says():
     assert ParallelLayout(pp=2, tp=2, dp=3, cp=2).coords(13) == Coords(tp=1, cp=0, pp=1, dp=1)
-    assert ParallelLayout(pp=2, tp=2, dp=3, cp=2, order="tp-cp-dp-pp").coords(13) == Coords(tp=1, cp=0, pp=1, dp=0)
+    assert ParallelLayout(pp=2, tp=2, dp=3, cp=2, order="tp-cp-dp-pp").coords(13) == Coords(
+        tp=1, cp=0, pp=1, dp=0
+    )
 
 
 @given(layouts())
@@ -107,13 +121,19 @@ def test_the_groups_of_an_axis_hold_every_rank_once_and_agree_on_the_other_axes(
     assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
     assert [group[0] for group in groups] == sorted(group[0] for group in groups)
     for group in groups:
-        fixed = {tuple(getattr(layout.coords(r), a) for a in ("tp", "cp", "pp", "dp") if a not in axis) for r in group}
+        fixed = {
+            tuple(getattr(layout.coords(r), a) for a in ("tp", "cp", "pp", "dp") if a not in axis)
+            for r in group
+        }
         assert len(fixed) == 1
 
 
 @given(layouts(), st.data())
 def test_zero_redundancy_grouping_puts_each_training_shard_inside_the_generation_shard(train, data):
-    pp, tp = data.draw(st.sampled_from(divisors(train.pp))), data.draw(st.sampled_from(divisors(train.tp)))
+    pp, tp = (
+        data.draw(st.sampled_from(divisors(train.pp))),
+        data.draw(st.sampled_from(divisors(train.tp))),
+    )
     layout = generation_layout(train, pp, tp)
     for replica in layout.replicas:
         for p_g, stage in enumerate(replica):
@@ -144,7 +164,10 @@ def test_generation_groups_hold_every_rank_once(train, data, grouping):
 
 @given(layouts(cp=1), st.data())
 def test_micro_dp_groups_are_ranks_of_one_replica_with_equal_generation_shards(train, data):
-    pp, tp = data.draw(st.sampled_from(divisors(train.pp))), data.draw(st.sampled_from(divisors(train.tp)))
+    pp, tp = (
+        data.draw(st.sampled_from(divisors(train.pp))),
+        data.draw(st.sampled_from(divisors(train.tp))),
+    )
 
     def shard(rank):
         at = train.coords(rank)
@@ -156,7 +179,9 @@ def test_micro_dp_groups_are_ranks_of_one_replica_with_equal_generation_shards(t
     assert generation_layout(train, pp, tp).groups("micro_dp") == sorted(expected.values())
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": -1}, {"pp": 1.5}, {"cp": True}, {"dp": 4, "ep": 3}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 0}, {"dp": -1}, {"pp": 1.5}, {"cp": True}, {"dp": 4, "ep": 3}]
+)
 def test_sizes_that_cannot_be_are_refused(sizes):
     with pytest.raises(ValueError, match="must"):
         ParallelLayout(**sizes)

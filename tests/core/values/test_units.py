@@ -25,7 +25,14 @@ def test_bytes_have_decimal_units(nbytes, words):
 
 @pytest.mark.parametrize(
     "value, words",
-    [(123.44, "123.4 s"), (10, "10.0 s"), (9.5, "9.50 s"), (0.1, "0.10 s"), (0.0078, "7.8 ms"), (0, "0.0 ms")],
+    [
+        (123.44, "123.4 s"),
+        (10, "10.0 s"),
+        (9.5, "9.50 s"),
+        (0.1, "0.10 s"),
+        (0.0078, "7.8 ms"),
+        (0, "0.0 ms"),
+    ],
 )
 def test_seconds_have_the_digits_that_matter(value, words):
     assert seconds(value) == words

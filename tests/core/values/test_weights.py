@@ -61,7 +61,9 @@ def test_a_run_of_a_flattened_box_is_few_boxes_in_that_order(data, box):
     numbers = np.arange(4 * 3 * 5).reshape(SHAPE)
     parts = list(box.flat_range(start, stop))
     found = [numbers[part.slices()].ravel() for part in parts]
-    assert np.concatenate([*found, []]).tolist() == numbers[box.slices()].ravel()[start:stop].tolist()
+    assert (
+        np.concatenate([*found, []]).tolist() == numbers[box.slices()].ravel()[start:stop].tolist()
+    )
     assert len(parts) <= 2 * len(SHAPE) - 1
 
 
@@ -85,9 +87,17 @@ def test_a_lazy_shard_is_made_anew_whenever_it_is_read():
 
 
 ROWS = {0: (Box((0, 0), (2, 3)),), 1: (Box((2, 0), (4, 3)),)}
-PARAMS = {"a": Param((4, 3), torch.float32), "b": Param((4, 3), torch.bfloat16), "norm": Param((3,), torch.float32)}
+PARAMS = {
+    "a": Param((4, 3), torch.float32),
+    "b": Param((4, 3), torch.bfloat16),
+    "norm": Param((3,), torch.float32),
+}
 SHARDS = {"a": ROWS, "b": ROWS, "norm": {1: whole((3,))}}
-HELD = {0: {"a": ROWS[0], "b": ROWS[0]}, 1: {"a": ROWS[1], "b": ROWS[1], "norm": whole((3,))}, 2: {}}
+HELD = {
+    0: {"a": ROWS[0], "b": ROWS[0]},
+    1: {"a": ROWS[1], "b": ROWS[1], "norm": whole((3,))},
+    2: {},
+}
 
 
 @pytest.fixture(params=["by rank", "by name"])
@@ -110,7 +120,12 @@ def test_a_layout_reads_the_same_by_rank_and_by_name(layout):
 def test_the_bytes_of_a_rank_are_those_of_its_elements(layout):
     assert PARAMS["b"].numel == 12
     assert PARAMS["b"].nbytes == 24
-    assert [layout.nbytes(rank) for rank in range(4)] == [6 * 4 + 6 * 2, 6 * 4 + 6 * 2 + 3 * 4, 0, 0]
+    assert [layout.nbytes(rank) for rank in range(4)] == [
+        6 * 4 + 6 * 2,
+        6 * 4 + 6 * 2 + 3 * 4,
+        0,
+        0,
+    ]
 
 
 def test_renumbered_ranks_hold_what_the_old_ones_did(layout):

@@ -25,13 +25,17 @@ ONE, TWO, PLUS, STOP, END = 4, 5, 13, 14, 2
 
 
 def request(max_tokens: int = 16, at: int = 0) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(END, STOP), logit_bias={STOP: 2.0})
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=(END, STOP), logit_bias={STOP: 2.0}
+    )
     return Request(at, np.array([1, ONE, PLUS, TWO]), sampling, seed=40 + at)
 
 
 def episode(max_turns: int = 8, max_tokens: int = 16, **options) -> Episode:
     """One that has begun."""
-    made = Episode(echoing(DIGITS, max_turns, **options), request(max_tokens), {"answer": "3"}, (STOP,))
+    made = Episode(
+        echoing(DIGITS, max_turns, **options), request(max_tokens), {"answer": "3"}, (STOP,)
+    )
     made.take(made.start(), first=True)
     return made
 
@@ -79,7 +83,10 @@ def test_the_model_goes_on_after_what_was_said():
 def test_an_episode_ends_by_length_inside_a_turn_inside_an_answer_and_after_the_last_turn():
     cut = episode(max_tokens=2)
     assert says(cut, ONE, TWO, reason="length") is None
-    assert (cut.reason, cut.rewards) == ("length", [0.0])  # a turn that was cut has no reward of its own
+    assert (cut.reason, cut.rewards) == (
+        "length",
+        [0.0],
+    )  # a turn that was cut has no reward of its own
     full = episode(max_tokens=3, said="12")
     full.take(full.answer(says(full, ONE, STOP)))
     assert (full.reason, full.ids.tolist()) == ("length", [ONE, STOP, ONE])
@@ -105,7 +112,10 @@ class Wrong(Environment):
         (Answer("1", reward=float("nan")), "gave the reward nan; it must be a finite number"),
         (Answer("1", reward="1"), "gave the reward '1'; it must be a finite number"),
         (Answer(""), "answered '' and the episode is not done"),
-        (Answer("1="), "answered '1=' and the episode is not done; an answer needs a text that does not end as a turn"),
+        (
+            Answer("1="),
+            "answered '1=' and the episode is not done; an answer needs a text that does not end as a turn",
+        ),
     ],
 )
 def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
@@ -118,7 +128,9 @@ def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
 
 
 def test_a_failure_names_what_was_said_before_it_and_a_close_that_fails_is_only_told(caplog):
-    with pytest.raises(EnvironmentFailure, match=r"Echo' raised OSError: no port \[after '1\+2'\] \[row 0\]"):
+    with pytest.raises(
+        EnvironmentFailure, match=r"Echo' raised OSError: no port \[after '1\+2'\] \[row 0\]"
+    ):
         episode(raises="reset")
     one = episode(raises="step")
     with pytest.raises(EnvironmentFailure, match=r"raised ValueError: no such tool \[after '1='\]"):
@@ -137,13 +149,17 @@ class LongStop(Environment):
 
 def test_stops_are_tokens():
     assert echoing(DIGITS).stop_ids() == (STOP,)
-    with pytest.raises(ConfigError, match="ends turns with '10', which is 2 tokens of this tokenizer"):
+    with pytest.raises(
+        ConfigError, match="ends turns with '10', which is 2 tokens of this tokenizer"
+    ):
         Episodes(EnvironmentSection(f"{__name__}:LongStop"), DIGITS).stop_ids()
 
 
 def test_a_batch_of_episodes_has_masks_turns_and_returns(speaker):
     Echo.closed.clear()
-    made = run_episodes(speaker[0], [request(at=at) for at in range(6)], [{}] * 6, echoing(DIGITS), speaker[1])
+    made = run_episodes(
+        speaker[0], [request(at=at) for at in range(6)], [{}] * 6, echoing(DIGITS), speaker[1]
+    )
     answered = 0
     for ids, mask, turn, version in zip(
         made["response_ids"], made["loss_mask"], made["turn"], made["weight_version"], strict=True
@@ -165,13 +181,19 @@ def test_all_environments_are_closed_when_one_fails(speaker):
     Echo.closed.clear()
     with pytest.raises(EnvironmentFailure, match="no such tool"):
         run_episodes(
-            speaker[0], [request(at=at) for at in range(6)], [{}] * 6, echoing(DIGITS, raises="step"), speaker[1]
+            speaker[0],
+            [request(at=at) for at in range(6)],
+            [{}] * 6,
+            echoing(DIGITS, raises="step"),
+            speaker[1],
         )
     assert len(Echo.closed) == 6
 
 
 def test_on_several_ranks_the_first_has_the_environment_and_all_hear_of_it(ranks, folder):
-    setup = Setup(folder("llama"), layout=ParallelLayout(dp=2), engine="transformers", generation_tp=2)
+    setup = Setup(
+        folder("llama"), layout=ParallelLayout(dp=2), engine="transformers", generation_tp=2
+    )
     first, second = ranks(jobs.on_two_ranks, 2, setup)
     assert first[:2] == second[:2]
     assert any(returned > 0.5 for returned in first[1])  # of more than one turn

@@ -36,21 +36,33 @@ class Flaky:
         return float(sample.response)
 
 
-@pytest.mark.parametrize("how", [ValueError("no answer"), float("nan"), "text"], ids=["raises", "nan", "text"])
+@pytest.mark.parametrize(
+    "how", [ValueError("no answer"), float("nan"), "text"], ids=["raises", "nan", "text"]
+)
 def test_a_sample_that_fails_is_tried_again_and_the_log_says_so(how, caplog):
     function = Flaky(2, how)
     with caplog.at_level(logging.WARNING):
-        found, failed = score_by_rule(FunctionReward(function), samples(4), "flaky", FailureRule(retries=2))
+        found, failed = score_by_rule(
+            FunctionReward(function), samples(4), "flaky", FailureRule(retries=2)
+        )
     assert found.tolist() == [0.0, 1.0, 2.0, 3.0] and found.dtype == np.float32 and failed == 0
     assert function.seen == {"0": 1, "1": 3, "2": 1, "3": 3}
-    assert "reward 'flaky'" in caplog.text and "row 3" in caplog.text and "tried again (1 left)" in caplog.text
+    assert (
+        "reward 'flaky'" in caplog.text
+        and "row 3" in caplog.text
+        and "tried again (1 left)" in caplog.text
+    )
 
 
 def test_when_all_tries_have_failed_the_run_ends_or_the_rule_scores(caplog):
-    with pytest.raises(RewardError, match=r"reward 'flaky' raised ValueError: no answer \[row 1: prompt 'p1'"):
+    with pytest.raises(
+        RewardError, match=r"reward 'flaky' raised ValueError: no answer \[row 1: prompt 'p1'"
+    ):
         score_by_rule(FunctionReward(Flaky(9)), samples(4), "flaky", FailureRule(retries=1))
     with caplog.at_level(logging.WARNING):
-        found, failed = score_by_rule(FunctionReward(Flaky(9)), samples(4), "flaky", FailureRule(score=-1.0))
+        found, failed = score_by_rule(
+            FunctionReward(Flaky(9)), samples(4), "flaky", FailureRule(score=-1.0)
+        )
     assert found.tolist() == [0.0, -1.0, 2.0, -1.0] and failed == 2
     assert "it gets -1 by rule" in caplog.text and "row 3" in caplog.text
 
@@ -64,11 +76,18 @@ def test_a_function_that_takes_too_long_has_failed():
         return 1.0
 
     started = time.monotonic()
-    found, failed = score_by_rule(FunctionReward(slow), samples(3), "slow", FailureRule(timeout_s=0.3, score=0.0))
+    found, failed = score_by_rule(
+        FunctionReward(slow), samples(3), "slow", FailureRule(timeout_s=0.3, score=0.0)
+    )
     hold.set()
     assert found.tolist() == [1.0, 0.0, 1.0] and failed == 1 and time.monotonic() - started < 30
     with pytest.raises(RewardError, match=r"took longer than timeout_s = 0.05 s \[row 0"):
-        score_by_rule(FunctionReward(lambda sample: time.sleep(5)), samples(1), "slow", FailureRule(timeout_s=0.05))
+        score_by_rule(
+            FunctionReward(lambda sample: time.sleep(5)),
+            samples(1),
+            "slow",
+            FailureRule(timeout_s=0.05),
+        )
 
 
 def test_async_functions_wait_together_and_at_most_so_many_at_once():
@@ -82,13 +101,17 @@ def test_async_functions_wait_together_and_at_most_so_many_at_once():
         running -= 1
         return float(sample.response) + bonus
 
-    found, _ = score_by_rule(FunctionReward(judge, bonus=0.5), samples(6), "judge", FailureRule(at_once=3))
+    found, _ = score_by_rule(
+        FunctionReward(judge, bonus=0.5), samples(6), "judge", FailureRule(at_once=3)
+    )
     assert found.tolist() == [0.5, 1.5, 2.5, 3.5, 4.5, 5.5] and most == 3
 
     async def never(sample):
         await asyncio.sleep(60)
 
-    found, failed = score_by_rule(FunctionReward(never), samples(2), "never", FailureRule(timeout_s=0.05, score=0.0))
+    found, failed = score_by_rule(
+        FunctionReward(never), samples(2), "never", FailureRule(timeout_s=0.05, score=0.0)
+    )
     assert failed == 2 and found.tolist() == [0.0, 0.0]
 
 
@@ -120,7 +143,9 @@ def test_a_function_may_run_a_loop_of_its_own_and_is_called_in_the_callers_threa
         seen.add(threading.get_ident())
         return asyncio.run(ask())
 
-    found, failed = score_by_rule(FunctionReward(judge), samples(2), "judge", FailureRule(retries=1, score=0.0))
+    found, failed = score_by_rule(
+        FunctionReward(judge), samples(2), "judge", FailureRule(retries=1, score=0.0)
+    )
     assert found.tolist() == [1.0, 1.0] and failed == 0 and seen == {threading.get_ident()}
 
 
@@ -131,7 +156,9 @@ def test_of_a_reward_per_token_the_score_by_rule_is_at_the_last_token_that_the_m
     answered = RewardSample("p", "", np.array([7, 8, 9]), {}, written=np.array([True, True, False]))
     empty = RewardSample("p", "", np.array([], np.int64), {})
     every = [RewardSample("p", "", np.array([4, 5, 6]), {}), answered, empty]
-    found, failed = score_by_rule(FunctionReward(fails), every, "own", FailureRule(score=-1.0), per_token=True)
+    found, failed = score_by_rule(
+        FunctionReward(fails), every, "own", FailureRule(score=-1.0), per_token=True
+    )
     assert [f.tolist() for f in found] == [[0, 0, -1], [0, -1, 0], []] and failed == 3
 
 
@@ -167,17 +194,28 @@ def test_a_run_counts_what_was_scored_by_rule():
         metrics = run.step()
     assert 0 < metrics["reward/sometimes_failed"] < 1
     part = {"name": "x", "function": f"{HERE}:sometimes", "on_failure": {"score": -2.0}}
-    with TinyRun(GRPO(GRPOConfig(prompts_per_step=4, group_size=4)), {"reward": {"parts": [part]}}) as run:
+    with TinyRun(
+        GRPO(GRPOConfig(prompts_per_step=4, group_size=4)), {"reward": {"parts": [part]}}
+    ) as run:
         assert run.step()["reward/x_failed"] > 0
 
 
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ({"function": f"{HERE}:sometimes", "on_failure": {"retries": -1}}, r"reward\.on_failure\.retries"),
-        ({"function": f"{HERE}:sometimes", "on_failure": {"tries": 1}}, r"reward\.on_failure\.tries: unknown key"),
         (
-            {"parts": [{"name": "a", "function": f"{HERE}:sometimes"}], "on_failure": {"score": 0.0}},
+            {"function": f"{HERE}:sometimes", "on_failure": {"retries": -1}},
+            r"reward\.on_failure\.retries",
+        ),
+        (
+            {"function": f"{HERE}:sometimes", "on_failure": {"tries": 1}},
+            r"reward\.on_failure\.tries: unknown key",
+        ),
+        (
+            {
+                "parts": [{"name": "a", "function": f"{HERE}:sometimes"}],
+                "on_failure": {"score": 0.0},
+            },
             r"reward\.on_failure: belongs to one function",
         ),
     ],

@@ -21,13 +21,17 @@ from hybridflow.core.workers.generation import (
 from hybridflow.kit.testing import reference
 
 PROMPTS = [[5, 4], [1], [9, 9, 30]]
-ROWS = Batch({"prompt_ids": tokens(PROMPTS), "sample_id": torch.tensor([7, 8, 9]), "meta": [{}, {}, {}]})
+ROWS = Batch(
+    {"prompt_ids": tokens(PROMPTS), "sample_id": torch.tensor([7, 8, 9]), "meta": [{}, {}, {}]}
+)
 
 
 def test_each_row_gets_the_response_that_hugging_face_gives_it(speaker):
     made = generate_rows(speaker[0], ROWS, SamplingParams(max_tokens=6, temperature=0.0), 3, None)
     assert tuple(made.names) == GENERATED
-    for prompt, response, logprobs in zip(PROMPTS, made["response_ids"], made["rollout_logprobs"], strict=True):
+    for prompt, response, logprobs in zip(
+        PROMPTS, made["response_ids"], made["rollout_logprobs"], strict=True
+    ):
         assert response.tolist() == reference().greedy(np.array(prompt), 6)
         with torch.no_grad():
             expected = reference().outputs(torch.tensor(prompt), response)["logprobs"]

@@ -14,7 +14,14 @@ from hybridflow.core.contracts.loss import Counts, Loss, Term
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
-from hybridflow.core.workers.gradients import LossPart, agree, loss_metrics, loss_reads, mismatch, padded_rows
+from hybridflow.core.workers.gradients import (
+    LossPart,
+    agree,
+    loss_metrics,
+    loss_reads,
+    mismatch,
+    padded_rows,
+)
 from hybridflow.core.workers.reduction import Tally
 from hybridflow.kit.testing import one_rank, reference
 
@@ -34,7 +41,10 @@ class Weighted(Loss):
     reads = ("advantages",)
 
     def __call__(self, batch, outputs):
-        return [Term("pg", -outputs["logprobs"] * batch["advantages"]), Term("still", outputs["logprobs"], weight=0.0)]
+        return [
+            Term("pg", -outputs["logprobs"] * batch["advantages"]),
+            Term("still", outputs["logprobs"], weight=0.0),
+        ]
 
 
 class Watching(Weighted):
@@ -70,7 +80,9 @@ def part(context, loss: Loss, budget: int = 1000, batch: Batch = BATCH) -> LossP
 def by_hand() -> torch.Tensor:
     """The loss of Weighted by Hugging Face's model, with a graph: over the 6 tokens with mask 1."""
     total = torch.zeros(())
-    for prompt, response, mask, advantages in zip(PROMPTS, RESPONSES, MASKS, BATCH["advantages"], strict=True):
+    for prompt, response, mask, advantages in zip(
+        PROMPTS, RESPONSES, MASKS, BATCH["advantages"], strict=True
+    ):
         logprobs = reference().outputs(torch.tensor(prompt), torch.tensor(response))["logprobs"]
         kept = torch.tensor(mask).bool()
         total = total - (logprobs[kept] * advantages[kept]).sum()
@@ -89,7 +101,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_whole_mini_batch(context, ba
     assert metrics["loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
     assert metrics["pg"] == pytest.approx(metrics["loss"])
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(backend.parameters[name].grad, parameter.grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            backend.parameters[name].grad, parameter.grad, atol=1e-5, rtol=1e-4
+        )
 
 
 def test_validation_leaves_no_gradients(context, backend):
@@ -134,13 +148,20 @@ def test_an_update_reads_what_its_losses_declare_once():
 
 
 def test_what_a_loss_is_given_is_padded_and_free_of_what_is_masked():
-    columns = {name: BATCH[name] for name in ("loss_mask", "advantages", "response_ids", "group", "meta")}
+    columns = {
+        name: BATCH[name] for name in ("loss_mask", "advantages", "response_ids", "group", "meta")
+    }
     given = padded_rows(columns, np.array([3, 1]), torch.device("cpu"))
     assert given["advantages"].tolist() == [[3.0, 0, 0, 1.0], [0.0, 0, 0, 0]]
-    assert given["loss_mask"].tolist() == [[1.0, 0, 0, 1], [0, 0, 0, 0]] and given["loss_mask"].dtype == torch.float32
+    assert (
+        given["loss_mask"].tolist() == [[1.0, 0, 0, 1], [0, 0, 0, 0]]
+        and given["loss_mask"].dtype == torch.float32
+    )
     assert given["response_ids"].tolist() == [[14, 15, 16, 17], [11, 0, 0, 0]]
     assert given["group"].tolist() == [1, 0] and given["meta"] == ["d", "b"]
-    assert padded_rows(columns, np.array([1]), torch.device("cpu"), width=3)["advantages"].shape == (1, 3)
+    assert padded_rows(columns, np.array([1]), torch.device("cpu"), width=3)[
+        "advantages"
+    ].shape == (1, 3)
 
 
 def test_the_distance_of_trainer_and_engine_is_over_tokens_of_the_present_weights():

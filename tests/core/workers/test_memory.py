@@ -18,7 +18,9 @@ SIZE = 4 << 26
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_phase_takes_what_is_in_use_inside_it_and_freed_again():
-    out = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
+    ).stdout.split()
     most, before = map(int, out)
     if not most:
         pytest.skip("the kernel does not let a process reset its peak")

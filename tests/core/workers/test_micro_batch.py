@@ -68,7 +68,9 @@ def test_units_stay_whole_and_alone_may_exceed_the_budget(rows, budget):
     assert sorted(np.concatenate(plan)) == list(range(len(lengths)))
     held = [set(units[rows]) for rows in plan]
     assert sum(map(len, held)) == len(set(units))
-    assert all(len(u) == 1 or len(r) * lengths[r].max() <= budget for u, r in zip(held, plan, strict=True))
+    assert all(
+        len(u) == 1 or len(r) * lengths[r].max() <= budget for u, r in zip(held, plan, strict=True)
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -82,7 +84,9 @@ def test_no_other_cut_of_the_sorted_units_is_cheaper(rows, budget, overhead):
     plan = plan_micro_batches(lengths, budget, units, overhead)
     assert cost(lengths, plan, overhead) == cheapest(lengths, units, budget, overhead)
     alone = plan_micro_batches(lengths[:9], budget, None, overhead)
-    assert cost(lengths, alone, overhead) == cheapest(lengths[:9], np.arange(len(lengths[:9])), budget, overhead)
+    assert cost(lengths, alone, overhead) == cheapest(
+        lengths[:9], np.arange(len(lengths[:9])), budget, overhead
+    )
 
 
 @settings(deadline=None)

@@ -83,7 +83,9 @@ def test_updates_lower_the_loss_and_count_as_versions(pool):
     found = [group.update([(batch, NextToken())]).result() for _ in range(5)]
     assert found[0]["loss"] == pytest.approx(before["loss"])
     assert [m["nll"] for m in found] == sorted((m["nll"] for m in found), reverse=True)
-    assert {"loss", "nll", "grad_norm", "lr", "update_seconds", "update_peak_gb"} == set(found[0].values())
+    assert {"loss", "nll", "grad_norm", "lr", "update_seconds", "update_peak_gb"} == set(
+        found[0].values()
+    )
     assert group.loss((batch, NextToken())).result()["loss"] < found[-1]["loss"]
 
 
@@ -113,13 +115,17 @@ def test_a_batch_of_no_rows_gives_empty_columns_of_the_right_kind(pool):
 
 def test_values_and_scores_are_columns_per_token_and_per_row(pool):
     for kind in ("value", "score"):
-        group = make_group(pool, attrs.evolve(ROLE, model=ModelSpec(MODEL, None, 0, kind), optimizer=None), kind)
+        group = make_group(
+            pool, attrs.evolve(ROLE, model=ModelSpec(MODEL, None, 0, kind), optimizer=None), kind
+        )
         batch = make_batch()
         made = group.values(batch, "v")["v"] if kind == "value" else group.score(batch, "s")["s"]
         assert made.kind == ("token" if kind == "value" else "row")
         assert made.rows == batch.rows
         with pytest.raises(WorkerError, match=f"a {kind} model has no output 'logprobs'"):
-            group.logprobs(batch, {"logprobs": "x"}).rows and group.logprobs(batch, {"logprobs": "x"})["x"]
+            group.logprobs(batch, {"logprobs": "x"}).rows and group.logprobs(
+                batch, {"logprobs": "x"}
+            )["x"]
 
 
 def test_rows_without_a_token_to_train_on_are_left_out_and_units_stay_whole(pool):
@@ -133,7 +139,9 @@ def test_rows_without_a_token_to_train_on_are_left_out_and_units_stay_whole(pool
     by_group = group.loss((masked, Seen("group"))).result()
     assert by_group.means["rows"] == (4.0, 2.0)
     assert by_row["nll"] == pytest.approx(by_group["nll"])
-    assert by_row["nll"] == pytest.approx(group.loss((batch.take(slice(3, 6)), NextToken())).result()["nll"])
+    assert by_row["nll"] == pytest.approx(
+        group.loss((batch.take(slice(3, 6)), NextToken())).result()["nll"]
+    )
 
 
 def test_two_pairs_report_the_sum_of_their_losses(pool):
@@ -155,7 +163,9 @@ def test_the_engine_is_synced_when_the_weights_are_newer_and_agrees_with_the_tra
         assert metrics["mismatch_mean"] < 1e-5
         assert metrics["mismatch_kl"] < 1e-9
         assert metrics["mismatch_max_ratio"] == pytest.approx(1.0, abs=1e-4)
-        later = group.update([(made, NextToken())]).result()  # tokens of an older version are not compared
+        later = group.update(
+            [(made, NextToken())]
+        ).result()  # tokens of an older version are not compared
         assert "mismatch_mean" not in later.values()
         assert "mismatch_max_ratio" not in later.values()
     assert group.sync().result()[0] > 0.0
@@ -166,7 +176,10 @@ def test_what_is_sampled_depends_on_seed_and_sample_alone(pool):
     group, batch = make_group(pool, WITH_ENGINE), make_batch(8)
     sampling = SamplingParams(max_tokens=5)
     whole = list(group.generate(batch, sampling, 3)["response_ids"])
-    parts = [group.generate(batch.take(rows), sampling, 3)["response_ids"] for rows in (slice(5, 8), slice(0, 5))]
+    parts = [
+        group.generate(batch.take(rows), sampling, 3)["response_ids"]
+        for rows in (slice(5, 8), slice(0, 5))
+    ]
     again = [*parts[1], *parts[0]]
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     other = list(group.generate(batch, sampling, 4)["response_ids"])
@@ -190,25 +203,35 @@ def test_a_checkpoint_brings_back_weights_and_what_follows(pool, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, {"offload": True}, {"keep_engine": False}], ids=str)
-def test_training_and_rollout_share_what_they_can_and_say_the_same_as_if_they_did_not(pool, changes):
+def test_training_and_rollout_share_what_they_can_and_say_the_same_as_if_they_did_not(
+    pool, changes
+):
     batch, said, shared = make_batch(), [], []
     for alias in (True, False):
-        group = make_group(pool, attrs.evolve(WITH_ENGINE, sync=sync(alias=alias, verify=True), **changes))
+        group = make_group(
+            pool, attrs.evolve(WITH_ENGINE, sync=sync(alias=alias, verify=True), **changes)
+        )
         for seed in range(3):
             made = group.generate(batch, SamplingParams(max_tokens=4), seed)
-            said.append((made["response_ids"].values.tolist(), made["rollout_logprobs"].values.tolist()))
+            said.append(
+                (made["response_ids"].values.tolist(), made["rollout_logprobs"].values.tolist())
+            )
             metrics = group.update([(batch, NextToken())]).result()
         shared.append(made.metrics["sync_aliased_mb"])
         assert made.metrics["sync_peak_gb"] > 0 and metrics["update_peak_gb"] > 0
         said.append((group.checksum().result(), metrics["grad_norm"]))
     assert said[:4] == said[4:]
-    own = [] if changes else [(19 * 16 + 3 * 16) * 4 / 1e6]  # embeddings and norms; matrices are transposed on a CPU
+    own = (
+        [] if changes else [(19 * 16 + 3 * 16) * 4 / 1e6]
+    )  # embeddings and norms; matrices are transposed on a CPU
     assert shared == [pytest.approx(own[0] if own else 0.0), 0.0]
 
 
 def test_failures_carry_role_phase_and_rank(pool, tmp_path):
     group, batch = make_group(pool, name="critic"), make_batch()
-    advantages = attrs.evolve(batch["advantages"], values=torch.full_like(batch["advantages"].values, torch.inf))
+    advantages = attrs.evolve(
+        batch["advantages"], values=torch.full_like(batch["advantages"].values, torch.inf)
+    )
     before = group.checksum().result()
     with pytest.raises(
         WorkerError, match="an update of role 'critic' after 0 steps: the gradient norm is nan"

@@ -39,7 +39,9 @@ def test_per_token_reductions_by_hand(how, by_hand):
 def test_unit_mean_divides_by_units_and_its_mask_drops_from_the_numerator_alone():
     value = torch.tensor([1.0, 2.0, 6.0])
     assert reduced(Term("x", value, how="unit-mean"))[0] == 3.0
-    assert reduced(Term("x", value, torch.tensor([1.0, 0, 1]), "unit-mean"))[0] == pytest.approx(7 / 3)
+    assert reduced(Term("x", value, torch.tensor([1.0, 0, 1]), "unit-mean"))[0] == pytest.approx(
+        7 / 3
+    )
 
 
 def test_a_narrower_mask_leaves_the_denominator_as_it_is():
@@ -54,7 +56,9 @@ def test_maxima_are_reported_over_the_mask_and_not_trained_on():
     assert metrics["top"] == 14.0
     assert total == pytest.approx(38 / 6)
     assert "top" not in reduced(Term("top", VALUE, torch.zeros(4, 4), "max", weight=0.0))[1]
-    assert "top" not in reduced(Term("top", VALUE[:, :0], how="max", weight=0.0), mask=MASK[:, :0])[1]
+    assert (
+        "top" not in reduced(Term("top", VALUE[:, :0], how="max", weight=0.0), mask=MASK[:, :0])[1]
+    )
     with pytest.raises(ValueError, match=r"reported \(weight=0\)"):
         Term("top", VALUE, how="max")
 
@@ -73,7 +77,10 @@ def test_what_is_not_a_number_outside_the_mask_does_no_harm(how):
 
 
 def test_weights_scale_and_terms_add_up():
-    half, both = Term("x", VALUE, weight=0.5), [Term("x", VALUE, weight=0.5), Term("y", VALUE, weight=-2.0)]
+    half, both = (
+        Term("x", VALUE, weight=0.5),
+        [Term("x", VALUE, weight=0.5), Term("y", VALUE, weight=-2.0)],
+    )
     single = reduced(Term("x", VALUE))[0]
     assert reduced(half)[0] == pytest.approx(0.5 * single)
     total, metrics = reduced(both)
@@ -104,7 +111,10 @@ def test_a_mini_batch_without_any_token_gives_zero():
         (Term("x", VALUE[:, :2]), r"value has shape \(4, 2\) and mask \(4, 4\)"),
         (Term("x", VALUE[:, 0]), r"value has shape \(4,\) and mask \(4, 4\)"),
         (Term("x", VALUE, how="unit-mean"), r"must be equal, \[U\]"),
-        (Term("x", VALUE[0], torch.ones(3), "unit-mean"), r"value has shape \(4,\) and mask \(3,\)"),
+        (
+            Term("x", VALUE[0], torch.ones(3), "unit-mean"),
+            r"value has shape \(4,\) and mask \(3,\)",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_with_the_term_named(term, message):

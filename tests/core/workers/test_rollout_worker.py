@@ -26,7 +26,9 @@ from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.core.workers.rollout_worker import RolloutWorker
 from hybridflow.kit.testing import one_rank, reference
 
-ROWS = Batch({"prompt_ids": tokens([[5, 4], [1]]), "sample_id": torch.tensor([0, 1]), "meta": [{}, {}]})
+ROWS = Batch(
+    {"prompt_ids": tokens([[5, 4], [1]]), "sample_id": torch.tensor([0, 1]), "meta": [{}, {}]}
+)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 NORM = "model.norm.weight"
 
@@ -38,7 +40,9 @@ def context():
 
 
 def role() -> ModelRole:
-    return ModelRole(reference().spec, "fsdp", FSDPConfig(), 64, None, "transformers", TransformersEngineConfig())
+    return ModelRole(
+        reference().spec, "fsdp", FSDPConfig(), 64, None, "transformers", TransformersEngineConfig()
+    )
 
 
 def built(context, driver=None) -> RolloutWorker:
@@ -49,12 +53,19 @@ def built(context, driver=None) -> RolloutWorker:
 
 def trained() -> WeightLayout:
     """All weights on rank 0."""
-    params = {name: Param(tuple(tensor.shape), tensor.dtype) for name, tensor in reference().parameters.items()}
-    return WeightLayout(params, {0: {name: (Box.full(param.shape),) for name, param in params.items()}})
+    params = {
+        name: Param(tuple(tensor.shape), tensor.dtype)
+        for name, tensor in reference().parameters.items()
+    }
+    return WeightLayout(
+        params, {0: {name: (Box.full(param.shape),) for name, param in params.items()}}
+    )
 
 
 def shards() -> Shards:
-    return Shards((name, Box.full(tensor.shape), tensor) for name, tensor in reference().parameters.items())
+    return Shards(
+        (name, Box.full(tensor.shape), tensor) for name, tensor in reference().parameters.items()
+    )
 
 
 def send(worker: RolloutWorker, version: int) -> PoolSide:
@@ -67,7 +78,9 @@ def send(worker: RolloutWorker, version: int) -> PoolSide:
     worker.begin_update(version)
     moved = 0
     for at in range(rounds):
-        tickets = {(0, receiver): ticket for receiver, ticket in actor.post(at, shards().read).items()}
+        tickets = {
+            (0, receiver): ticket for receiver, ticket in actor.post(at, shards().read).items()
+        }
         moved += worker.fetch(at, tickets)
     assert moved == source.nbytes(0)
     actor.mailbox.forget()

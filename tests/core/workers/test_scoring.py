@@ -38,7 +38,11 @@ def test_a_function_is_called_with_each_sample():
     scores = score_samples(FunctionReward(length), SAMPLES, "length")
     assert scores.dtype == np.float32
     assert scores.tolist() == [1, 2, 3]
-    assert score_samples(FunctionReward(length, scale=0.5), SAMPLES, "length").tolist() == [0.5, 1, 1.5]
+    assert score_samples(FunctionReward(length, scale=0.5), SAMPLES, "length").tolist() == [
+        0.5,
+        1,
+        1.5,
+    ]
 
 
 def test_a_class_gets_all_samples_at_once():
@@ -52,7 +56,9 @@ def test_no_samples_give_no_scores():
     assert score_samples(FunctionReward(length), [], "length").shape == (0,)
 
 
-@pytest.mark.parametrize("make", [FunctionReward, lambda fn: Batched(lambda samples: [fn(s) for s in samples])])
+@pytest.mark.parametrize(
+    "make", [FunctionReward, lambda fn: Batched(lambda samples: [fn(s) for s in samples])]
+)
 def test_a_reward_that_raises_is_named_with_row_prompt_and_response(make):
     def fails(sample):
         return 1 / (len(sample.response) - 2)
@@ -72,14 +78,22 @@ def test_a_class_that_raises_only_for_rows_together_is_named_too():
             raise MemoryError("too many")
         return [0.0]
 
-    with pytest.raises(RewardError, match="raised MemoryError for 3 rows together, though for none of them alone"):
+    with pytest.raises(
+        RewardError, match="raised MemoryError for 3 rows together, though for none of them alone"
+    ):
         score_samples(Batched(together), SAMPLES, "mine")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, 10**400, "1.0", None, [1.0], {}])
+@pytest.mark.parametrize(
+    "value", [math.nan, math.inf, -math.inf, 1e300, 10**400, "1.0", None, [1.0], {}]
+)
 def test_what_is_no_finite_number_is_named(value):
-    with pytest.raises(RewardError, match=r"reward 'mine' returned .*row 1: prompt '1\+1=', response 'bb'"):
-        score_samples(FunctionReward(lambda s: value if s.response == "bb" else 0.0), SAMPLES, "mine")
+    with pytest.raises(
+        RewardError, match=r"reward 'mine' returned .*row 1: prompt '1\+1=', response 'bb'"
+    ):
+        score_samples(
+            FunctionReward(lambda s: value if s.response == "bb" else 0.0), SAMPLES, "mine"
+        )
 
 
 def test_numbers_of_every_kind_are_taken():
@@ -89,14 +103,18 @@ def test_numbers_of_every_kind_are_taken():
 
 
 @pytest.mark.parametrize(
-    "given, words", [([1.0, 2.0], "2 values for 3 rows"), (1.0, "a list with one number"), (None, "list")]
+    "given, words",
+    [([1.0, 2.0], "2 values for 3 rows"), (1.0, "a list with one number"), (None, "list")],
 )
 def test_a_batch_of_the_wrong_size_is_refused(given, words):
     with pytest.raises(RewardError, match=words):
         score_samples(Batched(lambda s: given), SAMPLES, "mine")
 
 
-WORDS = [RewardSample("p", "abc", np.array([4, 5, 6]), {}), RewardSample("p", "", np.array([], np.int64), {})]
+WORDS = [
+    RewardSample("p", "abc", np.array([4, 5, 6]), {}),
+    RewardSample("p", "", np.array([], np.int64), {}),
+]
 
 
 def test_each_sample_gets_a_number_per_token_where_that_is_asked_for():
@@ -109,7 +127,10 @@ def test_each_sample_gets_a_number_per_token_where_that_is_asked_for():
     ("given", "said"),
     [
         ([1.0, 2.0], "returned 2 numbers for 3 response tokens; return one for each"),
-        (1.0, "returned 1.0; with per_token = true return a list with one number for each of the 3 tokens"),
+        (
+            1.0,
+            "returned 1.0; with per_token = true return a list with one number for each of the 3 tokens",
+        ),
         ("abc", "returned 'abc'; with per_token = true return a list"),
         ([1.0, float("nan"), 2.0], "returned nan; return a finite float32 number"),
     ],

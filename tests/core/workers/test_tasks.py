@@ -29,7 +29,9 @@ CONTEXT = RankContext("tasks", 0, ParallelLayout(), torch.device("cpu"))
 
 def sums(**changes) -> DataConfig:
     """Row i is "aa+bb=" of the two digits pairs of i."""
-    return DataConfig(**{"source": "arithmetic", "options": {"split": "all"}, "shuffle": False, **changes})
+    return DataConfig(
+        **{"source": "arithmetic", "options": {"split": "all"}, "shuffle": False, **changes}
+    )
 
 
 def worker(**sets: DataConfig) -> TaskWorker:
@@ -91,9 +93,14 @@ def test_a_preference_is_two_rows_the_better_one_first():
 
 
 def test_a_preference_says_which_of_the_two_is_unsafe(tmp_path):
-    rows = [{"p": "1", "good": "2", "bad": "3", "mine": unsafe, "theirs": True} for unsafe in (False, True)]
+    rows = [
+        {"p": "1", "good": "2", "bad": "3", "mine": unsafe, "theirs": True}
+        for unsafe in (False, True)
+    ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    config = DataConfig("jsonl", str(tmp_path / "pairs.jsonl"), "{p}", "{good}", "{bad}", ("mine", "theirs"))
+    config = DataConfig(
+        "jsonl", str(tmp_path / "pairs.jsonl"), "{p}", "{good}", "{bad}", ("mine", "theirs")
+    )
     assert worker(pairs=config).rows("pairs", 0, 2)["unsafe"].values.tolist() == [0, 1, 1, 1]
 
 
@@ -105,7 +112,13 @@ RAGGED = Batch({"x": tokens([[1.0, 2.0], [5.0]]), "y": torch.tensor([10, 20]), "
 def test_a_function_gets_the_columns_that_it_names_and_gives_columns_and_figures():
     def work(x, y, names, more=None):
         assert more is None and names == ["a", "b"]
-        return {"shifted": x + y[:, None], "sum": x.sum(-1), "labels": [n * 2 for n in names], "mean": x.mean(), "n": 2}
+        return {
+            "shifted": x + y[:, None],
+            "sum": x.sum(-1),
+            "labels": [n * 2 for n in names],
+            "mean": x.mean(),
+            "n": 2,
+        }
 
     made = worker().compute(RAGGED, work)
     assert [row.tolist() for row in made["shifted"]] == [[11.0, 12.0], [25.0]]  # padding falls away
@@ -123,7 +136,9 @@ def test_what_is_no_dict_is_refused_by_name():
     def work(x):
         return x
 
-    with pytest.raises(TypeError, match="work must return a dict of columns and metrics, got Tensor"):
+    with pytest.raises(
+        TypeError, match="work must return a dict of columns and metrics, got Tensor"
+    ):
         run_on_columns(RAGGED, work)
 
 
@@ -158,7 +173,9 @@ def cut(sample) -> float:
 
 
 def part(function, **settings) -> RewardPart:
-    return RewardPart(**{"name": function.__name__, "function": f"{__name__}:{function.__name__}", **settings})
+    return RewardPart(
+        **{"name": function.__name__, "function": f"{__name__}:{function.__name__}", **settings}
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -193,12 +210,16 @@ def test_parts_are_weighed_and_each_has_its_column():
 
 
 def test_a_function_hears_how_a_response_ended_and_what_its_environment_gave():
-    batch = ANSWERS.with_columns(finish_reason=["length", "stop", "stop"], episode_return=torch.tensor([0.0, 2.5, 0.0]))
+    batch = ANSWERS.with_columns(
+        finish_reason=["length", "stop", "stop"], episode_return=torch.tensor([0.0, 2.5, 0.0])
+    )
     assert scored(batch, part(cut))["scores"].values.tolist() == [1.0, 2.5, 0.0]
 
 
 def test_a_failure_ends_the_run_or_is_counted():
-    with pytest.raises(RewardError, match=r"reward 'odd_fails' raised ValueError: odd \[row 0: prompt '1\+1='"):
+    with pytest.raises(
+        RewardError, match=r"reward 'odd_fails' raised ValueError: odd \[row 0: prompt '1\+1='"
+    ):
         scored(ANSWERS, part(odd_fails))
     made = scored(ANSWERS, part(odd_fails, on_failure=FailureRule(score=-1.0)))
     assert made["scores"].values.tolist() == [-1.0, 1.0, 1.0]
@@ -220,19 +241,28 @@ def test_parts_of_tokens_and_of_responses_add_up():
 
 
 def test_what_counts_for_a_whole_response_is_at_the_last_token_that_the_model_wrote():
-    batch = ANSWERS.with_columns(loss_mask=tokens([[1], [1, 0], [0]], torch.uint8))  # the others are an environment's
+    batch = ANSWERS.with_columns(
+        loss_mask=tokens([[1], [1, 0], [0]], torch.uint8)
+    )  # the others are an environment's
     made = scored(batch, part(nothing, per_token=True), part(third, weight=2.0))
     assert [row.tolist() for row in made["token_scores"]] == [[6.0], [6.0, 0.0], [0.0]]
 
 
 def test_ppo_counts_each_at_its_token_and_grpo_their_sum():
-    tables = {"reward": {"function": f"{__name__}:own_number", "per_token": True}, "data": {"limit": 0}}
-    with TinyRun(PPO(PPOConfig(prompts_per_step=4, kl_coef=0.0, gamma=1.0, lam=1.0)), tables) as run:
+    tables = {
+        "reward": {"function": f"{__name__}:own_number", "per_token": True},
+        "data": {"limit": 0},
+    }
+    with TinyRun(
+        PPO(PPOConfig(prompts_per_step=4, kl_coef=0.0, gamma=1.0, lam=1.0)), tables
+    ) as run:
         batch = run.ctx.actor.generate(run.ctx.prompts(4))
         batch = batch.join(run.ctx.reward.score(batch), run.ctx.critic.values(batch))
         found = run.ctx.compute(run.algorithm.advantages, batch)
         for returns, row in zip(found["returns"], batch["response_ids"], strict=True):
-            torch.testing.assert_close(returns, row.float().flip(0).cumsum(0).flip(0))  # lambda 1: the rewards to go
+            torch.testing.assert_close(
+                returns, row.float().flip(0).cumsum(0).flip(0)
+            )  # lambda 1: the rewards to go
     with TinyRun(GRPO(GRPOConfig(group_size=2, prompts_per_step=2)), tables) as run:
         batch = run.ctx.actor.generate(run.ctx.prompts(2).repeat(2))
         batch = batch.join(run.ctx.reward.score(batch))

@@ -27,7 +27,10 @@ def test_it_ends_with_its_children_its_files_and_its_semaphores():
     other.write_bytes(b"of somebody else")
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", CODE, name], stdout=subprocess.PIPE, start_new_session=True, text=True
+            [sys.executable, "-c", CODE, name],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
         )
         assert process.stdout is not None
         ready, lock = process.stdout.readline().split()
@@ -53,7 +56,9 @@ def test_one_of_the_group_has_it_ended_from_outside():
         "print('ready', flush=True)\nend_own_group()\n"
         "while True: subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']); time.sleep(0.005)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.wait(20)
     deadline = time.monotonic() + 10

@@ -31,7 +31,9 @@ REF = reference("qwen2")
 def hosted(tmp_path_factory):
     """One process per model serves all tests."""
     logs, config = str(tmp_path_factory.mktemp("logs")), TransformersEngineConfig()
-    with kept_engines(lambda spec, context: HostedEngine(TransformersEngine, spec, config, context, logs)) as start:
+    with kept_engines(
+        lambda spec, context: HostedEngine(TransformersEngine, spec, config, context, logs)
+    ) as start:
         yield start
 
 
@@ -49,7 +51,13 @@ def make(tmp_path):
 
         def make(engine_class=TransformersEngine, **config) -> HostedEngine:
             made.append(
-                HostedEngine(engine_class, REF.spec, TransformersEngineConfig(**config), context, str(tmp_path))
+                HostedEngine(
+                    engine_class,
+                    REF.spec,
+                    TransformersEngineConfig(**config),
+                    context,
+                    str(tmp_path),
+                )
             )
             return made[-1]
 
@@ -72,7 +80,9 @@ def speaking(make):
 def asked(count: int, tokens: int = 100) -> list[Request]:
     """The first ends early. A stop token that is rare makes the engine look after every token."""
     return [
-        Request(at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=3 if at == 0 else tokens), seed=at)
+        Request(
+            at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=3 if at == 0 else tokens), seed=at
+        )
         for at in range(count)
     ]
 
@@ -84,7 +94,10 @@ def kill(engine: HostedEngine, how: signal.Signals = signal.SIGKILL) -> int:
 
 
 def same(found, expected) -> bool:
-    return all(f.response_ids.tolist() == e.response_ids.tolist() for f, e in zip(found, expected, strict=True))
+    return all(
+        f.response_ids.tolist() == e.response_ids.tolist()
+        for f, e in zip(found, expected, strict=True)
+    )
 
 
 def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speaking, capsys):
@@ -101,7 +114,11 @@ def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speak
         assert engine.restarts == number and engine.figures() == {"engine_restarts": 1.0}
         assert engine.process is not None and engine.process.pid != pid
     said = capsys.readouterr().out
-    assert "was killed by SIGKILL" in said and "restart 2 of 2" in said and "--- engine started" in said
+    assert (
+        "was killed by SIGKILL" in said
+        and "restart 2 of 2" in said
+        and "--- engine started" in said
+    )
 
 
 def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, tmp_path):
@@ -110,7 +127,8 @@ def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, t
     next(stream)
     kill(engine, signal.SIGABRT)
     with pytest.raises(
-        EngineDied, match=r"was killed by SIGABRT.*engine-conformance-0\.log(?s:.*)rollout\.restarts > 0"
+        EngineDied,
+        match=r"was killed by SIGABRT.*engine-conformance-0\.log(?s:.*)rollout\.restarts > 0",
     ):
         list(stream)
     assert (tmp_path / "engine-conformance-0.log").exists()

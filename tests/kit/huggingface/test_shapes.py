@@ -23,7 +23,10 @@ def test_shapes_are_those_of_transformers(name):
         model = transformers.AutoModelForCausalLM.from_config(config)
     theirs = {n: tuple(p.shape) for n, p in model.named_parameters()}
     ours = {n: p.shape for n, p in shape_of(config.to_dict()).params().items()}
-    if name in ("mixtral", "qwen2_moe"):  # transformers 5 stacks experts in memory; it saves them one by one
+    if name in (
+        "mixtral",
+        "qwen2_moe",
+    ):  # transformers 5 stacks experts in memory; it saves them one by one
         theirs = {n: s for n, s in theirs.items() if "experts." not in n or "shared" in n}
         ours = {n: s for n, s in ours.items() if ".experts." not in n}
         ours = {n.replace("block_sparse_moe.gate", "mlp.gate"): s for n, s in ours.items()}

@@ -84,7 +84,9 @@ def test_a_machine_is_measured_and_its_file_is_planned_on(tmp_path):
     planned = printed(config)
     assert "measured figures" in planned and "was measured with" not in planned
     other = printed(config, ["rollout=vllm"])
-    assert "actor runs on vllm, and mine was measured with transformers: calibrate with vllm" in other
+    assert (
+        "actor runs on vllm, and mine was measured with transformers: calibrate with vllm" in other
+    )
 
 
 def test_what_cannot_be_measured_is_said_before_anything_starts(tmp_path, monkeypatch):

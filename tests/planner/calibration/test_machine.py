@@ -39,7 +39,9 @@ def test_one_rank_has_the_whole_machine_and_no_link():
 
     a = torch.randn(512, 512)
     flops = 2 * 512**3 / seconds_of(lambda: a @ a)
-    assert flops / 20 < found.flops < 20 * flops  # the machine is shared, and the matrices are others
+    assert (
+        flops / 20 < found.flops < 20 * flops
+    )  # the machine is shared, and the matrices are others
     b = torch.zeros(1 << 22)
     rate = 2 * b.nbytes / seconds_of(b.clone)
     assert rate / 30 < found.memory_rate < 30 * rate
@@ -59,7 +61,9 @@ def test_the_best_of_some_rounds_counts_for_one_call():
 
     def work() -> None:
         calls.append(1)
-        time.sleep(0.02 if len(calls) <= 4 else 0.002)  # the first, and the whole of the first round
+        time.sleep(
+            0.02 if len(calls) <= 4 else 0.002
+        )  # the first, and the whole of the first round
 
     taken = probe()._best(work, times=3)
     assert len(calls) == 1 + 3 * ROUNDS

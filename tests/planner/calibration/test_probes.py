@@ -22,7 +22,9 @@ def test_every_verb_is_called_once_to_warm_up_and_once_a_round():
     tasks = trace_step(Probes(ProbesConfig(roles=("one", "two"), lengths=LENGTHS, rounds=3)))
     expected = {
         Task(role, verb, sequences, 1 + 3)
-        for role, verb, (sequences, _, _) in itertools.product(("one", "two"), ("infer", "train", "generate"), LENGTHS)
+        for role, verb, (sequences, _, _) in itertools.product(
+            ("one", "two"), ("infer", "train", "generate"), LENGTHS
+        )
     }
     assert set(tasks) == expected and len(tasks) == len(expected)
 
@@ -55,7 +57,9 @@ class Told:
         return self.take("sync")
 
     def generate(self, prompts, sampling):
-        self.asked.append((prompts.rows, set(prompts.names), sampling.max_tokens, sampling.ignore_stop))
+        self.asked.append(
+            (prompts.rows, set(prompts.names), sampling.max_tokens, sampling.ignore_stop)
+        )
         return {"response_ids": self.take("generate")}
 
     def result(self) -> None:
@@ -67,7 +71,9 @@ def probed(monkeypatch, told: Told, **settings) -> dict[str, float]:
     monkeypatch.setattr(probes.time, "perf_counter", lambda: told.now)
     algorithm = Probes(ProbesConfig(roles=("one",), lengths=LENGTHS[:1], **settings))
     algorithm.step(told)
-    assert [(s.role, s.sequences, s.prompt, s.response) for s in algorithm.samples] == [("one", 2, 4, 8)] * len(VERBS)
+    assert [(s.role, s.sequences, s.prompt, s.response) for s in algorithm.samples] == [
+        ("one", 2, 4, 8)
+    ] * len(VERBS)
     return {s.verb: s.seconds for s in algorithm.samples}
 
 
@@ -79,8 +85,12 @@ def test_the_best_of_the_rounds_counts_and_the_first_call_does_not(monkeypatch):
         "generate": [0.1, 9.0, 9.0, 8.0],
     }
     told = Told({verb: list(taken) for verb, taken in seconds.items()})
-    assert probed(monkeypatch, told, rounds=3) == pytest.approx({v: min(taken[1:]) for v, taken in seconds.items()})
-    assert told.asked == [(2, {"prompt_ids", "group", "meta"}, 8, True)] * 4  # as long as asked for, whatever comes
+    assert probed(monkeypatch, told, rounds=3) == pytest.approx(
+        {v: min(taken[1:]) for v, taken in seconds.items()}
+    )
+    assert (
+        told.asked == [(2, {"prompt_ids", "group", "meta"}, 8, True)] * 4
+    )  # as long as asked for, whatever comes
 
 
 def test_no_round_is_begun_after_the_time_and_the_first_is_made(monkeypatch):

@@ -13,7 +13,8 @@ class _Finder:
             for op in ("nms", "qnms"):
                 if not hasattr(torch.ops.torchvision, op):
                     torch.library.define(
-                        f"torchvision::{op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                        f"torchvision::{op}",
+                        "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
                     )
         return None
 

@@ -25,12 +25,21 @@ def nms(dets, scores, iou_threshold):
 def python(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     """In an interpreter that finds these folders first, and nothing of the environment's own files for starts."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
 
 
 def test_an_operator_is_declared_before_torchvision_says_how_it_behaves(tmp_path):
-    stand_in(tmp_path, "torchvision", files={"torchvision/_meta_registrations.py": META, "torchvision/__init__.py": ""})
-    code = UNDECLARED + "import torchvision._meta_registrations, torch; print(torch.ops.torchvision.nms)"
+    stand_in(
+        tmp_path,
+        "torchvision",
+        files={"torchvision/_meta_registrations.py": META, "torchvision/__init__.py": ""},
+    )
+    code = (
+        UNDECLARED
+        + "import torchvision._meta_registrations, torch; print(torch.ops.torchvision.nms)"
+    )
     without = python(code, tmp_path)
     assert without.returncode != 0 and "torchvision::nms" in without.stderr
     done = python(code, SHIM, tmp_path)

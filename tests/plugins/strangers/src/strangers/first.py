@@ -19,12 +19,17 @@ class First(Planner):
 
     def _devices(self, cluster):
         if not cluster.isdigit():
-            raise HybridFlowError(f"placement.cluster {cluster!r}: the planner first takes a number of devices")
+            raise HybridFlowError(
+                f"placement.cluster {cluster!r}: the planner first takes a number of devices"
+            )
         return self.config.devices or int(cluster)
 
     def plan(self, job, cluster, alternatives=3, placed=False):
         devices = self._devices(cluster)
-        tables = {name: {"pool": "all", "layout": {"dp": devices, "tp": 1, "pp": 1}} for name in job.models}
+        tables = {
+            name: {"pool": "all", "layout": {"dp": devices, "tp": 1, "pp": 1}}
+            for name in job.models
+        }
         return Plan(
             settings={"pools": {"all": [devices]}, **tables},
             prediction=self.predict(job, cluster),
@@ -41,4 +46,6 @@ class First(Planner):
 
     def problems(self, job, cluster):
         devices = self._devices(cluster)
-        return [f"pool {p.name} has {p.world} devices" for p in job.pools.values() if p.world > devices]
+        return [
+            f"pool {p.name} has {p.world} devices" for p in job.pools.values() if p.world > devices
+        ]

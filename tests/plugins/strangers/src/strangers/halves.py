@@ -19,10 +19,15 @@ class Halves(RolloutEngine):
         ).eval()
         self.shapes = {name: tuple(p.shape) for name, p in self.hf.named_parameters()}
         g = self.context.generation
-        self.place = {rank: at for replica in g.replicas for at, rank in enumerate(replica[0])} if g else {0: 0}
+        self.place = (
+            {rank: at for replica in g.replicas for at, rank in enumerate(replica[0])}
+            if g
+            else {0: 0}
+        )
         self.tp = g.tp if g else 1
         self.own = {
-            name: half_box(shape, self.place[self.context.rank], self.tp) for name, shape in self.shapes.items()
+            name: half_box(shape, self.place[self.context.rank], self.tp)
+            for name, shape in self.shapes.items()
         }
         self.held = {name: torch.zeros(box.shape) for name, box in self.own.items()}
         self.lacking = {name: box.numel for name, box in self.own.items()}
@@ -31,12 +36,16 @@ class Halves(RolloutEngine):
     def layout(self):
         params = {name: Param(shape, torch.float32) for name, shape in self.shapes.items()}
         boxes = {
-            rank: {n: (half_box(s, at, self.tp),) for n, s in self.shapes.items()} for rank, at in self.place.items()
+            rank: {n: (half_box(s, at, self.tp),) for n, s in self.shapes.items()}
+            for rank, at in self.place.items()
         }
         return WeightLayout(params, boxes)
 
     def view(self, name, box):
-        inside = [slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, self.own[name].start, strict=True)]
+        inside = [
+            slice(a - o, b - o)
+            for a, b, o in zip(box.start, box.stop, self.own[name].start, strict=True)
+        ]
         return self.held[name][tuple(inside)]
 
     def receive(self, name, box, tensor):
@@ -63,7 +72,9 @@ class Halves(RolloutEngine):
         for r in requests:
             s = r.sampling
             if s.top_k or s.top_p < 1 or s.min_p or s.logit_bias or r.prefix_ids is not None:
-                raise HybridFlowError(f"request {r.id}: engine halves has no filters, no biases and no prefixes")
+                raise HybridFlowError(
+                    f"request {r.id}: engine halves has no filters, no biases and no prefixes"
+                )
         self._put_together()
         return (self._complete(r) for r in requests)
 

@@ -19,7 +19,9 @@ class Ledger(Tracker):
     def start(self, folder, step):
         self.path = folder / self.config.file
         before = self.path.read_text().splitlines() if self.path.exists() else []
-        self.path.write_text("".join(f"{line}\n" for line in before if int(line.split()[0]) <= step))
+        self.path.write_text(
+            "".join(f"{line}\n" for line in before if int(line.split()[0]) <= step)
+        )
 
     def log(self, step, metrics):
         if self.config.metric in metrics:

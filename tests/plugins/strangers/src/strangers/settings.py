@@ -52,7 +52,11 @@ class StripedConfig(TrainingSettings):
         gather = Collective("all_gather", whole, layout.dp, 1)
         if not trained:
             return Footprint(
-                resident=whole / layout.dp, reading=whole, weight_ranks=layout.dp, spread_over_dp=True, call=(gather,)
+                resident=whole / layout.dp,
+                reading=whole,
+                weight_ranks=layout.dp,
+                spread_over_dp=True,
+                call=(gather,),
             )
         return Footprint(
             resident=4 * whole / layout.dp,
@@ -68,7 +72,10 @@ class StripedConfig(TrainingSettings):
     def planned_layout(self, shape, layout, dtype):
         params = shape.params(dtype)
         held = {
-            rank: {name: striped_boxes(param.shape, self.height, rank, layout.dp) for name, param in params.items()}
+            rank: {
+                name: striped_boxes(param.shape, self.height, rank, layout.dp)
+                for name, param in params.items()
+            }
             for rank in range(layout.dp)
         }
         return WeightLayout(params, held, shape.ties)
@@ -87,7 +94,9 @@ class HalvesConfig(EngineSettings):
     def planned_layout(self, shape, generation, dtype):
         params = shape.params(dtype)
         held = {
-            rank: {name: (half_box(param.shape, at, generation.tp),) for name, param in params.items()}
+            rank: {
+                name: (half_box(param.shape, at, generation.tp),) for name, param in params.items()
+            }
             for replica in generation.replicas
             for at, rank in enumerate(replica[0])
         }

@@ -24,21 +24,31 @@ class Striped(TrainingBackend):
             if spec.path is not None:
                 self.hf = AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32)
             else:
-                self.hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config), dtype=torch.float32)
+                self.hf = AutoModelForCausalLM.from_config(
+                    AutoConfig.for_model(**spec.hf_config), dtype=torch.float32
+                )
         self.hf.eval()
         self.named = dict(self.hf.named_parameters())
         self.shapes = {name: tuple(p.shape) for name, p in self.named.items()}
-        self.boxes = {name: self._boxes(shape, self.context.rank) for name, shape in self.shapes.items()}
+        self.boxes = {
+            name: self._boxes(shape, self.context.rank) for name, shape in self.shapes.items()
+        }
         with torch.no_grad():
-            self.stripes = {n: [p[b.slices()].clone() for b in self.boxes[n]] for n, p in self.named.items()}
-        self.gradients = {name: [torch.zeros_like(s) for s in stripes] for name, stripes in self.stripes.items()}
+            self.stripes = {
+                n: [p[b.slices()].clone() for b in self.boxes[n]] for n, p in self.named.items()
+            }
+        self.gradients = {
+            name: [torch.zeros_like(s) for s in stripes] for name, stripes in self.stripes.items()
+        }
         for p in self.named.values():
             p.data = torch.empty(0)
         self.adamw = None
         if (c := self.optimizer_config) is not None:
             own = [s for stripes in self.stripes.values() for s in stripes]
             if own:
-                self.adamw = torch.optim.AdamW(own, lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay)
+                self.adamw = torch.optim.AdamW(
+                    own, lr=c.lr, betas=c.betas, eps=c.eps, weight_decay=c.weight_decay
+                )
 
     def _boxes(self, shape, rank):
         return striped_boxes(shape, self.config.height, rank, self.context.layout.dp)
@@ -69,7 +79,9 @@ class Striped(TrainingBackend):
         logits = self.hf(input_ids=micro.ids, use_cache=False).logits.float()[rows, at - 1]
         if "tint" in micro.extras:
             tint = torch.as_tensor(micro.extras["tint"].values)[rows]
-            logits = logits + tint[:, None] * torch.nn.functional.one_hot(torch.tensor(TINTED), logits.shape[-1])
+            logits = logits + tint[:, None] * torch.nn.functional.one_hot(
+                torch.tensor(TINTED), logits.shape[-1]
+            )
         log_p = (logits / temperature).log_softmax(-1)
         made = {}
         for need in needs:
@@ -100,7 +112,9 @@ class Striped(TrainingBackend):
     def optim_step(self):
         c = self.optimizer_config
         lr = c.lr_at(self.version)
-        [squares] = self.context.sum([sum(float(g.square().sum()) for gs in self.gradients.values() for g in gs)])
+        [squares] = self.context.sum(
+            [sum(float(g.square().sum()) for gs in self.gradients.values() for g in gs)]
+        )
         norm = squares**0.5
         scale = min(1.0, c.max_grad_norm / (norm + 1e-6)) if c.max_grad_norm else 1.0
         if norm < float("inf"):
@@ -124,7 +138,9 @@ class Striped(TrainingBackend):
         every = self.hf.named_parameters(remove_duplicate=False)
         ties = {name: kept[id(p)] for name, p in every if name not in self.named}
         ranks = range(self.context.layout.dp)
-        return WeightLayout(params, {r: {n: self._boxes(s, r) for n, s in self.shapes.items()} for r in ranks}, ties)
+        return WeightLayout(
+            params, {r: {n: self._boxes(s, r) for n, s in self.shapes.items()} for r in ranks}, ties
+        )
 
     def named_shards(self):
         for name, stripes in self.stripes.items():
@@ -140,14 +156,17 @@ class Striped(TrainingBackend):
         folder.mkdir(parents=True, exist_ok=True)
         adamw = self.adamw.state_dict() if self.adamw is not None else None
         torch.save(
-            {"stripes": self.stripes, "adamw": adamw, "version": self.version}, folder / f"{self.context.rank}.pt"
+            {"stripes": self.stripes, "adamw": adamw, "version": self.version},
+            folder / f"{self.context.rank}.pt",
         )
 
     def load(self, folder):
         try:
             state = torch.load(folder / f"{self.context.rank}.pt")
         except OSError as error:
-            raise CheckpointError(f"role {self.context.role!r}: {folder} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"role {self.context.role!r}: {folder} cannot be read: {error}"
+            ) from error
         with torch.no_grad():
             for name, stripes in self.stripes.items():
                 for stripe, saved in zip(stripes, state["stripes"][name], strict=True):

@@ -16,7 +16,13 @@ def hybridflow_plugins():
             "acme_rl.algorithm:BatchBaseline",
         ),
         Descriptor("protocol", "ACME_ROUND_ROBIN", "acme_rl.protocol:RoundRobin"),
-        Descriptor("reward", "acme_needs_more", "acme_rl.rewards:Digits", requires=("acme_extra",), remedy="ask acme"),
+        Descriptor(
+            "reward",
+            "acme_needs_more",
+            "acme_rl.rewards:Digits",
+            requires=("acme_extra",),
+            remedy="ask acme",
+        ),
     ]
 
 
