@@ -1,4 +1,4 @@
-"""hybridflow.core: the contracts, and what every run shares. Names are imported when they are first used."""
+"""The contracts, and what every run shares. A name is imported when it is first used."""
 
 import lazy_loader
 

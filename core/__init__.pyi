@@ -10,10 +10,7 @@ from .contracts.capabilities import (
 )
 from .contracts.command import Command as Command
 from .contracts.data_source import DataSource as DataSource
-from .contracts.environment import (
-    Answer as Answer,
-    Environment as Environment,
-)
+from .contracts.environment import Answer as Answer, Environment as Environment
 from .contracts.footprint import (
     Collective as Collective,
     EngineLimits as EngineLimits,
@@ -21,24 +18,10 @@ from .contracts.footprint import (
     Footprint as Footprint,
     Phase as Phase,
 )
-from .contracts.loss import (
-    Counts as Counts,
-    Loss as Loss,
-    Term as Term,
-)
-from .contracts.planner import (
-    Plan as Plan,
-    Planner as Planner,
-    Prediction as Prediction,
-)
-from .contracts.protocol import (
-    Protocol as Protocol,
-    TransferProtocol as TransferProtocol,
-)
-from .contracts.reward import (
-    Reward as Reward,
-    RewardSample as RewardSample,
-)
+from .contracts.loss import Counts as Counts, Loss as Loss, Term as Term
+from .contracts.planner import Plan as Plan, Planner as Planner, Prediction as Prediction
+from .contracts.protocol import Protocol as Protocol, TransferProtocol as TransferProtocol
+from .contracts.reward import Reward as Reward, RewardSample as RewardSample
 from .contracts.role import Role as Role
 from .contracts.rollout import (
     Completion as Completion,
@@ -61,42 +44,19 @@ from .contracts.training import (
     TrainingSettings as TrainingSettings,
 )
 from .contracts.transport import Transport as Transport
-from .contracts.worker import (
-    RankContext as RankContext,
-    Worker as Worker,
-    register as register,
-)
+from .contracts.worker import RankContext as RankContext, Worker as Worker, register as register
 from .errors import HybridFlowError as HybridFlowError
-from .groups.group import (
-    Pool as Pool,
-    WorkerGroup as WorkerGroup,
-)
-from .launch import (
-    load_config as load_config,
-    run as run,
-)
-from .resharding.plan import (
-    ReshardPlan as ReshardPlan,
-    plan_reshard as plan_reshard,
-)
+from .groups.group import Pool as Pool, WorkerGroup as WorkerGroup
+from .launch import load_config as load_config, run as run
+from .resharding.plan import ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 from .values.batch import Batch as Batch
-from .values.columns import (
-    Column as Column,
-    tokens as tokens,
-)
+from .values.columns import Column as Column, tokens as tokens
 from .values.metrics import Metrics as Metrics
 from .values.model import ModelSpec as ModelSpec
-from .values.model_shape import (
-    ModelShape as ModelShape,
-    ModelSize as ModelSize,
-)
+from .values.model_shape import ModelShape as ModelShape, ModelSize as ModelSize
 from .values.parallel import (
     GenerationLayout as GenerationLayout,
     ParallelLayout as ParallelLayout,
     generation_layout as generation_layout,
 )
-from .values.weights import (
-    Box as Box,
-    Param as Param,
-    WeightLayout as WeightLayout,
-)
+from .values.weights import Box as Box, Param as Param, WeightLayout as WeightLayout

@@ -1,4 +1,36 @@
-"""The loop: load, place, then for each step draw, let the algorithm work, log, checkpoint, validate."""
+"""The training loop of one job.
+
+    run_job          claims the run's folder; starts again if a worker dies
+      train          starts processes, builds the models, restores the newest checkpoint
+        every step   algorithm.step(ctx) -> metrics -> validation if due -> checkpoint if due
+      export         writes the trained models as Hugging Face folders
+
+The dataflow of a step, here PPO's with one update per response: the verbs that `algorithm.step`
+calls, and behind them what the loop does. A call returns at once, but for a sync to engines in a
+pool of their own, and where the number of fresh prompts or the units of a loss are needed first.
+The calls of one row run at the same time where their roles have pools of their own. Arrows are
+batches, whose columns stay on the ranks until a rank reads them.
+
+    ctx.prompts                                                       data
+         |
+    ctx.actor.generate                                                step stage: generation
+         |
+         +--------------------+--------------------+
+         |                    |                    |
+    ctx.reward.score    ctx.ref.logprobs    ctx.critic.values         step stage: inference
+         |                    |                    |
+         +--------------------+--------------------+
+         |
+    ctx.compute(advantages)
+         |
+    ctx.minibatches ----------+
+         |                    |
+    ctx.actor.update    ctx.critic.update                             step stage: training
+         |                    |
+         +--------------------+
+         |
+    ctx.finish -> Metrics -> Reporter.step -> console, trackers
+"""
 
 from __future__ import annotations
 
@@ -19,12 +51,14 @@ from hybridflow.core.running.validation import validate_if_due
 
 @attrs.frozen
 class Outcome:
-    """How a run ended: "finished", or "stopped" (SIGTERM; a checkpoint is there)."""
+    """How a run ended."""
 
     state: str
+    """"finished", or "stopped": SIGTERM arrived, and a checkpoint of the last step is written."""
     step: int
+    """Number of training steps that are over."""
     validations: dict[int, dict[str, float]]
-    """step -> the metrics of the validation after it."""
+    """Step -> metrics of the validation after it."""
 
 
 def run_job(
@@ -34,27 +68,40 @@ def run_job(
     overwrite: bool = False,
     export: bool = False,
 ) -> Outcome:
-    """Run one job to its end, restarting from its last checkpoint up to run.restarts times when a worker dies."""
+    """Run one job to its end.
+
+    resume: go on from the newest checkpoint in the run's folder; overwrite: remove an earlier run
+    from the folder; export: write the trained models at the end.
+
+    When a worker dies, the job starts again from its newest checkpoint (from the beginning if there
+    is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
+    since it would happen again. Raises ConfigError if the run's folder cannot be claimed.
+    """
     with claim(job, resume, overwrite), Reporter(job, prepared) as report:
         for attempt in range(job.run.restarts + 1):
             try:
-                return train(
-                    Session(job, prepared, report.say), report, resume or attempt > 0, export
-                )
+                session = Session(job, prepared, report.say)
+                return train(session, report, resume or attempt > 0, export)
             except WorkerDied as error:
                 if attempt == job.run.restarts:
                     raise
+
                 report.say(
-                    f"{error.message}\nrestart {attempt + 1} of {job.run.restarts}, from the last checkpoint"
+                    f"{error.message}\n"
+                    f"restart {attempt + 1} of {job.run.restarts}, from the newest checkpoint "
+                    "(step 0 if there is none)"
                 )
     raise AssertionError("unreachable")
 
 
 def train(session: Session, report: Reporter, resume: bool, export: bool) -> Outcome:
+    """Train until run.steps, until the goal of the validation, or until SIGTERM asks for a stop."""
     job = session.job
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
     checkpoints = Checkpoints(job.folder / "checkpoints", job.run.keep_checkpoints)
+
     with session, StopSignal() as stop:
+        # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
         if resume and checkpoints.steps():
             restore(run, algorithm)
@@ -63,21 +110,28 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
 
         while run.step < job.run.steps and not run.reached:
             run.ctx.step = run.step + 1
+
+            # Calls of the step are still under way when algorithm.step returns; finish waits.
             started = time.perf_counter()
             algorithm.step(run.ctx)
             metrics = run.ctx.finish()
             run.step += 1
-            values = report.step(run, metrics, time.perf_counter() - started)
+            values = report.step(run, metrics, time.perf_counter() - started)  # may stop the run
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
 
-            validate_if_due(run, report)  # before the checkpoint, which so has what it found
+            # The validation comes first, so that the checkpoint contains its metrics.
+            validate_if_due(run, report)
             if due(run.step, job.run.checkpoint_every) or stop.requested:
                 checkpoint(run, algorithm)
+
             if stop.requested and run.step < job.run.steps:
                 report.say(
-                    f"told to stop: the checkpoint of step {run.step} is written; go on with --resume"
+                    f"told to stop: the checkpoint of step {run.step} is written; "
+                    "go on with --resume"
                 )
                 return Outcome("stopped", run.step, run.validations)
+
+        # run.steps are over, or the goal is reached.
         validate_if_due(run, report, ended=True)
         if export:
             session.export(job.folder)
@@ -86,11 +140,12 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
 
 
 def due(step: int, every: int) -> bool:
+    """Return whether something that happens every `every` steps (0: never) happens at `step`."""
     return every > 0 and step % every == 0
 
 
 def checkpoint(run: Run, algorithm) -> None:
-    """Everything that a run needs to go on bit for bit."""
+    """Write everything that the run needs in order to go on bit for bit."""
     state = {
         "step": run.step,
         "algorithm": algorithm.state_dict(),
@@ -103,11 +158,16 @@ def checkpoint(run: Run, algorithm) -> None:
 
 
 def restore(run: Run, algorithm) -> None:
-    step = run.checkpoints.steps()[-1]
-    state = run.checkpoints.read(step)
-    run.session.load(run.checkpoints.path(step))
+    """Load the newest checkpoint into the run, its workers and the algorithm."""
+    newest = run.checkpoints.steps()[-1]
+    state = run.checkpoints.read(newest)
+
+    # The weights' version is loaded, too; engines have none yet, and sync at the next generate.
+    run.session.load(run.checkpoints.path(newest))
     run.session.tasks.set_state(state["data"]).result()
     algorithm.load_state_dict(state["algorithm"])
+
+    # JSON turned the steps, which are keys, into strings.
     run.ctx.counters = state["counters"]
     run.validations = {int(step): values for step, values in state["validations"].items()}
     run.step = state["step"]

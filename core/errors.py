@@ -1,4 +1,4 @@
-"""Errors that a user reads: what happened, what was got, what to do."""
+"""Errors that a user reads. Their messages say what happened, what was got and what to do."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ class ConfigError(HybridFlowError):
 
     def __init__(self, problems: list[str] | str):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
+
         count = len(self.problems)
-        head = (
-            "the configuration has a problem"
-            if count == 1
-            else f"the configuration has {count} problems"
-        )
-        super().__init__(head + ":\n" + "\n".join(f"  - {p}" for p in self.problems))
+        number = "a problem" if count == 1 else f"{count} problems"
+        lines = [f"the configuration has {number}:", *(f"  - {text}" for text in self.problems)]
+        super().__init__("\n".join(lines))
 
     def __reduce__(self):
         return type(self), (self.problems,)
 
 
 class PluginError(HybridFlowError):
-    """A plugin is unknown, broken, a duplicate, or lacks what it needs."""
+    """A plugin is unknown, broken, claimed twice, or lacks what it needs."""
 
 
 class DataError(HybridFlowError):
@@ -41,7 +39,7 @@ class RewardError(HybridFlowError):
 
 
 class EnvironmentFailure(HybridFlowError):
-    """An environment raised, or returned something that is not an Answer to go on with."""
+    """An environment raised, or returned something that is not a valid Answer."""
 
 
 class CheckpointError(HybridFlowError):
@@ -49,30 +47,38 @@ class CheckpointError(HybridFlowError):
 
 
 class WorkerError(HybridFlowError):
-    """A worker failed: carries where (rank, role, phase) and the worker's own traceback."""
+    """A worker failed.
+
+    The error carries the place (rank, role, phase) and the worker's own traceback as text.
+    """
 
     def __init__(
         self, message: str, *, role: str, phase: str, rank: int | None, remote_traceback: str = ""
     ):
-        self.message, self.role, self.phase, self.rank = message, role, phase, rank
+        self.message = message
+        self.role = role
+        self.phase = phase
+        self.rank = rank
         self.remote_traceback = remote_traceback
+
         where = f"role {role!r}, phase {phase!r}" + ("" if rank is None else f", rank {rank}")
         text = f"{message} [{where}]"
-        super().__init__(
-            text
-            + (f"\n--- traceback of the worker ---\n{remote_traceback}" if remote_traceback else "")
-        )
+        if remote_traceback:
+            text += f"\n--- traceback of the worker ---\n{remote_traceback}"
+        super().__init__(text)
 
+    # An exception is pickled as its class and its positional arguments, and this one's are named.
     def __reduce__(self):
-        args = dict(
+        fields = dict(
             role=self.role, phase=self.phase, rank=self.rank, remote_traceback=self.remote_traceback
         )
-        return _rebuild_worker_error, (type(self), self.message, args)
+        return _rebuild_worker_error, (type(self), self.message, fields)
 
 
 class WorkerDied(WorkerError):
-    """The process of a worker is gone (killed, out of memory, crashed)."""
+    """The process of a worker has ended (killed, out of memory, crashed)."""
 
 
-def _rebuild_worker_error(cls, message, args):
-    return cls(message, **args)
+def _rebuild_worker_error(cls, message, fields):
+    """Make a WorkerError of its pickled parts."""
+    return cls(message, **fields)

@@ -1,4 +1,7 @@
-"""Auto-mapping: which models share which devices, in which layouts, how long a step takes and whether it fits."""
+"""Auto-mapping: which models share which devices, in which layouts, and how long a step takes.
+
+Each name is imported when it is first used; __init__.pyi lists them.
+"""
 
 import lazy_loader
 

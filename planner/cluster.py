@@ -1,4 +1,4 @@
-"""Clusters: nodes of devices, what a device does per second by its data sheet, and what of that is reached in practice."""
+"""Clusters: nodes of devices, with their data sheets and the fraction of them that is reached."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hybridflow.core.names import did_you_mean
 from hybridflow.core.validators import at_least, fraction, non_negative, share, validator
 
 GB = 1e9
+"""Bytes of a gigabyte, everywhere in the planner."""
 positive_figure = validator(
     lambda value: 0 < value < float("inf"),
     "above 0 and finite",
@@ -26,27 +27,31 @@ positive_figure = validator(
 
 @attrs.frozen
 class Device:
-    """One accelerator, by its data sheet; in a cluster's file [devices.NAME]."""
+    """One accelerator as its data sheet describes it; in a cluster's file [devices.NAME]."""
 
     memory_gb: float = attrs.field(validator=positive_figure)
-    """Its memory, in 10^9 bytes."""
+    """Size of its memory, in 10^9 bytes."""
     tflops: float = attrs.field(validator=positive_figure)
-    """Dense matrix products in bf16, 10^12 operations per second."""
+    """Dense matrix products in bf16, in 10^12 operations per second."""
     bandwidth_gbs: float = attrs.field(validator=positive_figure)
-    """Of its memory, 10^9 bytes per second."""
+    """Bandwidth of its memory, in 10^9 bytes per second."""
     link_gbs: float = attrs.field(validator=positive_figure)
-    """To the other devices of its node, 10^9 bytes per second in each direction."""
+    """Bandwidth to the other devices of its node, in 10^9 bytes per second and direction."""
     host_gbs: float = attrs.field(default=25.0, validator=positive_figure)
-    """To the memory of its host, for offloading."""
+    """Bandwidth to the memory of its host, for offloading, in 10^9 bytes per second."""
     fp8_tflops: float | None = attrs.field(default=None, validator=positive_figure)
-    """Dense matrix products in fp8, where it has them."""
+    """Dense matrix products in fp8, in 10^12 operations per second; none: it has no fp8."""
     fp32_tflops: float | None = attrs.field(default=None, validator=positive_figure, kw_only=True)
-    """Matrix products in float32, without TF32; none: as `tflops`."""
+    """Matrix products in float32 without TF32, in 10^12 per second; none: the same as `tflops`."""
     name: str = attrs.field(default="", kw_only=True)
 
 
 def _known(*rows: tuple[Any, ...]) -> dict[str, Device]:
-    """name, memory_gb, tflops, fp32_tflops, bandwidth_gbs, link_gbs, and host_gbs and fp8_tflops where they are not usual."""
+    """Return the devices of a table, by name.
+
+    Columns: name, memory_gb, tflops, fp32_tflops, bandwidth_gbs, link_gbs, and where they differ
+    from the defaults host_gbs and fp8_tflops.
+    """
     return {
         name: Device(memory, tflops, *others, fp32_tflops=wide, name=name)
         for name, memory, tflops, wide, *others in rows
@@ -70,67 +75,71 @@ DEVICES = _known(
     ("rtx4090-24gb", 24, 165, 82.6, 1008, 32, 25, 330),
     ("v100-32gb", 32, 125, 15.7, 900, 150, 12),
 )
-"""Data sheets' figures: memory, dense bf16 (V100: fp16), float32, memory bandwidth, link per direction (half of what NVLink
-sheets say, which count both), host link, fp8."""
+"""Figures of data sheets: memory, dense bf16 (V100: fp16), float32, memory bandwidth, link per
+direction (half of what NVLink sheets state, which count both directions), host link, fp8."""
 
 
 @attrs.frozen
 class Efficiency:
-    """What of a data sheet is reached, and what every step costs beside. One set for a kind of device, for all models."""
+    """Achieved fractions of data-sheet peaks, and fixed times per message, layer, sequence or call.
+
+    One set holds for a kind of device, for all models.
+    """
 
     training: float = attrs.field(default=0.5, validator=fraction)
-    """Of the matrix products' peak, in training."""
+    """Achieved fraction of the matrix products' peak in training."""
     inference: float = attrs.field(default=0.5, validator=fraction)
-    """The same in a forward pass, also of a prompt."""
+    """Achieved fraction of the matrix products' peak in a forward pass, also of a prompt."""
     memory: float = attrs.field(default=0.8, validator=fraction)
-    """Of the memory's bandwidth, when decoding."""
+    """Achieved fraction of the memory's bandwidth when decoding."""
     optimizer: float = attrs.field(default=0.8, validator=fraction)
-    """Of the memory's bandwidth, in an optimizer step."""
+    """Achieved fraction of the memory's bandwidth in an optimizer step."""
     link: float = attrs.field(default=0.8, validator=fraction)
-    """Of the links inside a node."""
+    """Achieved fraction of the bandwidth of links inside a node."""
     network: float = attrs.field(default=0.8, validator=fraction)
-    """Of the links between nodes."""
+    """Achieved fraction of the bandwidth of links between nodes."""
     overlap: float = attrs.field(default=0.0, validator=share)
     """Share of the reduction of gradients that hides behind the backward pass."""
     usable: float = attrs.field(default=0.9, validator=fraction)
-    """Of the memory: the rest is fragmentation, the communication library and the context."""
+    """Usable share of the memory; fragmentation, communication library and context use the rest."""
     link_latency_us: float = attrs.field(default=3.0, validator=non_negative)
-    """Of one collective inside a node, per rank that it steps over."""
+    """Microseconds of one message of a collective inside a node."""
     network_latency_us: float = attrs.field(default=20.0, validator=non_negative)
-    """The same between nodes."""
+    """Microseconds of one message of a collective between nodes."""
     decode_step_us: float = attrs.field(default=0.0, validator=non_negative)
-    """Of one decoding step, whatever it decodes: launches."""
+    """Fixed microseconds of a decoding step, for launches."""
     decode_layer_us: float = attrs.field(default=0.0, validator=non_negative)
-    """Of one layer of a decoding step."""
+    """Fixed microseconds of each layer of a decoding step."""
     decode_tp_layer_us: float = attrs.field(default=0.0, validator=non_negative)
-    """The same more of a layer that is cut by tensor parallelism."""
+    """Extra microseconds per layer of a decoding step under tensor parallelism."""
     sequence_us: float = attrs.field(default=25.0, validator=non_negative)
-    """The engine's own work per sequence and decoding step: scheduling, sampling."""
+    """Microseconds of the engine's work (scheduling, sampling) per sequence and decoding step."""
     micro_batch_us: float = attrs.field(default=0.0, validator=non_negative)
-    """Of one layer of a micro-batch, forward: launches."""
+    """Fixed microseconds of a layer's forward pass over a micro-batch, for launches."""
     tp_layer_us: float = attrs.field(default=0.0, validator=non_negative)
-    """The same more of a layer that is cut by tensor parallelism."""
+    """Extra microseconds per layer and micro-batch under tensor parallelism."""
     activation_passes: float = attrs.field(default=0.0, validator=non_negative)
-    """How often a layer's hidden states go through the memory in a forward pass, beside its matrix products: norms, rotations,
-    residuals. 0 where `training` and `inference` include it."""
+    """How often a layer's hidden states go through the memory in a forward pass, beside its matrix
+    products (norms, rotations, residuals). 0 where `training` and `inference` include it."""
     logit_passes: float = attrs.field(default=0.0, validator=non_negative)
-    """The same of the logits, in float32."""
+    """How often the float32 logits go through the memory in a forward pass, beside the head's
+    matrix product. 0 where `training` and `inference` include it."""
     update_ms: float = attrs.field(default=0.0, validator=non_negative)
-    """Of an update, whatever it updates."""
+    """Fixed milliseconds of an update."""
     call_ms: float = attrs.field(default=0.0, validator=non_negative)
-    """Of one call of a role: dispatch."""
+    """Fixed milliseconds of one forward pass or generation of a role, for dispatch."""
     sync_ms: float = attrs.field(default=0.0, validator=non_negative)
-    """Of one transition of weights to the engine, whatever they weigh."""
+    """Fixed milliseconds of one transition of weights to the engine."""
 
 
 @attrs.frozen
 class RunsOn:
-    """What times hold for."""
+    """The software and precision that measured times hold for."""
 
     backend: str
     engine: str | None
     bits: int = 0
-    """Of a number that is computed with; 0: not known."""
+    """Width of the numbers that are computed with; 0: not known."""
 
 
 @attrs.frozen
@@ -139,24 +148,28 @@ class Nodes:
 
     device: Device
     count: int = attrs.field(validator=at_least(1))
+    """Number of machines."""
     per_node: int = attrs.field(validator=at_least(1))
     """Devices of one machine."""
     between_gbs: float = attrs.field(validator=positive_figure)
-    """Of one machine to the others, 10^9 bytes per second in each direction."""
+    """Bandwidth of one machine to the others, in 10^9 bytes per second and direction."""
     efficiency: Efficiency = attrs.field(factory=Efficiency)
     given: bool = False
-    """Whether somebody gave the efficiencies."""
+    """Whether a cluster's file gives the efficiencies."""
     measured: RunsOn | None = None
-    """With what `hybridflow calibrate` found them."""
+    """What `hybridflow calibrate` measured the efficiencies with; None: it did not."""
 
     @property
     def devices(self) -> int:
+        """Number of devices of all machines."""
         return self.count * self.per_node
 
     @property
     def figures(self) -> str:
-        """Where they are from, for a reader."""
-        return "measured" if self.measured else "given" if self.given else "tabled"
+        """Where the efficiencies are from: "measured", "given" in a file, or "tabled" defaults."""
+        if self.measured:
+            return "measured"
+        return "given" if self.given else "tabled"
 
     @property
     def memory(self) -> float:
@@ -164,9 +177,15 @@ class Nodes:
         return self.device.memory_gb * GB * self.efficiency.usable
 
     def sizes(self) -> list[int]:
-        """Devices that a pool may have: the parts of a node (halved, or by its smallest factor, down to 1; so parts of a
-        node always pack), and whole nodes."""
-        parts, size = [], self.per_node
+        """Numbers of devices that a pool may have, ascending: parts of a node, and whole nodes.
+
+        Parts are halves, halves of these and so on (where 2 does not divide, the smallest factor
+        counts). Each part divides the next, so parts of a node always pack. For 8 devices: 1, 2, 4;
+        then 8, 16, ...
+        """
+        parts = []
+        size = self.per_node
+        # Divide by the smallest factor until one device is left.
         while size > 1:
             size //= next(f for f in range(2, size + 1) if size % f == 0)
             parts.append(size)
@@ -175,7 +194,7 @@ class Nodes:
 
 @attrs.frozen
 class Cluster:
-    """One or several kinds of nodes. Pools do not mix kinds."""
+    """One or several kinds of nodes; a pool never mixes kinds."""
 
     nodes: tuple[Nodes, ...]
 
@@ -187,6 +206,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
+        """Number of devices of all nodes."""
         return sum(nodes.devices for nodes in self.nodes)
 
     @classmethod
@@ -198,77 +218,67 @@ class Cluster:
         between_gbs: float = 25.0,
         efficiency: Efficiency | None = None,
     ) -> Cluster:
-        """`count` machines of one known kind. Raises ConfigError for a kind that is not in the table."""
-        return cls(
-            (
-                Nodes(
-                    known_device(device, {}),
-                    count,
-                    per_node,
-                    between_gbs,
-                    efficiency or Efficiency(),
-                ),
-            )
-        )
+        """`count` machines of one known kind. Raises ConfigError for a kind not in the table."""
+        sheet = known_device(device, {})
+        nodes = Nodes(sheet, count, per_node, between_gbs, efficiency or Efficiency())
+        return cls((nodes,))
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """From a TOML file (docs/mapping.md). Raises ConfigError that lists what is wrong with it."""
+        """Return the cluster of a TOML file (docs/mapping.md). Raises ConfigError with all
+        problems.
+        """
         return cls.from_tables(load_toml(path), str(path))
 
     @classmethod
     def from_tables(cls, tables: Mapping[str, Any], where: str = "cluster") -> Cluster:
+        """Return the cluster of a file's tables.
+
+        Raises ConfigError with all problems; `where` names the file in front of each.
+        """
         problems: list[str] = []
+        # A file with wrong keys or types has no sections to look at.
         file = structure(dict(tables), ClusterFile, "", problems)
         if file is None or problems:
             raise ConfigError([f"{where}: {problem}" for problem in problems])
-        found: list[Nodes] = []
-        own = {name: attrs.evolve(device, name=name) for name, device in file.devices.items()}
-        for at, nodes in enumerate(file.nodes):
+
+        # Devices of the file come before known ones of the same name.
+        kinds: list[Nodes] = []
+        own = {}
+        for name, sheet in file.devices.items():
+            own[name] = attrs.evolve(sheet, name=name)
+        for i, section in enumerate(file.nodes):
             try:
-                device = known_device(nodes.device, own)
+                device = known_device(section.device, own)
             except ConfigError as error:
-                problems += [f"{where}: nodes.{at}.device: {p}" for p in error.problems]
-                continue
-            found.append(
-                Nodes(
-                    device,
-                    nodes.count,
-                    nodes.per_node,
-                    nodes.between_gbps / 8,
-                    file.efficiency.get(nodes.device, Efficiency()),
-                    nodes.device in file.efficiency,
-                    RunsOn(by.backend, by.engine, by.bits)
-                    if (by := file.measured.get(nodes.device))
-                    else None,
-                )
-            )
-        if not file.nodes:
-            problems.append(
-                f"{where}: the cluster has no device; give it [[nodes]] with device, count and per_node"
-            )
-        problems += [
-            f"{where}: measured.{n}: there is no [efficiency.{n}]; calibrate writes both" for n in file.measured
-            if n not in file.efficiency
-        ]  # fmt: skip
-        problems += [f"{where}: efficiency.{n}: no [[nodes]] are of this device" for n in file.efficiency
-                     if n not in {nodes.device for nodes in file.nodes}]  # fmt: skip
+                problems += [f"{where}: nodes.{i}.device: {p}" for p in error.problems]
+            else:
+                kinds.append(_nodes(file, section, device))
+
+        problems += [f"{where}: {problem}" for problem in _table_problems(file)]
         if problems:
             raise ConfigError(problems)
-        return cls(tuple(found))
+        return cls(tuple(kinds))
 
     def sized(self, devices: int) -> Cluster:
-        """As many of the same: whole nodes, or a part of one. Raises ConfigError for other numbers, and for nodes of several
-        kinds."""
+        """Return a cluster of `devices` devices of the same kind: whole nodes, or a part of one.
+
+        Raises ConfigError for other numbers, and for a cluster with nodes of several kinds.
+        """
+        # Which kind should grow is not for us to say.
         if len(self.nodes) > 1:
             raise ConfigError(
-                f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of one kind"
+                f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of "
+                "one kind"
             )
         [nodes] = self.nodes
         if devices < 1 or (devices > nodes.per_node and devices % nodes.per_node):
             raise ConfigError(
-                f"{devices} devices are not whole nodes of {nodes.per_node}; give a multiple of that"
+                f"{devices} devices are not whole nodes of {nodes.per_node}; give a multiple of "
+                "that"
             )
+
+        # A part of one node, or some of the nodes.
         if devices <= nodes.per_node:
             return Cluster((attrs.evolve(nodes, count=1, per_node=devices),))
         return Cluster((attrs.evolve(nodes, count=devices // nodes.per_node),))
@@ -279,27 +289,29 @@ class NodesSection:
     """[[nodes]]: equal machines."""
 
     device: str
-    """A name of the table, or of [devices.NAME]."""
+    """A name of the table of known devices, or of [devices.NAME]."""
     count: int = attrs.field(default=1, validator=at_least(1))
-    """Machines."""
+    """Number of machines."""
     per_node: int = attrs.field(default=8, validator=at_least(1))
-    """Devices of each."""
+    """Devices of one machine."""
     between_gbps: float = attrs.field(default=200.0, validator=positive_figure)
-    """Of one machine to the others, 10^9 bits per second in each direction."""
+    """Bandwidth of one machine to the others, in 10^9 bits per second and direction."""
 
 
 @attrs.frozen
 class MeasuredSection:
-    """[measured.NAME]: how a device's efficiencies were found."""
+    """[measured.NAME]: how a device's efficiencies were measured."""
 
     backend: str
+    """The training backend."""
     engine: str
+    """The rollout engine."""
     bits: int = attrs.field(default=0, validator=attrs.validators.in_((0, 8, 16, 32)))
-    """Of the numbers that were computed with; 0: not known."""
+    """Width of the numbers that were computed with; 0: not known."""
     on: str = ""
     """Date, devices and versions."""
     error: float = attrs.field(default=0.0, validator=non_negative)
-    """Mean error of the simulators on the calibration's own samples."""
+    """Mean relative error of the simulators on the calibration's own samples."""
 
 
 @attrs.frozen
@@ -307,51 +319,100 @@ class ClusterFile:
     """A cluster's TOML file."""
 
     nodes: tuple[NodesSection, ...] = ()
+    """Kinds of machines."""
     devices: dict[str, Device] = attrs.field(factory=dict)
+    """Data sheets of devices that are not in the table, by name."""
     efficiency: dict[str, Efficiency] = attrs.field(factory=dict)
-    """By device."""
+    """Efficiencies by device; a device without has the defaults."""
     measured: dict[str, MeasuredSection] = attrs.field(factory=dict)
-    """By device; `hybridflow calibrate` writes it."""
+    """How the efficiencies were measured, by device; `hybridflow calibrate` writes it."""
 
 
-def known_device(name: str, own: Mapping[str, Device]) -> Device:
-    """By its name. Raises ConfigError that lists the names there are."""
-    there = {**DEVICES, **own}
-    if name not in there:
-        raise ConfigError(
-            f"no device is called {name!r}{did_you_mean(name, there)} (known: {', '.join(there)}); describe it in "
-            f"[devices.{name}] with memory_gb, tflops, bandwidth_gbs and link_gbs"
-        )
-    return there[name]
-
-
-def device_called(text: str) -> Device | None:
-    """The known device that a driver calls so: "NVIDIA A100-SXM4-80GB"; None for others."""
-    words = set(re.split(r"[^a-z0-9]+", text.lower().replace("rtx 4090", "rtx4090")))
-    found = [d for n, d in DEVICES.items() if (kind := n.rpartition("-")) and kind[0] in words]
-    exact = [d for d in found if d.name.rpartition("-")[2] in words]
-    return next(iter(exact or found), None)
-
-
-SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")
-
-
-def read_cluster(text: str) -> Cluster:
-    """A TOML file, or DEVICE:NODESxDEVICES[@GBIT/S]: "a100-80gb:2x8", "h100-80gb:16x8@3200". Raises ConfigError."""
-    if Path(text).exists():
-        return Cluster.read(text)
-    if found := SHORT.fullmatch(text):
-        device, count, per_node, between = found.groups()
-        tables = {"device": device, "count": int(count), "per_node": int(per_node)}
-        return Cluster.from_tables(
-            {"nodes": [tables | ({"between_gbps": float(between)} if between else {})]}, "--cluster"
-        )
-    raise ConfigError(
-        f"the cluster {text!r} is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write a-cluster.toml, or h100-80gb:2x8, or "
-        "h100-80gb:2x8@3200 (docs/mapping.md)"
+def _nodes(file: ClusterFile, section: NodesSection, device: Device) -> Nodes:
+    """Return the machines of one [[nodes]] table, with the file's efficiencies of their device."""
+    measured = file.measured.get(section.device)
+    return Nodes(
+        device,
+        section.count,
+        section.per_node,
+        section.between_gbps / 8,  # bits to bytes
+        file.efficiency.get(section.device, Efficiency()),
+        section.device in file.efficiency,
+        RunsOn(measured.backend, measured.engine, measured.bits) if measured else None,
     )
 
 
+def _table_problems(file: ClusterFile) -> list[str]:
+    """Return what is wrong with a file whose tables are each right alone."""
+    problems = []
+    if not file.nodes:
+        problems.append(
+            "the cluster has no device; give it [[nodes]] with device, count and per_node"
+        )
+    for name in file.measured:
+        if name not in file.efficiency:
+            problems.append(
+                f"measured.{name}: there is no [efficiency.{name}]; calibrate writes both"
+            )
+
+    # Efficiencies that nothing uses are a mistake in a name.
+    names = {section.device for section in file.nodes}
+    for name in file.efficiency:
+        if name not in names:
+            problems.append(f"efficiency.{name}: no [[nodes]] are of this device")
+    return problems
+
+
+def known_device(name: str, own: Mapping[str, Device]) -> Device:
+    """Return the device of this name, in `own` or in the table. Raises ConfigError with the names."""
+    devices = {**DEVICES, **own}
+    if name not in devices:
+        raise ConfigError(
+            f"no device is called {name!r}{did_you_mean(name, devices)} "
+            f"(known: {', '.join(devices)}); describe it in "
+            f"[devices.{name}] with memory_gb, tflops, bandwidth_gbs and link_gbs"
+        )
+    return devices[name]
+
+
+def device_called(text: str) -> Device | None:
+    """Return the known device that a driver calls `text`, such as "NVIDIA A100-SXM4-80GB", or None.
+
+    Of devices that differ in their memory alone, the one whose memory the text names comes first.
+    """
+    # Names of the table are NAME-MEMORY: "a100-80gb" is the A100 of a driver's text with 80GB.
+    words = set(re.split(r"[^a-z0-9]+", text.lower().replace("rtx 4090", "rtx4090")))
+    devices = [device for name, device in DEVICES.items() if name.rpartition("-")[0] in words]
+    exact = [device for device in devices if device.name.rpartition("-")[2] in words]
+    return next(iter(exact or devices), None)
+
+
+SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")
+"""A cluster in a word: DEVICE:NODESxDEVICES[@GBIT/S]."""
+
+
+def read_cluster(text: str) -> Cluster:
+    """Return the cluster of a TOML file, or of DEVICE:NODESxDEVICES[@GBIT/S].
+
+    Examples of the latter are "a100-80gb:2x8" and "h100-80gb:16x8@3200". Raises ConfigError.
+    """
+    if Path(text).exists():
+        return Cluster.read(text)
+
+    # A text becomes the table that a file would have.
+    match = SHORT.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"the cluster {text!r} is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write "
+            "a-cluster.toml, or h100-80gb:2x8, or h100-80gb:2x8@3200 (docs/mapping.md)"
+        )
+    device, count, per_node, between = match.groups()
+    nodes = {"device": device, "count": int(count), "per_node": int(per_node)}
+    if between:
+        nodes["between_gbps"] = float(between)
+    return Cluster.from_tables({"nodes": [nodes]}, "--cluster")
+
+
 def gigabytes(nbytes: float) -> str:
-    """1.5 GB, of 10^9 bytes each."""
+    """Return the bytes as text: "1.5 GB", of 10^9 bytes each."""
     return f"{nbytes / 1e9:.1f} GB"

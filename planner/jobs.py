@@ -1,24 +1,37 @@
-"""From a run's job to what the planner asks of it, and back: the work of a step, and pools and layouts as settings."""
+"""From a run's job to what the planner needs of it, and from a mapping to settings.
+
+A job becomes the work of a step (trace.py) and the models that do it; a mapping becomes the tables
+`pools`, `layout` and `generation` of a config.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping as Table, Sequence
 from typing import Any, Literal
 
 import attrs
 
 from hybridflow.core.contracts.planner import NotPlanned, PlannableJob
 from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
+from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.training import TrainingSettings, training_settings
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import PlacedModel
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model_shape import ModelSize
 from hybridflow.planner.cluster import Cluster, RunsOn, gigabytes, read_cluster
-from hybridflow.planner.pools import Choice, Entry, PoolPlanner, after
-from hybridflow.planner.search import Mapping, NothingFitsError, Pool, describe, plan_mapping
+from hybridflow.planner.pools import Choice, Entry, Option, PoolPlanner, after
+from hybridflow.planner.search import (
+    Mapping,
+    NothingFitsError,
+    Pool,
+    describe,
+    plan_mapping,
+    slowest,
+)
 from hybridflow.planner.trace import trace_step
-from hybridflow.planner.workload import PlannedModel, Workload
+from hybridflow.planner.workload import PlannedModel, Task, Workload
 
 
 @attrs.frozen
@@ -28,30 +41,33 @@ class Plannable:
     workload: Workload
     models: tuple[PlannedModel, ...]
     remarks: tuple[str, ...] = ()
-    """What is not accounted for."""
+    """What the plan leaves out of account, in sentences."""
     runs_on: dict[str, RunsOn] = attrs.field(factory=dict)
+    """The backend, the engine and the precision of each model."""
 
 
 @attrs.frozen
 class JobPlan:
-    """A job on a cluster: what `plan`, placement, what-if and predictions have in common."""
+    """A job on a cluster: the common ground of `plan`, placement, what-if and predictions."""
 
     job: PlannableJob
     cluster: Cluster
     work: Plannable
 
     def best(self, alternatives: int = 0, cluster: Cluster | None = None) -> Mapping:
-        """The fastest mapping there, or on another cluster. Raises NothingFitsError."""
+        """Return the fastest mapping here, or on another cluster. Raises NothingFitsError."""
         return plan_mapping(
             cluster or self.cluster, self.work.workload, self.work.models, alternatives
         )
 
     def written(self) -> Mapping:
-        """The mapping that the job itself says. Raises Misfit, NotPlanned."""
+        """Return the mapping that the job's own settings describe. Raises Misfit and NotPlanned."""
         return as_written(self.job, self.work, self.cluster)
 
     def misfit(self) -> str | None:
-        """Why the job does not fit as it is, and what fits; None where it does. Raises NotPlanned."""
+        """Return why the job does not fit as it is, and what does; None if it fits. Raises
+        NotPlanned.
+        """
         try:
             self.written()
         except Misfit as error:
@@ -67,77 +83,117 @@ class JobPlan:
 
 
 class Misfit(HybridFlowError):
-    """Why a config does not fit a cluster."""
+    """A config does not fit a cluster; the message says why."""
 
 
 def plan_job(job: PlannableJob, cluster: str) -> JobPlan:
-    """A job and the text of a cluster, read. Raises ConfigError for either that cannot be, NotPlanned for a step that cannot be
-    followed and models whose shape is not known."""
+    """Return the job on the cluster that a text names.
+
+    Raises ConfigError for a job or a cluster that cannot be read, and NotPlanned for a step that
+    cannot be followed and for models whose shape is not known.
+    """
     return JobPlan(job, read_cluster(cluster), plannable(job))
 
 
 def check_ranks(job: PlannableJob, cluster: Cluster) -> None:
-    """Raises ConfigError for more devices than the job's runtime can use."""
+    """Raise ConfigError for more devices than the job's runtime can use."""
+    # Most runtimes have no limit.
     most = registry().runtime_capabilities(job.runtime).max_ranks
-    if most is not None and cluster.devices > most:
-        ranks, one = ("one rank", "one") if most == 1 else (f"at most {most} ranks", str(most))
-        raise ConfigError(
-            f"runtime: {job.runtime} runs models on {ranks}, and the cluster has {cluster.devices} devices; plan for {one} "
-            f"({cluster.nodes[0].device.name}:1x{most}), or set another runtime"
-        )
+    if most is None or cluster.devices <= most:
+        return
+
+    ranks = "one rank" if most == 1 else f"at most {most} ranks"
+    number = "one" if most == 1 else str(most)
+    raise ConfigError(
+        f"runtime: {job.runtime} runs models on {ranks}, and the cluster has {cluster.devices} "
+        f"devices; plan for {number} ({cluster.nodes[0].device.name}:1x{most}), or set another "
+        "runtime"
+    )
 
 
 def plannable(job: PlannableJob) -> Plannable:
-    """Raises NotPlanned for models whose shape is not known, and for a step that cannot be followed."""
+    """Return the work of the job's step, and its models.
+
+    Raises NotPlanned for models whose shape is not known, and for a step that cannot be followed.
+    """
     remarks: list[str] = []
-    models, problems = [], []
+    models = _planned_models(job, remarks)
+    names = {model.name for model in models}
+
+    # A fresh algorithm takes the step, so that the state of the job's own stays as it is.
+    tasks = trace_step(type(job.algorithm)(job.algorithm.config))
+    remarks += _unseen_work(tasks, names)
+
+    # Lengths are the longest that the settings allow.
+    kept = tuple(task for task in tasks if task.role in names)
+    prompt_tokens = max(1, job.data.max_prompt_tokens)
+    work = Workload(kept, prompt_tokens, max(1, job.sampling.max_tokens))
+    runs_on = {model.name: _runs_on(job.models[model.name], model) for model in models}
+    return Plannable(work, models, tuple(remarks), runs_on)
+
+
+def _planned_models(job: PlannableJob, remarks: list[str]) -> tuple[PlannedModel, ...]:
+    """Return the job's models, and append to `remarks` what the plan does not account for.
+
+    Raises NotPlanned with the problems of all models.
+    """
+    # Collect the problems of all models, so that one run shows them all.
+    models = []
+    problems = []
     for name, placed in job.models.items():
         try:
             models.append(planned_model(name, placed, remarks))
         except HybridFlowError as error:
-            said = error.problems if isinstance(error, ConfigError) else [str(error)]
-            problems.append(f"{name}.model: {'; '.join(said)}")
+            reasons = error.problems if isinstance(error, ConfigError) else [str(error)]
+            problems.append(f"{name}.model: {'; '.join(reasons)}")
     if problems:
         raise NotPlanned("\n".join(problems))
-    names = {m.name for m in models}
-    tasks = trace_step(type(job.algorithm)(job.algorithm.config))  # its own state stays as it is
-    functions = sorted({t.role for t in tasks} - names)
+    return tuple(models)
+
+
+def _unseen_work(tasks: Sequence[Task], names: set[str]) -> list[str]:
+    """Remarks on the work of a step whose time or lengths the planner cannot know."""
+    # Roles that no model fills are reward functions.
+    remarks = []
+    functions = sorted({task.role for task in tasks} - names)
     if functions:
         remarks.append(f"reward functions take no time here: {', '.join(functions)}")
-    if not any(t.verb == "generate" for t in tasks):
+    if not any(task.verb == "generate" for task in tasks):
         remarks.append(
             "the lengths of given responses are not known: sampling.max_tokens stands for them"
         )
-    kept = tuple(t for t in tasks if t.role in names)
-    work = Workload(kept, max(1, job.data.max_prompt_tokens), max(1, job.sampling.max_tokens))
-    runs_on = {
-        m.name: RunsOn(
-            job.models[m.name].spec.backend,
-            job.models[m.name].spec.engine,
-            8 * m.execution.compute_bytes,
-        )
-        for m in models
-    }
-    return Plannable(work, tuple(models), tuple(remarks), runs_on)
+    return remarks
+
+
+def _runs_on(placed: PlacedModel, model: PlannedModel) -> RunsOn:
+    bits = 8 * model.execution.compute_bytes
+    return RunsOn(placed.spec.backend, placed.spec.engine, bits)
 
 
 def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> PlannedModel:
-    """A job's model as the planner sees it; `remarks` gets what is not accounted for."""
-    spec, trained = placed.spec, placed.role.trained
+    """Return a job's model as the planner sees it; `remarks` gets what is not accounted for."""
+    spec = placed.spec
+    trained = placed.role.trained
     settings = training_settings(spec.backend_config)
+    runs = settings.execution(trained)
+
+    # What a backend leaves unsaid is assumed, and remarked.
     if type(settings).footprint is TrainingSettings.footprint:
         remarks.append(
-            f"{name}: the backend {spec.backend} does not say how it spreads a model; planned as whole per rank"
+            f"{name}: the backend {spec.backend} does not say how it spreads a model; planned as "
+            "whole per rank"
         )
-    runs = settings.execution(trained)
     if runs.from_host:
         remarks.append(
-            f"{name}: what it has in the host's memory all the time takes no time to come from there, here"
+            f"{name}: what it has in the host's memory all the time takes no time to come from "
+            "there, here"
         )
     if spec.offload and not runs.offloads:
         remarks.append(
             f"{name}: its backend does not offload it as it is; planned as staying on the device"
         )
+
+    # Reward and cost models have a value head, as critics do.
     head: Literal["policy", "value"] = "policy" if placed.role.kind == "policy" else "value"
     return PlannedModel(
         name,
@@ -152,13 +208,16 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
 
 
 def _engine(name: str, placed: PlacedModel, remarks: list[str]) -> dict[str, Any]:
-    """What is known of its engine, and whether its memory stays between generations."""
+    """Return the fields of a PlannedModel that its engine decides: limits, sizes, memory it keeps."""
     spec = placed.spec
     assert spec.engine is not None
     settings = engine_settings(spec.engine_config)
-    can, limits = registry().engine_capabilities(spec.engine), settings.limits()
+    can = registry().engine_capabilities(spec.engine)
+    limits = settings.limits()
     if type(settings).limits is EngineSettings.limits:
         remarks.append(f"{name}: the engine {spec.engine} does not say what it takes of a device")
+
+    # An engine that stays while models train counts as far as its settings limit it.
     keeps = placed.section.generation.keep
     limited = limits.cache_gb is not None or limits.memory_share is not None
     if keeps and limits.memory_share is None:
@@ -166,56 +225,76 @@ def _engine(name: str, placed: PlacedModel, remarks: list[str]) -> dict[str, Any
         remarks.append(
             f"{name}: {what} taken to be free while models train (as with generation.keep = false)"
         )
-    found: dict[str, Any] = {"limits": limits, "keeps_engine": keeps and limited}
-    return (
-        found
-        | ({} if can.tp else {"max_rollout_tp": 1})
-        | ({} if can.pp else {"max_rollout_pp": 1})
-    )
+
+    # Engines that do not shard along an axis have one rank of it.
+    fields: dict[str, Any] = {"limits": limits, "keeps_engine": keeps and limited}
+    if not can.tp:
+        fields["max_rollout_tp"] = 1
+    if not can.pp:
+        fields["max_rollout_pp"] = 1
+    return fields
 
 
 def as_written(job: PlannableJob, work: Plannable, cluster: Cluster) -> Mapping:
-    """The mapping that the config itself says, its pools on the kinds of nodes on which it is fastest.
+    """Return the mapping that the config itself says, its pools on the kinds of nodes where it is
+    fastest.
 
     Raises Misfit, and NotPlanned for what the planner has no figures of.
     """
+    # What the cost model does not cover.
     if any(m.rollout_pool for m in job.models.values()):
         raise NotPlanned("its engines are in a pool of their own, which is not planned")
     if any(m.layout.cp * m.layout.ep > 1 for m in job.models.values()):
         raise NotPlanned("context and expert parallelism are not planned")
-    pools = {n: p for n, p in job.pools.items() if any(m.pool == n for m in job.models.values())}
-    asked, there = sum(p.world for p in pools.values()), cluster.devices
-    if asked > there:
-        raise Misfit(f"it asks for {asked} devices, and there are {there}")
+
+    # Pools without models take no devices.
+    used = {placed.pool for placed in job.models.values()}
+    pools = {name: pool for name, pool in job.pools.items() if name in used}
+    asked = sum(pool.world for pool in pools.values())
+    if asked > cluster.devices:
+        raise Misfit(f"it asks for {asked} devices, and there are {cluster.devices}")
+
+    # Every way to put the pools on kinds of nodes; the reason of the last that fails is reported.
     planners = [PoolPlanner(nodes, work.workload, work.models) for nodes in cluster.nodes]
     best: Mapping | None = None
     misfit = Misfit("its pools do not fit the nodes of any kind")
     for kinds in itertools.product(range(len(planners)), repeat=len(pools)):
-        used = [
-            sum(p.world for p, k in zip(pools.values(), kinds, strict=True) if k == kind)
-            for kind in range(len(planners))
-        ]
-        if any(u > planner.nodes.devices for u, planner in zip(used, planners, strict=True)):
+        if not _enough_devices(planners, pools, kinds):
             continue
-        found = []
+        # Another kind may have the memory that this one lacks.
         try:
-            for (name, pool), kind in zip(pools.items(), kinds, strict=True):
-                members = {
-                    role: placed for role, placed in job.models.items() if placed.pool == name
-                }
-                entry = _entry(
-                    planners[kind], pool.world, members, {m.name: m for m in work.models}
-                )
-                found.append(Pool(entry, kind))
+            entries = [
+                Pool(_pool_entry(planners[kind], job, name, work), kind)
+                for name, kind in zip(pools, kinds, strict=True)
+            ]
         except Misfit as error:
             misfit = error
             continue
-        stages = tuple(max((p.entry.times[s] for p in found), default=0.0) for s in range(3))
+
+        stages = slowest([pool.entry.times for pool in entries])
         if best is None or sum(stages) < best.seconds:
-            best = Mapping(tuple(found), sum(stages), stages)  # type: ignore[arg-type]
+            best = Mapping(tuple(entries), sum(stages), stages)
     if best is None:
         raise misfit
     return best
+
+
+def _enough_devices(
+    planners: Sequence[PoolPlanner], pools: Table[str, ResourcePool], kinds: Sequence[int]
+) -> bool:
+    """Return whether each kind of nodes has the devices of the pools that are put on it."""
+    # Numbers of devices alone are compared, not how the pools pack into nodes.
+    left = [planner.nodes.devices for planner in planners]
+    for pool, kind in zip(pools.values(), kinds, strict=True):
+        left[kind] -= pool.world
+    return min(left) >= 0
+
+
+def _pool_entry(planner: PoolPlanner, job: PlannableJob, name: str, work: Plannable) -> Entry:
+    """Return a pool of the job, with its models as they are placed. Raises Misfit."""
+    members = {role: placed for role, placed in job.models.items() if placed.pool == name}
+    models = {model.name: model for model in work.models}
+    return _entry(planner, job.pools[name].world, members, models)
 
 
 def _entry(
@@ -224,23 +303,16 @@ def _entry(
     members: dict[str, PlacedModel],
     models: dict[str, PlannedModel],
 ) -> Entry:
-    """Raises Misfit."""
-    options = [planner.option(models[role], placed.layout) for role, placed in members.items()]
-    have = planner.memory([o.model for o in options])
-    resident = sum(o.bytes.resident for o in options)
-    for phase, needs in (
-        ("trains", [o.bytes.training for o in options]),
-        ("reads", [o.bytes.inference for o in options]),
-    ):
-        for option, more in zip(options, needs, strict=True):
-            need = resident + more
-            if need > have:
-                raise Misfit(
-                    f"{option.model.name} needs {gigabytes(need)} per device while it {phase}, of which "
-                    f"{gigabytes(resident + option.bytes.fetched)} are weights, gradients and optimizers, and "
-                    f"{gigabytes(have)} are usable{planner.engines_keep([o.model for o in options])}"
-                )
-    seconds, choices = 0.0, []
+    """Return a pool whose layouts are given. Raises Misfit where its memory is not enough."""
+    options = []
+    for role, placed in members.items():
+        options.append(planner.option(models[role], placed.layout))
+    resident = sum(option.bytes.resident for option in options)
+    _check_memory(planner, options, resident)
+
+    # Engines, beside what all models keep on the devices.
+    seconds = 0.0
+    choices = []
     for option in options:
         generation = members[option.model.name].generation
         if not planner.generates(option.model) or generation is None:
@@ -249,28 +321,52 @@ def _entry(
         engine = planner.engine(option, devices, resident, generation)
         if engine is None:
             raise Misfit(
-                f"{option.model.name} has no room for its engine: {gigabytes(resident)} of {gigabytes(planner.nodes.memory)} "
-                "per device are taken, and the engine's weights and the cache of one sequence need more than the rest, or "
-                "than the engine's own limits leave"
+                f"{option.model.name} has no room for its engine: {gigabytes(resident)} of "
+                f"{gigabytes(planner.nodes.memory)} per device are taken, and the engine's weights "
+                "and the cache of one sequence need more than the rest, or than the engine's own "
+                "limits leave"
             )
         choices.append(engine)
         seconds += engine.seconds
-    moved = planner.moved([o.model for o in options])
-    infer, train = after(moved, sum(o.infer for o in options), sum(o.train for o in options))
-    return Entry(devices, (seconds, infer, train), tuple(choices))
+
+    # Models of a pool work one after the other.
+    inference = sum(option.infer for option in options)
+    training = sum(option.train for option in options)
+    moved = planner.moved([option.model for option in options])
+    return Entry(devices, (seconds, *after(moved, inference, training)), tuple(choices))
+
+
+def _check_memory(planner: PoolPlanner, options: Sequence[Option], resident: float) -> None:
+    """Raise Misfit for a model that trains or reads with more memory than `resident` leaves."""
+    # What engines keep for themselves is not usable here.
+    models = [option.model for option in options]
+    have = planner.memory(models)
+    needs = [(option, "trains", option.bytes.training) for option in options]
+    needs += [(option, "reads", option.bytes.inference) for option in options]
+    for option, phase, more in needs:
+        need = resident + more
+        if need > have:
+            weights = gigabytes(resident + option.bytes.fetched)
+            raise Misfit(
+                f"{option.model.name} needs {gigabytes(need)} per device while it {phase}, of "
+                f"which {weights} are weights, gradients and optimizers, and {gigabytes(have)} are "
+                f"usable{planner.engines_keep(models)}"
+            )
 
 
 def settings_of(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:
-    """A mapping as tables of a config: pools, and of each role its pool, layout and generation layout."""
+    """Return a mapping as tables of a config: `pools`, and for each role its pool and layouts."""
     tables: dict[str, Any] = {"pools": {}}
     alone = len(mapping.pools) == 1
     for pool in mapping.pools:
+        # A pool is a part of one node, or whole nodes.
         name = "main" if alone else pool.names[0]
-        per_node = cluster.nodes[pool.kind].per_node
         devices = pool.entry.devices
-        tables["pools"][name] = (
-            [devices] if devices <= per_node else [per_node] * (devices // per_node)
-        )
+        per_node = cluster.nodes[pool.kind].per_node
+        whole_nodes = [per_node] * (devices // per_node)
+        tables["pools"][name] = [devices] if devices <= per_node else whole_nodes
+
+        # Of each role its pool and layout, and its engine's where it generates.
         for choice in pool.entry.choices:
             layout = choice.option.layout
             table: dict[str, Any] = {

@@ -1,4 +1,13 @@
-"""Bytes that one model takes on one device (arXiv:2409.19256, section 6): at rest, and more in each phase of a step."""
+"""Bytes that one model takes on one device, at rest and in each phase of a step.
+
+The search (arXiv:2409.19256, section 6) drops layouts that these do not fit. Weights, gradients and
+optimizer are as the model's backend states them (its Footprint); activations are counted here.
+The models of a pool fit a device if
+
+    sum of resident + largest of (training, inference) of any model <= usable - kept by engines
+
+and an engine's cache gets what the resident bytes and its own weights leave (pools.py).
+"""
 
 from __future__ import annotations
 
@@ -14,101 +23,163 @@ class Bytes:
     """Memory of one device for one model."""
 
     resident: float
-    """Between its phases."""
+    """Bytes that stay taken between the model's phases."""
     training: float = 0.0
-    """More while it trains."""
+    """Additional bytes while it trains."""
     inference: float = 0.0
-    """More while it reads."""
+    """Additional bytes during a forward-only pass."""
     fetched: float = 0.0
-    """Of both, what an offloaded model brings from the host and back."""
+    """The part of `training` and `inference` that an offloaded model copies in from the host."""
 
 
 @attrs.frozen
 class Activations:
-    """Bytes of one rank's activations."""
+    """Bytes of one rank's activations for one micro-batch."""
 
     kept: float
-    """What the micro-batches in flight keep for the backward pass."""
+    """Bytes that the micro-batches in flight keep for the backward pass."""
     working: float
-    """What one layer works with."""
+    """Bytes that one layer works with."""
     logits: float
-    """The float32 logits of a micro-batch that are there at once."""
+    """Bytes of the float32 logits of a micro-batch that exist at the same time."""
 
 
 @attrs.frozen
 class Memory:
-    """Of the models of one workload."""
+    """Memory that the models of one workload take."""
 
     simulator: Simulator
 
     def bytes(self, model: PlannedModel, layout: ParallelLayout) -> Bytes:
+        """Return what the model takes on a device at rest, and on top of that in its largest calls."""
         workload = self.simulator.workload
+        # What rests does not depend on the number of micro-batches.
         resident = self.simulator.footprint(model, layout, 1).resident
-        updates, reads = workload.of(model.name, "train"), workload.of(model.name, "infer")
+        updates = workload.of(model.name, "train")
+        reads = workload.of(model.name, "infer")
+
+        # The largest of its calls counts.
         training = max(
             (self._update_bytes(model, t.sequences, layout) for t in updates), default=0.0
         )
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
+
+        # An offloaded model is on the device only while it works. All of it comes in each call,
+        # the optimizer too.
         fetched = resident if model.offload else 0.0
-        resident, training, inference = resident - fetched, training + fetched, inference + fetched
-        return Bytes(resident, training if updates else 0.0, inference if reads else 0.0, fetched)
+        return Bytes(
+            resident - fetched,
+            training + fetched if updates else 0.0,
+            inference + fetched if reads else 0.0,
+            fetched,
+        )
 
     def _read_bytes(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
-        """More while it reads."""
-        found = self.activations(model, sequences, layout)
+        """Return the additional bytes during a forward-only pass.
+
+            gathered parameters + max(a layer's activations, the head's logits)
+
+        The layer's activations are gone when the head begins.
+        """
+        activations = self.activations(model, sequences, layout)
         count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
+
         gathered = self.simulator.footprint(model, layout, count).reading
-        return gathered + max(found.working, self._forward_logits(model, layout.tp, found.logits))
+        logits = self._forward_logits(model, layout.tp, activations.logits)
+        return gathered + max(activations.working, logits)
 
     def _forward_logits(self, model: PlannedModel, tp: int, logits: float) -> float:
-        """With their softmax, and under tp what they are gathered from."""
-        return logits * (2.0 + (model.execution.gathers_logits and tp > 1) / tp)
+        """Return the bytes of the logits, of their softmax, and of a rank's 1 / tp before they are
+        gathered.
+        """
+        copies = 2.0
+        if model.execution.gathers_logits and tp > 1:
+            copies += 1.0 / tp
+        return logits * copies
 
     def _update_bytes(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
-        """More while it trains: the most of the moments that its backend tells."""
-        tp, runs = layout.tp, model.execution
+        """Return the additional bytes while the model trains: the most of the moments its backend
+        names.
+
+        The backend says what parameters and gradients it holds whole at each moment, and which of
+        the activations live:
+
+            none        0
+            forward     kept + logits, at the end of the forward pass
+            backward    kept + a layer computed again, if so + 3 logits (with softmax and gradient)
+                        + gradient of the head's weights, which backends do not count
+        """
+        tp = layout.tp
+        runs = model.execution
         count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
-        found = self.activations(model, sequences, layout)
+        activations = self.activations(model, sequences, layout)
+
+        # The gradient of the head's weights has the size of the embedding.
         embedding = model.size.embedding_params / tp * runs.compute_bytes * model.size.trained_share
-        begun = found.kept + (found.working if runs.recompute else 0.0) + 3.0 * found.logits
-        there = {
+        recomputed = activations.working if runs.recompute else 0.0
+        begun = activations.kept + recomputed + 3.0 * activations.logits
+        alive = {
             "none": 0.0,
-            "forward": found.kept + self._forward_logits(model, tp, found.logits),
-            "backward": begun + (embedding if found.logits else 0.0),
+            "forward": activations.kept + self._forward_logits(model, tp, activations.logits),
+            "backward": begun + (embedding if activations.logits else 0.0),
         }
+
+        # The backend names moments of an update, what it holds then, and which activations live.
         phases = self.simulator.footprint(model, layout, count).training
-        return max((phase.nbytes + there[phase.activations] for phase in phases), default=0.0)
+        return max((phase.nbytes + alive[phase.activations] for phase in phases), default=0.0)
 
     def activations(
         self, model: PlannedModel, sequences: int, layout: ParallelLayout
     ) -> Activations:
-        """Of a micro-batch of `sequences`.
+        """Return the bytes of the activations of a micro-batch, for a call with `sequences` in all.
 
-        A layer with rotary attention and a gated MLP keeps, per token, 10 numbers for each hidden unit (two
-        residuals, two norms before and after their weights; queries, keys, values and what attention gives, fewer
-        under GQA) and 4 for each intermediate one (gate, its activation, up, their product); attention keeps no
-        scores. tp cuts all but the residuals and norms.
+        A layer with rotary attention and a gated MLP keeps these numbers per token:
+
+            6 hidden                          two residuals, two norms before and after weights
+            2 (heads + kv_heads) head_dim     queries, keys, values, and what attention gives
+            4 intermediate                    gate, its activation, up, their product
+
+        Attention keeps no scores. tp cuts all but the first line:
+
+            layer = tokens * (6 hidden + (2 (heads + kv_heads) head_dim + 4 intermediate) / tp)
+
+        numbers. With recomputation a layer keeps its input alone. A pipeline stage has as many
+        micro-batches in flight as there are stages (one forward, one backward: 1F1B).
         """
-        pp, tp, runs = layout.pp, layout.tp, model.execution
+        pp = layout.pp
+        tp = layout.tp
+        runs = model.execution
+        shape = model.shape
         count, each = self.simulator.micro_batches(model, sequences, layout.dp)
-        tokens, shape = each * self.simulator.workload.tokens, model.shape
+        tokens = each * self.simulator.workload.tokens
+
+        # One layer; of a mixture of experts, the experts that a token meets.
         attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         if shape.experts:
             inner = shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate
         else:
             inner = shape.intermediate
-        one = tokens * (6 * shape.hidden + (attention + 4 * inner) / tp) * runs.compute_bytes
+        layer = tokens * (6 * shape.hidden + (attention + 4 * inner) / tp) * runs.compute_bytes
+
+        # The head sees the responses alone; long ones in pieces.
         responses = each * self.simulator.workload.response_tokens
         logits = 4.0 * min(responses * model.logits_of_a_token(tp), runs.logits_at_once)
+
+        # What the micro-batches in flight keep in the layers of the fullest stage.
         layers = -(-shape.layers // pp) * min(count, pp)
-        kept = layers * (tokens * shape.hidden * runs.compute_bytes if runs.recompute else one)
-        return Activations(kept, one, logits)
+        per_layer = tokens * shape.hidden * runs.compute_bytes if runs.recompute else layer
+        return Activations(layers * per_layer, layer, logits)
 
     def engine_weights(
         self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout
     ) -> float:
-        """Bytes that the engine's weights take beside the trained ones."""
-        runs, width = model.execution, model.limits.weight_bytes
+        """Return the bytes that the engine's weights take beside the trained ones.
+
+        Where trainer and engine hold the same part in the same dtype, they share one storage.
+        """
+        # An offloaded model's weights are not on the device while it generates.
+        runs = model.execution
+        width = model.limits.weight_bytes
         size = model.size.params * width / (engines.pp * engines.tp)
         if not runs.shares_weights or runs.weight_bytes != width or model.offload:
             return size

@@ -1,4 +1,4 @@
-"""Registers auto-mapping, and the command that measures a machine for it."""
+"""The planner's plugins: auto-mapping, and the command that measures a machine for it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ CALIBRATE = CommandCapabilities(
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
+    """Register the planner and the command `calibrate`; imports neither."""
     return [
         Descriptor("planner", "auto-mapping", "hybridflow.planner.auto:AutoMapping", default=True),
         Descriptor(

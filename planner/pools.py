@@ -1,4 +1,20 @@
-"""Models that share devices: every choice of their layouts that may be part of a best mapping."""
+"""Pools: models that share devices, and every choice of their layouts that a best mapping may have.
+
+For each model alone it lists the layouts that fit (arXiv:2409.19256, appendix C, algorithm 2). For
+a pool it combines them, and drops what another combination equals or beats in every figure.
+
+    Option       a model in a training layout: seconds and bytes
+    Cut          a way to cut devices into engines, with its cost for each option
+    Candidate    a pool with an option per model and its fastest engines: seconds of the step stages
+    Choice       an option with the engine that was chosen, in a mapping
+    Entry        a pool of a mapping, with a choice per model
+
+Dropping is safe. Seconds of inference and training add up over a pool's models, bytes only grow,
+and generation is never slower with more room for the cache. So before the models that generate are
+added, a combination can be dropped that another one equals or beats in both times and both sizes. A
+pool's finished combinations are compared by their times alone: nothing joins the pool after that,
+and pools share no devices.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +31,9 @@ from hybridflow.planner.memory import Bytes, Memory
 from hybridflow.planner.times import Simulator
 from hybridflow.planner.workload import PlannedModel, Workload
 
+ANY_DP = 1 << 40
+"""The limit of dp for a model that neither reads nor trains: none."""
+
 
 @attrs.frozen(eq=False)
 class Option:
@@ -28,33 +47,35 @@ class Option:
 
     @property
     def most(self) -> float:
+        """Additional bytes per device in the larger of its phases."""
         return max(self.bytes.training, self.bytes.inference)
 
 
 @attrs.frozen(eq=False)
 class Choice:
-    """What a mapping says of a model."""
+    """A model's layout in a mapping, with its engine where it generates."""
 
     option: Option
     engines: GenerationLayout | None = None
-    """Of a model that generates: how the pool's devices are cut into engines."""
+    """How the pool's devices are cut into engines, of a model that generates."""
     transition: float = 0.0
+    """Seconds of bringing the trained weights to the engine."""
     generate: float = 0.0
+    """Seconds of generation."""
     weights_bytes: float = 0.0
-    """Of the engine's weights on each device, beside the trained ones."""
+    """Bytes of the engine's weights on each device, beside the trained ones."""
     cache_bytes: float = 0.0
-    """Free for the engine's cache on each device."""
+    """Bytes of each device that are free for the engine's cache."""
 
     @property
     def seconds(self) -> float:
-        """Of generation and the transition."""
+        """Seconds of generation and the transition."""
         return self.transition + self.generate
 
     def time(self, verb: str) -> float:
-        """Seconds of a stage."""
-        return {"generate": self.seconds, "infer": self.option.infer, "train": self.option.train}[
-            verb
-        ]
+        """Return the seconds of a step stage: "generate", "infer" or "train"."""
+        times = {"generate": self.seconds, "infer": self.option.infer, "train": self.option.train}
+        return times[verb]
 
 
 @attrs.frozen
@@ -63,102 +84,126 @@ class Candidate:
 
     devices: int
     times: tuple[float, float, float]
+    """Seconds of generation with the transition, of inference and of training."""
     picks: tuple[int, ...]
-    """Which of its models' options, those of models that generate last."""
+    """Index of each model's option; models that generate come last."""
 
 
 @attrs.frozen(eq=False)
 class Entry:
-    """A pool: its models' choices on `devices` devices, and the seconds of its stages."""
+    """A pool in full: its models' choices on `devices` devices, and the seconds of its stages."""
 
     devices: int
     times: tuple[float, float, float]
-    """Generation with the transition, inference, training."""
+    """Seconds of generation with the transition, of inference and of training."""
     choices: tuple[Choice, ...]
 
 
 @attrs.frozen(eq=False)
 class _Combinations:
-    """Layouts of some models of a pool, a combination in each row."""
+    """Layouts of some models of a pool, one combination per row."""
 
     times: np.ndarray
-    """[n, 2]: inference, training."""
+    """[n, 2]: seconds of inference and of training."""
     resident: np.ndarray
-    """[n]: bytes that rest on a device."""
+    """[n]: bytes that stay taken on a device."""
     most: np.ndarray
-    """[n]: and more while one of them works."""
+    """[n]: additional bytes while one of the models works, the largest."""
     picks: np.ndarray
-    """[n, models]: which of a model's options."""
+    """[n, models]: index of each model's option."""
 
     def taken(self, rows: np.ndarray) -> _Combinations:
+        """Return the combinations in these rows."""
         return _Combinations(
             self.times[rows], self.resident[rows], self.most[rows], self.picks[rows]
         )
 
     def front(self) -> _Combinations:
+        """Return the combinations that no other equals or beats in all times and sizes."""
         return self.taken(front(np.column_stack([self.times, self.resident, self.most])))
 
 
 def front(points: np.ndarray) -> np.ndarray:
-    """Rows of `points` [n, k] that no other row is at least as good as (as small) in every column; of equals the first."""
+    """Return the Pareto front of `points` [n, k], as indices of rows.
+
+    Left out is each row than which another is at most as large in every column; of equal rows the
+    first one stays.
+    """
     left = np.lexsort(points.T[::-1])
-    kept = []
+    rows = []
     while len(left):
-        best = left[0]  # nothing after it in this order can be better in all columns
-        kept.append(best)
+        best = left[0]  # least in the first column, then the next: nothing left equals or beats it
+        rows.append(best)
         left = left[~(points[left] >= points[best]).all(1)]
-    return np.array(kept, dtype=np.int64)
+    return np.array(rows, dtype=np.int64)
+
+
+def _figures(option: Option) -> tuple[float, float, float, float]:
+    """Return the figures by which options compare: all are better when smaller."""
+    return option.infer, option.train, option.bytes.resident, option.most
 
 
 def divisors(n: int) -> list[int]:
+    """Return all divisors of `n`, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 @attrs.frozen(eq=False)
 class Cut:
-    """A way to cut devices into engines, beside each of a model's options."""
+    """A way to cut devices into engines, with its cost for each of a model's options."""
 
     engines: GenerationLayout
     transitions: np.ndarray
-    """Seconds of bringing the trained weights there, by option."""
+    """[options]: seconds of bringing the trained weights there."""
     weights: np.ndarray
-    """Bytes that the engine's weights take beside the trained ones, by option."""
+    """[options]: bytes that the engine's weights take beside the trained ones."""
 
 
 def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> list[ParallelLayout]:
-    """Those that use all of `devices`: tp inside a node and dividing the model, pp dividing the layers (of backends that have
-    it), dp at most the sequences there are to share."""
-    found = []
-    for tp in divisors(min(nodes.per_node, devices)) if "tp" in model.axes else [1]:
+    """Return the training layouts that use all of `devices` and that the model's backend takes.
+
+    tp stays inside a node and divides the model; pp divides the layers; backends without an axis
+    have 1 of it; dp is at most `most_dp`, the sequences that there are to share.
+    """
+    tensor_sizes = divisors(min(nodes.per_node, devices)) if "tp" in model.axes else [1]
+    pipeline_sizes = divisors(model.shape.layers) if "pp" in model.axes else [1]
+    choices = []
+    for tp in tensor_sizes:
         if devices % tp or model.shape.tensor_parallel_problems(tp):
             continue
-        for pp in divisors(model.shape.layers) if "pp" in model.axes else [1]:
+        for pp in pipeline_sizes:
             if devices % (tp * pp) or devices // (tp * pp) > most_dp:
                 continue
+            # dp is what is left; backends may refuse layouts for reasons of their own.
             layout = ParallelLayout(pp, tp, devices // (tp * pp))
             if model.takes(layout):
-                found.append(layout)
-    return found
+                choices.append(layout)
+    return choices
 
 
 def rollouts(model: PlannedModel, nodes: Nodes, devices: int) -> list[GenerationLayout]:
-    """Engines on `devices`: tp inside a node, one stage or as many as divide the layers, in powers of two."""
-    found, ranks = [], ParallelLayout(dp=devices)
+    """Return the ways to cut `devices` into engines: tp inside a node, pp a power of two.
+
+    pp divides the layers and the devices; both sizes are at most what the engine can do.
+    """
+    choices = []
+    ranks = ParallelLayout(dp=devices)  # only the number of ranks matters here
     for tp in divisors(min(nodes.per_node, devices)):
         if tp > model.max_rollout_tp or model.shape.tensor_parallel_problems(tp):
             continue
         pp = 1
+        # Powers of two that divide the layers.
         while (
             devices % (pp * tp) == 0 and model.shape.layers % pp == 0 and pp <= model.max_rollout_pp
         ):
-            found.append(GenerationLayout(ranks, pp, tp))
+            choices.append(GenerationLayout(ranks, pp, tp))
             pp *= 2
-    return found
+    return choices
 
 
 @attrs.frozen(slots=False, eq=False)
 class PoolPlanner:
-    """Of one kind of nodes; what it has found it keeps."""
+    """Plans pools on one kind of nodes; it keeps each model's options and cuts."""
 
     nodes: Nodes
     workload: Workload
@@ -166,10 +211,12 @@ class PoolPlanner:
 
     @cached_property
     def simulator(self) -> Simulator:
+        """The simulator of times on these nodes."""
         return Simulator.of(self.nodes, self.workload)
 
     @cached_property
     def sizes(self) -> Memory:
+        """The memory that models take."""
         return Memory(self.simulator)
 
     @cached_property
@@ -181,217 +228,276 @@ class PoolPlanner:
         return {}
 
     def generates(self, model: PlannedModel) -> bool:
+        """Return whether the model generates in a step."""
         return bool(self.workload.of(model.name, "generate"))
 
     def most_dp(self, model: PlannedModel) -> int:
-        shared = [
-            t.sequences
-            for t in self.workload.tasks
-            if t.role == model.name and t.verb != "generate"
+        """Return the largest dp of use to a model: the sequences of its largest call."""
+        sequences = [
+            task.sequences
+            for task in self.workload.tasks
+            if task.role == model.name and task.verb != "generate"
         ]
-        return max(shared, default=1 << 40)
+        return max(sequences, default=ANY_DP)
 
     def options(self, model: PlannedModel, devices: int) -> list[Option]:
-        """Every layout that fits alone; of models that do not generate those that are not dominated."""
-        at = (model.name, devices)
-        if at in self._options:
-            return self._options[at]
-        every = (
-            self.option(model, layout)
-            for layout in layouts(model, self.nodes, devices, self.most_dp(model))
-        )
-        found = [o for o in every if o.bytes.resident + o.most <= self.nodes.memory]
-        if found and not self.generates(model):
-            found = [
-                found[i]
-                for i in front(
-                    np.array([(o.infer, o.train, o.bytes.resident, o.most) for o in found])
-                )
-            ]
-        self._options[at] = found
-        return found
+        """Return every layout that fits alone; of a model that does not generate, the Pareto front.
+
+        One that generates keeps all, as the layout decides what its transition costs.
+        """
+        key = (model.name, devices)
+        if key in self._options:
+            return self._options[key]
+
+        # Alone is the best case: with other models the memory gets less.
+        options = []
+        for layout in layouts(model, self.nodes, devices, self.most_dp(model)):
+            option = self.option(model, layout)
+            if option.bytes.resident + option.most <= self.nodes.memory:
+                options.append(option)
+        if options and not self.generates(model):
+            points = np.array([_figures(option) for option in options])
+            options = [options[i] for i in front(points)]
+        self._options[key] = options
+        return options
 
     def cuts(self, model: PlannedModel, devices: int) -> list[Cut]:
-        """Every way to cut `devices` into engines, beside each option."""
-        at = (model.name, devices)
-        if at not in self._cuts:
+        """Return every way to cut `devices` into engines, with its cost for each option of the
+        model.
+        """
+        key = (model.name, devices)
+        if key not in self._cuts:
             options = self.options(model, devices)
-            self._cuts[at] = [
-                Cut(
-                    engines,
-                    np.array([self.transition(o, engines) for o in options]),
-                    np.array(
-                        [self.sizes.engine_weights(model, o.layout, engines) for o in options]
-                    ),
-                )
+            self._cuts[key] = [
+                self._cut(model, options, engines)
                 for engines in rollouts(model, self.nodes, devices)
             ]
-        return self._cuts[at]
+        return self._cuts[key]
+
+    def _cut(
+        self, model: PlannedModel, options: Sequence[Option], engines: GenerationLayout
+    ) -> Cut:
+        transitions = [self.transition(option, engines) for option in options]
+        weights = [self.sizes.engine_weights(model, o.layout, engines) for o in options]
+        return Cut(engines, np.array(transitions), np.array(weights))
 
     def option(self, model: PlannedModel, layout: ParallelLayout) -> Option:
-        sim, taken = self.simulator, self.sizes.bytes(model, layout)
-        infer = sum(
-            t.times * sim.inference(model, t.sequences, layout)
-            for t in self.workload.of(model.name, "infer")
-        )
-        train = sum(
-            t.times * sim.update(model, t.sequences, layout)
-            for t in self.workload.of(model.name, "train")
-        )
-        moves = sim.moves(model, layout, taken.fetched)
-        infer += moves * sum(t.times for t in self.workload.of(model.name, "infer"))
-        train += moves * sum(t.times for t in self.workload.of(model.name, "train"))
+        """Return the model in this layout, whether it fits or not."""
+        simulator = self.simulator
+        taken = self.sizes.bytes(model, layout)
+        reads = self.workload.of(model.name, "infer")
+        updates = self.workload.of(model.name, "train")
+        infer = sum(t.times * simulator.inference(model, t.sequences, layout) for t in reads)
+        train = sum(t.times * simulator.update(model, t.sequences, layout) for t in updates)
+
+        # An offloaded model comes from the host and goes back in every call.
+        moves = simulator.moves(model, layout, taken.fetched)
+        infer += moves * sum(t.times for t in reads)
+        train += moves * sum(t.times for t in updates)
         return Option(model, layout, infer, train, taken)
 
     def memory(self, members: Sequence[PlannedModel]) -> float:
-        """Usable bytes of a device while these models read and train: an engine may keep its share."""
+        """Return the bytes of a device for inference and training: all but what engines keep."""
         return self.nodes.memory - sum(
             m.kept(self.nodes.device.memory_gb) for m in members if self.generates(m)
         )
 
     def engines_keep(self, members: Sequence[PlannedModel]) -> str:
-        """For messages: what of the memory is not usable for that, and how it would be."""
+        """Return the end of a message on memory: what engines keep of it, and how to free that."""
         device = self.nodes.device.memory_gb
         kept = {
             m.name: m.kept(device) / GB for m in members if self.generates(m) and m.keeps_engine
         }
         if not kept:
             return ""
+
+        # In GB, as settings have it.
+        total = sum(kept.values())
         ways = " or ".join(f"{name}.generation.keep = false" for name in kept)
-        return f" ({sum(kept.values()):.1f} GB more are kept by engines: set {ways}, or give them less)"
+        return f" ({total:.1f} GB more are kept by engines: set {ways}, or give them less)"
 
     def cache(
         self, model: PlannedModel, engines: GenerationLayout, resident: Any, weights: Any
     ) -> Any:
-        """Bytes of a device for the cache of an engine whose weights take `weights` bytes beside `resident` ones; numbers or
-        arrays."""
-        limits, device = model.limits, self.nodes.device.memory_gb * GB
-        whole = model.size.params * limits.weight_bytes / (engines.pp * engines.tp)
+        """Return the bytes of a device for an engine's cache; negative where its weights do not
+        fit.
+
+        `resident` bytes are taken, and the engine's weights take `weights` beside them: numbers, or
+        arrays of one shape, which give an array. With M bytes of weights in the engine's dtype, and
+        what the engine's settings limit,
+
+            min(usable - resident - weights,  share * device - M / (t_g p_g),
+                cache_gb,                     cache_tokens * bytes of a token / cut)
+        """
+        limits = model.limits
+        device = self.nodes.device.memory_gb * GB
+        shard = model.size.params * limits.weight_bytes / (engines.pp * engines.tp)
         share = 1.0 if limits.memory_share is None else limits.memory_share
-        free = np.minimum(self.nodes.memory - resident - weights, share * device - whole)
-        free = free if limits.cache_gb is None else np.minimum(free, limits.cache_gb * GB)
+
+        # The smallest of: what the device has left, the engine's share, the limits of its cache.
+        free = np.minimum(self.nodes.memory - resident - weights, share * device - shard)
+        if limits.cache_gb is not None:
+            free = np.minimum(free, limits.cache_gb * GB)
         if limits.cache_tokens is None:
             return free
         cut = min(engines.tp, model.shape.kv_heads) * engines.pp
         return np.minimum(free, limits.cache_tokens * model.cache_bytes / cut)
 
     def generation(self, model: PlannedModel, engines: GenerationLayout, cache: Any) -> Any:
-        """Seconds of a step's generation with so many bytes of each device for the cache: a number, or an array."""
+        """Return the seconds of a step's generation, with `cache` bytes of each device: a number or
+        array.
+        """
         tasks = self.workload.of(model.name, "generate")
         return sum(
             t.times * self.simulator.generation(model, t.sequences, engines, cache) for t in tasks
         )
 
     def transition(self, option: Option, engines: GenerationLayout) -> float:
+        """Return the seconds in a step of bringing the trained weights to the engine; 0 of a frozen
+        model.
+        """
         if not option.model.trained:
             return 0.0
+        # An offloaded model comes to the device first.
         moves = self.simulator.moves(option.model, option.layout, option.bytes.fetched)
         return self.simulator.transition(option.model, option.layout, engines) + moves
 
     def engine(
         self, option: Option, devices: int, resident: float, engines: GenerationLayout | None = None
     ) -> Choice | None:
-        """The option with the fastest engine beside `resident` bytes of each device, or the one given; None where none
-        fits."""
+        """Return the option with its fastest engine beside `resident` bytes of each device.
+
+        With `engines` only that cut is tried. None where no engine fits.
+        """
+        model = option.model
+        # Generation and transition count together: the fastest engine may have a slow transition.
         best: Choice | None = None
-        for cut in rollouts(option.model, self.nodes, devices) if engines is None else [engines]:
-            weights = self.sizes.engine_weights(option.model, option.layout, cut)
-            cache = float(self.cache(option.model, cut, resident, weights))
-            generate = float(self.generation(option.model, cut, cache))
-            found = Choice(option, cut, self.transition(option, cut), generate, weights, cache)
-            if found.generate < np.inf and (best is None or found.seconds < best.seconds):
-                best = found
+        cuts = rollouts(model, self.nodes, devices) if engines is None else [engines]
+        for cut in cuts:
+            weights = self.sizes.engine_weights(model, option.layout, cut)
+            cache = float(self.cache(model, cut, resident, weights))
+            generate = float(self.generation(model, cut, cache))
+            transition = self.transition(option, cut)
+            choice = Choice(option, cut, transition, generate, weights, cache)
+            if choice.generate < np.inf and (best is None or choice.seconds < best.seconds):
+                best = choice
         return best
 
     def moved(self, members: Sequence[PlannedModel]) -> float:
-        """Seconds of a step's columns to a pool in which nothing generates."""
-        rows = max(
-            (t.sequences * t.times for t in self.workload.tasks if t.verb == "generate"), default=0
-        )
+        """Return the seconds in a step of moving its columns to a pool in which nothing generates.
+
+        All rows go through the network of one node: sequences * tokens * bytes per token / rate.
+        """
+        # The largest generation makes the rows of a step.
+        generated = [task for task in self.workload.tasks if task.verb == "generate"]
+        rows = max((task.sequences * task.times for task in generated), default=0)
         if any(self.generates(m) for m in members) or not rows:
             return 0.0
-        return (
-            rows
-            * self.workload.tokens
-            * self.workload.row_bytes
-            / self.simulator.machine.network_rate
-        )
+        size = rows * self.workload.tokens * self.workload.row_bytes
+        return size / self.simulator.machine.network_rate
 
     def candidates(self, members: tuple[PlannedModel, ...], devices: int) -> list[Candidate]:
-        """The pools of these models on so many devices that no other is better than in all three stages."""
-        nothing = np.zeros(1)
-        found = _Combinations(np.zeros((1, 2)), nothing, nothing, np.zeros((1, 0), dtype=np.int64))
-        order = sorted(members, key=self.generates)  # those that generate last
+        """Return the pools of these models on `devices` devices that may be part of a best mapping.
+
+        No other one of them is at least as fast in all three step stages.
+        """
+        # Begin with one empty combination, and add model after model; those that generate come
+        # last, as the memory that all layouts leave decides how fast they are.
+        zero = np.zeros(1)
+        picks = np.zeros((1, 0), dtype=np.int64)
+        combinations = _Combinations(np.zeros((1, 2)), zero, zero, picks)
+        order = sorted(members, key=self.generates)
         for model in order:
-            found = self._with(found, self.options(model, devices), self.memory(members))
-            if not len(found.resident):  # no room for them together
+            options = self.options(model, devices)
+            combinations = self._with(combinations, options, self.memory(members))
+            if not len(combinations.resident):  # no room for them together
                 return []
             if not self.generates(model):
-                found = found.front()
-        generation = np.zeros(len(found.resident))
+                combinations = combinations.front()
+
+        # Models that generate do so one after the other, each with its fastest engine.
+        generation = np.zeros(len(combinations.resident))
         for column, model in enumerate(order):
             if self.generates(model):
-                generation += self._generation(model, devices, found, column)
+                generation += self._generation(model, devices, combinations, column)
+
+        # [n, 3]: the seconds of the three stages, of which the front stays.
         moved = self.moved(members)
         stages = [
-            (g, *after(moved, i, t)) for g, (i, t) in zip(generation, found.times, strict=True)
+            (generate, *after(moved, infer, train))
+            for generate, (infer, train) in zip(generation, combinations.times, strict=True)
         ]
         points = np.array(stages).reshape(-1, 3)
-        rows = np.flatnonzero(np.isfinite(generation))
-        kept = rows[front(points[rows])]
-        return [
-            Candidate(devices, tuple(map(float, points[row])), tuple(map(int, found.picks[row])))
-            for row in kept
-        ]  # type: ignore[arg-type]
+        finite = np.flatnonzero(np.isfinite(generation))
 
-    def _with(self, found: _Combinations, options: list[Option], memory: float) -> _Combinations:
-        """Each combination with each option, where the memory is enough."""
-        times = np.array([(o.infer, o.train) for o in options]).reshape(-1, 2)
-        resident = np.array([o.bytes.resident for o in options])
-        most = np.array([o.most for o in options])
-        n, m = len(found.resident), len(options)
-        before, added = np.repeat(np.arange(n), m), np.tile(np.arange(m), n)
+        candidates = []
+        for row in finite[front(points[finite])]:
+            times = tuple(map(float, points[row]))
+            picked = tuple(map(int, combinations.picks[row]))
+            candidates.append(Candidate(devices, times, picked))  # type: ignore[arg-type]
+        return candidates
+
+    def _with(
+        self, combinations: _Combinations, options: list[Option], memory: float
+    ) -> _Combinations:
+        """Return each combination with each of another model's options, where the memory is enough."""
+        infer, train, resident, most = np.array(list(map(_figures, options))).reshape(-1, 4).T
+        times = np.column_stack([infer, train])
+
+        # [n * options]: the row of the combination, and the row of the option.
+        count = len(combinations.resident)
+        before = np.repeat(np.arange(count), len(options))
+        added = np.tile(np.arange(len(options)), count)
         joined = _Combinations(
-            found.times[before] + times[added],
-            found.resident[before] + resident[added],
-            np.maximum(found.most[before], most[added]),
-            np.column_stack([found.picks[before], added]),
+            combinations.times[before] + times[added],
+            combinations.resident[before] + resident[added],
+            np.maximum(combinations.most[before], most[added]),
+            np.column_stack([combinations.picks[before], added]),
         )
         return joined.taken(np.flatnonzero(joined.resident + joined.most <= memory))
 
     def _generation(
-        self, model: PlannedModel, devices: int, found: _Combinations, column: int
+        self, model: PlannedModel, devices: int, combinations: _Combinations, column: int
     ) -> np.ndarray:
-        """[n]: seconds of the fastest engine of each combination, the transition too."""
-        seconds = np.full(len(found.resident), np.inf)
-        picked = found.picks[:, column]
+        """[n]: seconds of each combination's fastest engine, with the transition to it."""
+        seconds = np.full(len(combinations.resident), np.inf)
+        picked = combinations.picks[:, column]
         for cut in self.cuts(model, devices):
-            cache = self.cache(model, cut.engines, found.resident, cut.weights[picked])
-            seconds = np.minimum(
-                seconds, cut.transitions[picked] + self.generation(model, cut.engines, cache)
-            )
+            # All combinations at once, with the option that each has of this model.
+            weights = cut.weights[picked]
+            cache = self.cache(model, cut.engines, combinations.resident, weights)
+            generation = self.generation(model, cut.engines, cache)
+            seconds = np.minimum(seconds, cut.transitions[picked] + generation)
         return seconds
 
     def entry(self, members: tuple[PlannedModel, ...], candidate: Candidate) -> Entry:
-        """A candidate in full."""
+        """Return a candidate in full, its models in the order of `members`."""
         devices = candidate.devices
         order = sorted(members, key=self.generates)
         options = {
-            m.name: self.options(m, devices)[pick]
-            for m, pick in zip(order, candidate.picks, strict=True)
+            model.name: self.options(model, devices)[pick]
+            for model, pick in zip(order, candidate.picks, strict=True)
         }
         resident = sum(options[m.name].bytes.resident for m in order)
+
+        # Engines are chosen anew: of a candidate only the seconds of its fastest engine are kept.
         choices = []
         for model in members:
             option = options[model.name]
-            choice = (
-                self.engine(option, devices, resident) if self.generates(model) else Choice(option)
-            )
+            choice: Choice | None = Choice(option)
+            if self.generates(model):
+                choice = self.engine(option, devices, resident)
             assert choice is not None
             choices.append(choice)
         return Entry(devices, candidate.times, tuple(choices))
 
 
 def after(moved: float, infer: float, train: float) -> tuple[float, float]:
-    """What is moved comes before the first stage that there is."""
-    return (infer + moved, train) if infer else (infer, train + moved if train else 0.0)
+    """Return the seconds of inference and training, with `moved` in inference if there is any, else
+    in training.
+    """
+    if infer:
+        return infer + moved, train
+    if train:
+        return infer, train + moved
+    return infer, 0.0

@@ -1,4 +1,4 @@
-"""A plan in words: why this one, what limits it, the next best; and its step as bars."""
+"""A plan in words: why this mapping, what limits it, the next best ones; and its step as bars."""
 
 from __future__ import annotations
 
@@ -16,21 +16,39 @@ from hybridflow.core.contracts.planner import (
 from hybridflow.core.values.units import seconds
 from hybridflow.planner.cluster import GB, Cluster
 from hybridflow.planner.jobs import JobPlan, Misfit, Plannable
+from hybridflow.planner.pools import Choice
 from hybridflow.planner.search import Mapping, NothingFitsError, Pool, describe
+
+STAGE_COLUMNS = tuple(STAGE_NAMES[verb] for verb in STAGES)
+POOL_COLUMNS = ("pool", "role", "devices", "layout", "engine", *STAGE_COLUMNS)
+MEMORY_COLUMNS = (
+    "GB per device",
+    "at rest",
+    "generation",
+    "inference",
+    "training",
+    "usable",
+    "tightest",
+)
+SCALING_COLUMNS = ("devices", "step", *STAGE_COLUMNS, "efficiency", "placement")
 
 
 def kinds_of(cluster: Cluster) -> str:
-    """The cluster in a line."""
+    """Return the cluster in a line: its nodes, their memory, and where the figures are from."""
     kinds = [
-        f"{n.count} x {n.per_node} {n.device.name} ({n.memory / GB:.1f} of {n.device.memory_gb:g} GB usable, "
-        f"{n.figures} figures)"
+        f"{n.count} x {n.per_node} {n.device.name} ({n.memory / GB:.1f} of {n.device.memory_gb:g} "
+        f"GB usable, {n.figures} figures)"
         for n in cluster.nodes
     ]
     return f"cluster: {' and '.join(kinds)}"
 
 
 def report(plan: JobPlan, best: Mapping, placed: bool) -> Iterator[Block]:
-    """`placed`: the config has a placement of its own, to compare it with."""
+    """Yield the explanation of a mapping, block by block.
+
+    `placed`: the config has a placement of its own, and the mapping is compared with it.
+    """
+    # The step: how long it takes, and which pool each stage waits for.
     cluster = plan.cluster
     idle = cluster.devices - best.devices
     rest = f", {idle} idle" if idle else ""
@@ -38,47 +56,38 @@ def report(plan: JobPlan, best: Mapping, placed: bool) -> Iterator[Block]:
     for verb, time in zip(STAGES, best.stages, strict=True):
         if time:
             share = 100 * time / best.seconds
-            yield Line(
-                f"  {STAGE_NAMES[verb]:<12}{seconds(time):>9}  {share:3.0f}%  {_slowest(best, verb)}"
-            )
+            head = f"  {STAGE_NAMES[verb]:<12}{seconds(time):>9}  {share:3.0f}%"
+            yield Line(f"{head}  {_slowest(best, verb)}")
     yield Line()
-    columns = (
-        "pool",
-        "role",
-        "devices",
-        "layout",
-        "engine",
-        *(STAGE_NAMES[verb] for verb in STAGES),
-    )
-    yield Table(columns, tuple(row for pool in best.pools for row in _pool_rows(pool, cluster)))
+
+    # The pools: layouts and times, then memory.
+    pool_rows: list[tuple[str, ...]] = []
+    for pool in best.pools:
+        pool_rows += _pool_rows(pool, cluster)
+    yield Table(POOL_COLUMNS, tuple(pool_rows))
     yield Line()
-    columns = (
-        "GB per device",
-        "at rest",
-        "generation",
-        "inference",
-        "training",
-        "usable",
-        "tightest",
-    )
-    yield Table(columns, tuple(_memory_row(pool, cluster) for pool in best.pools))
+    yield Table(MEMORY_COLUMNS, tuple(_memory_row(pool, cluster) for pool in best.pools))
     yield Line()
+
+    # Other placements, the config's own among them.
     for other in best.others:
         more = f"{seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
         yield Line(f"next: {describe(other)}: {more}")
-    yield Line(
-        f"as the config says it: {_written(plan, best) if placed else 'the same (placement = auto)'}"
-    )
-    for remark in (
+    own = _written(plan, best) if placed else "the same (placement = auto)"
+    yield Line(f"as the config says it: {own}")
+
+    # What the reader should know of the figures.
+    notes = (
         *plan.work.remarks,
         *_kinds_to_choose(best, cluster),
         *_otherwise_measured(plan.work, cluster),
-    ):
-        yield Line(f"note: {remark}", "yellow")
+    )
+    for note in notes:
+        yield Line(f"note: {note}", "yellow")
 
 
 def _written(plan: JobPlan, best: Mapping) -> str:
-    """What the config's own placement takes, or why that is not known."""
+    """Return what the config's own placement takes, or why that is not known."""
     try:
         written = plan.written()
     except Misfit as error:
@@ -89,144 +98,174 @@ def _written(plan: JobPlan, best: Mapping) -> str:
 
 
 def bars(mapping: Mapping) -> Iterator[Bar]:
-    """A bar per role and stage; a pool's models work one after the other."""
-    begins = (0.0, mapping.stages[0], mapping.stages[0] + mapping.stages[1])
+    """Yield a bar for each role and step stage; a pool's models work one after the other."""
+    generation, inference, _ = mapping.stages
+    begins = (0.0, generation, generation + inference)
     for pool in mapping.pools:
         label = f"{'+'.join(pool.names)}\non {pool.entry.devices}"
         for verb, begin in zip(STAGES, begins, strict=True):
-            at = begin
+            started = begin
+            # In the order in which the pool's models work.
             for choice in pool.entry.choices:
                 own = choice.time(verb)
-                yield Bar(label, choice.option.model.name, at, own)
-                at += own
+                yield Bar(label, choice.option.model.name, started, own)
+                started += own
 
 
 def scaling(plan: JobPlan, sizes: Sequence[int]) -> Table:
-    """The best mapping on other numbers of devices."""
+    """Return the best mapping on other numbers of devices.
+
+    Efficiency is the steps per second and device, as a share of those of the first size that fits.
+    """
     rows: list[tuple[str, ...]] = []
     first: tuple[int, float] | None = None
     for size in sizes:
         try:
             best = plan.best(cluster=plan.cluster.sized(size))
         except NothingFitsError as error:
-            rows.append((str(size), "does not fit", "", "", "", "", error.problems[0]))
+            empty = [""] * (len(SCALING_COLUMNS) - 3)
+            rows.append((str(size), "does not fit", *empty, error.problems[0]))
             continue
+
+        # Steps per second and device, beside those of the first size.
         rate = 1.0 / best.seconds
         first = first or (size, rate)
-        efficiency = rate / first[1] * first[0] / size
-        stages = [seconds(t) if t else "" for t in best.stages]
-        rows.append(
-            (str(size), seconds(best.seconds), *stages, f"{100 * efficiency:.0f}%", describe(best))
-        )
-    columns = (
-        "devices",
-        "step",
-        *(STAGE_NAMES[verb] for verb in STAGES),
-        "efficiency",
-        "placement",
-    )
-    return Table(columns, tuple(rows))
+        first_size, first_rate = first
+        efficiency = rate / first_rate * first_size / size
+        times = [seconds(time) if time else "" for time in best.stages]
+        percent = f"{100 * efficiency:.0f}%"
+        step = seconds(best.seconds)
+        rows.append((str(size), step, *times, percent, describe(best)))
+    return Table(SCALING_COLUMNS, tuple(rows))
 
 
 def _kinds_to_choose(best: Mapping, cluster: Cluster) -> list[str]:
-    """What the config has no word for."""
+    """Return a note for pools on several kinds of devices, which a config cannot ask for."""
+    # On one kind of device there is nothing to choose.
     if len({pool.kind for pool in best.pools}) < 2:
         return []
     on = ", ".join(
         f"{'+'.join(pool.names)} on {cluster.nodes[pool.kind].device.name}" for pool in best.pools
     )
     return [
-        f"a config does not say which kind of device a pool gets, and the runtime takes any that are free: see that it is {on}"
+        "a config does not say which kind of device a pool gets, and the runtime takes any that "
+        f"are free: see that it is {on}"
     ]
 
 
 def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
-    """Models whose backend, engine or precision is not the one that a device was measured with."""
-    found = []
+    """Notes on models whose backend, engine or precision a device was not measured with."""
+    notes = []
     for nodes in cluster.nodes:
         for model, own in work.runs_on.items():
+            # Figures that nobody measured hold for any software.
             measured = nodes.measured or own
             pairs = [(own.backend, measured.backend), (own.engine, measured.engine)]
-            pairs += (
-                [(f"{own.bits}-bit numbers", f"{measured.bits}-bit numbers")]
-                if measured.bits
-                else []
-            )
-            found += [
-                f"{model} runs on {mine}, and {nodes.device.name} was measured with {theirs}: calibrate with {mine}"
-                for mine, theirs in pairs
-                if mine and mine != theirs
-            ]
-    return found
+            if measured.bits:
+                pairs.append((f"{own.bits}-bit numbers", f"{measured.bits}-bit numbers"))
+            for wanted, calibrated in pairs:
+                if wanted and wanted != calibrated:
+                    notes.append(
+                        f"{model} runs on {wanted}, and {nodes.device.name} was measured with "
+                        f"{calibrated}: calibrate with {wanted}"
+                    )
+    return notes
 
 
 def _more(other: Mapping, best: Mapping) -> str:
+    """Return how much longer the step takes than the best: "+12.3%"."""
     share = 100 * (other.seconds / best.seconds - 1)
     return "the same" if abs(share) < 0.05 else f"{share:+.1f}%"
 
 
 def _why(other: Mapping, best: Mapping) -> str:
-    """Stage by stage, what differs."""
+    """Return what differs, step stage by step stage, by at least half a percent of the best step."""
+    # Small differences are left out.
     parts = [
-        f"{STAGE_NAMES[v]} {seconds(mine)} instead of {seconds(ours)}"
-        for v, mine, ours in zip(STAGES, other.stages, best.stages, strict=True)
-        if abs(mine - ours) > 0.005 * best.seconds
+        f"{STAGE_NAMES[verb]} {seconds(theirs)} instead of {seconds(ours)}"
+        for verb, theirs, ours in zip(STAGES, other.stages, best.stages, strict=True)
+        if abs(theirs - ours) > 0.005 * best.seconds
     ]
     return ", ".join(parts) or "no stage differs by half a percent of the step"
 
 
 def _slowest(mapping: Mapping, verb: str) -> str:
-    """Which pool a stage waits for, and for what."""
+    """Return the pool that a step stage waits for, with its models' times, and the pools that wait."""
     stage = STAGES.index(verb)
-    pool = max(mapping.pools, key=lambda p: p.entry.times[stage])
-    times = {c.option.model.name: c.time(verb) for c in pool.entry.choices}
-    parts = [f"{name} {seconds(t)}" for name, t in sorted(times.items(), key=lambda x: -x[1]) if t]
-    wait = f"; {', '.join('+'.join(p.names) for p in mapping.pools if p is not pool and p.entry.times[stage])} waits"
-    return ", then ".join(parts) + (
-        wait if any(p is not pool and p.entry.times[stage] for p in mapping.pools) else ""
-    )
+    slowest = max(mapping.pools, key=lambda p: p.entry.times[stage])
+    times = {c.option.model.name: c.time(verb) for c in slowest.entry.choices}
+    longest_first = sorted(times.items(), key=lambda item: -item[1])
+    text = ", then ".join(f"{name} {seconds(time)}" for name, time in longest_first if time)
+
+    # The other pools with work in this stage end before it does.
+    waiting = [
+        "+".join(pool.names)
+        for pool in mapping.pools
+        if pool is not slowest and pool.entry.times[stage]
+    ]
+    return f"{text}; {', '.join(waiting)} waits" if waiting else text
 
 
 def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
+    """Return a row per model; the pool's name and devices stand in the first one alone."""
+    devices = f"{pool.entry.devices} {cluster.nodes[pool.kind].device.name}"
     rows = []
-    for at, choice in enumerate(pool.entry.choices):
-        layout, engine = choice.option.layout, ""
-        if choice.engines is not None:
-            across, within = choice.engines.pp, choice.engines.tp
-            engine = f"{pool.entry.devices // (across * within)} of pp {across} tp {within}"
-        times = [choice.time(verb) for verb in STAGES]
-        cells = [seconds(t) if t else "" for t in times]
+    for i, choice in enumerate(pool.entry.choices):
+        model = choice.option.model
+        layout = choice.option.layout
+        # An empty cell: the model has no work in this stage.
+        cells = [seconds(time) if time else "" for time in map(choice.time, STAGES)]
         if choice.transition:
             cells[0] += f" ({seconds(choice.transition)} of it weights)"
-        device = f"{pool.entry.devices} {cluster.nodes[pool.kind].device.name}"
-        rows.append((pool.names[0] if not at else "", choice.option.model.name, device if not at else "",
-                     f"pp {layout.pp} tp {layout.tp} dp {layout.dp}", engine, *cells))  # fmt: skip
+        row = (
+            "" if i else pool.names[0],
+            model.name,
+            "" if i else devices,
+            f"pp {layout.pp} tp {layout.tp} dp {layout.dp}",
+            _engine(choice, pool.entry.devices),
+            *cells,
+        )
+        rows.append(row)
     return rows
 
 
+def _engine(choice: Choice, devices: int) -> str:
+    """Return the number of engines and their sizes ("4 of pp 1 tp 2"), or "" without an engine."""
+    if choice.engines is None:
+        return ""
+    pp = choice.engines.pp
+    tp = choice.engines.tp
+    return f"{devices // (pp * tp)} of pp {pp} tp {tp}"
+
+
 def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
+    """Return the memory of a pool's devices, at rest and in each step stage."""
     nodes = cluster.nodes[pool.kind]
-    taken = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
-    resident = sum(b.resident for b in taken.values())
-    engines = [c for c in pool.entry.choices if c.engines is not None]
-    kept = sum(c.option.model.kept(nodes.device.memory_gb) for c in engines)
+    sizes = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
+    resident = sum(size.resident for size in sizes.values())
+
+    # While it generates, an engine has its weights and its cache; of these it may keep a part.
+    engines = [choice for choice in pool.entry.choices if choice.engines is not None]
+    kept = sum(choice.option.model.kept(nodes.device.memory_gb) for choice in engines)
     generation = max((resident + c.weights_bytes + c.cache_bytes for c in engines), default=0.0)
-    most = {
-        "inference": max(b.inference for b in taken.values()),
-        "training": max(b.training for b in taken.values()),
-    }
-    phases = {name: resident + kept + more if more else 0.0 for name, more in most.items()}
-    tightest = max(taken, key=lambda n: max(taken[n].training, taken[n].inference))
-    phase = "trains" if taken[tightest].training >= taken[tightest].inference else "reads"
-    cells = [f"{size / GB:.1f}" if size else "" for size in (generation, *phases.values())]
+
+    # One model reads or trains at a time, so the largest counts.
+    most_read = max(size.inference for size in sizes.values())
+    most_trained = max(size.training for size in sizes.values())
+    inference = resident + kept + most_read if most_read else 0.0
+    training = resident + kept + most_trained if most_trained else 0.0
+
+    # The model whose phase needs the most.
+    most = {role: max(size.training, size.inference) for role, size in sizes.items()}
+    name = max(most, key=lambda role: most[role])
+    phase = "trains" if sizes[name].training >= sizes[name].inference else "reads"
+
+    # An empty cell: nothing happens in this stage.
+    cells = [f"{size / GB:.1f}" if size else "" for size in (generation, inference, training)]
     if engines:
-        cells[0] += f" ({max(c.cache_bytes for c in engines) / GB:.1f} of it cache)"
-    share = f"{100 * max(phases.values()) / nodes.memory:.0f}% while {tightest} {phase}"
-    kept_too = f", {kept / GB:.1f} of it the engine's" if kept else ""
-    return (
-        "+".join(pool.names),
-        f"{resident / GB:.1f}",
-        *cells,
-        f"{nodes.memory / GB:.1f}",
-        share + kept_too,
-    )
+        cells[0] += f" ({max(choice.cache_bytes for choice in engines) / GB:.1f} of it cache)"
+    tightest = f"{100 * max(inference, training) / nodes.memory:.0f}% while {name} {phase}"
+    if kept:
+        tightest += f", {kept / GB:.1f} of it the engine's"
+    usable = f"{nodes.memory / GB:.1f}"
+    return ("+".join(pool.names), f"{resident / GB:.1f}", *cells, usable, tightest)

@@ -1,4 +1,10 @@
-"""Seconds of generation, inference and training of one model in one layout on equal nodes (arXiv:2409.19256, section 6)."""
+"""Simulated seconds of one model's generation, inference and training in one layout.
+
+These are the three simulators of arXiv:2409.19256, section 6 and appendix C. Training and inference
+are bound by compute, decoding by the memory's bandwidth. Symbols: p, t and d are the sizes of
+pipeline, tensor and data parallelism in training, p_g and t_g those in generation, and m is the
+number of micro-batches of a data-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +18,38 @@ from hybridflow.core.contracts.footprint import Footprint
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 from hybridflow.planner.cluster import GB, Nodes
 from hybridflow.planner.machine import US, Machine
+from hybridflow.planner.tokens import active_params, read_share, trunk_flops
 from hybridflow.planner.workload import PlannedModel, Workload
+
+
+@attrs.frozen
+class _Passes:
+    """How often a micro-batch goes through a model, counted in forward passes of equal work.
+
+    A backward pass takes as long as one forward pass for the gradients of activations, and as one
+    more for those of the weights that are trained.
+    """
+
+    forwards: float
+    """Forward passes of the layers: 2 with recomputation, which runs them again for gradients."""
+    layers: float
+    """Forward and backward passes of the layers."""
+    head_forwards: float
+    """Forward passes of the head: 2 where the logits are made in pieces, again in the backward."""
+    head: float
+    """Forward and backward passes of the head."""
 
 
 @attrs.frozen(slots=False)
 class Simulator:
-    """Of one workload on one kind of nodes."""
+    """Seconds of the models of one workload on one kind of nodes."""
 
     machine: Machine
     workload: Workload
 
     @classmethod
     def of(cls, nodes: Nodes, workload: Workload) -> Simulator:
+        """Return the simulator of these nodes, with their efficiencies."""
         return cls(Machine(nodes), workload)
 
     @cached_property
@@ -33,7 +59,9 @@ class Simulator:
     def footprint(
         self, model: PlannedModel, layout: ParallelLayout, micro_batches: int
     ) -> Footprint:
-        """What the model's backend says, asked once."""
+        """Return the memory and the collectives that the model's backend states; asked once, then
+        kept.
+        """
         key = (model, layout.pp, layout.tp, layout.dp, layout.cp, layout.ep, micro_batches)
         if key not in self._footprints:
             self._footprints[key] = model.settings.footprint(
@@ -42,25 +70,61 @@ class Simulator:
         return self._footprints[key]
 
     def micro_batches(self, model: PlannedModel, sequences: int, dp: int) -> tuple[int, int]:
-        """(micro-batches of a dp rank, sequences of one)."""
-        mine = -(-sequences // dp)
+        """Return the number of micro-batches of a data-parallel rank, and of sequences in each of
+        them.
+        """
+        per_rank = -(-sequences // dp)
+        # As few as hold all rows, all of about the same size.
         most = max(1, model.micro_batch_tokens // self.workload.tokens)
-        count = -(-mine // most)
-        return count, -(-mine // count)
+        count = -(-per_rank // most)
+        return count, -(-per_rank // count)
 
     def _layer_times(self, model: PlannedModel, tp: int, sequences: int) -> tuple[float, float]:
-        """Seconds of the tensor-parallel collectives of one layer's forward, and of the rest that is no matrix product."""
+        """Return the seconds of one layer's forward pass beside its matrix products.
+
+        First those of its tensor-parallel collectives, an all-reduce of the hidden states after
+        attention and one after the MLP; then those of launches and element-wise operations.
+        """
         e = self.machine.nodes.efficiency
         size = sequences * self.workload.tokens * model.shape.hidden * model.execution.compute_bytes
-        rest = (
-            e.micro_batch_us + e.tp_layer_us * (tp > 1)
-        ) * US + e.activation_passes * size / self.machine.memory_peak
+
+        launches = e.micro_batch_us
+        if tp > 1:
+            launches += e.tp_layer_us
+        rest = launches * US + e.activation_passes * size / self.machine.memory_peak
         return 2.0 * self.machine.all_reduce(size, tp), rest
 
     def _logits_time(self, model: PlannedModel, tp: int, tokens: int) -> float:
-        """Of one forward pass: softmax and the like."""
+        """Return the seconds of one forward pass's operations on float32 logits, such as their
+        softmax.
+        """
         size = tokens * model.logits_of_a_token(tp) * 4.0
         return self.machine.nodes.efficiency.logit_passes * size / self.machine.memory_peak
+
+    def _count_passes(
+        self, model: PlannedModel, tp: int, response_tokens: int, train: bool
+    ) -> _Passes:
+        """Return the passes of a micro-batch whose responses have `response_tokens` tokens in all.
+
+        Reading takes 1 of each. With f forward passes of the layers (2 with recomputation) and h of
+        the head (2 in pieces), training takes
+
+            layers = f + 1 + trained share        head = h + 2, or h + 1 with adapters
+        """
+        runs = model.execution
+        if not train:
+            return _Passes(1.0, 1.0, 1.0, 1.0)
+
+        forwards = 2.0 if runs.recompute else 1.0
+        in_pieces = response_tokens * model.logits_of_a_token(tp) > runs.logits_at_once
+        head_forwards = 2.0 if in_pieces else 1.0
+        head_backward = 1.0 if runs.adapter_rank else 2.0  # adapters leave the head frozen
+        return _Passes(
+            forwards,
+            forwards + (1.0 + model.size.trained_share),
+            head_forwards,
+            head_forwards + head_backward,
+        )
 
     def _passes(
         self,
@@ -70,35 +134,56 @@ class Simulator:
         rate: float,
         train: bool = False,
     ) -> float:
-        """Seconds of `sequences` through the pipeline: of one forward pass, or of an update's passes. A backward pass takes as
-        long as a forward for the gradients of activations, and again for those of the weights that are trained."""
-        pp, tp, size, runs = layout.pp, layout.tp, model.size, model.execution
+        """Return the seconds of `sequences` through the pipeline: a forward pass, or an update's
+        passes.
+
+        m micro-batches occupy p pipeline stages for m + p - 1 turns: m of them, and p - 1 until the
+        last stage has its first one (arXiv:2104.04473, section 2.2). So
+
+            seconds = (m + p - 1) * (stage + collectives of a micro-batch) + collectives of a call
+
+        With N tokens in a micro-batch, N_r of them in responses, L layers, a `rate` in operations
+        per second of one device, and f, layers and head as `_count_passes` has them, a stage takes
+
+            stage = (layers * N * trunk / p + head * N_r * 2 head weights) / (t * rate)
+                    + L / p * ((f + 1) * all-reduces of a layer + layers * rest of a layer)
+                    + head * operations on logits
+                    + h * gather of the logits over t, where the backend gathers them
+                    + 2 * send of the hidden states, where p > 1
+
+        Reading has 1 in place of f + 1 and of 2: no gradients come back. Activation gradients are
+        all-reduced whether or not weights are trained, so adapters save products alone.
+        """
+        pp = layout.pp
+        tp = layout.tp
+        size = model.size
+        runs = model.execution
         count, each = self.micro_batches(model, sequences, layout.dp)
         tokens = each * self.workload.tokens
-        said = (
-            each * self.workload.response_tokens
-        )  # the head, which the last stage has, sees no other positions
-        again = train and said * model.logits_of_a_token(tp) > runs.logits_at_once
-        forwards = 1.0 + (train and runs.recompute)
-        passes = forwards + (1.0 + size.trained_share if train else 0.0)
-        head_passes = (
-            1.0 + again + (1.0 + (not runs.adapter_rank) if train else 0.0)
-        )  # `recompute` is of the layers
-        flops = passes * tokens * size.trunk_flops(self.workload.tokens) / pp
-        flops = (flops + head_passes * said * 2.0 * size.head_params) / tp
+        head_tokens = each * self.workload.response_tokens  # the head sees no other positions
+        passes = self._count_passes(model, tp, head_tokens, train)
+
+        # Matrix products: 2 operations per weight and token. All stages are as slow as the last,
+        # which has the head.
+        flops = passes.layers * tokens * trunk_flops(size, self.workload.tokens) / pp
+        flops = (flops + passes.head * head_tokens * 2.0 * size.head_params) / tp
+
+        # Layers: the backward pass has as many collectives as one forward pass.
         shared, rest = self._layer_times(model, tp, each)
-        repeated = forwards + train  # the backward pass has as many collectives as a forward
+        repeated = passes.forwards + 1.0 if train else passes.forwards
         layers = model.shape.layers / pp
-        stage = flops / rate + layers * (shared * repeated + rest * passes)
-        stage += self._logits_time(model, tp, said) * head_passes
+        stage = flops / rate + layers * (shared * repeated + rest * passes.layers)
+
+        # Logits, and hidden states (backward: their gradients) on their way to the next stage.
+        stage += self._logits_time(model, tp, head_tokens) * passes.head
         if runs.gathers_logits and tp > 1:
-            stage += (1 + again) * self.machine.gather(
-                said * model.shape.vocab * runs.compute_bytes, tp
-            )
+            logits = head_tokens * model.shape.vocab * runs.compute_bytes
+            stage += passes.head_forwards * self.machine.gather(logits, tp)
         if pp > 1:
-            stage += (1 + train) * self.machine.send(
-                tokens * model.shape.hidden * runs.compute_bytes, tp
-            )
+            hidden = tokens * model.shape.hidden * runs.compute_bytes
+            stage += (2.0 if train else 1.0) * self.machine.send(hidden, tp)
+
+        # What the backend gathers and reduces for a micro-batch, and once for all of them.
         moves = self.footprint(model, layout, count)
         gathered = self.machine.collectives(moves.forward)
         if train:
@@ -106,16 +191,24 @@ class Simulator:
         return (count + pp - 1) * (stage + gathered) + self.machine.collectives(moves.call)
 
     def inference(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
-        """One forward pass over `sequences`."""
+        """Return the seconds of one forward pass over `sequences`."""
         e = self.machine.nodes.efficiency
         rate = self.machine.flops(model.execution.compute_bytes) * e.inference
         return self._passes(model, sequences, layout, rate) + e.call_ms * 1e-3
 
     def update(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
-        """One optimizer step on `sequences`."""
+        """Return the seconds of one optimizer step on `sequences`.
+
+        The optimizer is bound by the memory's bandwidth; `traffic` is its bytes read and written
+        on a rank (Footprint.step_traffic). `update_ms` holds the dispatch, so call_ms is not added:
+
+            seconds = passes + (1 - overlap) * reduction of gradients + traffic / rate + update_ms
+        """
         e = self.machine.nodes.efficiency
         rate = self.machine.flops(model.execution.compute_bytes) * e.training
         time = self._passes(model, sequences, layout, rate, train=True)
+
+        # Gradients and optimizer.
         count, _ = self.micro_batches(model, sequences, layout.dp)
         moves = self.footprint(model, layout, count)
         time += self.machine.collectives(moves.update) * (1.0 - e.overlap)
@@ -124,41 +217,96 @@ class Simulator:
     def generation(
         self, model: PlannedModel, sequences: int, engines: GenerationLayout, free: Any
     ) -> Any:
-        """On all ranks of `engines`, with `free` bytes of each for the cache (a number, or an array of them); infinite where
-        no sequence fits."""
-        pp, tp, limits = engines.pp, engines.tp, model.limits
-        w, e, machine, size = self.workload, self.machine.nodes.efficiency, self.machine, model.size
-        mine = -(-sequences // (engines.train.world // (pp * tp)))
+        """Return the seconds of generating all responses on all ranks of `engines`.
+
+        `free` bytes of each rank are left for the cache: a number, or an array, which gives an
+        array. Infinite where not even one sequence fits.
+
+        Of an engine's n sequences, b are decoded at once, as many as the cache has room for at
+        their full length P + R (prompt and response). One token of each takes a decoding step, and
+        a sequence that ends makes room for the next, so n / b is not rounded:
+
+            seconds = prefill + n / b * R * step + call_ms
+            prefill = n * P * trunk(P) / rate + 2 L * all-reduce(hidden states of n * P) / p_g
+
+        where `rate` is that of the engine's t_g p_g devices. A decoding step reads the weights and
+        the cached keys and values, or multiplies, whichever takes longer (the roofline); a
+        sequence has P + R / 2 tokens on average, of `cache` bytes each over all layers:
+
+            step = max((weights * share / t_g + b * (P + R / 2) * cache / cut) / bandwidth,
+                       b * 2 * active params / rate)
+                   + 2 L * all-reduce + p_g * send + launches + work per sequence * b
+
+        `cut` is p_g times min(t_g, kv_heads), and `share` the fraction of the weights that b / p_g
+        sequences need (a mixture's experts). Pipeline stages have b / p_g sequences each and pass
+        them on, so in one step each stage reads its 1 / p_g of the weights p_g times. Of prefill
+        the head, sends between stages and the pipeline's filling are left out.
+        """
+        pp = engines.pp
+        tp = engines.tp
+        w = self.workload
+        machine = self.machine
+        e = machine.nodes.efficiency
+        size = model.size
+        limits = model.limits
+        layers = model.shape.layers
+        hidden = model.shape.hidden * limits.weight_bytes  # bytes of a token's hidden state
+        rate = tp * pp * machine.flops(limits.weight_bytes) * e.inference
+
+        # Sequences of one engine, and how many of them its cache holds. A rank has the keys and
+        # values of its pipeline stage; tp cuts them no further than into single heads.
+        per_engine = -(-sequences // (engines.train.world // (pp * tp)))
         cut = min(tp, model.shape.kv_heads) * pp
         fit = np.floor_divide(free, model.cache_bytes * w.tokens / cut)
-        at_once = np.clip(fit, 1.0, min(mine, limits.max_sequences))
-        hidden = model.shape.hidden * limits.weight_bytes
-        layers = model.shape.layers
-        rate = tp * pp * machine.flops(limits.weight_bytes) * e.inference
-        prefill = mine * w.prompt_tokens * size.trunk_flops(w.prompt_tokens) / rate
-        prefill += layers * 2.0 * machine.all_reduce(mine * w.prompt_tokens * hidden, tp) / pp
+        at_once = np.clip(fit, 1.0, min(per_engine, limits.max_sequences))
+
+        # Prompts are read once, with an all-reduce after attention and after the MLP of a layer.
+        prompts = per_engine * w.prompt_tokens
+        prefill = prompts * trunk_flops(size, w.prompt_tokens) / rate
+        prefill += layers * 2.0 * machine.all_reduce(prompts * hidden, tp) / pp
+
+        # A decoding step, by the formula above ...
         per_stage = np.maximum(1.0, at_once / pp)
-        weights = size.params * limits.weight_bytes * size.read_share(per_stage) / tp
+        weights = size.params * limits.weight_bytes * read_share(size, per_stage) / tp
         cached = at_once * (w.prompt_tokens + w.response_tokens / 2) * model.cache_bytes / cut
-        step = np.maximum(
-            (weights + cached) / machine.memory_rate, at_once * 2.0 * size.active_params / rate
-        )
+        reads = (weights + cached) / machine.memory_rate
+        products = at_once * 2.0 * active_params(size) / rate
+        step = np.maximum(reads, products)
+
+        # ... with its collectives, its sends between pipeline stages, and its launches.
         step = step + layers * 2.0 * machine.all_reduce(per_stage * hidden, tp)
         if pp > 1:
             step = step + pp * machine.send(per_stage * hidden, tp)
-        layer = e.decode_layer_us + e.decode_tp_layer_us * (tp > 1)
-        step = step + (e.decode_step_us + layer * layers + e.sequence_us * at_once) * US
-        seconds = prefill + mine / at_once * w.response_tokens * step + e.call_ms * 1e-3
+        step = step + self._engine_overhead(layers, tp, at_once)
+
+        seconds = prefill + per_engine / at_once * w.response_tokens * step + e.call_ms * 1e-3
         return np.where(fit >= 1.0, seconds, np.inf)
+
+    def _engine_overhead(self, layers: int, tp: int, at_once: Any) -> Any:
+        """Return the seconds of launches, and of the engine's work per sequence, in one decoding
+        step.
+        """
+        e = self.machine.nodes.efficiency
+        layer = e.decode_layer_us
+        if tp > 1:
+            layer += e.decode_tp_layer_us
+        return (e.decode_step_us + layer * layers + e.sequence_us * at_once) * US
 
     def transition(
         self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout
     ) -> float:
-        """Seconds of bringing trained weights to the engine."""
-        received, fixed = (
-            self.received(model, layout, engines),
-            self.machine.nodes.efficiency.sync_ms * 1e-3,
-        )
+        """Return the seconds of bringing the trained weights to the engine.
+
+        All ranks receive at the same time. If one copy of the trained weights lies inside a node
+
+            seconds = sync_ms + received / link
+
+        and else through the network, which the r ranks of a node share: received * r / network.
+        What an offloaded model adds is in PoolPlanner.transition.
+        """
+        # A copy of the weights inside a node comes over its links, any other through the network.
+        received = self.received(model, layout, engines)
+        fixed = self.machine.nodes.efficiency.sync_ms * 1e-3
         if self.footprint(model, layout, 1).weight_ranks <= self.machine.nodes.per_node:
             return fixed + received / self.machine.link_rate
         return fixed + received * self.machine.nodes.per_node / self.machine.network_rate
@@ -166,26 +314,51 @@ class Simulator:
     def received(
         self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout
     ) -> float:
-        """Bytes that a rank lacks of its generation shard: under zero-redundancy grouping (t p - t_g p_g) / (t_g p_g t p) M."""
+        """Return the bytes of its generation shard that a rank lacks, with zero-redundancy groups.
+
+        Of a model of M bytes (in the engine's dtype) a rank generates with M / (t_g p_g), and has
+        `kept` of it. Where t_g divides t, p_g divides p and nothing is spread over dp, kept is
+        M / (t p), and this is the last row of table 2 of arXiv:2409.19256:
+
+            M / (t_g p_g) - M / (t p) = (t p - t_g p_g) / (t_g p_g t p) M
+
+        Groups of neighbours (`consecutive`) are predicted as if they were zero-redundancy groups.
+        """
         size = model.size.params * model.limits.weight_bytes
-        return max(0.0, size / (engines.pp * engines.tp) - self.kept(model, layout, engines))
+        shard = size / (engines.pp * engines.tp)
+        return max(0.0, shard - self.kept(model, layout, engines))
 
     def kept(self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout) -> float:
-        """Bytes of a rank's training shard that lie in its generation shard."""
+        """Return the bytes of a rank's training shard that lie in its generation shard.
+
+        Along an axis that both layouts cut, into a and b equal parts of which one number divides
+        the other, the smaller part lies in the larger one: 1 / max(a, b) of the axis is shared.
+        Other cuts are counted as sharing nothing.
+        """
         size = float(model.size.params * model.limits.weight_bytes)
         footprint = self.footprint(model, layout, 1)
+
+        # Spread over dp too (FSDP, ZeRO): if the engine's shard is at least as large as the rank's
+        # part, the part counts as lying inside it; otherwise nothing is kept.
         if footprint.spread_over_dp:
             ranks = footprint.weight_ranks
             return size / ranks if engines.pp * engines.tp <= ranks else 0.0
+
+        # Cut by pp and tp alone: the rule above, axis by axis.
         share = size
-        for mine, theirs in ((layout.pp, engines.pp), (layout.tp, engines.tp)):
-            if mine % theirs and theirs % mine:
+        for trained, generated in ((layout.pp, engines.pp), (layout.tp, engines.tp)):
+            if trained % generated and generated % trained:
                 return 0.0
-            share /= max(mine, theirs)
+            share /= max(trained, generated)
         return share
 
     def moves(self, model: PlannedModel, layout: ParallelLayout, fetched: float) -> float:
-        """Seconds that `fetched` bytes of an offloaded model take from the host and back, in each of its calls."""
+        """Return the seconds in which an offloaded model's `fetched` bytes come from the host and
+        go back.
+
+        Each of its calls takes them; 0 for a model that is not offloaded.
+        """
         if not model.offload:
             return 0.0
+        # There and back, over the link to the host.
         return 2.0 * fetched / (self.machine.nodes.device.host_gbs * GB)

@@ -1,5 +1,8 @@
-"""What an algorithm's step asks of its models, found by taking one step with made-up results: nothing is declared twice, and
-an algorithm that the planner has never seen is planned for as well."""
+"""The work of an algorithm's step, found by taking one step with made-up results.
+
+Stand-ins for the models count each call and return random columns of the right shape. So an
+algorithm declares nothing twice, and one that the planner has never seen is planned for as well.
+"""
 
 from __future__ import annotations
 
@@ -23,103 +26,123 @@ from hybridflow.core.workers.tasks import run_on_columns
 from hybridflow.planner.workload import Task
 
 TOKENS = 2
-"""Of a made-up prompt and response: columns are real, and small."""
+"""Length of each made-up prompt and response: columns are real, and small."""
 
 
 class TraceError(NotPlanned):
-    """The step could not be taken with made-up results; says what it raised."""
+    """The step could not be taken with made-up results; the message says what it raised."""
 
 
 def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
-    """The tasks of one step, in the order of its first calls. Raises TraceError.
+    """Return the tasks of one step, in the order of their first calls. Raises TraceError.
 
-    Scores are 0 or 1 at random, as rewards often are: a step that draws until its groups differ (DAPO) draws as it would.
+    Scores are 0 or 1 at random, as rewards often are: a step that draws until its groups differ
+    (DAPO) draws as often as it would with them.
     """
+    # The algorithm meets stand-ins where a run has groups of workers.
     recorder = _Recorder(seed)
-    groups: dict[str, tuple[Role, Any]] = {
-        r.name: (r, _Model(r, recorder)) for r in algorithm.roles()
-    }
-    ctx = StepContext(groups, _Tasks(recorder, algorithm), SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
+    groups: dict[str, tuple[Role, Any]] = {}
+    for role in algorithm.roles():
+        groups[role.name] = (role, _Model(role, recorder))
+    drawn = _Tasks(recorder, algorithm)
+    ctx = StepContext(groups, drawn, SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
     ctx.step = 1
+
+    # Whatever it raises, a run may do better with real results: the job is only not planned.
     try:
         algorithm.step(ctx)
     except Exception as error:
         raise TraceError(
-            f"{type(algorithm).__name__}.step could not be followed with made-up results: {type(error).__name__}: {error}"
+            f"{type(algorithm).__name__}.step could not be followed with made-up results: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return recorder.tasks()
 
 
 class _Recorder:
+    """Counts calls, and makes up columns from one random generator."""
+
     def __init__(self, seed: int):
         self.calls: Counter[tuple[str, str, int]] = Counter()
+        """Calls by role, verb and number of sequences."""
         self.generator = np.random.default_rng(seed)
 
     def add(self, role: str, verb: str, rows: int) -> None:
+        """Count one call over `rows` sequences."""
         self.calls[role, verb, rows] += 1
 
     def tasks(self) -> tuple[Task, ...]:
+        """Return the calls as tasks, without those over no sequences."""
         return tuple(
             Task(role, verb, rows, times)
             for (role, verb, rows), times in self.calls.items()
             if rows
-        )  # type: ignore[arg-type]
-
-    def per_token(self, rows: int, trailing: tuple[int, ...] = ()) -> Column:
-        values = self.generator.uniform(-2.0, -0.1, (rows * TOKENS, *trailing)).astype(np.float32)
-        return Column(torch.from_numpy(values), np.full(rows, TOKENS))
-
-    def ids(self, rows: int) -> Column:
-        return tokens(
-            [torch.from_numpy(self.generator.integers(0, 9, TOKENS)) for _ in range(rows)],
-            torch.int64,
         )
 
+    def per_token(self, rows: int, trailing: tuple[int, ...] = ()) -> Column:
+        """Return a float32 column [tokens, *trailing] of negative numbers, as log-probabilities
+        are.
+        """
+        numbers = self.generator.uniform(-2.0, -0.1, (rows * TOKENS, *trailing))
+        values = torch.from_numpy(numbers.astype(np.float32))
+        return Column(values, np.full(rows, TOKENS))
+
+    def integers(self, rows: int, value: int, dtype: torch.dtype) -> Column:
+        """Return a column [tokens] that is `value` everywhere."""
+        values = torch.full((rows * TOKENS,), value, dtype=dtype)
+        return Column(values, np.full(rows, TOKENS))
+
+    def ids(self, rows: int) -> Column:
+        """Return an int64 column of random token ids."""
+        texts = [self.generator.integers(0, 9, TOKENS) for _ in range(rows)]
+        return tokens([torch.from_numpy(text) for text in texts], torch.int64)
+
     def answered(self, rows: int) -> dict[str, Any]:
-        ones = Column(torch.ones(rows * TOKENS, dtype=torch.uint8), np.full(rows, TOKENS))
+        """Return the columns of responses."""
+        ones = self.integers(rows, 1, torch.uint8)
         return {"response_ids": self.ids(rows), "loss_mask": ones}
 
 
 class _Model:
-    """In place of a role's workers: counts, and makes up the results."""
+    """In place of a role's workers: counts calls, and makes up the results."""
 
     def __init__(self, role: Role, recorder: _Recorder):
-        self.role, self.recorder = role, recorder
+        self.role = role
+        self.recorder = recorder
 
     def generate(self, prompts: Batch, *_: Any) -> Batch:
-        rows, made = prompts.rows, self.recorder
-        made.add(self.role.name, "generate", rows)
-        states = [["state"] for _ in range(rows)]
-        turns = Column(torch.zeros(rows * TOKENS, dtype=torch.int32), np.full(rows, TOKENS))
-        return Batch(
-            {
-                **made.answered(rows),
-                "rollout_logprobs": made.per_token(rows),
-                "weight_version": Column(
-                    torch.ones(rows * TOKENS, dtype=torch.int32), np.full(rows, TOKENS)
-                ),
-                "finish_reason": ["stop"] * rows,
-                "turn": turns,
-                "episode_return": self._scores(rows),
-                "turn_rewards": [[0.0] for _ in range(rows)],
-                "turn_states": states,
-            }
-        )
+        rows = prompts.rows
+        recorder = self.recorder
+        recorder.add(self.role.name, "generate", rows)
+
+        # What an engine and an environment give, each response one turn long.
+        columns = {
+            **recorder.answered(rows),
+            "rollout_logprobs": recorder.per_token(rows),
+            "weight_version": recorder.integers(rows, 1, torch.int32),
+            "finish_reason": ["stop"] * rows,
+            "turn": recorder.integers(rows, 0, torch.int32),
+            "episode_return": self._scores(rows),
+            "turn_rewards": [[0.0] for _ in range(rows)],
+            "turn_states": [["state"] for _ in range(rows)],
+        }
+        return Batch(columns)
 
     episodes = generate
 
     def logprobs(self, batch: Batch, columns: Mapping[str, str], topk: int = 0) -> Batch:
-        self.recorder.add(self.role.name, "infer", batch.rows)
-        made: dict[str, Any] = {
-            name: self.recorder.per_token(batch.rows) for name in columns.values()
-        }
+        rows = batch.rows
+        self.recorder.add(self.role.name, "infer", rows)
+        results: dict[str, Any] = {}
+        for name in columns.values():
+            results[name] = self.recorder.per_token(rows)
+
+        # The k likeliest tokens at each position.
         if topk:
-            made["topk_logprobs"] = self.recorder.per_token(batch.rows, (topk,))
-            made["topk_ids"] = Column(
-                torch.zeros((batch.rows * TOKENS, topk), dtype=torch.int64),
-                np.full(batch.rows, TOKENS),
-            )
-        return Batch(made)
+            ids = torch.zeros((rows * TOKENS, topk), dtype=torch.int64)
+            results["topk_logprobs"] = self.recorder.per_token(rows, (topk,))
+            results["topk_ids"] = Column(ids, np.full(rows, TOKENS))
+        return Batch(results)
 
     def values(self, batch: Batch, column: str) -> Batch:
         self.recorder.add(self.role.name, "infer", batch.rows)
@@ -130,10 +153,13 @@ class _Model:
         return Batch({column: self._scores(batch.rows)})
 
     def _scores(self, rows: int) -> torch.Tensor:
-        return torch.from_numpy(self.recorder.generator.integers(0, 2, rows).astype(np.float32))
+        """Rewards [rows], each 0 or 1."""
+        scores = self.recorder.generator.integers(0, 2, rows)
+        return torch.from_numpy(scores.astype(np.float32))
 
     def update(self, pairs: Sequence[tuple[Batch, Any]]) -> Future:
-        self.recorder.add(self.role.name, "train", sum(batch.rows for batch, _ in pairs))
+        rows = sum(batch.rows for batch, _ in pairs)
+        self.recorder.add(self.role.name, "train", rows)
         return Future(Metrics)
 
     def loss(self, pair: tuple[Batch, Any]) -> Future:
@@ -145,19 +171,23 @@ class _Model:
 
 
 class _Tasks:
-    """In place of the worker that draws and computes; it does compute."""
+    """In place of the worker that draws data and computes on columns; it does compute."""
 
     def __init__(self, recorder: _Recorder, algorithm: Algorithm):
-        self.recorder, self.drawn = recorder, 0
+        self.recorder = recorder
+        self.drawn = 0
         sets = {"train": algorithm.data_columns, **algorithm.data_sets}
         self.columns: dict[str, tuple[str, ...]] = {
             name: tuple(columns) for name, columns in sets.items()
         }
+        """Columns that each data set gives beside prompts, by its name."""
 
     def draw(self, name: str, count: int) -> Batch:
         wanted = self.columns.get(name, ())
         numbers = np.arange(self.drawn, self.drawn + count)
         self.drawn += count
+
+        # Of a data set of pairs, each number stands for two rows: a preferred response and another.
         pairs = "preferred" in wanted
         groups = torch.from_numpy(np.repeat(numbers, 2 if pairs else 1))
         rows = len(groups)
@@ -166,6 +196,8 @@ class _Tasks:
             "group": groups,
             "meta": [{}] * rows,
         }
+
+        # Sets with more than prompts have responses, which the other columns are about.
         if wanted:
             columns |= self.recorder.answered(rows)
         if pairs:

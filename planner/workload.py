@@ -1,4 +1,4 @@
-"""What a step asks of each model: how many sequences it generates, reads and learns from, of which lengths."""
+"""The work of a step: the sequences that each model generates, reads and learns from."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.validators import at_least, positive
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.planner.tokens import cache_elements
 
 MANY = 1 << 20
-"""Of ranks: no limit."""
+"""A number of ranks that is no limit."""
 
 
 @attrs.frozen
@@ -24,62 +25,77 @@ class Task:
 
     role: str
     verb: str = attrs.field(validator=attrs.validators.in_(STAGES))
+    """The step stage it belongs to: "generate", "infer" or "train"."""
     sequences: int = attrs.field(validator=at_least(1))
-    """Of one call."""
+    """Sequences of one call."""
     times: int = attrs.field(default=1, validator=at_least(1))
-    """Calls: optimizer steps, forward passes, generations."""
+    """Number of calls: optimizer steps, forward passes, generations."""
 
 
 @attrs.frozen(slots=False, eq=False)
 class PlannedModel:
-    """A model as the planner sees it: its size, and what its backend and its engine say."""
+    """A model as the planner sees it: its size, and what its backend and its engine state."""
 
     name: str
     size: ModelSize
     settings: TrainingSettings = attrs.field(factory=TrainingSettings)
-    """Its training backend's."""
+    """Settings of its training backend."""
     limits: EngineLimits = attrs.field(factory=EngineLimits)
-    """Its rollout engine's."""
+    """Limits of its rollout engine."""
     trained: bool = attrs.field(default=False, kw_only=True)
     offload: bool = attrs.field(default=False, kw_only=True)
     """Weights and optimizer wait in the host's memory while other models work."""
     micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1), kw_only=True)
+    """Tokens of a micro-batch, at most; one sequence may have more."""
     axes: frozenset[str] = attrs.field(default=frozenset({"dp", "tp", "pp"}), kw_only=True)
     """Parallel axes that its backend has."""
     max_rollout_tp: int = attrs.field(default=MANY, validator=at_least(1), kw_only=True)
+    """The largest tp of its engine."""
     max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
+    """The largest pp of its engine."""
     keeps_engine: bool = attrs.field(default=False, kw_only=True)
     """The engine's memory, as far as its settings limit it, stays taken while models train."""
 
     @property
     def shape(self) -> ModelShape:
+        """Dimensions of the model's layers."""
         return self.size.shape
 
     @cached_property
     def execution(self) -> Execution:
+        """How the backend computes the model's passes, in any layout."""
         return self.settings.execution(self.trained)
 
     def takes(self, layout: ParallelLayout) -> bool:
-        """Whether its backend takes a layout, beside what the shape says."""
+        """Return whether the backend takes a layout; what the shape itself allows is not checked
+        here.
+        """
         return self.settings.takes(self.shape, layout)
 
     def kept(self, device_gb: float) -> float:
-        """Bytes of a device that its engine keeps while models read and train."""
+        """Return the bytes of a device with `device_gb` that the engine keeps while models read and
+        train.
+        """
         if not self.keeps_engine:
             return 0.0
+        # A limit on the cache comes before one on the share of the device.
+        if self.limits.cache_gb is not None:
+            return 1e9 * self.limits.cache_gb
         share = 1.0 if self.limits.memory_share is None else self.limits.memory_share
-        return 1e9 * (share * device_gb if self.limits.cache_gb is None else self.limits.cache_gb)
+        return 1e9 * (share * device_gb)
 
     def logits_of_a_token(self, tp: int) -> float:
-        """On one rank."""
+        """Return the number of logits that one rank has for a token; 0 for a model without a policy
+        head.
+        """
         if self.size.head != "policy":
             return 0.0
         return self.shape.vocab / (1 if self.execution.gathers_logits else tp)
 
     @property
     def cache_bytes(self) -> int:
-        """Of one token's keys and values, all layers."""
-        return self.size.cache_elements() * self.limits.weight_bytes
+        """Bytes of one token's keys and values in the engine's cache, all layers."""
+        return cache_elements(self.shape) * self.limits.weight_bytes
 
 
 @attrs.frozen(slots=False)
@@ -88,40 +104,53 @@ class Workload:
 
     tasks: tuple[Task, ...]
     prompt_tokens: int = attrs.field(validator=at_least(1))
-    """Of a prompt, as long as they get (memory), and on average (time)."""
+    """Length of a prompt. It stands for the longest (memory) and for the average one (time)."""
     response_tokens: int = attrs.field(validator=at_least(1))
+    """Length of a response; it stands for both, too."""
     row_bytes: float = attrs.field(default=64.0, validator=positive)
-    """Of a token's columns when they go from one pool to another."""
+    """Bytes of a token's columns when they go from one pool to another."""
 
     @property
     def tokens(self) -> int:
-        """Of a sequence."""
+        """Length of a sequence: a prompt and its response."""
         return self.prompt_tokens + self.response_tokens
 
     def of(self, role: str, verb: str) -> tuple[Task, ...]:
+        """Return the tasks of a role in one step stage."""
         return self._by_role.get((role, verb), ())
 
     @cached_property
     def _by_role(self) -> dict[tuple[str, str], tuple[Task, ...]]:
-        found: dict[tuple[str, str], tuple[Task, ...]] = {}
+        tasks: dict[tuple[str, str], tuple[Task, ...]] = {}
         for task in self.tasks:
-            found[task.role, task.verb] = (*found.get((task.role, task.verb), ()), task)
-        return found
+            key = (task.role, task.verb)
+            tasks[key] = (*tasks.get(key, ()), task)
+        return tasks
 
     def check(self, models: tuple[PlannedModel, ...]) -> None:
-        """Raises ConfigError for a task of a role without a model, training of one that is not trained, or a name twice."""
-        names = [m.name for m in models]
-        problems = [
-            f"two models are called {n!r}" for n in sorted({n for n in names if names.count(n) > 1})
-        ]
-        problems += [
-            f"the workload asks {t.role!r} to {t.verb}, and there is no such model (models: {', '.join(names) or 'none'})"
-            for t in self.tasks
-            if t.role not in names
-        ]
-        trained = {m.name for m in models if m.trained}
-        problems += [f"the workload trains {t.role!r}, which is frozen" for t in self.tasks
-                     if t.verb == "train" and t.role in names and t.role not in trained]  # fmt: skip
+        """Check that the tasks are of these models.
+
+        Raises ConfigError for a task of a role without a model, for training of a frozen model, for
+        two models of one name, and for no models; with all problems.
+        """
+        # Names are how tasks find their models.
+        names = [model.name for model in models]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        problems = [f"two models are called {name!r}" for name in twice]
+
+        # Every task needs a model ...
+        for task in self.tasks:
+            if task.role not in names:
+                problems.append(
+                    f"the workload asks {task.role!r} to {task.verb}, and there is no such model "
+                    f"(models: {', '.join(names) or 'none'})"
+                )
+
+        # ... and training one that is not frozen.
+        trained = {model.name for model in models if model.trained}
+        for task in self.tasks:
+            if task.verb == "train" and task.role in names and task.role not in trained:
+                problems.append(f"the workload trains {task.role!r}, which is frozen")
         if not models:
             problems.append("there is no model to place")
         if problems:

@@ -1,8 +1,8 @@
-"""How a configuration is read, whatever is in it.
+"""Reads configurations, whatever is in them.
 
-- `load`: tables from files, overrides and layers, and where each value came from.
-- `structure`: attrs classes from tables, with every problem named by its key.
-- `field_docs`: the docstring under each field of such a class.
+    TOML file, overrides  --load-->  one table, with the source of each value
+    table                 --structure-->  instances of attrs classes, or all problems by key
+    attrs class           --field_docs-->  the docstring under each of its fields
 
 The settings of a run are in `hybridflow.core.job.schema`; those of a plugin stand beside its class.
 """

@@ -1,4 +1,7 @@
-"""The docstrings under the fields of a class: what `hybridflow show`, error messages and the reference print."""
+"""The docstrings under the fields of a class.
+
+`hybridflow show`, error messages and the reference of the settings print them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ from typing import Any
 
 @functools.cache
 def field_docs(cls: type) -> Mapping[str, str]:
-    """{field: the docstring under it}, base classes included; empty where the source is not at hand."""
+    """Return {field: the docstring under it}, base classes included.
+
+    Python keeps no such docstrings, so they are read from the source; the mapping is empty where
+    the source is not at hand.
+    """
+    # The class itself comes last, so that its docstrings replace those of its bases.
     docs: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         body = getattr(_class_node(owner), "body", [])
@@ -29,6 +37,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
 
 
 def _is_text(node: Any) -> bool:
+    """Return whether a statement is a bare string."""
     return (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -37,17 +46,19 @@ def _is_text(node: Any) -> bool:
 
 
 def _class_node(cls: type) -> ast.AST | None:
-    """The `class` statement of a class, found by its qualified name."""
+    """Return the `class` statement of a class, found by its qualified name, if there is one."""
     try:
         node: Any = _module_node(cls.__module__)
     except (OSError, TypeError, KeyError, SyntaxError):
         return None
+
+    # Outer.method.<locals>.Inner: each part is looked for inside the one before.
     for part in cls.__qualname__.split("."):
         if part != "<locals>":
             inner = (
-                n
-                for n in ast.walk(node)
-                if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == part
+                child
+                for child in ast.walk(node)
+                if isinstance(child, ast.ClassDef | ast.FunctionDef) and child.name == part
             )
             node = next(inner, ast.Pass())
     return node if isinstance(node, ast.ClassDef) else None

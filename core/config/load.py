@@ -1,6 +1,11 @@
-"""Configuration as nested tables: read TOML, parse overrides, merge layers, and remember where each value came from.
+"""Reads a configuration as nested tables, and remembers where each value came from.
 
-A dotted key such as `actor.optimizer.lr` names a value; tables are dicts with string keys.
+    file.toml         --load_toml------>  table \
+    key=value         --parse_override->  table  > merge, in order -->  one table
+    key=value         --parse_override->  table /                       and its Provenance
+
+A table is a dict with string keys. A dotted key such as `actor.optimizer.lr` names a value in it;
+values that are no tables are leaves.
 """
 
 from __future__ import annotations
@@ -19,13 +24,21 @@ import attrs
 from hybridflow.core.errors import ConfigError
 
 COMMAND_LINE = "command line"
+"""The source of values that overrides give."""
 DEFAULT = "default"
+"""The source of values that nobody gave."""
 
 _PYTHON_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 
+# --- files ---
+
+
 def load_toml(path: str | PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file. Raises ConfigError with the file, the line, and what is on it."""
+    """Return the tables of a TOML file.
+
+    Raises ConfigError with the file, the line, and the text on it.
+    """
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -35,6 +48,8 @@ def load_toml(path: str | PathLike[str]) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); give the path of a TOML file"
         ) from None
+
+    # Editors on Windows write a byte-order mark, and lines that end in \r\n.
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     try:
         return tomllib.loads(text)
@@ -43,25 +58,32 @@ def load_toml(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _explain(path: str, text: str, message: str) -> str:
-    """tomllib's message with the file in front and the line's text behind."""
+    """Return tomllib's message with the file before it and the line's text after it."""
     place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     if place is None:  # "at end of document"
         return f"{path}: {message}"
-    line, column = int(place[1]), int(place[2])
-    found = text.split("\n")[line - 1].strip()
-    return f"{path}, line {line}, column {column}: {message[: place.start()]}; the line is: {found}"
+
+    line = int(place[1])
+    column = int(place[2])
+    shown = text.split("\n")[line - 1].strip()
+    return f"{path}, line {line}, column {column}: {message[: place.start()]}; the line is: {shown}"
+
+
+# --- overrides ---
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`a.b.c=value` as (dotted key, value). Raises ConfigError for a text of another form.
+    """Return `a.b.c=value` as (dotted key, value). Raises ConfigError for a text of another form.
 
-    The value is read as TOML, then as a Python float (`.5`, `1.e-4`), then taken as a string; a date stays a string.
+    The value is read as TOML, then as a Python float (`.5`, `1.e-4`), then taken as a string; a
+    date stays a string.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals:
         raise ConfigError(
-            f"override {text!r}: there is no '='; write key=value, for example actor.optimizer.lr=2e-4"
+            f"override {text!r}: there is no '='; write key=value, "
+            "for example actor.optimizer.lr=2e-4"
         )
     if key.startswith("-"):
         raise ConfigError(f"override {text!r}: write it without dashes, {key.lstrip('-')}={value}")
@@ -73,11 +95,13 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """The value of an override: TOML, else a Python float, else a string."""
+    """Return the value of an override: TOML, else a Python float, else a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except ValueError:
         return float(text) if _PYTHON_FLOAT.fullmatch(text) else text
+
+    # A second key means that the text had several lines: it was no single value.
     value = table.pop("value")
     if table or isinstance(value, datetime.date | datetime.time):
         return text
@@ -85,19 +109,23 @@ def parse_value(text: str) -> Any:
 
 
 def nest(path: str, value: Any) -> dict[str, Any]:
-    """`nest("a.b", 1)` is `{"a": {"b": 1}}`."""
+    """Return the tables that hold one value: `nest("a.b", 1)` is `{"a": {"b": 1}}`."""
     for key in reversed(path.split(".")):
         value = {key: value}
     return value
 
 
+# --- layers ---
+
+
 def merge(
     base: Mapping[str, Any], over: Mapping[str, Any], shorthand: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """`base` with the values of `over` on top, as new tables. Tables merge key by key; anything else is replaced.
+    """Return `base` with the values of `over` on top, as new tables.
 
-    `shorthand` are dotted keys of tables that may be given by their `name` alone, `*` standing for any one key: with
-    {"rollout", "*.backend"}, `rollout = "NAME"` is `rollout = {name = "NAME"}`, in either layer.
+    Tables merge key by key; anything else is replaced. `shorthand` are dotted keys of tables that
+    may be given by their `name` alone, `*` standing for any one key: with {"rollout",
+    "*.backend"}, `rollout = "NAME"` is `rollout = {name = "NAME"}`, in either layer.
     """
     return _merge(expand(base, shorthand), expand(over, shorthand))
 
@@ -111,78 +139,92 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def expand(data: Mapping[str, Any], shorthand: frozenset[str]) -> dict[str, Any]:
-    """A copy in which a string at a `shorthand` key has become a table with that `name`."""
+    """Return a copy in which a string at a `shorthand` key has become a table with that `name`."""
     patterns = [pattern.split(".") for pattern in shorthand]
 
-    def visit(value: Any, at: list[str]) -> Any:
-        if isinstance(value, str) and any(_matches(pattern, at) for pattern in patterns):
+    def visit(value: Any, keys: list[str]) -> Any:
+        if isinstance(value, str) and any(_matches(pattern, keys) for pattern in patterns):
             return {"name": value}
         if isinstance(value, Mapping):
-            return {key: visit(inner, [*at, key]) for key, inner in value.items()}
+            return {key: visit(inner, [*keys, key]) for key, inner in value.items()}
         return copy.deepcopy(value)
 
     return visit(data, [])
 
 
 def _matches(pattern: list[str], keys: list[str]) -> bool:
-    pairs = zip(pattern, keys, strict=False)
-    return len(pattern) == len(keys) and all(want in ("*", key) for want, key in pairs)
+    if len(pattern) != len(keys):
+        return False
+    return all(want in ("*", key) for want, key in zip(pattern, keys, strict=True))
 
 
 def flatten(thing: Any, path: str = "") -> dict[str, Any]:
-    """{dotted key: value} of the leaves of a table or an attrs instance, in order.
+    """Return {dotted key: value} of the leaves of a table or an attrs instance, in order.
 
-    An empty table is a leaf, and so is a list, except one with tables or attrs instances: those are numbered,
-    `rewards.0.weight`.
+    An empty table is a leaf, and so is a list, except one with tables or attrs instances: those are
+    numbered, `rewards.0.weight`.
     """
     if attrs.has(type(thing)):
-        inner = {
-            field.alias: getattr(thing, field.name)
-            for field in attrs.fields(type(thing))
-            if field.init
-        }
+        fields = [field for field in attrs.fields(type(thing)) if field.init]
+        inner = {field.alias: getattr(thing, field.name) for field in fields}
     elif isinstance(thing, Mapping):
         inner = {str(key): value for key, value in thing.items()}
     elif isinstance(thing, list | tuple) and any(
-        isinstance(v, Mapping) or attrs.has(type(v)) for v in thing
+        isinstance(item, Mapping) or attrs.has(type(item)) for item in thing
     ):
         inner = {str(index): value for index, value in enumerate(thing)}
     else:
         return {path: thing}
+
+    # An empty table is a leaf, except at the top: there is no key to name it by.
     if not inner:
         return {path: {}} if path else {}
+
     leaves: dict[str, Any] = {}
     for key, value in inner.items():
         leaves |= flatten(value, f"{path}.{key}" if path else key)
     return leaves
 
 
+# --- sources ---
+
+
 class Provenance:
-    """Where the value of each dotted key came from: "file examples/grpo.toml", "command line" or "default"."""
+    """The source of each dotted key's value.
+
+    A source is a text: "file examples/grpo.toml", "command line" or "default".
+    """
 
     def __init__(self) -> None:
         self.sources: dict[str, str] = {}
 
     def record(self, data: Mapping[str, Any], source: str, path: str = "") -> None:
-        """Say that the leaves of `data` come from `source`. It follows `merge`: what they replace is forgotten."""
+        """Note that the leaves of `data`, a table at `path`, come from `source`.
+
+        It follows `merge`: the sources of what they replace are forgotten.
+        """
         for key, value in data.items():
-            here = f"{path}.{key}" if path else key
-            below = [known for known in self.sources if known.startswith(f"{here}.")]
+            inner = f"{path}.{key}" if path else key
+            below = [known for known in self.sources if known.startswith(f"{inner}.")]
+
+            # A table merges into the table that is there, and replaces a leaf.
             if isinstance(value, Mapping) and (value or below):
-                self.sources.pop(here, None)
-                self.record(value, source, here)
+                self.sources.pop(inner, None)
+                self.record(value, source, inner)
                 continue
+
+            # A leaf replaces a table, with all that is below it.
             for known in below:
                 del self.sources[known]
-            self.sources |= dict.fromkeys(flatten(value, here), source)
+            self.sources |= dict.fromkeys(flatten(value, inner), source)
 
     def of(self, path: str) -> str:
-        """The source of a key; a key inside a value that was given as a whole has the source of that value."""
+        """Return the source of a key, or of the nearest value around it that was given."""
         keys = path.split(".")
         for length in range(len(keys), 0, -1):
-            found = self.sources.get(".".join(keys[:length]))
-            if found is not None:
-                return found
+            source = self.sources.get(".".join(keys[:length]))
+            if source is not None:
+                return source
         return DEFAULT
 
 
@@ -191,11 +233,13 @@ def read_config(
     overrides: Iterable[str] = (),
     shorthand: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], Provenance]:
-    """The tables of a file with overrides on top, in order, and where every value came from.
+    """Return the tables of a file with overrides on top, in order, and the source of every value.
 
     Raises ConfigError for a file that cannot be read, or with all overrides that cannot be parsed.
     """
-    layers, problems = [], []
+    # The file first, then each override over what stands before it.
+    layers = []
+    problems = []
     if path is not None:
         layers.append((load_toml(path), f"file {path}"))
     for text in overrides:
@@ -205,6 +249,7 @@ def read_config(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+
     data: dict[str, Any] = {}
     provenance = Provenance()
     for layer, source in layers:

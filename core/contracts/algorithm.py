@@ -1,4 +1,4 @@
-"""The contract of algorithms: which roles, one step as a dataflow, and the losses."""
+"""The contract of algorithms: the roles they need, one step as a dataflow, and the losses."""
 
 from __future__ import annotations
 
@@ -12,56 +12,64 @@ from hybridflow.core.contracts.step import StepContext
 
 
 class Algorithm(ABC):
-    """One file: its config, its roles, its step, its losses.
+    """An algorithm in one file: its config, its roles, its step and its losses.
 
-    `Config` is a frozen attrs class, filled from `[algorithm]`. A step reads like the paper; see docs/algorithms.md.
+    `Config` is a frozen attrs class, filled from the table `[algorithm]`. A step reads like the
+    paper's pseudo-code; see docs/algorithms.md.
     """
 
     Config: ClassVar[type]
     data_columns: ClassVar[tuple[str, ...]] = ()
-    """Columns that its data must bring beside prompts: "response_ids" (supervised), "preferred" (pairs), "unsafe"."""
+    """Columns that the data must have beside prompts: "response_ids" (supervised training),
+    "preferred" (pairs), "unsafe" (cost models)."""
 
     def __init__(self, config: Any):
         self.config = config
 
+    # --- what every algorithm defines ---
+
     @abstractmethod
     def roles(self) -> tuple[Role, ...]:
-        """What it needs under this config (a reference only if its KL is used, say)."""
+        """Return the roles needed under this config (a reference only if its KL is used, say)."""
 
     @abstractmethod
     def step(self, ctx: StepContext) -> None:
-        """One iteration: draw, generate, score, update."""
+        """Run one iteration: draw prompts, generate, score, update."""
+
+    # --- what is known before a run, for checks and for `hybridflow show` ---
 
     @property
     def data_sets(self) -> Mapping[str, tuple[str, ...]]:
-        """Data sets beside [data], each a table of its own name: name -> columns that it must bring (as data_columns)."""
+        """Data sets beside [data], each a config table of its own: name -> its `data_columns`."""
         return {}
 
     def losses(self) -> Mapping[str, Loss]:
-        """Trained role -> its loss, for checks before the start and for the conformance kit."""
+        """Map each trained role to its loss, for checks before a run and the conformance kit."""
         return {}
 
     def problems(self) -> list[str]:
-        """What is wrong with the config beyond single values; said before anything starts."""
+        """List what is wrong with the config beyond single values; asked before anything starts."""
         return []
 
     @property
     def rows_per_step(self) -> int | None:
-        """Sequences that a step trains on, if the config determines it (for `hybridflow show` and checks)."""
+        """The number of sequences that a step trains on, if the config determines it."""
         return None
 
     @property
     def rows_per_update(self) -> int | None:
-        """Sequences of one optimizer step, if the config determines it (for `hybridflow show` and checks)."""
+        """The number of sequences in one optimizer step, if the config determines it."""
         return self.rows_per_step
 
     def updates_per_step(self) -> int | None:
-        """Optimizer steps of the actor per iteration, if the config determines it (for `hybridflow show`)."""
+        """Return how many optimizer steps the actor takes per step, if the config determines it."""
         return None
 
+    # --- what a checkpoint keeps ---
+
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart (coefficients, multipliers, leftovers), JSON-like."""
+        """Return what must survive a restart (coefficients, multipliers, leftovers), JSON-like."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """The inverse of state_dict."""
+        """Restore what `state_dict` returned."""

@@ -1,6 +1,7 @@
-"""What a plugin can do, by its kind: for `hybridflow plugins`, for checks before a run, and for the conformance kit.
+"""What plugins can do, one class per kind of plugin.
 
-Nothing here imports torch: descriptors are made whenever plugins are listed.
+`hybridflow plugins` lists it, checks before a run use it, and the conformance kit tests it. Nothing
+here imports torch: descriptors are made whenever plugins are listed.
 """
 
 from __future__ import annotations
@@ -11,61 +12,71 @@ from typing import Literal
 import attrs
 
 DEVICES = frozenset({"cpu", "cuda"})
+"""The device types that the core knows."""
 
 
 def _frozen(names: Iterable[str]) -> frozenset[str]:
+    # frozenset would split a string into letters, which is never meant.
     if isinstance(names, str):
         raise TypeError(f"expected a set of names, got the string {names!r}; write {{{names!r}}}")
     return frozenset(names)
 
 
 def _names(*default: str) -> frozenset[str]:
-    """A field for a set of names."""
+    """Make a field for a set of names."""
     field: frozenset[str] = attrs.field(default=frozenset(default), converter=_frozen)
     return field
 
 
 @attrs.frozen
 class NoCapabilities:
-    """Of the kinds of which nothing needs to be known before they are used."""
+    """The capabilities of plugins of all other kinds: nothing needs to be known of them."""
 
 
 @attrs.frozen(kw_only=True)
 class TrainingCapabilities:
-    """Of a training backend."""
+    """The capabilities of a training backend."""
 
+    # Which jobs it can take
     axes: frozenset[str] = _names("dp")
-    """Parallel axes that it has: dp, tp, pp, cp, ep."""
+    """Parallel axes that it supports, of dp, tp, pp, cp and ep."""
     models: frozenset[str] = _names("policy", "value", "score")
     """Kinds of model that it trains."""
     precisions: frozenset[str] = _names("fp32")
-    """What its setting `precision` may be."""
+    """Values that its setting `precision` may have."""
     devices: frozenset[str] = _names(*DEVICES)
     """Device types on which it runs."""
+
+    # Features that a job may ask for
     adapters: bool = False
     """Whether it trains low-rank adapters (LoRA)."""
     offload: bool = False
     """Whether `offload` leaves nothing on the device."""
     extras: frozenset[str] = _names()
-    """Columns beyond those of docs/batch.md that its models read; they come in MicroBatch.extras."""
+    """Columns beyond those of docs/batch.md that its models read, passed in MicroBatch.extras."""
 
 
 @attrs.frozen(kw_only=True)
 class EngineCapabilities:
-    """Of a rollout engine."""
+    """The capabilities of a rollout engine."""
 
+    # Where it can run
     tp: bool = False
     """Whether a replica may have several tensor-parallel ranks."""
     pp: bool = False
     """Whether a replica may have several pipeline stages."""
     devices: frozenset[str] = _names(*DEVICES)
     """Device types on which it runs."""
+
+    # Requests
     abort: bool = False
     """Whether running requests can be ended early."""
     sleeps_on: frozenset[str] = _names()
     """Device types on which `sleep` gives memory back."""
     continuous: bool = False
     """Whether requests may come while others run."""
+
+    # Weights
     weights_in_flight: bool = False
     """Whether weights may change while sequences run."""
     adapters: bool = False
@@ -75,17 +86,20 @@ class EngineCapabilities:
     grouping: Literal["any", "consecutive"] = "any"
     """Which ranks can form a replica."""
     views: bool = True
-    """Whether `read` gives stored weights, which sync.verify compares."""
+    """Whether `read` returns stored weights, which sync.verify compares."""
+
+    # Processes and columns
     process: Literal["worker", "own", "either"] = "worker"
     """Where it runs: in the worker's process, in one of its own, or as its settings say."""
     extras: frozenset[str] = _names()
-    """Columns beyond those of docs/batch.md that it reads; they come in Request.extras."""
+    """Columns beyond those of docs/batch.md that it reads, passed in Request.extras."""
 
 
 @attrs.frozen(kw_only=True)
 class RuntimeCapabilities:
-    """Of a runtime."""
+    """The capabilities of a runtime."""
 
+    # How workers run
     processes: bool = True
     """Whether workers have processes of their own."""
     cluster: bool = False
@@ -93,20 +107,21 @@ class RuntimeCapabilities:
     debugger: bool = False
     """Whether breakpoints in workers work."""
     max_ranks: int | None = None
-    """Ranks of a pool at most; None: any number."""
+    """Largest number of ranks of a pool; None: any number."""
 
 
 @attrs.frozen(kw_only=True)
 class TransportCapabilities:
-    """Of a weight transport."""
+    """The capabilities of a weight transport."""
 
     order: int | None = None
-    """Its place among those that `transport = "auto"` tries, the lowest first; None: only when it is named."""
+    """Its place among those that `transport = "auto"` tries, the lowest first; None: it is used
+    only when it is named."""
 
 
 @attrs.frozen(kw_only=True)
 class CommandCapabilities:
-    """Of a command."""
+    """The capabilities of a command."""
 
     summary: str = ""
     """One sentence for `hybridflow --help`."""
@@ -128,9 +143,9 @@ BY_KIND: dict[str, type] = {
     "transport": TransportCapabilities,
     "command": CommandCapabilities,
 }
-"""Kind of plugin -> the class of its capabilities; of the others NoCapabilities."""
+"""Kind of plugin -> the class of its capabilities. Other kinds have NoCapabilities."""
 
 
 def capabilities_class(kind: str) -> type:
-    """The class of the capabilities of a kind."""
+    """Return the class of the capabilities of a kind of plugin."""
     return BY_KIND.get(kind, NoCapabilities)

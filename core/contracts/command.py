@@ -10,14 +10,21 @@ from hybridflow.core.contracts.capabilities import CommandCapabilities
 
 
 class Command(ABC):
-    """A plugin of kind "command": `hybridflow NAME` calls it."""
+    """A plugin of kind "command": `hybridflow NAME` runs it."""
 
     capabilities: ClassVar[CommandCapabilities] = CommandCapabilities()
-    """Of a plugin that is registered in one line; a Descriptor has its own. Its summary is the command's help."""
+    """Capabilities of a plugin that is registered in one line; a Descriptor has its own. Their
+    summary is the command's help."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027
-        """Declare options and positional arguments. A positional `overrides` takes key=value texts wherever they stand."""
+        """Declare options and positional arguments.
+
+        A positional named `overrides` takes key=value texts wherever they stand.
+        """
 
     @abstractmethod
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it; the exit status. A HybridFlowError that it raises is printed, and the status is 1."""
+        """Run the command and return its exit status.
+
+        A HybridFlowError that it raises is printed, and the status is then 1.
+        """

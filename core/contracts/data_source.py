@@ -1,4 +1,4 @@
-"""The contract of data sources: a finite sequence of rows; and the settings that name one."""
+"""The contract of data sources, which are finite sequences of rows, and the settings of data."""
 
 from __future__ import annotations
 
@@ -14,66 +14,85 @@ from hybridflow.core.validators import non_negative
 
 @attrs.frozen
 class DataConfig:
-    """Which rows, and how a row becomes a prompt, and for supervised training a response."""
+    """Which rows a run draws, and how a row becomes a prompt and, if trained on, a response."""
 
+    # Where rows come from
     source: str = "jsonl"
-    """A plugin of kind data_source ("jsonl", "parquet", "datasets", "arithmetic"), or "package.module:Class"."""
+    """A plugin of kind data_source ("jsonl", "parquet", "datasets", "arithmetic"), or
+    "package.module:Class"."""
     path: str | None = None
-    """The source's file or folder."""
+    """File or folder of the source."""
+
+    # What a row becomes
     prompt: str = "{prompt}"
     """Format template over a row's fields, for example "Question: {question}\\nAnswer:"."""
     response: str | None = None
     """Format template of the target text (sft); an eos token is put after it."""
     rejected: str | None = None
-    """Format template of a worse response than the row's (preferences). Each row then gives two sequences, the better
-    one first: neighbours with one number in column `pair`, and true and false in `preferred`."""
+    """Format template of a worse response than the row's (preferences). Each row then gives two
+    sequences, the better one first: neighbours with one number in column `pair`, and true and false
+    in `preferred`."""
     unsafe: tuple[str, ...] = ()
-    """Two fields with true or false: whether the response, and the rejected one, is unsafe (cost models); column `unsafe`."""
+    """Two fields with true or false: whether the response, and the rejected one, is unsafe (cost
+    models); column `unsafe`."""
     answer: str | None = None
-    """Format template of the expected answer, which rewards find as meta["answer"]; without it a row's own field
-    `answer`, if it has one, is what they find."""
+    """Format template of the expected answer, which rewards find as meta["answer"]; without it they
+    find the row's own field `answer`, if it has one."""
     messages: str | None = None
-    """Field with a chat (a list of {"role", "content"}), put through the tokenizer's chat template instead of `prompt`.
-    If its last message is the assistant's, that is the response."""
+    """Field with a chat (a list of {"role", "content"}), put through the tokenizer's chat template
+    instead of `prompt`. If its last message is the assistant's, that is the response."""
     bos: bool = False
-    """Put the tokenizer's bos token before each prompt (a chat template does that by itself)."""
+    """Whether to put the tokenizer's bos token before each prompt (a chat template does that by
+    itself)."""
     pattern: str | None = None
-    """Regex with named groups: each match in `pattern_field` is a row of its own, the groups being fields beside those
-    of the row that it was found in."""
+    """Regex with named groups: each match in `pattern_field` becomes a row of its own. The groups
+    are fields of it, beside those of the row that contains the match."""
     pattern_field: str | None = None
     """Field that `pattern` searches."""
+
+    # Which rows count, and in which order
     max_prompt_tokens: int = attrs.field(default=1024, validator=non_negative)
     """Length limit of a prompt, in tokens, bos included; 0 is no limit."""
     overlong: Literal["error", "drop"] = "error"
     """What happens to a row with a longer prompt: "error", or "drop" (left out and counted)."""
     limit: int = attrs.field(default=0, validator=non_negative)
-    """Rows at most, after `pattern` and `overlong`: the first ones; 0 is all."""
+    """Use only this many rows: the first ones, after `pattern` and `overlong`; 0 is all."""
     shuffle: bool = True
-    """A new random order in each epoch; otherwise the source's order."""
+    """Whether each epoch has a new random order; otherwise rows come in the source's order."""
     seed: int = attrs.field(default=0, validator=non_negative)
     """Seed of the order."""
+
+    # What only this source knows
     options: dict[str, Any] = attrs.field(factory=dict)
     """The source's own options."""
 
 
 class DataSource(ABC):
-    """Plugin contract: a finite sequence of rows. Rows are dicts of JSON-like fields; row i is the same on every access
-    and in every process. Raise DataError with what is wrong and what to do."""
+    """The plugin contract: a finite sequence of rows.
+
+    Rows are dicts of JSON-like fields; row i is the same on every access and in every process.
+    Raise DataError with what is wrong and what to do.
+    """
 
     def __init__(self, config: DataConfig):
         self.config = config
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
 
     @abstractmethod
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """Row i, 0 <= i < len."""
+        """Return row i, 0 <= i < len."""
 
     def read_options(self, **defaults: Any) -> dict[str, Any]:
-        """data.options over these defaults. Raises ConfigError for unknown names and for values of another type."""
-        source, problems = self.config.source, []
+        """Return data.options over these defaults.
+
+        Raises ConfigError for unknown names, and for values of another type than the default's.
+        """
+        # A default of None takes a value of any type.
+        source = self.config.source
+        problems = []
         for name, value in self.config.options.items():
             if name not in defaults:
                 hint = did_you_mean(name, defaults) + f" (options: {', '.join(defaults) or 'none'})"
@@ -81,8 +100,10 @@ class DataSource(ABC):
             elif (default := defaults[name]) is not None and type(value) is not type(default):
                 kind = type(default).__name__
                 problems.append(
-                    f"data.options.{name} of source {source!r} must be {kind}, for example {default!r}; got {value!r}"
+                    f"data.options.{name} of source {source!r} must be {kind}, "
+                    f"for example {default!r}; got {value!r}"
                 )
+
         if problems:
             raise ConfigError(problems)
         return {**defaults, **self.config.options}

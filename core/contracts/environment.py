@@ -1,4 +1,9 @@
-"""Environments: what answers the model in several turns, one object per episode."""
+"""Environments: what answers the model over several turns, with one object per episode.
+
+reset(Start) -> Answer          its text stands before the first turn
+step(Turn)   -> Answer          again and again, until an answer is `done`
+close()
+"""
 
 from __future__ import annotations
 
@@ -19,45 +24,50 @@ class Start:
     meta: Mapping[str, Any]
     """The fields of the data's row; `answer` is what is expected."""
     seed: int
-    """Of this sequence: for environments with chance in them."""
+    """Seed of this sequence, for environments that draw random numbers."""
 
 
 @attrs.frozen(eq=False)
 class Turn:
-    """What the model said."""
+    """One turn of the model."""
 
     number: int
-    """From 0."""
+    """Number of the turn, from 0."""
     text: str
-    """Special tokens removed; a stop of the environment is part of it."""
+    """Text, special tokens removed; a stop of the environment is part of it."""
     ids: np.ndarray
-    """int64 [T], special tokens included."""
+    """Tokens, int64 [T], special ones included."""
     ended: bool
-    """Whether it ended with the end of text (or one of sampling.stop_tokens), not with one of the environment's stops."""
+    """Whether it ended with the end of text (or one of sampling.stop_tokens), not with one of the
+    environment's stops."""
 
 
 @attrs.frozen
 class Answer:
-    """What the environment says to a turn, and before the first one."""
+    """The environment's answer to a turn, or its opening before the first one."""
 
+    # For the model
     text: str = ""
-    """Put after the turn as it is, tokenised by itself; its tokens are not trained on."""
+    """Text put unchanged after the turn, tokenised by itself; its tokens are not trained on."""
+
+    # For the trainer
     reward: float = 0.0
-    """Of the turn."""
+    """Reward of the turn."""
     done: bool = False
-    """The episode ends here; `text` is then left out."""
+    """Whether the episode ends here; `text` is then left out."""
     state: str = ""
-    """Names the state in which the next turn is taken: equal names are equal states (column `turn_states`)."""
+    """Name of the state in which the next turn is taken: equal names are equal states (column
+    `turn_states`)."""
 
 
 class Environment(ABC):
-    """Plugin contract. `__init__` takes the options of the configuration as keyword arguments."""
+    """The plugin contract. `__init__` takes the configured options as keyword arguments."""
 
     stops: ClassVar[tuple[str, ...]] = ()
     """Texts, of one token each, that end a turn beside the end of text."""
 
     def reset(self, start: Start) -> Answer:
-        """Begin an episode; its text stands before the first turn."""
+        """Begin an episode; the answer's text stands before the first turn."""
         return Answer()
 
     @abstractmethod
@@ -65,4 +75,4 @@ class Environment(ABC):
         """Answer a turn. Without `done` the answer has a text, which does not end with a stop."""
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the episode held. Called once, at its end, however it ended."""
+        """Release what the episode held. Called once, at its end, however it ended."""

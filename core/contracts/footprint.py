@@ -1,44 +1,57 @@
-"""What a planner must know of a model under a backend or an engine before it is built: bytes held, bytes moved, limits.
+"""What a planner must know of a model under a backend or an engine before the model is built.
 
-A backend's settings return these (TrainingSettings, EngineSettings); no planner knows the name of a sharding.
+A backend's settings return an Execution and Footprints (see TrainingSettings), an engine's settings
+EngineLimits (see EngineSettings). So no planner needs to know the name of a sharding.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 from hybridflow.core.validators import at_least, fraction, non_negative, positive
 
 LOGITS_AT_ONCE = 1 << 28
-"""Logits (tokens times vocabulary) of a pass in float32 at once: 1 GiB, and as much again in the backward, which makes those
-of a longer micro-batch again."""
+"""Default of Execution.logits_at_once: 1 GiB of logits in float32, and as much again in the
+backward pass."""
+
+
+def _count(default: int) -> Any:
+    """Make a field for a whole number of at least 1."""
+    return attrs.field(default=default, validator=at_least(1))
 
 
 @attrs.frozen(kw_only=True)
 class Execution:
     """How a backend computes the passes of a model, whatever the layout."""
 
-    weight_bytes: int = attrs.field(default=4, validator=at_least(1))
-    """Of a parameter, as the backend keeps it between steps."""
-    compute_bytes: int = attrs.field(default=4, validator=at_least(1))
-    """Of an activation, and of a gathered parameter."""
+    # Numbers in memory
+    weight_bytes: int = _count(4)
+    """Bytes of a parameter as the backend keeps it between steps."""
+    compute_bytes: int = _count(4)
+    """Bytes of an activation, and of a gathered parameter."""
+
+    # Passes
     recompute: bool = False
-    """Keep the layers' inputs alone, and run a layer again for its gradients."""
+    """Whether only the layers' inputs are kept, and each layer runs again in the backward pass."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
-    """LoRA: gradients and optimizer are those of adapters of this rank; 0: of all weights."""
+    """LoRA: rank of the adapters, which alone have gradients and an optimizer; 0: all weights
+    have."""
     gathers_logits: bool = False
-    """Every tp rank has the logits of the whole vocabulary."""
-    logits_at_once: int = attrs.field(default=LOGITS_AT_ONCE, validator=at_least(1))
-    """Logits of a micro-batch that a rank has at the same time; those of a longer one are made in pieces, in the backward
-    again."""
+    """Whether every tp rank has the logits of the whole vocabulary."""
+    logits_at_once: int = _count(LOGITS_AT_ONCE)
+    """Largest number of logits (tokens times vocabulary) that a rank holds at once. Those of a
+    longer micro-batch are computed in pieces, and again in the backward pass."""
+
+    # Memory outside the passes
     offloads: bool = True
-    """Models with `offload` leave the device."""
+    """Whether models with `offload` leave the device."""
     from_host: bool = False
-    """Something of it is in the host's memory all the time, and comes from there in each step."""
+    """Whether a part of the model lives in host memory and is copied from there in each step."""
     shares_weights: bool = False
-    """What is the same in the engine's weights, of the same dtype, is kept once (arXiv:2409.19256, section 5.3)."""
+    """Whether shards that trainer and engine hold identically (same box, same dtype) share one
+    storage (arXiv:2409.19256, section 5.3)."""
 
 
 @attrs.frozen
@@ -47,70 +60,84 @@ class Collective:
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
     nbytes: float
-    """Of the whole tensor: what an all-gather ends with, what the others begin with."""
+    """Bytes of the whole tensor: the result of an all-gather, the input of the others."""
     ranks: int
-    """Of the group."""
+    """Number of ranks in the process group."""
     stride: int
-    """Between neighbouring ranks of the group, in ranks of the pool."""
+    """Distance between neighbouring ranks of the process group, in ranks of the pool."""
     times: int = 1
-    """How often in a row."""
+    """Number of times that it runs in a row."""
 
 
 @attrs.frozen
 class Phase:
-    """A moment of an update at which a rank may hold the most."""
+    """A moment of an update at which a rank may reach its peak memory."""
 
     nbytes: float
-    """Weights, gradients and buffers beyond what is at rest."""
+    """Bytes of weights, gradients and buffers beyond Footprint.resident."""
     activations: Literal["none", "forward", "backward"] = "none"
-    """What is there beside: nothing; activations as the forward pass ends; as the backward pass begins."""
+    """Activations that are held as well: none, those at the end of the forward pass, or those at
+    the start of the backward pass."""
 
 
 @attrs.frozen(kw_only=True)
 class Footprint:
-    """What a model takes on one rank of a layout, and what it moves there. All sizes in bytes."""
+    """The memory that a model needs on one rank of a layout, and the bytes that it moves there.
 
+    All sizes are in bytes.
+    """
+
+    # Memory
     resident: float
-    """On the device between calls: weights, optimizer, and what gradients and buffers stay."""
+    """Held on the device between calls: weights, optimizer, and gradients and buffers that stay."""
     reading: float = 0.0
-    """More in a forward-only pass, without activations."""
+    """Additional bytes during a forward-only pass, without activations."""
     training: tuple[Phase, ...] = ()
     """Moments of an update; the largest counts."""
-    weight_ranks: int = attrs.field(default=1, validator=at_least(1))
-    """Ranks that hold one copy of the weights together."""
+
+    # How the weights are spread
+    weight_ranks: int = _count(1)
+    """Number of ranks that together hold one copy of the weights."""
     spread_over_dp: bool = False
-    """Whether that copy is spread over dp ranks too, not over tp and pp alone."""
+    """Whether that copy is spread over dp ranks too, not only over tp and pp."""
+
+    # Communication
     call: tuple[Collective, ...] = ()
-    """Once in a call (a forward pass over all micro-batches, or an update)."""
+    """Collectives once per call (a forward pass over all micro-batches, or an update)."""
     forward: tuple[Collective, ...] = ()
-    """In the forward pass of each micro-batch."""
+    """Collectives in the forward pass of each micro-batch."""
     backward: tuple[Collective, ...] = ()
-    """In the backward pass of each micro-batch."""
+    """Collectives in the backward pass of each micro-batch."""
     update: tuple[Collective, ...] = ()
-    """For the gradients of an update, some of it while the backward pass goes on."""
+    """Collectives for the gradients of an update; some overlap with the backward pass."""
+
+    # Memory traffic
     step_traffic: float = 0.0
-    """Read and written in the device's memory by the optimizer's step."""
+    """Bytes that the optimizer's step reads and writes in device memory."""
 
 
 @attrs.frozen(kw_only=True)
 class EngineLimits:
-    """What a rollout engine takes, as its settings say."""
+    """What a rollout engine takes of a device, by its settings."""
 
-    weight_bytes: int = attrs.field(default=2, validator=at_least(1))
-    """Of a parameter in the engine, and of an element of its cache."""
-    max_sequences: int = attrs.field(default=256, validator=at_least(1))
-    """Sequences decoded at once."""
+    weight_bytes: int = _count(2)
+    """Bytes of a parameter in the engine, and of an element of its key/value cache."""
+    # Requests
+    max_sequences: int = _count(256)
+    """Maximum number of sequences decoded concurrently."""
     max_length: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(at_least(1))
     )
-    """Tokens of a prompt with its response, at most; None: as many as the model has positions for."""
+    """Maximum number of tokens of a prompt with its response; None: the model's positions."""
+
+    # Memory
     memory_share: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(fraction)
     )
-    """Share of a device's memory, at most, for weights and cache."""
+    """Largest share of a device's memory for weights and cache."""
     cache_gb: float | None = attrs.field(default=None, validator=positive)
-    """10^9 bytes for the cache, at most."""
+    """Maximum size of the cache, in GB (10^9 bytes)."""
     cache_tokens: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(at_least(1))
     )
-    """Tokens that the cache has room for."""
+    """Number of tokens that the cache has room for."""

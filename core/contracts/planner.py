@@ -1,4 +1,7 @@
-"""The contract of planners: where a job's models go, how long a step takes there, and whether it fits."""
+"""The contract of planners.
+
+A planner says where a job's models go, how long a step takes there, and whether it fits.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,21 @@ from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.errors import HybridFlowError
 
 STAGES = ("generate", "infer", "train")
-"""A step's stages, one after the other (arXiv:2409.19256, section 2): generation, preparation, training."""
+"""The step stages, one after the other (arXiv:2409.19256, section 2): generation, inference
+(forward passes for log-probabilities, values and scores: the paper's preparation) and training."""
 STAGE_NAMES: Mapping[str, str] = {
     "generate": "generation",
     "infer": "inference",
     "train": "training",
 }
-"""For readers."""
+"""The step stages in words."""
+
+
+# --- what a planner reads ---
 
 
 class PlannableJob(Typing):
-    """What a planner reads of a job (core.job.job.Job)."""
+    """The part of a job (core.job.job.Job) that planners read."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +44,7 @@ class PlannableJob(Typing):
     def data(self) -> DataConfig: ...
     @property
     def models(self) -> Mapping[str, Any]:
-        """Role -> core.job.job.PlacedModel: what runs, and for a job that is placed also where."""
+        """Role -> core.job.job.PlacedModel: what runs, and in a placed job also where."""
 
     @property
     def pools(self) -> Mapping[str, ResourcePool]: ...
@@ -47,13 +54,17 @@ class PlannableJob(Typing):
     def device(self) -> str: ...
 
 
+# --- what a planner returns ---
+
+
 @attrs.frozen
 class Prediction:
-    """Seconds of one step."""
+    """The predicted time of one step."""
 
     seconds: float
+    """Time of the whole step, in seconds."""
     work: Mapping[tuple[str, str], float] = attrs.field(factory=dict)
-    """(role, stage) -> seconds of its work; stages are those of STAGES."""
+    """(role, step stage) -> seconds of the role's work; step stages are those of STAGES."""
 
 
 @attrs.frozen
@@ -62,7 +73,7 @@ class Line:
 
     text: str = ""
     style: str = ""
-    """As rich has them: "bold", "yellow"."""
+    """A style of the library rich, such as "bold" or "yellow"."""
 
 
 @attrs.frozen
@@ -78,41 +89,54 @@ Block = Line | Table
 
 @attrs.frozen
 class Bar:
-    """A role's work in a step, for a picture."""
+    """The work of a role in a step, as a bar of a timeline."""
 
     pool: str
-    """Its row."""
+    """Row of the timeline."""
     role: str
     started: float
-    """Seconds since the step began."""
+    """Start, in seconds since the step began."""
     seconds: float
+    """Duration, in seconds."""
 
 
 @attrs.frozen(kw_only=True)
 class Plan:
     """A placement of all models of a job."""
 
+    # For the run
     settings: Mapping[str, Any]
-    """Tables of a config: `pools`, and for each role its `pool`, `layout` and `generation`."""
+    """The placement as tables of a config: `pools`, and for each role its `pool`, `layout` and
+    `generation`."""
     prediction: Prediction
+
+    # For the reader of `hybridflow plan`
     cluster: str = ""
-    """What it is planned for, in a line."""
+    """The cluster that it is planned for, in a line."""
     explanation: tuple[Block, ...] = ()
-    """Why this one, what limits it, the next best; for `hybridflow plan`."""
+    """Why this placement, what limits it, and the next best; for `hybridflow plan`."""
     bars: tuple[Bar, ...] = ()
+    """The timeline of a step."""
     ends: tuple[float, ...] = ()
-    """When the stages end, in seconds since the step began."""
+    """Ends of the step stages, in seconds since the step began."""
+
+
+# --- the planner ---
 
 
 class NotPlanned(HybridFlowError):
-    """A planner can say nothing of a job as it is; says why."""
+    """Raised when a planner cannot judge a job; the message says why."""
 
 
 class Planner(ABC):
-    """A plugin of kind "planner": `placement = "auto"`, `hybridflow plan` and a run's predictions ask it."""
+    """A plugin of kind "planner".
+
+    `placement = "auto"`, `hybridflow plan` and the predictions of a run ask it.
+    """
 
     Config: ClassVar[type | None] = None
-    """Its settings, a frozen attrs class; they stand beside its name in placement.planner. None: it has none."""
+    """Its settings, a frozen attrs class; they stand beside its name in placement.planner. None: it
+    has no settings."""
 
     def __init__(self, config: Any = None):
         """`config`: an instance of its Config."""
@@ -122,20 +146,29 @@ class Planner(ABC):
     def plan(
         self, job: PlannableJob, cluster: str, alternatives: int = 3, placed: bool = False
     ) -> Plan:
-        """The best placement on a cluster (a file, or a text that the planner understands), beside `alternatives` others.
+        """Return the best placement on a cluster.
 
-        `placed`: the job has a placement of its own, to be compared with it. Raises HybridFlowError where nothing fits,
-        and NotPlanned.
+        cluster: a file, or a text that the planner understands.
+        alternatives: how many of the next best placements the explanation shows.
+        placed: whether the job has a placement of its own, to be compared with the best one.
+
+        Raises HybridFlowError where nothing fits, and NotPlanned.
         """
 
     @abstractmethod
     def predict(self, job: PlannableJob, cluster: str) -> Prediction:
-        """A step of the job as it is placed. Raises NotPlanned; HybridFlowError for a cluster that cannot be read."""
+        """Predict the time of a step of the job as it is placed.
+
+        Raises NotPlanned, and HybridFlowError for a cluster that cannot be read.
+        """
 
     @abstractmethod
     def problems(self, job: PlannableJob, cluster: str) -> list[str]:
-        """Why the job, as it is placed, does not fit the cluster. Raises NotPlanned."""
+        """List why the job, as it is placed, does not fit the cluster. Raises NotPlanned."""
 
     def scaling(self, job: PlannableJob, cluster: str, devices: Sequence[int]) -> tuple[Block, ...]:
-        """The best placement on other numbers of devices, as `hybridflow plan --what-if` prints it."""
+        """Return the best placements on other numbers of devices, for `hybridflow plan --what-if`.
+
+        Raises NotPlanned where the planner cannot tell.
+        """
         raise NotPlanned(f"the planner {type(self).__name__} has no what-if")

@@ -1,7 +1,12 @@
-"""Transfer protocols: how a call's arguments reach the ranks of a group, and whose results make up its result.
+"""Transfer protocols: how a call's arguments reach a group's ranks, and who returns its result.
 
-HybridFlow (arXiv:2409.19256), table 3. `distribute` gives one piece per rank, `sources` the ranks whose results count,
-`collect` makes their results, in that order, into one. Batches are split by reference: rows stay where they are.
+They are those of HybridFlow (arXiv:2409.19256), table 3.
+
+    argument  --distribute-->  one piece per rank
+                                    |  the ranks in `called` run the method
+    result    <--collect----   the results of the ranks in `sources`
+
+Batches are split by reference: their rows stay where they are.
 """
 
 from __future__ import annotations
@@ -25,51 +30,70 @@ class GroupShape(Typing):
 class TransferProtocol:
     """The contract; a subclass with a `name` is a plugin of kind "protocol".
 
-    The base sends the same to all and returns the list of all results (ONE_TO_ALL). For a splitting protocol override
-    `parts` and `part_of`; for anything else `distribute`, `called`, `sources`, `collect`.
+    The base sends the same to all ranks and returns the list of all results (ONE_TO_ALL). A
+    protocol that splits batches derives from SplitProtocol; any other one overrides `distribute`,
+    `called`, `sources` and `collect`.
     """
 
     name = "ONE_TO_ALL"
     splits = False
     """Whether batches inside lists and tuples of an argument are distributed one by one."""
 
+    # --- the way there ---
+
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
-        """One piece per rank, for each argument of the call. Only Batches are split; other values go to every rank."""
+        """Return what each rank gets of an argument: the whole value here. SplitProtocol splits
+        Batches.
+
+        Only Batches are split; any other value goes to every rank.
+        """
         return [value] * group.layout.world
 
     def called(self, group: GroupShape) -> Sequence[int]:
-        """The ranks that are called at all."""
+        """Return the ranks that run the method at all."""
         return range(group.layout.world)
 
+    # --- the way back ---
+
     def sources(self, group: GroupShape) -> Sequence[int]:
-        """The ranks whose results are collected, in the order in which `collect` gets them."""
+        """Return the ranks whose results count, in the order in which `collect` gets them."""
         return self.called(group)
 
     def collect(self, group: GroupShape, results: Sequence[Any]) -> Any:
+        """Make one result of those of the sources."""
         return list(results)
 
 
 class SplitProtocol(TransferProtocol):
-    """Splits a batch into `parts` in order; rank r gets part `part_of(r)`; results are put behind one another.
+    """Splits a batch into `parts` in order; rank r gets part `part_of(r)`.
 
-    Uneven batches give parts that differ by one row, and possibly empty ones. A result that is not a Batch comes back
-    as a list, one entry per source; Metrics are merged.
+    Uneven batches give parts that differ by one row, and possibly empty ones. Results that are
+    Batches are concatenated and Metrics are merged; others come back as a list, one per source.
     """
 
     splits = True
 
+    # --- what a subclass defines ---
+
     def parts(self, group: GroupShape) -> int:
+        """Return the number of parts of a batch."""
         raise NotImplementedError
 
     def part_of(self, group: GroupShape, rank: int) -> int:
+        """Return the part that a rank gets."""
         raise NotImplementedError
 
     def source_of(self, group: GroupShape, part: int) -> int:
+        """Return the rank whose result counts for a part."""
         raise NotImplementedError
 
+    # --- what follows from it ---
+
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
+        # Other values are options of the call, which every rank needs.
         if not isinstance(value, Batch):
             return [value] * group.layout.world
+
         pieces = value.split(self.parts(group))
         return [pieces[self.part_of(group, rank)] for rank in range(group.layout.world)]
 
@@ -77,9 +101,10 @@ class SplitProtocol(TransferProtocol):
         return [self.source_of(group, part) for part in range(self.parts(group))]
 
     def collect(self, group: GroupShape, results: Sequence[Any]) -> Any:
-        if results and all(isinstance(r, Batch) for r in results):
+        # References to the parts' rows; nothing is fetched here.
+        if results and all(isinstance(result, Batch) for result in results):
             return Batch.concat(results)
-        if results and all(isinstance(r, Metrics) for r in results):
+        if results and all(isinstance(result, Metrics) for result in results):
             return Metrics.merge(results)
         return list(results)
 
@@ -90,17 +115,16 @@ class AllToAll(TransferProtocol):
     name = "ALL_TO_ALL"
 
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
+        # The message says what came instead: another type, or another number of entries.
         world = group.layout.world
-        if not isinstance(value, (list, tuple)) or len(value) != world:
-            got = (
-                f"{len(value)} entries"
-                if isinstance(value, (list, tuple))
-                else type(value).__name__
-            )
-            raise HybridFlowError(
-                f"ALL_TO_ALL needs a list with one entry for each of the {world} ranks, got {got}"
-            )
-        return value
+        got = type(value).__name__
+        if isinstance(value, (list, tuple)):
+            if len(value) == world:
+                return value
+            got = f"{len(value)} entries"
+        raise HybridFlowError(
+            f"ALL_TO_ALL needs a list with one entry for each of the {world} ranks, got {got}"
+        )
 
 
 class RankZero(TransferProtocol):
@@ -116,11 +140,12 @@ class RankZero(TransferProtocol):
 
 
 class DataParallel(SplitProtocol):
-    """Pure data parallelism: one part per dp rank; groups with tp, pp or cp need THREE_D."""
+    """Pure data parallelism: one part per dp rank. Groups with tp, pp or cp need THREE_D."""
 
     name = "DP"
 
     def parts(self, group: GroupShape) -> int:
+        # With other axes, ranks of one replica would get different rows.
         layout = group.layout
         if layout.world != layout.dp:
             raise HybridFlowError(
@@ -136,7 +161,10 @@ class DataParallel(SplitProtocol):
 
 
 class ThreeD(SplitProtocol):
-    """One part per replica for all its ranks; results from last stage, tp 0, cp 0. DP when tp = pp = cp = 1."""
+    """One part per replica, sent to all its ranks; the same as DP when tp = pp = cp = 1.
+
+    Results come from each replica's last pipeline stage, tp 0, cp 0: it has the model's outputs.
+    """
 
     name = "THREE_D"
 
@@ -151,7 +179,10 @@ class ThreeD(SplitProtocol):
 
 
 class MicroDataParallel(SplitProtocol):
-    """One part per generation replica, dp-major and micro-dp inner; results from the replica's last stage, tp 0."""
+    """One part per generation replica, dp-major and micro-dp inner.
+
+    Results come from each replica's last pipeline stage, tp 0.
+    """
 
     name = "MICRO_DP"
 
@@ -173,7 +204,7 @@ class MicroDataParallel(SplitProtocol):
 
 
 class PipelineOnly(TransferProtocol):
-    """Same data to every rank; results from the tp 0, cp 0, dp 0 rank of every stage, as a list."""
+    """The same to every rank; a list of one result per pipeline stage (from tp 0, cp 0, dp 0)."""
 
     name = "PP_ONLY"
 
@@ -182,7 +213,10 @@ class PipelineOnly(TransferProtocol):
 
 
 class PipelineAsDataParallel(SplitProtocol):
-    """dp x pp parts, dp-major, pp inner: pipeline stages act as more replicas; results from tp 0, cp 0 of each."""
+    """Pipeline stages act as further replicas: dp x pp parts, dp-major and pp inner.
+
+    Results come from tp 0, cp 0 of each.
+    """
 
     name = "PP_AS_DP"
 
@@ -190,10 +224,11 @@ class PipelineAsDataParallel(SplitProtocol):
         return group.layout.dp * group.layout.pp
 
     def part_of(self, group: GroupShape, rank: int) -> int:
-        at = group.layout.coords(rank)
-        return at.dp * group.layout.pp + at.pp
+        coords = group.layout.coords(rank)
+        return coords.dp * group.layout.pp + coords.pp
 
     def source_of(self, group: GroupShape, part: int) -> int:
+        # The inverse of part_of.
         dp, pp = divmod(part, group.layout.pp)
         return group.layout.rank(dp=dp, pp=pp)
 
@@ -201,14 +236,22 @@ class PipelineAsDataParallel(SplitProtocol):
 class Protocol:
     """The eight built-in protocols."""
 
+    # The same for all, or one entry each
     ONE_TO_ALL = TransferProtocol()
     ALL_TO_ALL = AllToAll()
     RANK_ZERO = RankZero()
+
+    # Batches in parts
     DP = DataParallel()
     THREE_D = ThreeD()
     MICRO_DP = MicroDataParallel()
+
+    # By pipeline stage
     PP_ONLY = PipelineOnly()
     PP_AS_DP = PipelineAsDataParallel()
 
 
-BUILT_IN: tuple[TransferProtocol, ...] = tuple(v for k, v in vars(Protocol).items() if k.isupper())
+BUILT_IN: tuple[TransferProtocol, ...] = tuple(
+    protocol for name, protocol in vars(Protocol).items() if name.isupper()
+)
+"""The built-in protocols, in the order of Protocol."""

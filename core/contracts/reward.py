@@ -18,20 +18,23 @@ from hybridflow.core.validators import at_least, non_negative, positive
 class RewardSample:
     """What a reward sees of one response."""
 
+    # The texts, and the row that they come from
     prompt: str
     """Text of the prompt, special tokens removed."""
     response: str
     """Text of the response, special tokens removed."""
     response_ids: np.ndarray
-    """int64 [T], special tokens included."""
+    """Tokens of the response, int64 [T], special tokens included."""
     meta: Mapping[str, Any]
     """The fields of the data's row; `answer` is what is expected."""
+
+    # How the response came to its end
     finish_reason: str = "stop"
-    """ "stop", "length" (cut at the limit) or "abort"."""
+    """Why generation ended: "stop", "length" (cut at the limit) or "abort"."""
     episode_return: float | None = None
-    """Sum of the rewards that an environment gave."""
+    """Sum of the rewards that an environment gave; None without an environment."""
     written: np.ndarray | None = None
-    """bool [T]: tokens that the model wrote, not an environment; None: all."""
+    """Mask, bool [T], of the tokens that the model wrote, not an environment; None: all."""
 
     @property
     def answer(self) -> str:
@@ -39,23 +42,27 @@ class RewardSample:
         answer = self.meta.get("answer")
         if answer is None:
             raise RewardError(
-                f"the row has no answer to compare with (its fields are {', '.join(map(str, self.meta)) or 'none'}); "
+                "the row has no answer to compare with "
+                f"(its fields are {', '.join(map(str, self.meta)) or 'none'}); "
                 'set data.answer, for example data.answer = "{solution}"'
             )
         return str(answer)
 
 
 class Reward(ABC):
-    """Plugin contract. `__init__` takes the options of the configuration as keyword arguments."""
+    """The plugin contract. `__init__` takes the configured options as keyword arguments."""
 
     @abstractmethod
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[Any]:
-        """One finite number per sample, in their order; higher is better. Where the config says per_token, a list of one
-        number per response token for each."""
+        """Return one finite number per sample, in their order; higher is better.
+
+        Where the config says per_token, an entry is a list with one number per response token.
+        """
 
 
 class FunctionReward(Reward):
-    """A plain function `fn(sample, **options) -> number` as a reward (or a list of numbers, see per_token)."""
+    """A plain function `fn(sample, **options)` as a reward; it returns what a Reward does for one
+    sample."""
 
     def __init__(self, function: Callable[..., Any], **options: Any):
         self.function = functools.partial(function, **options) if options else function
@@ -66,14 +73,19 @@ class FunctionReward(Reward):
 
 @attrs.frozen
 class FailureRule:
-    """What a reward function may do when it fails. As it stands a failure ends the run."""
+    """What happens when a reward function fails. By default a failure ends the run."""
 
+    # Each try
     retries: int = attrs.field(default=0, validator=non_negative)
-    """Further tries of a sample that failed."""
+    """Number of further tries of a sample that failed."""
     timeout_s: float | None = attrs.field(default=None, validator=positive)
-    """A try that takes longer has failed; none: it may take for ever."""
+    """Time limit of a try, in seconds; a longer one counts as failed. None sets no limit."""
+
+    # After the last try
     score: float | None = None
-    """What a sample gets whose tries have all failed; the log names it, and the metric <reward>_failed counts. None: the
-    run ends."""
+    """Score of a sample whose tries have all failed; the log names the sample, and the metric
+    <reward>_failed counts it. None ends the run."""
+
+    # All samples
     at_once: int = attrs.field(default=32, validator=at_least(1))
-    """Samples that an `async` function, or one with a timeout, works on at the same time."""
+    """Number of samples that an `async` function, or one with a timeout, works on concurrently."""

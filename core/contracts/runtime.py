@@ -1,4 +1,9 @@
-"""The contract of runtimes: processes that host workers, messages between them, a store for what is large."""
+"""The contract of runtimes: processes that host workers, messages to them, and an object store.
+
+controller --Message-->  Process (one per device of a pool; runs its messages in order)
+           <--reply----
+                         Store (large arrays, left by one process and fetched by another)
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,10 @@ from hybridflow.core.contracts.capabilities import RuntimeCapabilities
 
 @attrs.frozen
 class ResourcePool:
-    """A set of devices. Models placed in one pool share its processes; pools run side by side.
+    """A named set of processes, one per device.
 
-    `devices_per_node=(8, 8)` is two nodes with eight devices; one process per device.
+    The roles placed in a pool share its processes; pools run in parallel. For example,
+    `devices_per_node=(8, 8)` stands for two nodes with eight devices each.
     """
 
     name: str
@@ -23,12 +29,16 @@ class ResourcePool:
 
     @property
     def world(self) -> int:
+        """The number of processes."""
         return sum(self.devices_per_node)
 
 
 @attrs.frozen(eq=False)
 class Label:
-    """One call, as runtimes tell of it; all ranks of the call have the same object."""
+    """The name of one call in a runtime's reports.
+
+    All ranks of a call have the same object: by it a runtime knows which replies belong together.
+    """
 
     role: str
     phase: str
@@ -36,40 +46,50 @@ class Label:
 
 @attrs.frozen
 class Message:
-    """A call for one process: (see core/groups/wire.py) a blob, handles into the store, and replies that must arrive first."""
+    """Carries one call to one process, encoded by core/groups/wire.py."""
 
     blob: bytes
     handles: Sequence[Any] = ()
+    """Handles of the blocks in the store that the call reads."""
     replies: Sequence[Any] = ()
+    """Replies that must arrive before the call can run."""
 
 
 @attrs.define
 class Traffic:
-    """Bytes through the controller since the last `take`: messages out and in, and columns fetched to be read."""
+    """Bytes that passed through the controller since the last `take`."""
 
     sent: int = 0
+    """Bytes of messages to processes."""
     received: int = 0
+    """Bytes of replies."""
     fetched: int = 0
+    """Bytes of columns that the controller fetched to read them."""
 
     def take(self) -> dict[str, int]:
-        values = attrs.asdict(self)
+        """Return the counts and reset them to 0."""
+        counts = attrs.asdict(self)
         self.sent = self.received = self.fetched = 0
-        return values
+        return counts
 
     @property
     def total(self) -> int:
+        """All bytes together."""
         return self.sent + self.received + self.fetched
 
 
 class Process(ABC):
-    """One process of a pool: hosts a core.groups.host.Host and runs its messages one after the other, in the order sent."""
+    """One process of a pool: it holds a core.groups.host.Host and runs its messages in order."""
 
     pool: ResourcePool
     rank: int
 
     @abstractmethod
     def submit(self, message: Message, label: Label) -> Any:
-        """Send a call; return at once with a reference to the reply (hashable; other messages may name it)."""
+        """Send a call; return at once with a reference to the reply.
+
+        The reference is hashable, and other messages may name it.
+        """
 
 
 class RuntimeSettings:
@@ -80,7 +100,7 @@ class RuntimeSettings:
 
 
 def runtime_settings(config: Any) -> RuntimeSettings:
-    """A runtime's config where it says what it needs, else what the base says."""
+    """Return a runtime's config if it derives from RuntimeSettings, else the defaults."""
     return config if isinstance(config, RuntimeSettings) else RuntimeSettings()
 
 
@@ -88,10 +108,10 @@ class Store(Typing):
     """Where blocks of arrays are left for other processes."""
 
     def put(self, block: list[Any]) -> Any:
-        """Leave a block; a handle that travels."""
+        """Leave a block; return a handle that can be sent to other processes."""
 
     def get(self, handle: Any) -> list[Any]:
-        """The block behind a handle, not to be changed."""
+        """Return the block behind a handle, not to be changed."""
 
 
 class Runtime(ABC):
@@ -100,26 +120,26 @@ class Runtime(ABC):
     Config: ClassVar[type | None] = None
     """Its settings: a frozen attrs class derived from RuntimeSettings."""
     capabilities: ClassVar[RuntimeCapabilities] = RuntimeCapabilities()
-    """Of a plugin that is registered in one line; a Descriptor has its own."""
+    """Capabilities of a plugin that is registered in one line; a Descriptor has its own."""
 
     def __init__(self, config: Any):
         self.config = config
         self.traffic = Traffic()
 
+    # --- processes ---
+
     @abstractmethod
     def start(self) -> None:
-        """Connect or start what processes need. Raises HybridFlowError with what to do."""
+        """Connect to, or start, what processes need.
+
+        Raises HybridFlowError that says what to do.
+        """
 
     @abstractmethod
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
-        """One process per device of the pool, each with a Host that has joined the pool's torch.distributed group."""
+        """Start one process per device of the pool.
 
-    @abstractmethod
-    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
-        """The reply's (blob, handles, failed), as Host.call made it.
-
-        Raises WorkerDied if its process, or one that it may wait for, is gone. Where it may never come because a rank
-        of some call failed while its peers wait for that rank, the failed reply is given in its place.
+        Each has a Host that has joined the pool's torch.distributed group.
         """
 
     @abstractmethod
@@ -133,8 +153,24 @@ class Runtime(ABC):
     def shutdown(self) -> None:
         """End every process that this runtime started; safe to call twice."""
 
-    # The Store, as the controller sees it
+    # --- replies ---
+
     @abstractmethod
-    def put(self, block: list[Any]) -> Any: ...
+    def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
+        """Wait for a reply; return its (blob, handles, failed), as Host.call made it.
+
+        Raises WorkerDied if its process, or one that it may wait for, is gone.
+
+        A rank that failed leaves its peers waiting in a collective call, and their replies never
+        come. Its failed reply is then returned in place of theirs.
+        """
+
+    # --- the store (Store), as the controller sees it ---
+
     @abstractmethod
-    def get(self, handle: Any) -> list[Any]: ...
+    def put(self, block: list[Any]) -> Any:
+        """Leave a block; return its handle."""
+
+    @abstractmethod
+    def get(self, handle: Any) -> list[Any]:
+        """Return the block behind a handle, not to be changed."""

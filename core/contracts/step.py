@@ -1,6 +1,7 @@
-"""What a step works with: data, roles with their verbs, numerical work on a worker, mini-batches, metrics.
+"""What an algorithm's step works with: prompts, roles with their verbs, numerical work, metrics.
 
-`hybridflow.core.context` has it for a run; a planner that follows a step without running it brings its own.
+`hybridflow.core.context` implements StepContext for a run. A planner that follows a step without
+running it brings an implementation of its own.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.values.batch import Batch
 
 Pair = tuple[Batch, Loss]
-"""A mini-batch and the loss that is taken on it."""
+"""A mini-batch and the loss that is computed on it."""
 
 
 class Pending(Typing):
-    """The result of a call that is no Batch."""
+    """The result of a call that returns no Batch."""
 
     def result(self) -> Any:
-        """Wait for it. Raises the WorkerError of the first rank that failed."""
+        """Wait for the result. Raises the WorkerError of the first rank that failed."""
 
 
 class RoleHandle(Typing):
-    """A role, as a step sees it. Each verb returns at once; results are references."""
+    """A role as a step sees it. Each verb returns at once; its result is a reference."""
 
     role: Role
+
+    # --- verbs that add columns to a batch ---
 
     def generate(
         self,
@@ -38,38 +41,49 @@ class RoleHandle(Typing):
         sampling: SamplingParams | None = None,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:
-        """The prompts with response_ids, rollout_logprobs, loss_mask, weight_version, finish_reason, sample_id; with an
-        environment also turn, episode_return, turn_rewards and turn_states.
+        """Generate responses; first sync the engine if the trained weights are newer than its own.
 
-        Syncs the engine first if the weights are newer. greedy: the most likely token each time (ReMax's baseline).
-        max_tokens: a limit per `sample_id` modulo its length; by default sampling.max_tokens.
+        Returns the prompts with response_ids, rollout_logprobs, loss_mask, weight_version,
+        finish_reason and sample_id; with an environment also turn, episode_return, turn_rewards
+        and turn_states.
+
+        greedy: take the most likely token each time (ReMax's baseline).
+        max_tokens: length limits of responses, in tokens; a row's limit is the one at index
+            `sample_id` modulo their number. By default sampling.max_tokens limits all of them.
         """
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
-        """Column `role.column` (old_logprobs, ref_logprobs, ...), float32 per response token; entropy, topk_* on demand."""
+        """Compute column `role.column` (old_logprobs, ref_logprobs, ...): float32, per token.
+
+        `entropy` adds the column of that name; `topk` > 0 adds topk_ids and topk_logprobs.
+        """
 
     def values(self, batch: Batch) -> Batch:
-        """Column `role.column` (values, cost_values): V of the state before each response token."""
+        """Compute column `role.column` (values, cost_values): V of the state before each token."""
 
     def score(self, batch: Batch) -> Batch:
-        """Column `role.column` (scores, costs), float32 per row."""
+        """Compute column `role.column` (scores, costs): float32, one per row."""
+
+    # --- verbs that work on the weights ---
 
     def update(self, pairs: Sequence[Pair] | Pair) -> Pending:
-        """One optimizer step over one or more (mini-batch, loss) pairs. The result is Metrics."""
+        """Take one optimizer step over one or more (mini-batch, loss) pairs; gives Metrics."""
 
     def loss(self, batch: Batch, loss: Loss) -> Pending:
-        """The loss without an update. The result is Metrics."""
+        """Compute the loss without an update; gives Metrics."""
 
     def sync(self) -> Pending:
-        """Bring the trained weights to the rollout engine now (generate does it when it must)."""
+        """Bring the trained weights to the rollout engine now (`generate` does it when it must)."""
 
 
 class StepContext(Typing):
-    """`ctx` of Algorithm.step. Roles are attributes: ctx.actor, ctx.critic, ctx.ref, ctx.reward, ..."""
+    """The `ctx` of Algorithm.step. Roles are attributes: ctx.actor, ctx.critic, ctx.ref, ..."""
+
+    # --- the run ---
 
     @property
     def roles(self) -> Mapping[str, RoleHandle]:
-        """By name."""
+        """The roles of the run, by name."""
 
     sampling: SamplingParams
     """How responses are sampled in this run."""
@@ -77,33 +91,42 @@ class StepContext(Typing):
     """Number of the current step, from 1."""
 
     def __getattr__(self, name: str) -> RoleHandle:
-        """A role. Raises AttributeError for one that the run does not have."""
+        """Return a role. Raises AttributeError for one that the run does not have."""
+
+    # --- data and numerical work ---
 
     def prompts(self, count: int, data: str = "train") -> Batch:
-        """The next `count` rows of the data, or of another of the algorithm's `data_sets`.
+        """Draw the next `count` rows of [data], or of another of the algorithm's `data_sets`.
 
-        prompt_ids, group (a number per drawn row), meta; with response templates also response_ids and loss_mask; with
-        data.rejected two rows each, and pair and preferred. Call it again to draw more (DAPO).
+        Columns: prompt_ids, group (one number per drawn row) and meta. Data with responses adds
+        response_ids and loss_mask. With data.rejected each drawn row gives two sequences, with the
+        columns pair and preferred. Call it again to draw more (DAPO does).
         """
 
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:
-        """Numerical work on the whole batch, as one task on one worker that pulls only the columns it names.
+        """Run numerical work on the whole batch: one task on one worker.
 
-        `function`'s parameters are column names: per-token columns arrive padded [B, T, ...] (0 on the right), per-row
-        ones [B, ...], objects as lists; a parameter with a default may be missing. It returns a dict: [B, T, ...]
-        tensors become per-token columns, [B] tensors per-row ones, numbers become metrics.
+        The names of `function`'s parameters are columns, and only these travel to the worker.
+        Per-token columns arrive padded, [B, T, ...] with 0 on the right; per-row columns as
+        [B, ...]; objects as lists. A parameter with a default may be missing from the batch.
+
+        `function` returns a dict: [B, T, ...] tensors become per-token columns, [B] tensors
+        per-row columns, and plain numbers become metrics.
         """
 
     def minibatches(
         self, batch: Batch, size: int, epochs: int = 1, unit: int = 1
     ) -> Iterator[Batch]:
-        """Every row once per epoch, in a new random order, `size` rows at a time (the last may be smaller).
+        """Yield mini-batches of `size` rows (the last may be smaller), in a new order each epoch.
 
-        Runs of `unit` neighbouring rows stay together. A batch that is one mini-batch keeps its order.
+        Every row comes once per epoch. Runs of `unit` neighbouring rows stay together. A batch that
+        is one mini-batch keeps its order.
         """
 
+    # --- metrics ---
+
     def log(self, **values: float) -> None:
-        """Report figures of this step."""
+        """Report metrics of this step."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """What is called within is left out of the step's metrics (a baseline's responses and scores)."""
+        """Leave the calls made in this context out of the step's metrics (a baseline's, say)."""

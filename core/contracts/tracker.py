@@ -1,4 +1,4 @@
-"""The contract of trackers: where metrics go."""
+"""The contract of trackers: where metrics are written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 
 class Tracker(ABC):
-    """A plugin of kind "tracker". Lives on the controller."""
+    """A plugin of kind "tracker". It lives on the controller."""
 
     Config: ClassVar[type | None] = None
-    """Its settings, a frozen attrs class; they stand beside its name in run.trackers. None: it has none."""
+    """Its settings, a frozen attrs class; they stand beside its name in run.trackers. None: it has
+    no settings."""
 
     def __init__(self, config: Any = None):
         """`config`: an instance of its Config."""
@@ -20,11 +21,14 @@ class Tracker(ABC):
 
     @abstractmethod
     def start(self, folder: Path, step: int) -> None:
-        """Write into the run's folder; a resumed run goes on after `step`, and what was logged of later steps goes."""
+        """Begin to write into the run's folder.
+
+        A resumed run continues after `step`: what was logged of later steps is removed.
+        """
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step."""
+        """Record the metrics of a step."""
 
     def close(self) -> None:  # noqa: B027
-        """The run is over."""
+        """Finish: the run is over."""

@@ -1,4 +1,8 @@
-"""The contract of training backends: forward, forward-backward, optimizer step, and who holds which weights."""
+"""The contract of training backends.
+
+A backend runs a model forward and backward, steps its optimizer, saves and loads it, and says which
+rank holds which part of the weights.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +42,21 @@ def _fraction(instance: Any, attribute: attrs.Attribute[float], value: float) ->
 class OptimizerConfig:
     """AdamW (arXiv:1711.05101) with warm-up, decay and gradient clipping."""
 
+    # Updates
     lr: float = attrs.field(default=1e-6, validator=_positive)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the running means of the gradient and of its square."""
     eps: float = 1e-8
+    """Term added to the denominator of the update, for numerical stability."""
     weight_decay: float = 0.0
+    """Decoupled weight decay; 0 is off."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global L2 norm; 0 is off."""
+    # Schedule of the learning rate
     warmup_steps: int = 0
-    """Optimizer steps over which lr rises linearly: lr/warmup_steps in the first, lr in the last of them."""
+    """Optimizer steps over which the learning rate rises linearly: it is lr/warmup_steps in the
+    first of them and lr in the last."""
     schedule: str = attrs.field(
         default="constant", validator=attrs.validators.in_(("constant", "linear", "cosine"))
     )
@@ -54,55 +64,77 @@ class OptimizerConfig:
     total_steps: int = 0
     """Optimizer steps of the whole run, for linear and cosine."""
     min_lr_ratio: float = attrs.field(default=0.0, validator=_fraction)
+    """Final learning rate of linear and cosine, as a fraction of lr."""
 
     def __attrs_post_init__(self) -> None:
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"schedule {self.schedule!r} needs total_steps > warmup_steps, got {self.total_steps} and "
-                f"{self.warmup_steps}"
+                f"schedule {self.schedule!r} needs total_steps > warmup_steps, "
+                f"got {self.total_steps} and {self.warmup_steps}"
             )
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of optimizer step `step` (from 0)."""
+        """Return the learning rate of optimizer step `step` (from 0).
+
+        With progress p, from 0 at the end of the warm-up to 1 at total_steps, the rate after the
+        warm-up is lr * (m + (1 - m) * d): m = min_lr_ratio, d = 1 - p for linear and
+        (1 + cos(pi * p)) / 2 for cosine.
+        """
+        # Step 0 is not free: its rate is the first of warmup_steps equal rises.
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
             return self.lr
-        done = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
-        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(done * math.pi))
-        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
+
+        # Steps after total_steps stay at the end of the schedule.
+        decay_steps = max(self.total_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / decay_steps, 1.0)
+        decay = 1 - progress
+        if self.schedule == "cosine":
+            decay = 0.5 * (1 + math.cos(progress * math.pi))
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
 
 @attrs.frozen(eq=False)
 class MicroBatch:
-    """Rows for one forward. `ids` [B, S] int64: prompt then response, filled with 0 on the right.
+    """The rows of one forward pass: B rows, padded to S tokens.
 
-    Position of response token t of row i is prompt_lengths[i] + t (every prompt has a token); T = longest response. A
-    dummy (one row of two tokens that counts for nothing) keeps the number of forwards equal over ranks.
+    Response token t of row i stands at position prompt_lengths[i] + t (every prompt has a token);
+    T is the length of the longest response.
+
+        ids[i]    p p p p r r r 0 0     p: prompt, r: response, 0: padding
+
+    A dummy (one row of two tokens that counts for nothing) keeps the number of forward passes equal
+    over ranks.
     """
 
     ids: torch.Tensor
-    """On the device."""
+    """Tokens, int64 [B, S], on the device: prompt then response, 0 on the right."""
     prompt_lengths: torch.Tensor
-    """int64 [B], on the CPU, as response_lengths: shapes and indices made of them cost no synchronisation."""
+    """Lengths of the prompts, int64 [B]. They are on the CPU, as response_lengths are, so that
+    shapes and indices made of them cost no synchronisation with the device."""
     response_lengths: torch.Tensor
+    """Lengths of the responses, int64 [B], on the CPU."""
     topk_ids: torch.Tensor | None = None
-    """int64 [B, T, K], on the device: where outputs["topk_logprobs"] are asked for."""
+    """Ids at which outputs["topk_logprobs"] is asked for, int64 [B, T, K], on the device."""
     dummy: bool = False
     extras: Mapping[str, Column] = attrs.field(factory=dict)
-    """The rows' columns that the backend declares (TrainingCapabilities.extras), as they are; none of a dummy."""
+    """The columns that the backend declares (TrainingCapabilities.extras), unchanged; none for a
+    dummy."""
 
     @property
     def width(self) -> int:
-        """T."""
+        """T, the length of the longest response."""
         return int(self.response_lengths.max()) if len(self.response_lengths) else 0
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(row, t), int64 [N] on the CPU, of the N response tokens, row by row."""
+        """The (row, t) of the N response tokens, row by row: two int64 [N] on the CPU."""
+        # t counts from the row's first token, so each row's start is taken off a running number.
         lengths = self.response_lengths
         rows = torch.repeat_interleave(lengths)
-        return rows, torch.arange(len(rows)) - (lengths.cumsum(0) - lengths)[rows]
+        row_starts = lengths.cumsum(0) - lengths
+        return rows, torch.arange(len(rows)) - row_starts[rows]
 
 
 OUTPUTS = {
@@ -110,29 +142,33 @@ OUTPUTS = {
     "value": ("values",),
     "score": ("scores",),
 }
-"""What a model of each kind can be asked for, beside topk:K of a policy."""
+"""Kind of model -> the outputs that it has; a policy also has topk:K for any K."""
 
 
 def check_needs(kind: str, needs: Sequence[str]) -> None:
     """Raise HybridFlowError for an output that a model of this kind does not have."""
     for need in needs:
         if need not in OUTPUTS[kind] and not (kind == "policy" and need.startswith("topk:")):
-            has = ", ".join(OUTPUTS[kind]) + (", topk:K" if kind == "policy" else "")
-            raise HybridFlowError(f"a {kind} model has no output {need!r}; it has {has}")
+            outputs = ", ".join(OUTPUTS[kind]) + (", topk:K" if kind == "policy" else "")
+            raise HybridFlowError(f"a {kind} model has no output {need!r}; it has {outputs}")
 
 
 LossFunction = Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
-"""(number of the micro-batch, outputs with gradients) -> this micro-batch's share of the loss, a scalar."""
+"""(index of the micro-batch, outputs with gradients) -> its share of the loss, a scalar."""
 
 
 class TrainingSettings:
-    """Base of a training backend's `Config`: what can be said of a model before it is built, and without the backend's library.
+    """Base of a training backend's `Config`: what is known of a model before it is built.
 
-    As it stands: data parallelism alone, the whole model in float32 on every rank.
+    It must not need the backend's library. The defaults describe data parallelism alone: every rank
+    holds the whole model in float32.
     """
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
-        """The shape of a model by the fields of its config. Raises ConfigError for an architecture that is not known."""
+        """Return a model's shape by the fields of its config.
+
+        Raises ConfigError for an unknown architecture.
+        """
         raise ConfigError(
             "the backend does not say the shapes of its models (TrainingSettings.model_shape)"
         )
@@ -140,90 +176,112 @@ class TrainingSettings:
     def example_config(
         self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int
     ) -> dict[str, Any]:
-        """The fields of a small model's config, for measurements (`hybridflow calibrate`). Raises ConfigError."""
+        """Return the config fields of a small model, for measurements (`hybridflow calibrate`).
+
+        Raises ConfigError where the backend has none.
+        """
         raise ConfigError(
             "the backend names no model to measure with (TrainingSettings.example_config)"
         )
 
     def execution(self, trained: bool) -> Execution:
-        """How passes are computed."""
+        """Return how the passes of a trained, or of a frozen, model are computed."""
         return Execution()
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        """Whether a model of this shape can be laid out so."""
+        """Return whether a model of this shape can be laid out so."""
         return layout.world == layout.dp
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
-        """What a rank holds and moves; `micro_batches` is how many an update (or a pass) has on a dp rank."""
-        weights = 4.0 * size.params
+        """Return the memory that a rank needs and the bytes that it moves.
+
+        `micro_batches` is the number per update (or pass) and dp rank.
+        """
+        weights = 4.0 * size.params  # float32
         if not trained:
             return Footprint(resident=weights)
-        learnt = weights * size.trained_share
+
+        # AdamW has two moments per trained weight. Its step reads weight, gradient and both
+        # moments, and writes weight and moments: seven accesses.
+        trained_weights = weights * size.trained_share
         return Footprint(
-            resident=weights + 2 * learnt,
-            training=(Phase(learnt, "forward"), Phase(learnt, "backward")),
-            update=(Collective("all_reduce", learnt, layout.dp, layout.tp * layout.pp),),
-            step_traffic=7 * learnt,
+            resident=weights + 2 * trained_weights,
+            training=(Phase(trained_weights, "forward"), Phase(trained_weights, "backward")),
+            update=(Collective("all_reduce", trained_weights, layout.dp, layout.tp * layout.pp),),
+            step_traffic=7 * trained_weights,
         )
 
     def planned_layout(
         self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype
     ) -> WeightLayout:
-        """Which boxes each rank will hold. Raises ConfigError for a layout that cannot be."""
-        held = {name: (Box.full(param.shape),) for name, param in shape.params(dtype).items()}
-        return WeightLayout(
-            shape.params(dtype), dict.fromkeys(range(layout.world), held), shape.ties
-        )
+        """Return the boxes that each rank will hold.
+
+        Raises ConfigError for an impossible layout.
+        """
+        # Data parallelism: whole parameters, everywhere.
+        params = shape.params(dtype)
+        boxes = {name: (Box.full(param.shape),) for name, param in params.items()}
+        return WeightLayout(params, dict.fromkeys(range(layout.world), boxes), shape.ties)
 
 
 def training_settings(config: Any) -> TrainingSettings:
-    """A backend's config where it says what it needs, else what the base says."""
+    """Return a backend's config if it derives from TrainingSettings, else the defaults."""
     return config if isinstance(config, TrainingSettings) else TrainingSettings()
 
 
 class TrainingBackend(ABC):
-    """A model (policy, value or score) on the ranks of a group, with its optimizer if it is trained.
+    """A model (policy, value or score) on the ranks of a group, and its optimizer if it is trained.
 
-    Every rank makes the same calls with the same number of micro-batches. Outputs, aligned to response tokens:
-    `logprobs`, `entropy` [B, T] of softmax(logits / temperature), `values` [B, T] (of the state before token t),
-    `scores` [B] (at the last token), `topk_logprobs` [B, T, K]; `topk:K` gives `topk_ids` and `topk_logprobs` of the K
-    largest.
+    Every rank makes the same calls with the same number of micro-batches. Outputs are aligned to
+    response tokens, and `needs` names those that a pass computes:
+
+        logprobs       [B, T]     of softmax(logits / temperature), at the response's tokens
+        entropy        [B, T]     of the same distribution
+        values         [B, T]     of the state before token t
+        scores         [B]        at the last token
+        topk_logprobs  [B, T, K]  at MicroBatch.topk_ids
+        topk:K                    gives topk_ids and topk_logprobs of the K largest
     """
 
     Config: ClassVar[type | None] = None
     """Its settings: a frozen attrs class derived from TrainingSettings."""
     capabilities: ClassVar[TrainingCapabilities] = TrainingCapabilities()
-    """Of a plugin that is registered in one line; a Descriptor has its own."""
+    """Capabilities of a plugin that is registered in one line; a Descriptor has its own."""
 
     def __init__(
         self, model: ModelSpec, config: Any, optimizer: OptimizerConfig | None, context: RankContext
     ):
-        """`config`: this backend's own Config; `optimizer`: None for a frozen model."""
-        self.model_spec, self.config, self.optimizer_config, self.context = (
-            model,
-            config,
-            optimizer,
-            context,
-        )
+        """`config`: an instance of this backend's Config; `optimizer`: None for a frozen model."""
+        self.model_spec = model
+        self.config = config
+        self.optimizer_config = optimizer
+        self.context = context
         self.version = 0
-        """Optimizer steps taken: the version of the weights."""
+        """Number of optimizer steps taken: the version of the weights."""
+
+    # --- making the model ---
 
     @classmethod
     def problems(cls, config: Any, layout: ParallelLayout, kind: str) -> list[str]:
-        """What cannot work for this config, layout and kind of model; said before anything starts."""
+        """List why this config, layout and kind of model cannot work; asked before a run starts."""
         return []
 
     @abstractmethod
     def build(self) -> None:
         """Make the model with its weights, sharded, and the optimizer. A collective call."""
 
+    # --- passes and updates ---
+
     @abstractmethod
     def forward(
         self, micros: Sequence[MicroBatch], needs: Sequence[str], temperature: float = 1.0
     ) -> list[dict[str, torch.Tensor]]:
-        """Outputs per micro-batch, without gradients, float32, on every tp rank (on the last stage only under pp)."""
+        """Return the outputs of each micro-batch: float32, without gradients.
+
+        Every tp rank has them; under pipeline parallelism only those of the last pipeline stage.
+        """
 
     @abstractmethod
     def forward_backward(
@@ -233,54 +291,71 @@ class TrainingBackend(ABC):
         loss: LossFunction,
         temperature: float = 1.0,
     ) -> None:
-        """Add the gradients of the sum of the losses over micro-batches and dp ranks to those already there.
+        """Accumulate gradients of the losses' sum over micro-batches and dp ranks.
 
-        What `loss` returns has gradients, of dummies and where all weights are 0 too: the ranks' backwards must meet.
+        What `loss` returns has gradients, for dummies and where all weights are 0 too: the backward
+        passes of the ranks must meet.
         """
 
     @abstractmethod
     def optim_step(self) -> Metrics:
-        """Clip, step, clear the gradients, add one to `version`. Metrics: grad_norm (before clipping), lr.
+        """Clip, step, clear the gradients, and add one to `version`.
 
-        When the norm is not finite (which every rank sees alike) only the gradients are cleared: the caller raises.
+        The metrics are grad_norm (before clipping) and lr. When the norm is not finite (all ranks
+        see the same norm) only the gradients are cleared, and the caller raises.
         """
+
+    # --- access to the weights ---
 
     @abstractmethod
     def layout(self) -> WeightLayout:
-        """Which boxes of each canonical parameter each rank holds."""
+        """Return which boxes of each canonical parameter each rank holds."""
 
     @abstractmethod
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
-        """What this rank holds: canonical name, box, and a view of the storage. Every rank calls it, and reads to its end.
+        """Yield what this rank holds: canonical name, box, and a view of the storage.
 
-        A LazyShard where what is held is not what an engine gets (adapters are merged).
+        Every rank calls it, and reads to its end. The shard is a LazyShard where the stored values
+        are not those that an engine gets (adapters are merged, say).
         """
 
     def adopt(self, name: str, storage: torch.Tensor) -> bool:
-        """Keep a whole parameter in `storage` (a rollout engine's) from now on, with the values that it has here.
+        """Keep a whole parameter, with its present values, in `storage` (an engine's) from now on.
 
-        False, and nothing changed, where that cannot be: another dtype, shape or device, or shards.
+        Returns False, with nothing changed, where that is impossible: the dtype, shape or device
+        differ, or this rank holds a shard only.
         """
         return False
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole canonical parameters, one after the other, on every rank. A collective call, to be read to its end.
+        """Yield the whole canonical parameters, one after the other, on every rank.
 
-        A tensor may be the storage itself (on one rank, say), and is good until the next one: copy what you keep.
+        A collective call, to be read to its end. A tensor may be the storage itself (on one rank,
+        say) and is valid until the next one is asked for: copy what you keep.
         """
+
+    # --- files ---
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Sharded weights, optimizer and counters. A collective call; the folder is new."""
+        """Write sharded weights, optimizer and counters into a new folder. A collective call."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """What `save` wrote, bit for bit, on any number of ranks. Raises CheckpointError when it cannot be read."""
+        """Restore what `save` wrote, bit for bit, on any number of ranks.
+
+        Raises CheckpointError when it cannot be read.
+        """
 
     @abstractmethod
     def export_hf(self, folder: Path) -> None:
-        """config.json and model.safetensors under canonical names; written by rank 0. A collective call."""
+        """Write config.json and model.safetensors with canonical names, on rank 0.
+
+        A collective call.
+        """
+
+    # --- memory ---
 
     def offload(self) -> None:  # noqa: B027
         """Move weights and optimizer off the device while others use it."""

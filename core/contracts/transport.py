@@ -1,4 +1,8 @@
-"""The contract of weight transports: how a round's messages get from rank to rank."""
+"""The contract of weight transports: how a round's messages get from rank to rank.
+
+A round is a set of messages that are under way together. Every rank calls `start` with what it
+sends and what it awaits, then `wait` on the Pending that it gets.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +20,19 @@ from hybridflow.core.contracts.runtime import Store
 
 @attrs.frozen(eq=False)
 class Link:
-    """What a rank has to reach the others by. Ranks are the plan's."""
+    """How a rank can reach the others. Ranks are numbered as in the resharding plan."""
 
+    # The ranks
     rank: int
     ranks: Sequence[int]
     """All ranks of the plan."""
     device: torch.device
+
+    # What connects them
     group: dist.ProcessGroup | None = None
-    """A process group of all of them, in this order; None between pools, and for one rank."""
+    """A process group of all ranks, in this order; None between pools, and for one rank."""
     grouped: bool = True
-    """Whether all ranks are in one group (then `group` is it, or there is one rank)."""
+    """Whether all ranks are in one process group (then `group` is it, or there is one rank)."""
     nodes: Mapping[int, str] = attrs.field(factory=dict)
     """Rank -> the node it runs on."""
     store: Store | None = None
@@ -33,17 +40,19 @@ class Link:
 
     @property
     def one_node(self) -> bool:
+        """Whether all ranks run on one node."""
         return len(set(self.nodes.values())) <= 1
 
 
 class Pending(ABC):
-    """Messages on their way."""
+    """The messages of a round, on their way."""
 
     @abstractmethod
     def wait(self) -> dict[int, torch.Tensor]:
-        """The received messages by sender: uint8 [n], on the link's device, good until the next round's are waited for.
+        """Return the received messages by sender: uint8 [n], on the link's device.
 
-        After it the sent tensors may be changed.
+        They are valid until the next round's messages are waited for. Once it returns, the sent
+        tensors may be changed.
         """
 
 
@@ -53,32 +62,42 @@ class Transport(ABC):
     crosses_pools: ClassVar[bool] = False
     """Whether it is a Mailbox, which needs no common process group."""
     Config: ClassVar[type | None] = None
-    """Its settings, a frozen attrs class; they stand beside its name in sync.transport. None: it has none."""
+    """Its settings, a frozen attrs class; they stand beside its name in sync.transport. None: it
+    has no settings."""
     capabilities: ClassVar[TransportCapabilities] = TransportCapabilities()
-    """Of a plugin that is registered in one line; a Descriptor has its own."""
+    """Capabilities of a plugin that is registered in one line; a Descriptor has its own."""
 
     def __init__(self, link: Link, config: Any = None):
         """`config`: an instance of its Config."""
-        self.link, self.config = link, config
+        self.link = link
+        self.config = config
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        """Why it cannot serve these ranks; None if it can."""
+        """Return why it cannot serve these ranks; None if it can."""
         return None
 
     @abstractmethod
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:
-        """Begin a round. outgoing: receiver -> message (uint8 [n], contiguous, on the device; several receivers may share
-        one tensor); incoming: sender -> bytes. Up to two rounds are under way at a time."""
+        """Begin a round. At most two rounds are under way at a time.
+
+        outgoing: receiver -> message (uint8 [n], contiguous, on the device). Several receivers may
+            share one tensor.
+        incoming: sender -> number of bytes.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Give up what is held; after the last round of all ranks."""
+        """Release what is held; called after the last round of all ranks."""
 
 
 class Mailbox(Transport):
-    """A transport that leaves messages where receivers fetch them: no process group is needed to move bytes.
+    """A transport that leaves messages where receivers fetch them, without a process group.
 
-    Within one group the tickets go over the group; between pools the controller carries them.
+        sender: put(message) -> ticket  ......  receiver: get(ticket) -> message
+        sender: drop(ticket) once all have fetched it
+
+    Within one process group the tickets travel over the group; between pools the controller
+    carries them.
     """
 
     crosses_pools = True
@@ -86,28 +105,37 @@ class Mailbox(Transport):
     def __init__(self, link: Link, config: Any = None):
         super().__init__(link, config)
         self._left: list[list[Any]] = []
+        """The tickets of this rank's messages that are not yet dropped, by round."""
+
+    # --- what a subclass defines ---
 
     @abstractmethod
     def put(self, message: torch.Tensor) -> Any:
-        """Leave a message; a ticket (picklable) for those who fetch it."""
+        """Leave a message; return a picklable ticket for those who fetch it."""
 
     @abstractmethod
     def get(self, ticket: Any, nbytes: int) -> torch.Tensor:
-        """The message, uint8 [nbytes], on the link's device."""
+        """Return the message, uint8 [nbytes], on the link's device."""
 
     @abstractmethod
     def drop(self, ticket: Any) -> None:
-        """Forget a message that this rank left, after all have fetched it."""
+        """Delete a message that this rank left, after all have fetched it."""
+
+    # --- what follows from it ---
 
     def post(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-        """Leave a round's messages: receiver -> ticket. A tensor that several receivers share is left once."""
-        made: dict[int, Any] = {}
+        """Leave a round's messages; return the tickets by receiver.
+
+        A tensor that several receivers share is left once.
+        """
+        ticket_of: dict[int, Any] = {}  # by id() of the tensor
         tickets = {}
         for receiver, message in outgoing.items():
-            if id(message) not in made:
-                made[id(message)] = self.put(message)
-            tickets[receiver] = made[id(message)]
-        self._left.append(list(made.values()))
+            if id(message) not in ticket_of:
+                ticket_of[id(message)] = self.put(message)
+            tickets[receiver] = ticket_of[id(message)]
+
+        self._left.append(list(ticket_of.values()))
         return tickets
 
     def forget(self, keep: int = 0) -> None:
@@ -117,26 +145,41 @@ class Mailbox(Transport):
                 self.drop(ticket)
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:
+        # Every rank tells all others where its messages lie.
         tickets = self.post(outgoing)
-        every: list[Any] = [None] * len(self.link.ranks)
+        all_tickets: list[Any] = [None] * len(self.link.ranks)
         if self.link.group is not None:
-            dist.all_gather_object(every, tickets, group=self.link.group)
-        # All ranks have begun this round, so they have ended the one before the last: two are under way at most.
+            dist.all_gather_object(all_tickets, tickets, group=self.link.group)
+
+        # All ranks have begun this round, and at most two are under way: what came before the
+        # previous round has been fetched.
         self.forget(keep=2)
-        at = {rank: i for i, rank in enumerate(self.link.ranks)}
-        return _Fetch(self, {s: (every[at[s]][self.link.rank], n) for s, n in incoming.items()})
+
+        # Of the tickets of each sender, the one for this rank.
+        positions = {rank: i for i, rank in enumerate(self.link.ranks)}
+        own_tickets = {
+            sender: (all_tickets[positions[sender]][self.link.rank], nbytes)
+            for sender, nbytes in incoming.items()
+        }
+        return _Fetch(self, own_tickets)
 
     def close(self) -> None:
+        # No message is dropped before every rank has fetched its own.
         if self.link.group is not None and self._left:
             dist.barrier(group=self.link.group)
         self.forget()
 
 
+@attrs.frozen
 class _Fetch(Pending):
-    def __init__(self, mailbox: Mailbox, tickets: Mapping[int, tuple[Any, int]]):
-        self._mailbox, self._tickets = mailbox, tickets
+    """Messages that lie in a mailbox."""
+
+    mailbox: Mailbox
+    tickets: Mapping[int, tuple[Any, int]]
+    """sender -> (ticket, number of bytes)."""
 
     def wait(self) -> dict[int, torch.Tensor]:
         return {
-            sender: self._mailbox.get(ticket, n) for sender, (ticket, n) in self._tickets.items()
+            sender: self.mailbox.get(ticket, nbytes)
+            for sender, (ticket, nbytes) in self.tickets.items()
         }

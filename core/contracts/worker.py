@@ -1,4 +1,8 @@
-"""The program that every rank of a group runs, and how its methods are called from the controller."""
+"""The program that every rank of a group runs, and how its methods are called from the controller.
+
+A worker class derives from Worker and marks with `@register` what the controller may call. Each
+rank holds one instance, which finds its place among the others in its RankContext.
+"""
 
 from __future__ import annotations
 
@@ -14,88 +18,111 @@ from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.values.parallel import Coords, GenerationLayout, ParallelLayout
 
 EVERY_AXIS = "tp-cp-pp-dp"
-"""Names the group of all ranks of a layout."""
+"""The axis name under which `RankContext.group` gives the process group of all ranks."""
 
 
 @attrs.define(eq=False)
 class RankContext:
-    """Where this worker is: its rank and coordinates, its device, and process groups made on demand."""
+    """The place of a worker: its rank, coordinates and device, and its process groups."""
 
+    # Who this is
     role: str
+    """Name of the role that this worker serves."""
     rank: int
+    """Number of this rank within its group, from 0."""
+
+    # Where it works
     layout: ParallelLayout
+    """Layout of the whole group."""
     device: torch.device
     seed: int = 0
+    """Seed of the run; it is the same on every rank."""
     generation: GenerationLayout | None = None
+    """Layout of generation, where the role has a rollout engine."""
     store: Store | None = attrs.field(default=None, repr=False)
     """The runtime's object store."""
     _groups: dict[str, dist.ProcessGroup | None] = attrs.field(factory=dict, repr=False)
+    """The process groups made up to now, by axis."""
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the group."""
         return self.layout.world
 
     @property
     def coords(self) -> Coords:
+        """The coordinates of this rank in the layout."""
         return self.layout.coords(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of an axis of the layout ("dp", "tp", "cp-dp", ...), or "tp"/"micro_dp" of generation as
-        "generation.tp"; None when it has one rank. A collective call: every rank asks for the same groups in one order.
+        """Return this rank's process group along an axis; None when the group has one rank.
+
+        `axis` is one of the layout ("dp", "tp", "cp-dp", ...), or "generation.tp" or
+        "generation.micro_dp" for the generation layout. The first call for an axis makes its
+        groups, a collective operation: every rank asks for the same axes in the same order.
         """
         if axis not in self._groups:
+            # The same axis means other ranks in training than in generation.
             kind = axis.removeprefix("generation.")
             if kind != axis:
                 assert self.generation is not None
                 ranks = self.generation.groups(kind)
             else:
                 ranks = self.layout.groups(axis)
+
             self._groups[axis] = self._make(ranks)
         return self._groups[axis]
 
     def _make(self, ranks: list[list[int]]) -> dist.ProcessGroup | None:
-        if all(len(r) == 1 for r in ranks):
+        """Make all groups of an axis, and return the one that this rank belongs to."""
+        if all(len(members) == 1 for members in ranks):
             return None
         if not dist.is_initialized():
             raise RuntimeError(
-                f"role {self.role!r} needs process groups of {len(ranks[0])} ranks, and the runtime gives none: the "
-                "inline runtime has them for one rank only; use runtime=ray"
+                f"role {self.role!r} needs process groups of {len(ranks[0])} ranks, and the "
+                "runtime gives none: the inline runtime has them for one rank only; use runtime=ray"
             )
-        mine = None
+
+        # torch wants every process to make every group, also those it is not in.
+        own_group = None
         for members in ranks:
             group = dist.new_group(members)
             if self.rank in members:
-                mine = group
-        return mine
+                own_group = group
+        return own_group
 
     def sum(self, values: Sequence[float], axis: str = "dp") -> list[float]:
-        """Element-wise sum over the ranks of an axis, in float64."""
+        """Return the element-wise sum over the ranks of an axis, in float64."""
         return self._reduce(values, axis, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float], axis: str = "dp") -> list[float]:
+        """Return the element-wise maximum over the ranks of an axis, in float64."""
         return self._reduce(values, axis, dist.ReduceOp.MAX)
 
     def _reduce(self, values: Sequence[float], axis: str, op: Any) -> list[float]:
+        # A single rank, or an empty list, needs no collective.
         group = self.group(axis)
         if group is None or not values:
             return list(values)
+
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=op, group=group)
         return tensor.tolist()
 
 
 class Worker:
-    """Base of every worker. One instance per rank; workers of one pool share their rank's process."""
+    """Base of every worker. One instance per rank; workers of a pool share their rank's process."""
 
     def __init__(self, context: RankContext):
         self.context = context
 
     @property
     def rank(self) -> int:
+        """The number of this rank within its group, from 0."""
         return self.context.rank
 
     def close(self) -> None:
-        """Give back what outlives the object (child processes, files)."""
+        """Release what would outlive the object (child processes, files)."""
 
 
 def register(
@@ -107,22 +134,26 @@ def register(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a worker's method callable on its group.
 
-    protocol: a TransferProtocol, or the name of one (plugins too).
-    same_rows: a returned Batch has the rows of the first batch argument, so that later calls can be sent before this
-        one returns. Say False if the method adds or drops rows.
-    reads: the columns that it needs, or a function of the call's arguments that gives them; only these are sent and
-        waited for. None: all.
+    protocol: how arguments and results travel: a TransferProtocol, or the name of one (of a plugin,
+        too).
+    same_rows: whether a returned Batch has the rows of the first batch argument. If so, later calls
+        can be sent before this one returns. Pass False for a method that adds or drops rows.
+    reads: the columns that the method needs, or a function of the call's arguments that returns
+        them; only these are sent and waited for. None stands for all columns.
     writes: the columns of the returned Batch, if they are always the same.
-    Annotate the return type: `-> Batch` stays on the workers and is handed on by reference; anything else is returned.
+
+    Annotate the method's return type: a `-> Batch` stays on the workers and is passed on by
+    reference; any other result is sent to the controller.
     """
 
+    # WorkerGroup finds the marked methods by this attribute.
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        function._registered = (
+        function._registered = (  # type: ignore[attr-defined]
             protocol,
             same_rows,
             reads,
             tuple(writes) if writes is not None else None,
-        )  # type: ignore[attr-defined]
+        )
         return function
 
     return mark

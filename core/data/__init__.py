@@ -1,1 +1,1 @@
-"""Data: rows of a source become tokenised examples, drawn in an order that a checkpoint can resume."""
+"""Data: rows of a source become tokenised examples, drawn in an order that a checkpoint resumes."""

@@ -1,4 +1,13 @@
-"""A source's rows as texts: regex rows, format templates and chat fields, with errors that name the row."""
+"""A source's rows as texts, by the settings of [data].
+
+    fields of a source's row
+        |  pattern: each match of a regex becomes a row of its own
+    fields of a row
+        |  prompt, response, rejected, answer: format templates; messages: a chat
+    RenderedRow
+
+Errors name the row and the setting.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +32,21 @@ class RenderedRow:
 
     prompt: str | None
     messages: list[dict[str, Any]] | None
+    """A chat, without the assistant's last message if that is the response."""
     response: str | None
     meta: dict[str, Any]
     """The row's fields, and `answer` where data.answer is set."""
     rejected: str | None = None
     unsafe: tuple[bool, ...] = ()
-    """Of response and rejected one, where data.unsafe is set."""
+    """Whether the response and the rejected one are unsafe, where data.unsafe is set."""
 
     def texts(self) -> Iterator[str]:
-        """Every text that a tokenizer of this data must spell, the expected answer included."""
+        """Yield every text that a tokenizer must spell, the expected answer included."""
         if self.prompt is not None:
             yield self.prompt
         for message in self.messages or ():
             yield str(message.get("content") or "")
+
         if self.response is not None:
             yield self.response
         if self.rejected is not None:
@@ -45,12 +56,16 @@ class RenderedRow:
 
 
 class Rows(Sequence):
-    """The rows of a source after `pattern`, rendered on access. Raises DataError that names row and field."""
+    """The rows of a source after `pattern`, rendered on access.
+
+    Raises ConfigError for settings that do not go together, and DataError with the row and field.
+    """
 
     def __init__(self, source: DataSource, config: DataConfig):
         if problems := data_problems(config):
             raise ConfigError(problems)
-        self.source, self.config = source, config
+        self.source = source
+        self.config = config
         self._matches = self._find_matches() if config.pattern else None
 
     def __len__(self) -> int:
@@ -59,52 +74,43 @@ class Rows(Sequence):
     def __getitem__(self, i: int) -> RenderedRow:  # type: ignore[override]
         if not 0 <= i < len(self):
             raise IndexError(i)
-        row, config = self.fields(i), self.config
+
+        # A template that is not set leaves its text out.
+        config = self.config
+        row = self.fields(i)
         response = None if config.response is None else render(config.response, row, "response", i)
         rejected = None if config.rejected is None else render(config.rejected, row, "rejected", i)
         meta = dict(row)
         if config.answer is not None:
             meta["answer"] = render(config.answer, row, "answer", i)
+
         if config.messages is None:
-            return RenderedRow(
-                render(config.prompt, row, "prompt", i),
-                None,
-                response,
-                meta,
-                rejected,
-                self._unsafe(row, i),
-            )
+            prompt = render(config.prompt, row, "prompt", i)
+            return RenderedRow(prompt, None, response, meta, rejected, self._unsafe(row, i))
+
+        # In a chat the assistant's last message is the response, and the rest is the prompt.
         messages = self._messages(row, i)
         if messages[-1]["role"] == "assistant":
             if response is not None:
                 raise DataError(
-                    f"row {i}: {config.messages!r} ends with the assistant's message, which is the response, and "
-                    "data.response gives another; remove data.response"
+                    f"row {i}: {config.messages!r} ends with the assistant's message, which is the "
+                    "response, and data.response gives another; remove data.response"
                 )
-            response, messages = str(messages[-1].get("content") or ""), messages[:-1]
+            response = str(messages.pop().get("content") or "")
         if not messages:
             raise DataError(
                 f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt"
             )
         return RenderedRow(None, messages, response, meta, rejected, self._unsafe(row, i))
 
-    def _unsafe(self, row: Mapping[str, Any], i: int) -> tuple[bool, ...]:
-        for name in self.config.unsafe:
-            if name not in row:
-                raise _no_field(name, row, "data.unsafe", i)
-            if not isinstance(row[name], bool):
-                raise DataError(
-                    f"row {i}: the field {name!r} of data.unsafe must be true or false, got {row[name]!r}"
-                )
-        return tuple(row[name] for name in self.config.unsafe)
-
     def fields(self, i: int) -> dict[str, Any]:
-        """The fields of row `i`: the source's, with a pattern's named groups over them."""
+        """Return the fields of row `i`: the source's, with a pattern's named groups over them."""
+        # Without a pattern, rows are the source's.
         index, groups = (i, {}) if self._matches is None else self._matches[i]
         return {**self._source_row(index), **groups}
 
     def texts(self) -> Iterator[str]:
-        """The texts of all rows, to train a tokenizer on."""
+        """Yield the texts of all rows, to train a tokenizer on."""
         for i in range(len(self)):
             yield from self[i].texts()
 
@@ -112,46 +118,70 @@ class Rows(Sequence):
         row = self.source[index]
         if not isinstance(row, Mapping):
             raise DataError(
-                f"row {index} of data source {self.config.source!r} is a {type(row).__name__}; it must be a mapping "
-                "of field names to values"
+                f"row {index} of data source {self.config.source!r} is a {type(row).__name__}; it "
+                "must be a mapping of field names to values"
             )
         return row
 
     def _find_matches(self) -> list[tuple[int, dict[str, str]]]:
-        field, regex = self.config.pattern_field or "", re.compile(self.config.pattern or "")
-        found = []
+        """Return all matches of `pattern`: (row of the source, named groups)."""
+        field = self.config.pattern_field or ""
+        regex = re.compile(self.config.pattern or "")
+        # A row without a match gives none; a group that takes no part in its match is "".
+        matches = []
         for index in range(len(self.source)):
             row = self._source_row(index)
             if field not in row:
                 raise _no_field(field, row, "data.pattern_field", index)
             text = "" if row[field] is None else str(row[field])
-            found += [(index, match.groupdict(default="")) for match in regex.finditer(text)]
-        if not found and len(self.source):
+            for match in regex.finditer(text):
+                matches.append((index, match.groupdict(default="")))
+
+        # The first row's text shows what the pattern should have matched.
+        if not matches and len(self.source):
             first = str(self._source_row(0)[field])
             raise DataError(
-                f"data.pattern {regex.pattern!r} matches nothing in the field {field!r} of any of the "
-                f"{len(self.source)} rows (the first one is {shorten(first)}); change the pattern or the field"
+                f"data.pattern {regex.pattern!r} matches nothing in the field {field!r} of any of "
+                f"the {len(self.source)} rows (the first one is {shorten(first)}); change the "
+                "pattern or the field"
             )
-        return found
+        return matches
 
     def _messages(self, row: Mapping[str, Any], i: int) -> list[dict[str, Any]]:
+        """Return the chat of row `i`, checked: a list, not empty, of messages with roles."""
         name = self.config.messages or ""
         if name not in row:
             raise _no_field(name, row, "data.messages", i)
+
+        # A string is a sequence too, and no list of messages.
         messages = row[name]
-        good = (
-            isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
-        )
-        if not good or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        if not (
+            is_list
+            and len(messages) > 0
+            and all(isinstance(message, Mapping) and "role" in message for message in messages)
+        ):
             raise DataError(
                 f"row {i}: the field {name!r} must be a list of messages such as "
                 f'{{"role": "user", "content": "..."}}; got {shorten(repr(messages))}'
             )
-        return [dict(m) for m in messages]
+        return [dict(message) for message in messages]
+
+    def _unsafe(self, row: Mapping[str, Any], i: int) -> tuple[bool, ...]:
+        """Return the fields of data.unsafe, checked: each is true or false."""
+        for name in self.config.unsafe:
+            if name not in row:
+                raise _no_field(name, row, "data.unsafe", i)
+            if not isinstance(row[name], bool):
+                raise DataError(
+                    f"row {i}: the field {name!r} of data.unsafe must be true or false, "
+                    f"got {row[name]!r}"
+                )
+        return tuple(row[name] for name in self.config.unsafe)
 
 
 class _Formatter(string.Formatter):
-    """str.format that does not print a missing value as "None"."""
+    """str.format that raises for a missing value instead of printing "None"."""
 
     def get_field(self, field_name, args, kwargs):
         value, first = super().get_field(field_name, args, kwargs)
@@ -161,46 +191,58 @@ class _Formatter(string.Formatter):
 
 
 def render(template: str, row: Mapping[str, Any], name: str, i: int) -> str:
-    """Fill a format template with the fields of row `i`; `name`: "prompt", "response", "rejected" or "answer"."""
+    """Fill a format template with the fields of row `i`.
+
+    `name` is the template's setting: "prompt", "response", "rejected" or "answer". Raises DataError
+    for a template that the row cannot fill.
+    """
     try:
         return _Formatter().vformat(template, (), row)
     except Exception as error:
+        # A missing field is the most frequent cause, and deserves a message of its own.
         for field in template_fields(template):
             if field not in row:
                 raise _no_field(field, row, f"data.{name} = {template!r}", i) from error
         raise DataError(
-            f"row {i}: data.{name} = {template!r} cannot be filled in: {error}; its fields are {_fields(row)}"
+            f"row {i}: data.{name} = {template!r} cannot be filled in: {error}; its fields are "
+            f"{_fields(row)}"
         ) from error
 
 
 def template_fields(template: str) -> list[str]:
-    """The row fields that a format template names. Raises ValueError when it is no format template."""
+    """Return the row fields that a format template names.
+
+    Raises ValueError when it is no format template.
+    """
     names = []
     for _, field, spec, _ in string.Formatter().parse(template):
         if field is not None:
             names.append(re.split(r"[.\[]", field, maxsplit=1)[0])
-            names += template_fields(spec or "")
+            names += template_fields(spec or "")  # a format such as {width} may name fields too
     return names
 
 
 def template_problems(name: str, template: str) -> list[str]:
-    """What is wrong with a template before any row is seen."""
+    """List what is wrong with a template before any row is seen."""
     try:
         fields = template_fields(template)
     except ValueError as error:
         return [
-            f"data.{name} = {template!r} is not a format template: {error}; write {{{{ and }}}} for braces"
+            f"data.{name} = {template!r} is not a format template: {error}; "
+            "write {{ and }} for braces"
         ]
     if any(not field or field.isdigit() for field in fields):
         return [
-            f'data.{name} = {template!r} has an unnamed field; name one of the row\'s, as in "{{question}}"'
+            f"data.{name} = {template!r} has an unnamed field; name one of the row's, "
+            'as in "{question}"'
         ]
     return []
 
 
 def _no_field(field: str, row: Mapping[str, Any], setting: str, i: int) -> DataError:
     return DataError(
-        f"row {i} has no field {field!r}, which {setting} names{did_you_mean(field, row)} (its fields: {_fields(row)})"
+        f"row {i} has no field {field!r}, which {setting} names{did_you_mean(field, row)} "
+        f"(its fields: {_fields(row)})"
     )
 
 
@@ -209,36 +251,45 @@ def _fields(row: Mapping[str, Any]) -> str:
 
 
 def data_problems(config: DataConfig) -> list[str]:
-    """What is wrong with this configuration, each with what to do."""
-    found = []
+    """List what is wrong with this configuration, each with what to do."""
+    problems = []
     for name in ("prompt", "response", "rejected", "answer"):
         if (template := getattr(config, name)) is not None:
-            found += template_problems(name, template)
+            problems += template_problems(name, template)
+
+    # Responses
     if config.rejected is not None and config.response is None and config.messages is None:
-        found.append(
+        problems.append(
             "data.rejected is the worse of two responses; give the better one too, data.response"
         )
     if config.unsafe and (len(config.unsafe) != 2 or config.rejected is None):
-        found.append(
-            "data.unsafe names two fields, one of the response and one of the rejected one (data.rejected); got "
-            f"{list(config.unsafe)}"
+        problems.append(
+            "data.unsafe names two fields, one of the response and one of the rejected one "
+            f"(data.rejected); got {list(config.unsafe)}"
         )
+
+    # Chats
     if config.messages is not None and config.prompt != "{prompt}":
-        found.append("data.messages and data.prompt are both given; keep one of them")
+        problems.append("data.messages and data.prompt are both given; keep one of them")
     if config.messages is not None and config.bos:
-        found.append(
-            "data.bos = true with data.messages would give two bos tokens; leave it to the chat template"
+        problems.append(
+            "data.bos = true with data.messages would give two bos tokens; leave it to the chat "
+            "template"
         )
+
+    # Patterns
     if (config.pattern is None) != (config.pattern_field is None):
-        found.append(
-            "data.pattern (a regex) and data.pattern_field (the field it searches) go together; give both"
+        problems.append(
+            "data.pattern (a regex) and data.pattern_field (the field it searches) go together; "
+            "give both"
         )
     if config.pattern is not None:
         try:
             if not re.compile(config.pattern).groupindex:
-                found.append(
-                    f"data.pattern {config.pattern!r} has no named group; write one as (?P<name>...)"
+                problems.append(
+                    f"data.pattern {config.pattern!r} has no named group; "
+                    "write one as (?P<name>...)"
                 )
         except re.error as error:
-            found.append(f"data.pattern {config.pattern!r} is not a regular expression: {error}")
-    return found
+            problems.append(f"data.pattern {config.pattern!r} is not a regular expression: {error}")
+    return problems

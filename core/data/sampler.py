@@ -10,44 +10,58 @@ from hybridflow.core.errors import DataError
 
 
 class Sampler:
-    """An endless stream of row indices: a permutation of all rows in each epoch, drawn from (seed, epoch) alone, so
-    that two numbers resume it bit for bit."""
+    """An endless stream of row indices, with a permutation of all rows in each epoch.
+
+    The permutation depends on (seed, epoch) alone. So the two numbers (epoch, position) resume the
+    stream exactly where it was.
+    """
 
     def __init__(self, n_rows: int, seed: int = 0, shuffle: bool = True):
         if n_rows < 1:
             raise DataError(f"there is nothing to draw from: the data has {n_rows} rows")
-        self.n_rows, self.seed, self.shuffle = n_rows, seed, shuffle
+
+        self.n_rows = n_rows
+        self.seed = seed
+        self.shuffle = shuffle
         self.epoch = self.position = 0
         self._order = self._permutation()
 
     def take(self, n: int) -> np.ndarray:
-        """int64 [n]: the next rows, across as many epochs as needed."""
-        parts, missing = [], n
+        """Return the next `n` rows, int64 [n], across as many epochs as needed."""
+        parts = []
+        missing = n
         while missing > 0:
             part = self._order[self.position : self.position + missing]
             parts.append(part)
             missing -= len(part)
             self.position += len(part)
+
+            # The epoch is used up: the next one has an order of its own.
             if self.position == self.n_rows:
-                self.epoch, self.position = self.epoch + 1, 0
+                self.epoch += 1
+                self.position = 0
                 self._order = self._permutation()
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream is (epoch, position), and what it is a stream of."""
+        """Return the position in the stream, and what identifies the stream."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Raises DataError when that was another stream."""
-        if changed := [name for name, value in self._identity().items() if state[name] != value]:
-            got = ", ".join(
-                f"{name} was {state[name]!r} and is {getattr(self, name)!r}" for name in changed
+        """Continue where `state` was taken. Raises DataError when that was another stream."""
+        # Positions mean the same rows only with equal row counts, seeds and orders.
+        identity = self._identity()
+        if changed := [name for name, value in identity.items() if state[name] != value]:
+            changes = ", ".join(
+                f"{name} was {state[name]!r} and is {identity[name]!r}" for name in changed
             )
             raise DataError(
-                f"the checkpoint was at row {state['position']} of epoch {state['epoch']} of other data: {got}; "
-                "restore the data's settings and files, or start a new run"
+                f"the checkpoint was at row {state['position']} of epoch {state['epoch']} of other "
+                f"data: {changes}; restore the data's settings and files, or start a new run"
             )
-        self.epoch, self.position = state["epoch"], state["position"]
+
+        self.epoch = state["epoch"]
+        self.position = state["position"]
         self._order = self._permutation()
 
     def _identity(self) -> dict[str, Any]:
@@ -56,6 +70,7 @@ class Sampler:
     def _permutation(self) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.n_rows, dtype=np.int64)
-        return np.random.Generator(np.random.Philox(key=[self.seed, self.epoch])).permutation(
-            self.n_rows
-        )
+
+        # A counter-based generator: its numbers follow from the key, whatever was drawn before.
+        bits = np.random.Philox(key=[self.seed, self.epoch])
+        return np.random.Generator(bits).permutation(self.n_rows)

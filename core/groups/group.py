@@ -1,9 +1,37 @@
-"""A worker group: N ranks that run one program, called from the controller as if they were one object."""
+"""A worker group: N ranks that run one program, called from the controller like one object.
+
+A call's way there and back. Only descriptions of batches pass through the controller; columns
+travel from rank to rank through the runtime's store, when somebody reads them.
+
+    controller                                           process of a rank (host.py)
+    ----------                                           ---------------------------
+    group.update(batch)
+      |  select the columns that the method reads
+      |  protocol.distribute: one piece per rank
+      |  Encoder: piece -> Message
+      |        (blob, handles, replies)
+      +-- process.submit ----------- blob ------------>  Host.call
+      |                                                    |  Decoder: blob -> arguments
+      v  at once                                           |  worker.update(*arguments)
+    Batch (of PromisedTables) or Future                    |  Encoder: result -> blob, handles
+      |                                                    v
+      +-- PendingReply.read <------- blob -------------  reply
+      |        raises the rank's WorkerError               :  columns larger than INLINE_BYTES
+      v                                                    v
+    protocol.collect:                                    store, whose objects the controller
+      results of the sources -> one value                and the ranks read by their handles
+
+A promised Batch can be an argument of the next call before it exists: its message names the reply,
+and the runtime delivers that reply before the call starts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+
+import attrs
 
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
@@ -24,56 +52,71 @@ class Future:
         self._value: Any = None
 
     def result(self) -> Any:
-        """Wait; raises the WorkerError of the first rank that failed."""
+        """Wait for the call and return its value.
+
+        Raises the WorkerError of the first rank that failed.
+        """
         if self._results is not None:
-            self._value, self._results = self._results(), None
+            self._value = self._results()
+            self._results = None  # frees the replies
         return self._value
 
 
+@attrs.define(eq=False)
 class PendingReply:
-    """One rank's reply, read at most once."""
+    """One rank's reply, which is fetched at most once."""
 
-    def __init__(self, runtime: Runtime, reference: Any, watch: Callable[[Reply], None] | None):
-        self.runtime, self.reference, self.watch = runtime, reference, watch
-        self._reply: Reply | None = None
+    runtime: Runtime
+    reference: Any
+    watch: Callable[[Reply], None] | None
+    _reply: Reply | None = None
 
     def read(self) -> Reply:
+        """Wait for the reply. Raises the rank's WorkerError if the call failed there."""
         if self._reply is None:
             blob, handles, failed = self.runtime.wait(self.reference)
             self.runtime.traffic.received += len(blob)
+
+            # A rank that lost its peer fails too; the loss is the error to report.
             if failed:
-                self.runtime.check_alive()  # a rank that lost its peer fails too; the loss is what matters
+                self.runtime.check_alive()
+
             self._reply = read_reply(blob, handles, failed, _Counted(self.runtime))
             if self.watch is not None:
                 self.watch(self._reply)
+
+        # A failed call raises each time that it is read.
         if self._reply.error is not None:
             raise self._reply.error
         return self._reply
 
     def value(self) -> Any:
+        """Wait for the reply and return its value. Raises as `read` does."""
         return self.read().value
 
 
+@attrs.frozen
 class _Counted:
-    """The runtime's store, counting what the controller fetches."""
+    """The runtime's store, which counts the bytes that the controller fetches."""
 
-    def __init__(self, runtime: Runtime):
-        self.runtime = runtime
+    runtime: Runtime
 
     def put(self, block: list) -> Any:
         return self.runtime.put(block)
 
     def get(self, handle: Any) -> list:
         block = self.runtime.get(handle)
-        self.runtime.traffic.fetched += sum(a.nbytes for a in block)
+        self.runtime.traffic.fetched += sum(array.nbytes for array in block)
         return block
 
 
+@attrs.frozen(eq=False)
 class Pool:
-    """A launched ResourcePool: its processes."""
+    """A launched ResourcePool: its processes, which the roles of the pool share."""
 
-    def __init__(self, spec: ResourcePool, processes: Sequence[Process], runtime: Runtime):
-        self.spec, self.processes, self.runtime = spec, processes, runtime
+    spec: ResourcePool
+    processes: Sequence[Process]
+    runtime: Runtime
 
     @classmethod
     def launch(
@@ -83,14 +126,17 @@ class Pool:
         device: str = "cpu",
         environment: dict[str, str] | None = None,
     ) -> Pool:
+        """Start one process per device of `spec`, with these additional environment variables."""
         return cls(spec, runtime.launch(spec, device, environment or {}), runtime)
 
 
 class WorkerGroup:
-    """`WorkerGroup(EchoWorker, pool)` makes one EchoWorker per rank; its registered methods are methods of the group.
+    """`WorkerGroup(EchoWorker, pool)` makes one EchoWorker per rank.
 
-    A call returns at once: with a Batch (by reference) if the method is annotated `-> Batch`, else with a Future.
-    `layout` defaults to pure data parallelism over the pool. Raises HybridFlowError when sizes do not fit.
+    The methods that EchoWorker registers become methods of the group. A call returns at once:
+    with a Batch (by reference) if the method is annotated `-> Batch`, else with a Future.
+    `layout` defaults to pure data parallelism over the pool. Raises HybridFlowError when layout
+    and pool differ in size, or when the worker registers a name that every group has.
     """
 
     def __init__(
@@ -106,26 +152,47 @@ class WorkerGroup:
         extras: Sequence[str] = (),
         **kwargs: Any,
     ):
-        """`extras`: columns that these workers read beside those that their methods name, where a batch has them."""
-        self.name, self.pool, self.worker = name or worker.__name__, pool, worker
-        self.layout, self.generation = layout or ParallelLayout(dp=pool.spec.world), generation
+        """Build the workers, and wait until they stand; `args` and `kwargs` are their arguments.
+
+        name: the role's name, by default the class's. watch: called as (role, method, rank,
+        reply) for every reply that is read. extras: columns that these workers read beside those
+        that their methods name, where a batch has them.
+        """
+        self.name = name or worker.__name__
+        self.pool = pool
+        self.worker = worker
+        self.layout = layout or ParallelLayout(dp=pool.spec.world)
+        self.generation = generation
         if self.layout.world != pool.spec.world:
             raise HybridFlowError(
-                f"the layout of {self.name!r} ({self.layout}) has {self.layout.world} ranks, and its pool "
-                f"{pool.spec.name!r} has {pool.spec.world} devices; they must be equal"
+                f"the layout of {self.name!r} ({self.layout}) has {self.layout.world} ranks, and "
+                f"its pool {pool.spec.name!r} has {pool.spec.world} devices; they must be equal"
             )
+
+        # A method's name must not hide an attribute that every group has.
         self.methods = methods_of(worker)
         self.runtime = pool.runtime
-        self._watch, self._extras = watch, tuple(extras)
-        if taken := [n for n in self.methods if n in vars(self) or hasattr(WorkerGroup, n)]:
+        self._watch = watch
+        self._extras = tuple(extras)
+        reserved = [
+            method
+            for method in self.methods
+            if method in vars(self) or hasattr(WorkerGroup, method)
+        ]
+        if reserved:
             raise HybridFlowError(
-                f"{worker.__name__} registers {taken[0]!r}, which every group has; name it otherwise"
+                f"{worker.__name__} registers {reserved[0]!r}, which every group has; "
+                "name it otherwise"
             )
-        create = Method("__create__", Protocol.ONE_TO_ALL, False, False, None, None)
-        self._send(create, (worker, args, kwargs, self.layout, generation, seed), {}).result()
 
+        self._send(
+            _host_method("__create__"), (worker, args, kwargs, self.layout, generation, seed), {}
+        ).result()
+
+    # Methods of the workers, beside those of this class
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        methods = self.__dict__.get("methods", {})
+        """Return the registered method of that name, as a function that calls the group."""
+        methods = self.__dict__.get("methods", {})  # not self.methods: it may not be set yet
         if name not in methods:
             raise AttributeError(
                 f"group {self.__dict__.get('name')!r} has no method {name!r}; registered are "
@@ -139,31 +206,43 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Drop the workers of this group; its processes stay for the other groups of the pool."""
-        self._send(
-            Method("__delete__", Protocol.ONE_TO_ALL, False, False, None, None), (), {}
-        ).result()
+        self._send(_host_method("__delete__"), (), {}).result()
 
     def _send(self, method: Method, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Send one call to its ranks; return the Batch or Future of its result."""
         protocol = method.protocol
+
+        # Columns that the method does not read stay where they are.
         columns = method.columns(args, kwargs)
         if columns is not None:
             columns = [*columns, *self._extras]
-            args = [_select(a, columns) for a in args]
-            kwargs = {k: _select(v, columns) for k, v in kwargs.items()}
-        positional = [self._distribute(protocol, a) for a in args]
-        named = {k: self._distribute(protocol, v) for k, v in kwargs.items()}
-        called, sources = list(protocol.called(self)), list(protocol.sources(self))
-        if strange := [r for r in sources if r not in called]:
+            args = [_select(value, columns) for value in args]
+            kwargs = {key: _select(value, columns) for key, value in kwargs.items()}
+
+        # One entry per rank for each argument, then the arguments of each rank.
+        positional = [self._distribute(protocol, value) for value in args]
+        named = {key: self._distribute(protocol, value) for key, value in kwargs.items()}
+        called = list(protocol.called(self))
+        sources = list(protocol.sources(self))
+        if uncalled := [rank for rank in sources if rank not in called]:
             raise HybridFlowError(
-                f"protocol {protocol.name} collects the result of rank {strange[0]}, which it never calls"
+                f"protocol {protocol.name} collects the result of rank {uncalled[0]}, "
+                "which it never calls"
             )
-        pieces = {
-            r: ([p[r] for p in positional], {k: v[r] for k, v in named.items()}) for r in called
-        }
+        pieces: dict[int, tuple] = {}
+        for rank in called:
+            rank_kwargs = {key: per_rank[rank] for key, per_rank in named.items()}
+            pieces[rank] = ([per_rank[rank] for per_rank in positional], rank_kwargs)
+
+        # Rows are encoded one by one, so that the first rank starts while others' messages are
+        # written. Other arguments are anything: one that cannot be sent fails before a rank starts.
         messages: Iterable[Message] = self._messages(method, pieces, set(sources))
         if not protocol.splits:
-            messages = list(messages)  # what cannot be sent is found before any rank starts
-        label, pending = Label(self.name, method.name), {}
+            messages = list(messages)
+
+        # Submitting does not wait: the replies are read when somebody asks for the result.
+        label = Label(self.name, method.name)
+        pending = {}
         for rank, message in zip(called, messages, strict=True):
             self.runtime.traffic.sent += len(message.blob)
             reference = self.pool.processes[rank].submit(message, label)
@@ -173,36 +252,48 @@ class WorkerGroup:
     def _messages(
         self, method: Method, pieces: dict[int, tuple], sources: set[int]
     ) -> Iterable[Message]:
-        """One per rank; ranks that get the same pieces share what is encoded, and so the objects in the store."""
-        made: dict[tuple, tuple] = {}
-        for rank, (args, kwargs) in pieces.items():
-            key = (*map(id, args), *map(id, kwargs.values()))
-            if key not in made:
+        """Yield one message per rank.
+
+        Ranks with the same arguments share one encoding, and so the objects in the store.
+        """
+        encoded: dict[tuple, tuple] = {}
+        for rank, piece in pieces.items():
+            key = _identity(piece)
+            if key not in encoded:
                 encoder = Encoder(self.runtime)
-                blob = encoder.dumps((args, kwargs))
-                made[key] = (blob, encoder.handles, [r.reference for r in encoder.replies])
-            blob, handles, replies = made[key]
-            yield Message(
-                write_call(self.name, method.name, rank in sources, blob), handles, replies
-            )
+                blob = encoder.dumps(piece)
+                references = [reply.reference for reply in encoder.replies]
+                encoded[key] = (blob, encoder.handles, references)
+
+            blob, handles, references = encoded[key]
+            call = write_call(self.name, method.name, rank in sources, blob)
+            yield Message(call, handles, references)
 
     def _distribute(self, protocol, value: Any) -> Sequence[Any]:
-        """Distribute a value, and the batches inside lists, tuples and dicts."""
-        if protocol.splits and isinstance(value, (list, tuple, dict)) and _batches(value):
-            parts = [self._distribute(protocol, v) for v in _entries(value)]
-            made: dict[
-                tuple, Any
-            ] = {}  # ranks with equal pieces share one object, so one message serves them
-            keys = [tuple(id(p[r]) for p in parts) for r in range(self.layout.world)]
-            for rank, key in enumerate(keys):
-                if key not in made:
-                    made[key] = _rebuilt(value, [p[rank] for p in parts])
-            return [made[key] for key in keys]
-        return protocol.distribute(self, value)
+        """Distribute a value, and the batches inside lists, tuples and dicts.
+
+        Returns one entry per rank.
+        """
+        container = protocol.splits and isinstance(value, (list, tuple, dict)) and _batches(value)
+        if not container:
+            return protocol.distribute(self, value)
+
+        # Ranks with equal entries share one object, so that one encoding serves them.
+        parts = [self._distribute(protocol, entry) for entry in _entries(value)]
+        rebuilt: dict[tuple, Any] = {}
+        pieces = []
+        for rank in range(self.layout.world):
+            entries = [part[rank] for part in parts]
+            key = tuple(map(id, entries))
+            if key not in rebuilt:
+                rebuilt[key] = _rebuilt(value, entries)
+            pieces.append(rebuilt[key])
+        return pieces
 
     def _collect(
         self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources
     ) -> Any:
+        """Return the call's result, made of the sources' replies: a Batch of promises, or a Future."""
         if not method.returns_batch:
 
             def results() -> Any:
@@ -211,28 +302,20 @@ class WorkerGroup:
                 return method.protocol.collect(self, [pending[rank].value() for rank in sources])
 
             return Future(results)
+
+        # One promise per source; `collect` joins them by reference.
         peers = _peers(pieces, sources)
         batches = []
         for rank in sources:
+            # The row count is known before the result is, where the method keeps its input's rows.
+            rows = None
+            if method.same_rows:
+                args, kwargs = pieces[rank]
+                inputs = _batches([*args, *kwargs.values()])
+                rows = inputs[0].known_rows if inputs else None
 
-            def result(
-                reply: PendingReply = pending[rank], peers=tuple(pending[r] for r in peers[rank])
-            ) -> Batch:
-                value = reply.value()
-                for peer in peers:
-                    peer.read()
-                if not isinstance(value, Batch):
-                    raise HybridFlowError(
-                        f"method {method.name!r} is annotated -> Batch and returned {type(value).__name__}"
-                    )
-                return value
-
-            inputs = (
-                _batches(list(pieces[rank][0]) + list(pieces[rank][1].values()))
-                if method.same_rows
-                else []
-            )
-            rows = inputs[0].known_rows if inputs else None
+            peer_replies = [pending[peer] for peer in peers[rank]]
+            result = partial(_read_batch, method.name, pending[rank], peer_replies)
             table = PromisedTable(result, rows, method.writes, pending[rank])
             batches.append(Batch.of_views([View((table,))]))
         return method.protocol.collect(self, batches)
@@ -242,16 +325,44 @@ class WorkerGroup:
         return None if watch is None else lambda reply: watch(self.name, method, rank, reply)
 
 
+def _host_method(name: str) -> Method:
+    """Return a method that every host has (host.py), whatever the worker registers."""
+    return Method(name, Protocol.ONE_TO_ALL, False, False, None, None)
+
+
+def _read_batch(method: str, reply: PendingReply, peers: Sequence[PendingReply]) -> Batch:
+    """Wait for a promised batch, and for the peers, whose failures are failures of this result."""
+    value = reply.value()
+
+    # The peers' values are dropped; a failure is raised here.
+    for peer in peers:
+        peer.read()
+
+    if not isinstance(value, Batch):
+        raise HybridFlowError(
+            f"method {method!r} is annotated -> Batch and returned {type(value).__name__}"
+        )
+    return value
+
+
+def _identity(piece: tuple) -> tuple[int, ...]:
+    """Return the object ids of a rank's (args, kwargs): equal for ranks that get the same objects."""
+    args, kwargs = piece
+    return (*map(id, args), *map(id, kwargs.values()))
+
+
 def _peers(pieces: dict[int, tuple], sources: Sequence[int]) -> dict[int, list[int]]:
-    """source -> the ranks whose results do not count and that work on the same pieces: their failures are its own."""
-    keys = {
-        rank: (*map(id, args), *map(id, kwargs.values())) for rank, (args, kwargs) in pieces.items()
-    }
-    by_key = {keys[rank]: rank for rank in reversed(sources)}
+    """source -> the ranks that work on the same pieces and whose results are not collected.
+
+    A failure of such a rank is a failure of its source.
+    """
+    # Of several sources with the same pieces, the first one answers for the peers.
+    keys = {rank: _identity(piece) for rank, piece in pieces.items()}
+    source_of = {keys[rank]: rank for rank in reversed(sources)}
     peers: dict[int, list[int]] = {rank: [] for rank in sources}
     for rank, key in keys.items():
         if rank not in peers:
-            peers[by_key.get(key, sources[0])].append(rank)
+            peers[source_of.get(key, sources[0])].append(rank)
     return peers
 
 
@@ -260,25 +371,29 @@ def _entries(value: list | tuple | dict) -> list:
 
 
 def _rebuilt(value: list | tuple | dict, entries: list) -> Any:
+    """Return a container like `value` (keys and named fields included) with other entries."""
+    # A named tuple takes its entries one by one, other containers as one list.
     if isinstance(value, dict):
         return dict(zip(value, entries, strict=True))
     return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
 
 
 def _batches(value: Any) -> list[Batch]:
-    """The batches in it, and in its lists, tuples and dicts."""
+    """Return the batches in a value, and in its lists, tuples and dicts."""
     if isinstance(value, Batch):
         return [value]
-    return (
-        [b for v in _entries(value) for b in _batches(v)]
-        if isinstance(value, (list, tuple, dict))
-        else []
-    )
+
+    batches = []
+    if isinstance(value, (list, tuple, dict)):
+        for entry in _entries(value):
+            batches += _batches(entry)
+    return batches
 
 
 def _select(value: Any, columns: Sequence[str]) -> Any:
+    """Return the value, with only these columns of each batch in it."""
     if isinstance(value, Batch):
         return value.select(columns)
     if isinstance(value, (list, tuple, dict)) and _batches(value):
-        return _rebuilt(value, [_select(v, columns) for v in _entries(value)])
+        return _rebuilt(value, [_select(entry, columns) for entry in _entries(value)])
     return value

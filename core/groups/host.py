@@ -1,4 +1,9 @@
-"""What runs inside each process of a pool, whatever the runtime: workers by role, called by messages."""
+"""What runs inside each process of a pool, whatever the runtime: workers by role, and their calls.
+
+A message's blob is pickle((role, method, keep)) followed by what an Encoder made of (args, kwargs);
+a reply's blob is what an Encoder made of (started, ended, value or error). See group.py for the way
+of a call, and wire.py for the encoding.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -23,66 +29,87 @@ from hybridflow.core.groups.wire import Decoder, Encoder
 from hybridflow.core.values.batch import Batch
 
 
+@attrs.frozen(eq=False)
 class Reply:
-    """A call's outcome, as it is pickled: the value or the error, and when the worker started and ended."""
+    """A call's outcome: its value or its error, and when the worker started and ended.
 
-    __slots__ = ("ended", "error", "started", "value")
+    Times are seconds since the epoch, by the clock of the rank's node.
+    """
 
-    def __init__(self, value: Any, error: WorkerError | None, started: float, ended: float):
-        self.value, self.error, self.started, self.ended = value, error, started, ended
+    value: Any
+    error: WorkerError | None
+    started: float
+    ended: float
 
 
 def read_reply(blob: bytes, handles: Sequence[Any], failed: bool, store: Store) -> Reply:
+    """Decode what `Host.call` returned."""
     started, ended, value = Decoder(blob, handles, store).load()
     return Reply(None, value, started, ended) if failed else Reply(value, None, started, ended)
 
 
 def write_call(role: str, method: str, keep: bool, arguments: bytes) -> bytes:
-    """A message's blob. keep: whether the rank's result counts; arguments: (args, kwargs) as an Encoder wrote them."""
+    """Return the blob of a message.
+
+    keep: whether the rank's result is collected. arguments: (args, kwargs) as an Encoder wrote
+    them.
+    """
     return pickle.dumps((role, method, keep), protocol=5) + arguments
 
 
 def read_call(blob: bytes) -> tuple[tuple[str, str, bool], bytes]:
-    """((role, method, keep), arguments)."""
-    stream = io.BytesIO(blob)
+    """Return the inverse of `write_call`: ((role, method, keep), arguments)."""
+    stream = io.BytesIO(blob)  # `load` stops where the first pickle ends
     return pickle.load(stream), stream.read()
 
 
 class Host:
-    """One per process. `call` never raises: failures of a worker are replies."""
+    """The host of one process's workers. `call` never raises: a worker's failure is a reply."""
 
     def __init__(self, pool: str, rank: int, world: int, store: Store):
-        self.pool, self.rank, self.world, self.store = pool, rank, world, store
+        self.pool = pool
+        self.rank = rank
+        self.world = world
+        self.store = store
         self.device = torch.device("cpu")
         self.workers: dict[str, Worker] = {}
         self._joined = False
 
     def address(self) -> str:
-        """A free address on this node for the pool's rendezvous."""
+        """Return a free "host:port" on this node for the pool's rendezvous."""
         host = (
             "127.0.0.1"
             if os.environ.get("HYBRIDFLOW_LOCAL")
             else socket.gethostbyname(socket.gethostname())
         )
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return f"{host}:{s.getsockname()[1]}"
+        # Port 0: the system chooses one that is free now.
+        with socket.socket() as listener:
+            listener.bind(("", 0))
+            return f"{host}:{listener.getsockname()[1]}"
 
     def join(self, address: str | None, device: str, timeout_s: float = 600.0) -> None:
-        """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs)."""
-        self.device = torch.device(
-            device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
-        )
+        """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs).
+
+        address: of the rendezvous; None for a pool of one rank. Raises HybridFlowError if the
+        process is in a process group already.
+        """
+        device_name = device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
+        self.device = torch.device(device_name)
+        backend = "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl"
+
+        # Pools of one rank may share the calling process, and so its group.
         if dist.is_initialized():
             if self.world == 1 and dist.get_world_size() == 1:
-                return  # pools of one rank may share the calling process
+                return
             raise HybridFlowError(
                 f"torch.distributed is initialised already, with {dist.get_world_size()} ranks"
             )
-        kwargs: dict[str, Any] = (
+
+        # One rank alone needs no server for the rendezvous.
+        rendezvous: dict[str, Any] = (
             {"store": dist.HashStore()} if address is None else {"init_method": f"tcp://{address}"}
         )
         dist.init_process_group(
@@ -90,7 +117,7 @@ class Host:
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=timeout_s),
-            **kwargs,
+            **rendezvous,
         )
         self._joined = True
 
@@ -100,20 +127,24 @@ class Host:
             worker.close()
 
     def leave(self) -> None:
+        """Close every worker, and leave the torch.distributed group that `join` made."""
         for role in list(self.workers):
             self._close(role)
-        if (
-            self._joined and dist.is_initialized()
-        ):  # a group that somebody else made is not ours to end
+
+        # A process group that somebody else made is not ours to end.
+        if self._joined and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
     def call(
         self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple]
     ) -> tuple[bytes, list[Any], bool]:
-        """Run one message; give (blob, handles, failed) of the reply."""
+        """Run one message; return (blob, handles, failed) of the reply.
+
+        replies: (blob, handles, failed) of each earlier call whose result the arguments name.
+        """
         started = time.time()
-        role, name = "?", "?"
+        role = name = "?"  # until the message is read
         try:
 
             def resolve(at: int) -> Batch:
@@ -124,32 +155,38 @@ class Host:
                 return reply.value
 
             (role, name, keep), arguments = read_call(blob)
+            # Decoding, the method and encoding all may fail; each failure is a reply.
             args, kwargs = Decoder(arguments, handles, self.store, resolve).load()
             result = self._method(role, name)(*args, **kwargs)
             return *self._encode((started, time.time(), result if keep else None)), False
-        except (
-            WorkerError
-        ) as error:  # the input of this call failed: the first failure is what matters
+
+        # An input of this call failed: the first failure is the one to report.
+        except WorkerError as error:
             return *self._encode((started, time.time(), error)), True
         except BaseException as error:
+            # Ctrl-C ends a run in the calling process; other ranks reply with it.
             if isinstance(error, KeyboardInterrupt) and self.world == 1:
                 raise
             return *self._encode((started, time.time(), self._failure(error, role, name))), True
 
     def _method(self, role: str, name: str) -> Callable:
+        # Two methods are the host's own; a group calls them when it is made and closed.
         if name == "__create__":
             return lambda cls, *args: self.create(role, cls, *args)
         if name == "__delete__":
             return lambda: self._close(role)
+
         if role not in self.workers:
             raise HybridFlowError(
-                f"there is no worker of role {role!r} here; its group was closed, or failed to build"
+                f"there is no worker of role {role!r} here; its group was closed, "
+                "or failed to build"
             )
         return getattr(self.workers[role], name)
 
     def create(
         self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int
     ) -> None:
+        """Build the worker of a role on this rank; `args` and `kwargs` follow its context."""
         context = RankContext(role, self.rank, layout, self.device, seed, generation, self.store)
         self.workers[role] = cls(context, *args, **kwargs)
 
@@ -158,9 +195,10 @@ class Host:
         return encoder.dumps(reply), encoder.handles
 
     def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
-        text = (
-            str(error) if isinstance(error, HybridFlowError) else f"{type(error).__name__}: {error}"
-        )
+        """Return the error as it travels: with role, phase, rank and the traceback's text."""
+        text = str(error)
+        if not isinstance(error, HybridFlowError):
+            text = f"{type(error).__name__}: {error}"
         return WorkerError(
             text, role=role, phase=phase, rank=self.rank, remote_traceback=traceback.format_exc()
         )

@@ -17,23 +17,30 @@ from hybridflow.core.values.batch import Batch
 
 @attrs.frozen
 class Method:
-    """How a worker's method is called from the controller."""
+    """How a worker's method is called from the controller (see `register`)."""
 
     name: str
     protocol: TransferProtocol
     returns_batch: bool
+    """Whether the method is annotated `-> Batch`: a call returns a promised Batch, no Future."""
     same_rows: bool
+    """Whether the result has the rows of the first batch among the arguments."""
     reads: tuple[str, ...] | Callable[..., Sequence[str] | None] | None
+    """The columns that the method reads, or a function of its arguments that names them."""
     writes: tuple[str, ...] | None
+    """The columns of the result, where they are known before the call."""
 
     def columns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[str] | None:
-        """The columns to send, or None for all."""
+        """Return the columns to send, or None for all."""
         return self.reads(*args, **kwargs) if callable(self.reads) else self.reads
 
 
 def methods_of(worker: type[Worker]) -> dict[str, Method]:
-    """The registered methods of a worker class, by name."""
-    return {m.name: m for m in _methods(worker)}
+    """Return the registered methods of a worker class, by name.
+
+    Raises PluginError for an unknown protocol.
+    """
+    return {method.name: method for method in _methods(worker)}
 
 
 def _methods(worker: type[Worker]) -> Iterator[Method]:
@@ -41,10 +48,13 @@ def _methods(worker: type[Worker]) -> Iterator[Method]:
         marked = getattr(function, "_registered", None)
         if marked is None:
             continue
+
         try:
             returns = typing.get_type_hints(function).get("return")
         except Exception:  # annotations that only a type checker sees
             returns = function.__annotations__.get("return")
-        protocol, same_rows, reads, writes = marked
         is_batch = returns is Batch or returns == "Batch"
+
+        # `register` left these, and names the protocol where it is a plugin.
+        protocol, same_rows, reads, writes = marked
         yield Method(name, find_protocol(protocol), is_batch, same_rows, reads, writes)

@@ -1,8 +1,15 @@
-"""Batches and values as messages: small columns inside, larger ones in the runtime's store, by handle.
+"""Batches and values as messages: small columns inside, larger ones in the runtime's store.
 
-A message is one pickled blob, with two lists beside it: `handles` (objects in the store, fetched when a column is read)
-and `replies` (results of other calls, which the runtime delivers before the call starts). Names, lengths and indexes
-travel in the blob; tensors larger than `INLINE_BYTES` per message never do.
+A message is one pickled blob, with two lists beside it: `handles` (objects in the store, fetched
+when a column is read) and `replies` (results of other calls, which the runtime delivers before the
+call starts). Names, lengths and indexes travel in the blob; so do the columns of a table that has
+at most `INLINE_BYTES`.
+
+Inside the blob a batch is (views, metrics), a view is (tables, index, renames, only), a table is
+
+    ("s", rows, metas, lengths, blocks)    columns that lie in blocks: a StoredTable
+    ("p", number, rows, names)             the result of reply `number`: a PromisedTable
+    ("n", batch)                           a batch inside a batch
 """
 
 from __future__ import annotations
@@ -12,9 +19,11 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
+import attrs
 import cloudpickle
 import numpy as np
 import torch
@@ -26,17 +35,38 @@ from hybridflow.core.values.columns import Column, Index, _positions
 from hybridflow.core.values.metrics import Metrics
 
 INLINE_BYTES = 4096
-"""Columns that together are at most this large travel inside the message (an object in the store costs about 1 ms)."""
-OWN_OBJECT_BYTES = 1 << 20
-"""Columns from this size on get an object each; smaller ones of one message share one."""
-MAX_NESTED = 4
-"""Batches of batches (rows of several joined results behind one another) deeper than this are sent as new columns."""
+"""The columns of a table that together have at most this many bytes travel inside the message.
 
-_TORCH = {str(d).removeprefix("torch."): d for d in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.uint16, torch.uint32, torch.uint64,
-)}  # fmt: skip
+An object in the store costs about 1 ms.
+"""
+OWN_OBJECT_BYTES = 1 << 20
+"""Columns from this size on get an object each; the smaller ones of a message share one."""
+MAX_NESTED = 4
+"""Batches of batches deeper than this are sent as new columns.
+
+They arise where rows of several joined results stand behind one another.
+"""
+
+_NAMES = (
+    "float64",
+    "float32",
+    "float16",
+    "bfloat16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "uint16",
+    "uint32",
+    "uint64",
+)
+_TORCH = {name: getattr(torch, name) for name in _NAMES}
 _BITS = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8, "float8_e5m2": torch.uint8}
 """dtypes that numpy does not have travel as the integers of their bits."""
 _NUMPY = {
@@ -45,30 +75,39 @@ _NUMPY = {
 }
 
 Block = list | Any
-"""Columns that lie together: a list of (shape, bytes) (inside the message), or a handle of the store."""
+"""Columns that lie together: a list of (shape, bytes) in the message, or a handle of the store."""
 
 
+@attrs.frozen(eq=False)
 class Stored:
-    """A handle of the store as a value in a message: it travels beside the blob, so that the runtime keeps the object."""
+    """A handle of the store as a value in a message.
 
-    __slots__ = ("handle",)
+    It travels beside the blob, so that the runtime keeps the object alive.
+    """
 
-    def __init__(self, handle: Any):
-        self.handle = handle
+    handle: Any
 
 
 def _to_numpy(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
+    """(name of the dtype, the values in host memory, as bits where numpy lacks the dtype).
+
+    Raises TypeError for a dtype that cannot be sent.
+    """
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TORCH:
         raise TypeError(
             f"columns of dtype {tensor.dtype} cannot be sent; known are {', '.join(_TORCH)}"
         )
+    # numpy knows no lazy conjugates and negations.
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return name, (tensor.view(_BITS[name]) if name in _BITS else tensor).numpy()
 
 
 def _to_torch(dtype: str, array: np.ndarray, index: Index | None) -> torch.Tensor:
-    """Those rows as a tensor of its own memory: a view of the store could be written to and change what others read."""
+    """Return the indexed rows as a tensor with memory of its own.
+
+    A view of the store could be written to, and would change what others read.
+    """
     if isinstance(index, np.ndarray):
         own = array[index]  # numpy copies here
     else:
@@ -78,11 +117,10 @@ def _to_torch(dtype: str, array: np.ndarray, index: Index | None) -> torch.Tenso
 
 
 def _pack_ints(array: np.ndarray) -> tuple[str, bytes]:
-    """Non-negative integers in the smallest dtype that holds them."""
-    small = (
-        array.astype(np.min_scalar_type(int(array.max()))) if len(array) else array.astype(np.uint8)
-    )
-    return small.dtype.str, small.tobytes()
+    """Non-negative integers in the smallest dtype that holds them: (dtype, bytes)."""
+    smallest = np.min_scalar_type(int(array.max())) if len(array) else np.uint8
+    packed = array.astype(smallest)
+    return packed.dtype.str, packed.tobytes()
 
 
 def _unpack_ints(dtype: str, data: bytes) -> np.ndarray:
@@ -90,16 +128,19 @@ def _unpack_ints(dtype: str, data: bytes) -> np.ndarray:
 
 
 def _runs(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """(values, repeats): what `Batch.repeat` makes is sent as one entry a run."""
+    """(values, repeats): an index that `Batch.repeat` made is sent as one entry per run."""
+    # Every run must be as long as the first.
     if len(array) > 1 and array[0] == array[1]:
         changes = np.flatnonzero(np.diff(array))
         times = int(changes[0]) + 1 if len(changes) else len(array)
-        if len(array) % times == 0 and (array.reshape(-1, times) == array[::times, None]).all():
-            return array[::times], times
+        values = array[::times]
+        if len(array) % times == 0 and (array.reshape(-1, times) == values[:, None]).all():
+            return values, times
     return array, 1
 
 
 def _encode_index(index: Index | None) -> Any:
+    """None, (start, stop) for a slice, or (dtype, bytes, repeats)."""
     if index is None:
         return None
     if isinstance(index, slice):
@@ -113,28 +154,22 @@ def _decode_index(wire: Any) -> Index | None:
         return None
     if len(wire) == 2:
         return slice(wire[0], wire[1], 1)
-    values = _unpack_ints(wire[0], wire[1])
-    return np.repeat(values, wire[2]) if wire[2] > 1 else values
+    dtype, data, times = wire
+    values = _unpack_ints(dtype, data)
+    return np.repeat(values, times) if times > 1 else values
 
 
+@attrs.frozen(eq=False)
 class StoredTable(Table):
-    """Columns by handle: `metas[name] = (kind, dtype, place of its lengths, block, place in the block)`."""
+    """Columns that lie in blocks, and are fetched when they are read."""
 
-    def __init__(
-        self,
-        rows: int,
-        metas: dict[str, tuple],
-        lengths: list[tuple[str, bytes]],
-        blocks: list[Block],
-        store: Store,
-    ):
-        self._rows, self.metas, self.lengths, self.blocks, self.store = (
-            rows,
-            metas,
-            lengths,
-            blocks,
-            store,
-        )
+    _rows: int
+    metas: dict[str, tuple]
+    """name -> (kind, dtype, number of its lengths or -1, block, place in the block)."""
+    lengths: list[tuple[str, bytes]]
+    """The row lengths of token columns, as `_pack_ints` packs them."""
+    blocks: list[Block]
+    store: Store
 
     @property
     def rows(self) -> int:
@@ -144,55 +179,71 @@ class StoredTable(Table):
         return tuple(self.metas)
 
     def read(self, name: str, index: Index | None) -> Column:
-        kind, dtype, lengths_at, block, place = self.metas[name]
-        held = self.blocks[block]
-        if isinstance(held, list):
-            shape, data = held[place]
+        """Fetch the column's block, and copy the indexed rows out of it."""
+        kind, dtype, lengths_number, block_number, place = self.metas[name]
+        block = self.blocks[block_number]
+        if isinstance(block, list):
+            shape, data = block[place]
             array = np.frombuffer(data, _NUMPY.get(dtype, np.dtype(np.uint8))).reshape(shape)
         else:
-            array = self.store.get(held)[place]
+            array = self.store.get(block)[place]
+
         if kind == "object":
             column = Column(pickle.loads(array.data))
             return column if index is None else column.take(index)
         if kind == "row":
             return Column(_to_torch(dtype, array, index))
-        lengths = _unpack_ints(*self.lengths[lengths_at])
+
+        # A token column has one run of entries per row; take the runs of the indexed rows.
+        lengths = _unpack_ints(*self.lengths[lengths_number])
         if index is None:
             return Column(_to_torch(dtype, array, None), lengths)
-        ends, taken = np.cumsum(lengths), lengths[index]
+        ends = np.cumsum(lengths)
+        taken = lengths[index]
         if isinstance(index, slice):
             first = int(ends[index.start - 1]) if index.start else 0
-            return Column(_to_torch(dtype, array, slice(first, first + int(taken.sum()))), taken)
-        return Column(_to_torch(dtype, array, _positions(ends[index] - taken, taken)), taken)
+            entries: Index = slice(first, first + int(taken.sum()))
+        else:
+            entries = _positions(ends[index] - taken, taken)
+        return Column(_to_torch(dtype, array, entries), taken)
 
 
 def _pack(
     columns: Mapping[str, Column], store: Store
 ) -> tuple[dict, list[tuple[str, bytes]], list[Block]]:
-    """Columns -> (metas, lengths, blocks)."""
+    """(metas, lengths, blocks) of a StoredTable; large columns are put into the store."""
     metas: dict[str, tuple] = {}
     lengths: dict[tuple[str, bytes], int] = {}  # columns of equal lengths share them
     arrays = []
     for name, column in columns.items():
-        at = -1
+        lengths_number = -1
         if column.lengths is not None:
-            at = lengths.setdefault(_pack_ints(column.lengths), len(lengths))
+            lengths_number = lengths.setdefault(_pack_ints(column.lengths), len(lengths))
+
+        dtype = ""
         if isinstance(column.values, list):
-            dtype, array = "", np.frombuffer(cloudpickle.dumps(column.values), dtype=np.uint8)
+            array = np.frombuffer(cloudpickle.dumps(column.values), dtype=np.uint8)
         else:
             dtype, array = _to_numpy(column.values)
-        metas[name] = (column.kind, dtype, at)
+        metas[name] = (column.kind, dtype, lengths_number)
         arrays.append(array)
-    if sum(a.nbytes for a in arrays) <= INLINE_BYTES:
-        placed = {name: (*meta, 0, i) for i, (name, meta) in enumerate(metas.items())}
-        return placed, list(lengths), [[(a.shape, a.tobytes()) for a in arrays]]
-    shared = [a for a in arrays if a.nbytes < OWN_OBJECT_BYTES]
-    blocks: list[Block] = [store.put(shared) if shared else []]
-    placed, in_shared = {}, 0
+
+    # All of them inside the message, as block 0.
+    placed = {}
+    if sum(array.nbytes for array in arrays) <= INLINE_BYTES:
+        for place, (name, meta) in enumerate(metas.items()):
+            placed[name] = (*meta, 0, place)
+        inline = [(array.shape, array.tobytes()) for array in arrays]
+        return placed, list(lengths), [inline]
+
+    # Small ones share an object, which is block 0; each large one has an object of its own.
+    small = [array for array in arrays if array.nbytes < OWN_OBJECT_BYTES]
+    blocks: list[Block] = [store.put(small) if small else []]
+    place = 0
     for (name, meta), array in zip(metas.items(), arrays, strict=True):
         if array.nbytes < OWN_OBJECT_BYTES:
-            placed[name] = (*meta, 0, in_shared)
-            in_shared += 1
+            placed[name] = (*meta, 0, place)
+            place += 1
         else:
             placed[name] = (*meta, len(blocks), 0)
             blocks.append(store.put([array]))
@@ -201,25 +252,32 @@ def _pack(
 
 @lru_cache(None)
 def _workers_can_import(module: str) -> bool:
-    """Whether importing the module by its name gives the same file; test modules and scripts are not always so."""
+    """Return whether importing the module by its name gives the same file.
+
+    That is not always so for test modules and scripts.
+    """
     loaded = sys.modules.get(module)
     if loaded is None or getattr(loaded, "__file__", None) is None:
         return True  # built in, or gone: cloudpickle decides
+
     path = None
     if "." in module:
         parent = sys.modules.get(module.rpartition(".")[0])
-        path = getattr(parent, "__path__", None)
+        path = getattr(parent, "__path__", None)  # where the finders look for a submodule
         if path is None or not _workers_can_import(module.rpartition(".")[0]):
             return False
+
     spec = find_spec(module, path)
-    return spec is not None and spec.origin in (
-        getattr(loaded.__spec__, "origin", None),
-        loaded.__file__,
-    )
+    if spec is None:
+        return False
+    return spec.origin in (getattr(loaded.__spec__, "origin", None), loaded.__file__)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """cloudpickle sends what a worker cannot import (a class of a script, a notebook or a test) by value."""
+    """A pickler that gives batches to its encoder.
+
+    What a worker cannot import (a class of a script, a notebook or a test) is sent by value.
+    """
 
     def __init__(self, stream: io.BytesIO, encoder: Encoder):
         super().__init__(stream, protocol=5)
@@ -231,7 +289,7 @@ class _Pickler(cloudpickle.Pickler):
             return pickle.dumps(self.encoder.batch(obj), protocol=5)
         if kind is Metrics:
             return (obj.means, obj.maxima)
-        if kind is Stored:
+        if kind is Stored:  # as a number: the decoder tells the three by their types
             return self.encoder._block(obj.handle)
         return None
 
@@ -245,36 +303,43 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def _made_of(view: View) -> list[View]:
-    """The views behind promises that were kept, so that what calls pass on unchanged does not grow with each call."""
+def _resolved_views(view: View) -> list[View]:
+    """Return the views behind promises that were kept.
+
+    Without this, what calls pass on unchanged would grow with each call.
+    """
     if len(view.tables) > 1:
-        tables = tuple(t for table in view.tables for t in _in_a_row(table))
+        tables = tuple(chain.from_iterable(map(_resolved_tables, view.tables)))
         return [View(tables, view.index, view.renames, view.only)]
+
     table = view.tables[0]
     if not isinstance(table, PromisedTable) or table.reply is not None:
         return [view]
+
+    # The columns that the view sees of the kept promise's batch, by the batch's own views.
     inner = table.batch()
     if view.renames is None:
         views = inner.views if view.only is None else inner.select(sorted(view.only)).views
     else:
-        homes: dict[View, dict[str, str]] = {}
+        names_of: dict[View, dict[str, str]] = {}
         for new, old in view.renames.items():
-            homes.setdefault(inner._home(old), {})[new] = old
-        views = [home.rename(names) for home, names in homes.items()]
+            names_of.setdefault(inner._home(old), {})[new] = old
+        views = [home.rename(names) for home, names in names_of.items()]
     views = views or [View((LocalTable({}, inner.rows),))]
-    return [made for v in views for made in _made_of(v.take(view.index))]
+
+    # Their promises may have been kept too.
+    taken = (inner_view.take(view.index) for inner_view in views)
+    return list(chain.from_iterable(map(_resolved_views, taken)))
 
 
-def _in_a_row(table: Table) -> tuple[Table, ...]:
-    """The tables of a kept promise that is nothing but tables in a row; else the table itself."""
-    if (
-        isinstance(table, PromisedTable)
-        and table.reply is None
-        and len(views := table.batch().views) == 1
-    ):
-        only = views[0]
-        if only.index is None and only.renames is None and only.only is None:
-            return tuple(t for inner in only.tables for t in _in_a_row(inner))
+def _resolved_tables(table: Table) -> tuple[Table, ...]:
+    """Return the tables of a kept promise that is nothing but tables in a row; else the table
+    itself.
+    """
+    if isinstance(table, PromisedTable) and table.reply is None and len(table.batch().views) == 1:
+        view = table.batch().views[0]
+        if view.index is None and view.renames is None and view.only is None:
+            return tuple(chain.from_iterable(map(_resolved_tables, view.tables)))
     return (table,)
 
 
@@ -288,83 +353,92 @@ class Encoder:
         self._depth = 0
 
     def dumps(self, value: Any) -> bytes:
+        """Return the blob of a value; what it names is added to `handles` and `replies`."""
         stream = io.BytesIO()
         _Pickler(stream, self).dump(value)
         return stream.getvalue()
 
     def batch(self, batch: Batch) -> tuple:
+        """(views, metrics) of a batch, in plain values."""
+        views = []
+        for view in batch.views:
+            views += [self._view(resolved.narrow()) for resolved in _resolved_views(view)]
         metrics = batch._metrics
-        views = [self._view(view.narrow()) for seen in batch.views for view in _made_of(seen)]
         return (views, (metrics.means, metrics.maxima) if metrics else None)
 
     def _view(self, view: View) -> tuple:
-        tables, index, renames, only = view.tables, view.index, view.renames, view.only
-        if all(isinstance(t, LocalTable) for t in tables) and (
-            len(tables) == 1 or index is not None
+        tables = view.tables
+        renames = view.renames
+        only = view.only
+
+        # Columns in this process's memory: just the rows and names that the view sees.
+        if all(isinstance(table, LocalTable) for table in tables) and (
+            len(tables) == 1 or view.index is not None
         ):
-            names = view.names()
-            if len(tables) == 1:
-                table = tables[0]
-                assert isinstance(table, LocalTable)
-                found = {n: table.columns[renames[n] if renames is not None else n] for n in names}
-                columns = (
-                    found
-                    if index is None
-                    else {n: c.take(index, copy=False) for n, c in found.items()}
-                )
-            else:
-                columns = {n: view.read(n) for n in names}
-            return ([self._columns(columns, view.rows)], None, None, None)
+            return ([self._columns(_local_columns(view), view.rows)], None, None, None)
+
+        # Elsewhere: the tables by reference, with the columns that the view names.
         wanted = frozenset(renames.values()) if renames is not None else only
-        sent = [self._table(t, wanted) for t in tables]
+        sent = [self._table(table, wanted) for table in tables]
         if (
             renames is not None
-            and all(t[0] == "s" for t in sent)
-            and all(k == v for k, v in renames.items())
+            and all(table[0] == "s" for table in sent)
+            and all(new == old for new, old in renames.items())
         ):
-            renames = None  # these tables have nothing else any more
-        return (
-            sent,
-            _encode_index(index),
-            renames,
-            tuple(sorted(only)) if only is not None else None,
-        )
+            renames = None  # these tables have no other columns any more
+        names = tuple(sorted(only)) if only is not None else None
+        return (sent, _encode_index(view.index), renames, names)
 
     def _columns(self, columns: Mapping[str, Column], rows: int) -> tuple:
         metas, lengths, blocks = _pack(columns, self.store)
-        return ("s", rows, metas, lengths, [self._block(b) for b in blocks])
+        return ("s", rows, metas, lengths, [self._block(block) for block in blocks])
 
     def _table(self, table: Table, wanted: frozenset[str] | None) -> tuple:
+        """Return the table in plain values (see the module's docstring).
+
+        wanted: the names of the columns to send; None for all.
+        """
+        # Columns that lie in blocks already: just those blocks that are used.
         if isinstance(table, StoredTable):
-            metas = {n: m for n, m in table.metas.items() if wanted is None or n in wanted}
-            used = {(block, place) for _, _, _, block, place in metas.values()}
-            blocks = [self._used(b, at, used) for at, b in enumerate(table.blocks)]
+            metas = {
+                name: meta for name, meta in table.metas.items() if wanted is None or name in wanted
+            }
+            used = {(block, place) for *_, block, place in metas.values()}
+            blocks = [self._used(block, number, used) for number, block in enumerate(table.blocks)]
             return ("s", table.rows, metas, table.lengths, blocks)
+
         if isinstance(table, LocalTable):
-            return self._columns(
-                {n: c for n, c in table.columns.items() if wanted is None or n in wanted},
-                table.rows,
-            )
+            columns = {
+                name: column
+                for name, column in table.columns.items()
+                if wanted is None or name in wanted
+            }
+            return self._columns(columns, table.rows)
+
+        # A promise: by its reply, or else by the batch that it became.
         assert isinstance(table, PromisedTable)
         if table.reply is not None:
             if table.reply not in self.replies:
                 self.replies.append(table.reply)
             return ("p", self.replies.index(table.reply), table.known_rows, table.known_names)
         batch = table.batch() if wanted is None else table.batch().select(sorted(wanted))
-        if self._depth == MAX_NESTED:
-            return self._columns({n: batch[n] for n in batch.names}, batch.rows)
+        if self._depth == MAX_NESTED:  # read here, so that blobs do not grow without bound
+            return self._columns({name: batch[name] for name in batch.names}, batch.rows)
         self._depth += 1
         nested = self.batch(batch)
         self._depth -= 1
         return ("n", nested)
 
-    def _used(self, block: Block, at: int, used: set[tuple[int, int]]) -> Block:
+    def _used(self, block: Block, number: int, used: set[tuple[int, int]]) -> Block:
+        """Return the block without the columns that are not in `used`, a set of (block, place)."""
         if isinstance(block, list):
-            return [column if (at, place) in used else None for place, column in enumerate(block)]
-        return self._block(block) if any(b == at for b, _ in used) else []
+            return [
+                column if (number, place) in used else None for place, column in enumerate(block)
+            ]
+        return self._block(block) if any(number == other for other, _ in used) else []
 
     def _block(self, block: Block) -> Block:
-        """A list as it is, or the place of a handle among this message's handles."""
+        """Return a list as it is, or the number of a handle among this message's handles."""
         if isinstance(block, list):
             return block
         if block not in self.handles:
@@ -372,8 +446,26 @@ class Encoder:
         return self.handles.index(block)
 
 
+def _local_columns(view: View) -> dict[str, Column]:
+    """Return the columns that a view of LocalTables sees; of a single table they share its memory."""
+    if len(view.tables) > 1:
+        return {name: view.read(name) for name in view.names()}
+
+    table = view.tables[0]
+    assert isinstance(table, LocalTable)
+    renames = view.renames
+    columns = {}
+    for name in view.names():
+        column = table.columns[renames[name] if renames is not None else name]
+        columns[name] = column if view.index is None else column.take(view.index, copy=False)
+    return columns
+
+
 class Decoder(pickle.Unpickler):
-    """The inverse of `Encoder`, where the message arrived. `resolve(i)` gives the batch of reply i."""
+    """The inverse of `Encoder`, where the message arrived.
+
+    `resolve(i)` gives the batch of reply i.
+    """
 
     def __init__(
         self,
@@ -383,7 +475,9 @@ class Decoder(pickle.Unpickler):
         resolve: Callable[[int], Batch] | None = None,
     ):
         super().__init__(io.BytesIO(blob))
-        self.handles, self.store, self.resolve = handles, store, resolve
+        self.handles = handles
+        self.store = store
+        self.resolve = resolve
 
     def persistent_load(self, pid: Any) -> Any:
         if isinstance(pid, int):
@@ -394,7 +488,7 @@ class Decoder(pickle.Unpickler):
         views, metrics = wire
         batch = Batch.of_views(
             View(
-                tuple(self._table(t) for t in tables),
+                tuple(map(self._table, tables)),
                 _decode_index(index),
                 renames,
                 frozenset(only) if only is not None else None,
@@ -407,13 +501,16 @@ class Decoder(pickle.Unpickler):
 
     def _table(self, wire: tuple) -> Table:
         if wire[0] == "s":
-            _, rows, metas, lengths, blocks = wire
-            held = [b if isinstance(b, list) else self.handles[b] for b in blocks]
-            return StoredTable(rows, metas, lengths, held, self.store)
+            _, rows, metas, lengths, sent = wire
+            blocks = [block if isinstance(block, list) else self.handles[block] for block in sent]
+            return StoredTable(rows, metas, lengths, blocks, self.store)
+
         if wire[0] == "p":
-            _, at, rows, names = wire
+            _, number, rows, names = wire
             assert self.resolve is not None
-            return PromisedTable(partial(self.resolve, at), rows, names)
+            return PromisedTable(partial(self.resolve, number), rows, names)
+
+        # Names that an inner promise does not know yet stay unknown.
         batch = self._batch(wire[1])
-        names = None if any(v.known_names() is None for v in batch.views) else batch.names
+        names = None if any(view.known_names() is None for view in batch.views) else batch.names
         return PromisedTable(lambda: batch, batch.known_rows, names)

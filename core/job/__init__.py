@@ -1,1 +1,1 @@
-"""A configuration's tables become jobs: everything resolved, every problem found, nothing started."""
+"""Turns the tables of a configuration into jobs: every problem is found, and nothing is started."""

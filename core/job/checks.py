@@ -1,6 +1,7 @@
 """Checks across the sections of a job: combinations that cannot work, found before anything starts.
 
-Each says what was got and what to do. A check is left out when a section that it reads has problems of its own.
+Each check is a function of the job that yields problems: what is wrong, what was got, what to do.
+It names the sections that it reads, and is left out when one of them has problems of its own.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from hybridflow.core.plugins import registry
 
 Check = Callable[[Job], Iterator[str]]
 CHECKS: list[tuple[frozenset[str], Check]] = []
+"""The checks in order, each with the sections that it reads."""
 
 
 def _reads(*sections: str) -> Callable[[Check], Check]:
+    """Decorate a check that reads these sections: it is added to CHECKS."""
+
     def add(check: Check) -> Check:
         CHECKS.append((frozenset(sections), check))
         return check
@@ -29,34 +33,51 @@ def _reads(*sections: str) -> Callable[[Check], Check]:
 
 
 def cross_checks(job: Job, failed: set[str]) -> list[str]:
-    """What does not fit together; `failed`: sections that have problems of their own."""
-    return [
-        problem for sections, check in CHECKS if not sections & failed for problem in check(job)
-    ]
+    """List what does not fit together. `failed` are sections that have problems of their own."""
+    problems: list[str] = []
+    for sections, check in CHECKS:
+        if not sections & failed:
+            problems += check(job)
+    return problems
 
 
-# The run
+# --- the run ---
+
+
 @_reads("run")
 def staleness(job: Job) -> Iterator[str]:
+    """run.max_staleness is 0: only synchronous training is there so far."""
     if job.run.max_staleness:
         yield (
-            f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it"
+            f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so "
+            "far; remove it"
         )
 
 
 @_reads("run")
 def folder(job: Job) -> Iterator[str]:
-    there = next((p for p in (job.folder, *job.folder.absolute().parents) if p.exists()), Path("/"))
-    if not there.is_dir():
-        yield f"run.folder: {str(there)!r} is a file, and the run's folder is {str(job.folder)!r}; set run.folder"
-    elif not os.access(there, os.W_OK):
-        yield f"run.folder: {str(there)!r} cannot be written to; set run.folder to a folder of yours"
+    """The run's folder, or the nearest parent that exists, can be written to."""
+    # The folder itself is made later, when the run begins.
+    parents = (job.folder, *job.folder.absolute().parents)
+    nearest = next((path for path in parents if path.exists()), Path("/"))
+    if not nearest.is_dir():
+        yield (
+            f"run.folder: {str(nearest)!r} is a file, and the run's folder is "
+            f"{str(job.folder)!r}; set run.folder"
+        )
+    elif not os.access(nearest, os.W_OK):
+        yield (
+            f"run.folder: {str(nearest)!r} cannot be written to; "
+            "set run.folder to a folder of yours"
+        )
 
 
-# Devices
+# --- devices ---
+
+
 @_reads("run", "runtime")
 def device(job: Job) -> Iterator[str]:
-    """A runtime that is not remote starts its processes on this machine."""
+    """This machine has the device of a run whose runtime starts processes here."""
     if job.run.device != "cuda" or runtime_settings(job.runtime_config).remote:
         return
     if not torch.cuda.is_available():
@@ -65,120 +86,156 @@ def device(job: Job) -> Iterator[str]:
 
 @_reads("run", "runtime", "pools")
 def local_devices(job: Job) -> Iterator[str]:
+    """Without the address of a cluster, the pools must fit this machine."""
     if runtime_settings(job.runtime_config).remote:
         return
+
+    # A runtime that knows clusters has only this machine while no address is given.
     can = registry().runtime_capabilities(job.runtime)
     for pool in job.pools.values():
         if len(pool.devices_per_node) > 1 and can.cluster:
             yield (
-                f"pools.{pool.name}: is over {len(pool.devices_per_node)} nodes, and runtime {job.runtime} has this "
-                f"machine alone; give the cluster's runtime.address, or pools.{pool.name} = [{pool.world}]"
+                f"pools.{pool.name}: is over {len(pool.devices_per_node)} nodes, and runtime "
+                f"{job.runtime} has this machine alone; give the cluster's runtime.address, or "
+                f"pools.{pool.name} = [{pool.world}]"
             )
-    have, wanted = torch.cuda.device_count(), sum(pool.world for pool in job.pools.values())
+
+    # A runtime of one rank is checked by `max_ranks`; machines without CUDA devices by `device`.
+    have = torch.cuda.device_count()
+    wanted = sum(pool.world for pool in job.pools.values())
     if job.device == "cuda" and have and wanted > have and can.max_ranks != 1:
         yield (
-            f"pools: have {wanted} devices in all, and this machine has {have} CUDA device{'s' if have > 1 else ''}; "
-            "make the pools smaller, let roles share one, set run.device = cpu, or give a cluster's runtime.address"
+            f"pools: have {wanted} devices in all, and this machine has {have} CUDA "
+            f"device{'s' if have > 1 else ''}; make the pools smaller, let roles share one, set "
+            "run.device = cpu, or give a cluster's runtime.address"
         )
 
 
 @_reads("runtime", "pools")
 def max_ranks(job: Job) -> Iterator[str]:
+    """No pool has more ranks than the runtime can start."""
     most = registry().runtime_capabilities(job.runtime).max_ranks
     for pool in job.pools.values():
         if most is not None and pool.world > most:
             ranks = "one rank" if most == 1 else f"at most {most} ranks"
             yield (
-                f"pools.{pool.name}: has {pool.world} devices, and runtime {job.runtime} runs models on {ranks}; set "
-                f"pools.{pool.name} = [{most}], or another runtime ({_others(job.runtime)})"
+                f"pools.{pool.name}: has {pool.world} devices, and runtime {job.runtime} runs "
+                f"models on {ranks}; set pools.{pool.name} = [{most}], or another runtime "
+                f"({_others(job.runtime)})"
             )
 
 
 def _others(runtime: str) -> str:
-    return (
-        ", ".join(name for name in registry().names("runtime") if name != runtime)
-        or "there is none"
-    )
+    """List the other runtimes, for a message."""
+    others = [name for name in registry().names("runtime") if name != runtime]
+    return ", ".join(others) or "there is none"
 
 
 @_reads("pools", "roles", "algorithm")
 def unused_pools(job: Job) -> Iterator[str]:
+    """Every pool has a role, or is the main one, where data and rewards live."""
+    used: set[str | None] = set()
+    for model in job.models.values():
+        used |= {model.pool, model.rollout_pool}
+
     for name in job.pools:
-        if (
-            not any(name in (m.pool, m.rollout_pool) for m in job.models.values())
-            and name != job.main_pool
-        ):
-            yield f"pools.{name}: no role uses it; remove it, or place a role in it with pool = {name!r}"
+        if name not in used and name != job.main_pool:
+            yield (
+                f"pools.{name}: no role uses it; remove it, or place a role in it with "
+                f"pool = {name!r}"
+            )
 
 
 @_reads("run")
 def able_devices(job: Job) -> Iterator[str]:
-    """Plugins that say on which devices they work."""
+    """Training backends and rollout engines work on the run's device."""
     for role, model in job.models.items():
-        able = {
-            f"training_backend {model.spec.backend}": registry()
-            .training_capabilities(model.spec.backend)
-            .devices
-        }
-        if model.spec.engine is not None:
-            able[f"rollout_engine {model.spec.engine}"] = (
-                registry().engine_capabilities(model.spec.engine).devices
-            )
+        spec = model.spec
+
+        # Plugin -> the devices that it says it works on.
+        trainer = registry().training_capabilities(spec.backend)
+        able = {f"training_backend {spec.backend}": trainer.devices}
+        if spec.engine is not None:
+            engine = registry().engine_capabilities(spec.engine)
+            able[f"rollout_engine {spec.engine}"] = engine.devices
+
         for plugin, devices in able.items():
             if job.device not in devices:
                 works = ", ".join(sorted(devices))
-                yield f"{role}: {plugin} works on {works}, and run.device is {job.device}; choose another of them"
+                yield (
+                    f"{role}: {plugin} works on {works}, and run.device is {job.device}; choose "
+                    "another of them"
+                )
 
 
-# Sizes
+# --- sizes ---
+
+
 @_reads("algorithm")
 def enough_rows(job: Job) -> Iterator[str]:
-    rows, mini = job.algorithm.rows_per_step, job.algorithm.rows_per_update
+    """A step, and an optimizer step of a trained role, has a sequence for every dp rank."""
+    rows = job.algorithm.rows_per_step
+    mini = job.algorithm.rows_per_update
     for name, model in job.models.items():
         dp = model.layout.dp
+
         if rows is not None and rows < dp:
             yield (
-                f"{name}.layout: dp is {dp}, and a step has {rows} sequence{'s' if rows > 1 else ''}, so that some "
-                "ranks would have none; make the step larger, or dp (the pool) smaller"
+                f"{name}.layout: dp is {dp}, and a step has {rows} "
+                f"sequence{'s' if rows > 1 else ''}, so that some ranks would have none; make the "
+                "step larger, or dp (the pool) smaller"
             )
         elif mini is not None and mini < dp and model.role.trained:
             yield (
-                f"algorithm.mini_batch_size: is {mini}, and {name} has dp {dp}, so that some ranks would have no "
-                f"sequence in an optimizer step; set {dp} or more, or make dp (the pool) smaller"
+                f"algorithm.mini_batch_size: is {mini}, and {name} has dp {dp}, so that some ranks "
+                f"would have no sequence in an optimizer step; set {dp} or more, or make dp (the "
+                "pool) smaller"
             )
 
 
 @_reads("data", "sampling", "validation")
 def positions(job: Job) -> Iterator[str]:
+    """The longest prompt and the longest response together fit the model's positions."""
     limits = {"data": job.data.max_prompt_tokens}
     if job.validation_data is not None:
         limits["validation.data"] = job.validation_data.max_prompt_tokens
+    # The training set or the held-out one, whichever has longer prompts.
     where = max(limits, key=lambda name: limits[name])
-    prompt, response = limits[where], job.sampling.max_tokens
+    prompt = limits[where]
+    response = job.sampling.max_tokens
+
     for name, model in job.models.items():
         most = model.spec.model.max_positions
         if most is not None and model.spec.engine and prompt + response > most:
             yield (
-                f"{name}: prompts of up to {prompt} tokens ({where}.max_prompt_tokens) and responses of up to "
-                f"{response} (sampling.max_tokens) exceed the model's {most} positions (max_position_embeddings); make "
-                "one of them smaller"
+                f"{name}: prompts of up to {prompt} tokens ({where}.max_prompt_tokens) and "
+                f"responses of up to {response} (sampling.max_tokens) exceed the model's {most} "
+                "positions (max_position_embeddings); make one of them smaller"
             )
 
 
 @_reads()
 def generation_layouts(job: Job) -> Iterator[str]:
+    """A role that generates has no context parallelism."""
     for name, model in job.models.items():
         if model.spec.engine and model.layout.cp > 1:
-            yield f"{name}.layout: a role that generates has the axes dp, tp and pp, got cp {model.layout.cp}; set it to 1"
+            yield (
+                f"{name}.layout: a role that generates has the axes dp, tp and pp, got cp "
+                f"{model.layout.cp}; set it to 1"
+            )
 
 
-# Data and text
+# --- data and text ---
+
+
 @_reads("data")
 def data_source(job: Job) -> Iterator[str]:
+    """The sources of all data sets exist; one that several of them name is reported once."""
     sources = {"data": job.data.source}
     if job.validation_data is not None:
         sources["validation.data"] = job.validation_data.source
     sources |= {name: config.source for name, config in job.more_data.items()}
+
     for source in dict.fromkeys(sources.values()):
         try:
             registry().get("data_source", source)
@@ -189,71 +246,108 @@ def data_source(job: Job) -> Iterator[str]:
 
 @_reads("data", "algorithm")
 def responses(job: Job) -> Iterator[str]:
+    """The data sets have the columns that the algorithm reads."""
+    algorithm = f"algorithm {job.algorithm_name!r}"
     sets = {"data": (job.data, job.algorithm.data_columns)}
     for name, columns in job.algorithm.data_sets.items():
         if name not in job.tables:
-            yield f"{name}: algorithm {job.algorithm_name!r} needs this data set too, as it is set; give [{name}], as [data]"
+            yield (
+                f"{name}: {algorithm} needs this data set too, as it is set; give [{name}], "
+                "as [data]"
+            )
         else:
             sets[name] = (job.more_data[name], columns)
+
+    # A column that the algorithm reads needs the setting that makes it.
     for name, (data, columns) in sets.items():
         if "response_ids" in columns and data.response is None and data.messages is None:
             yield (
-                f"{name}.response: algorithm {job.algorithm_name!r} trains on responses; give their template, such as "
+                f"{name}.response: {algorithm} trains on responses; give their template, such as "
                 f"'{{answer}}', or {name}.messages"
             )
+
         if "unsafe" in columns and not data.unsafe:
-            yield f"{name}.unsafe: algorithm {job.algorithm_name!r} must know which responses are unsafe; name the two fields"
+            yield (
+                f"{name}.unsafe: {algorithm} must know which responses are unsafe; name the two "
+                "fields"
+            )
+
         if "preferred" in columns and data.rejected is None:
             yield (
-                f"{name}.rejected: algorithm {job.algorithm_name!r} learns from pairs; give the template of the worse "
+                f"{name}.rejected: {algorithm} learns from pairs; give the template of the worse "
                 f"response beside that of the better one ({name}.response)"
             )
 
 
 @_reads("validation", "algorithm", "roles")
 def validation(job: Job) -> Iterator[str]:
-    section, data = job.validation, job.validation_data
+    """Validation has what it needs: an actor and a reward to generate, else responses."""
+    section = job.validation
+    data = job.validation_data
     if section is None or data is None:
         return
+
     if section.generate:
         if "reward" not in job.scorers and "reward" not in job.models:
-            yield "validation: needs a reward to score by; add [reward], or set validation.generate = false"
+            yield (
+                "validation: needs a reward to score by; add [reward], or set validation.generate "
+                "= false"
+            )
+
         if "actor" not in job.models:
             yield (
-                f"validation: needs an actor to generate with, and algorithm {job.algorithm_name!r} has none; set "
-                "validation.generate = false"
+                f"validation: needs an actor to generate with, and algorithm "
+                f"{job.algorithm_name!r} has none; set validation.generate = false"
             )
     elif data.response is None and data.messages is None:
-        yield "validation: generate is false and there are no responses (data.response) for a loss; give one of them"
+        yield (
+            "validation: generate is false and there are no responses (data.response) for a loss; "
+            "give one of them"
+        )
+
+    # Only generated responses have a score, and only `every` compares it before the end.
     if section.stop_at is not None and not (section.every and section.generate):
-        yield "validation: stop_at is compared with the score of validations; set validation.every, and leave generate true"
+        yield (
+            "validation: stop_at is compared with the score of validations; set validation.every, "
+            "and leave generate true"
+        )
 
 
 @_reads("tokenizer", "roles", "algorithm")
 def tokenizer(job: Job) -> Iterator[str]:
-    if not job.tokenizer.given and job.tokenizer_path is None and not job.follows:
+    """There is a tokenizer: from [tokenizer], or from a folder of the models."""
+    settings = job.tokenizer
+    if not settings.given and job.tokenizer_path is None and not job.follows:
         yield (
-            "tokenizer: the models have no folder to take one from; give tokenizer.path, tokenizer.characters or "
-            "tokenizer.train"
+            "tokenizer: the models have no folder to take one from; give tokenizer.path, "
+            "tokenizer.characters or tokenizer.train"
         )
-    if job.tokenizer.path is not None and not Path(job.tokenizer.path).is_dir():
-        yield f"tokenizer.path: there is no folder {job.tokenizer.path!r}"
+
+    # What is given exists.
+    if settings.path is not None and not Path(settings.path).is_dir():
+        yield f"tokenizer.path: there is no folder {settings.path!r}"
     try:
-        if job.tokenizer.name is not None:
-            registry().get("tokenizer", job.tokenizer.name)
+        if settings.name is not None:
+            registry().get("tokenizer", settings.name)
     except HybridFlowError as error:
         yield f"tokenizer.name: {error}"
 
 
 @_reads("sampling")
 def sampled_tokens(job: Job) -> Iterator[str]:
-    given = {
+    """The token ids in [sampling] are ids of the models that generate."""
+    ids = {
         "stop_tokens": job.sampling.stop_token_ids,
-        "logit_bias": [t for t, _ in job.sampling.logit_bias],
+        "logit_bias": [token for token, _ in job.sampling.logit_bias],
     }
     for name, model in job.models.items():
         size = model.spec.model.vocab_size
-        for key, tokens in given.items():
-            wrong = [t for t in tokens if not 0 <= t < size]
+
+        # Models that do not generate sample nothing.
+        for key, tokens in ids.items():
+            wrong = [token for token in tokens if not 0 <= token < size]
             if model.spec.engine and wrong:
-                yield f"sampling.{key}: {wrong} are no ids of {name}'s model, which has 0 to {size - 1}; remove them"
+                yield (
+                    f"sampling.{key}: {wrong} are no ids of {name}'s model, which has 0 to "
+                    f"{size - 1}; remove them"
+                )

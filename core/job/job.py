@@ -1,4 +1,14 @@
-"""A job: one algorithm's run, with everything resolved."""
+"""A job: one algorithm's run, with everything resolved.
+
+Job
+ |- models:  {role: PlacedModel}   a model on a pool, in a parallel layout
+ |    `- spec: ModelRole           what each of its ranks must know
+ |         |- model: ModelSpec     architecture and weights
+ |         `- sync: SyncSpec       how weights come to the rollout engine
+ |- scorers: {role: Rewards}       reward functions, which need no model
+ |- pools:   {name: ResourcePool}  the devices that roles share
+ `- run, data, sampling, ...       the sections of the configuration
+"""
 
 from __future__ import annotations
 
@@ -26,26 +36,27 @@ from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 
 AUTO = "auto"
-"""The name of a transport that is chosen when ranks have met."""
+"""The transport's name while none is chosen: the ranks choose one when they first meet."""
 
 
 @attrs.frozen
 class SyncSpec:
-    """How a role's weights come to its rollout engine."""
+    """How a role's weights are sent to its rollout engine."""
 
     transport: str = AUTO
-    """A plugin of kind "transport", or "auto"."""
+    """Name of a plugin of kind "transport", or "auto"."""
     transport_config: Any = None
-    """Its settings."""
+    """The transport's settings, an instance of its config class; None for "auto"."""
     bucket_mb: float = 64.0
-    """The most memory that a sync takes for messages on a rank, in 10^6 bytes."""
+    """Limit of the memory for messages that are under way, per rank, in 10^6 bytes."""
     alias: bool = True
-    """Keep one copy where training and rollout can share it."""
+    """Whether trainer and engine share storage where their shards are identical."""
     verify: bool = False
-    """Compare checksums of every parameter on both sides after each sync."""
+    """Whether each sync is followed by a comparison of every parameter's checksum."""
 
     @property
     def bucket_bytes(self) -> int:
+        """The limit `bucket_mb` in bytes."""
         return int(self.bucket_mb * 1e6)
 
 
@@ -54,8 +65,9 @@ class TrackerSpec:
     """A tracker and its settings."""
 
     name: str
+    """Name of a plugin of kind "tracker"."""
     config: Any = None
-    """None: its defaults."""
+    """An instance of its config class; None stands for the defaults."""
 
 
 @attrs.frozen
@@ -63,22 +75,31 @@ class ModelRole:
     """What a rank must know to build its part of a role."""
 
     model: ModelSpec
+
+    # Training and inference.
     backend: str
     backend_config: Any
+    """The backend's settings, or None where it has none."""
     micro_batch_tokens: int
+    """Tokens of one forward pass, padding included."""
     optimizer: OptimizerConfig | None = None
-    """None: frozen."""
+    """The optimizer; None for a model that is not trained."""
+
+    # Generation.
     engine: str | None = None
+    """Name of the rollout engine; None for a model that does not generate."""
     engine_config: Any = None
     temperature: float = 1.0
-    """Of the policy whose logprobs are meant, in training as in sampling."""
+    """Softmax temperature of the policy: the same for its logprobs in training as in sampling."""
     offload: bool = False
-    """Weights and optimizer leave the device while other roles of the pool work."""
+    """Whether weights and optimizer leave the device while other roles of the pool work."""
     sync: SyncSpec = attrs.field(factory=SyncSpec)
     keep_engine: bool = True
-    """The engine's memory stays between generations."""
+    """Whether the engine's memory (cache and weights) stays between generations."""
+
+    # Observation.
     logs: str | None = None
-    """Folder for the logs of engines in processes of their own."""
+    """Folder for the logs of engines that run in processes of their own."""
 
 
 @attrs.frozen
@@ -88,13 +109,16 @@ class PlacedModel:
     role: Role
     spec: ModelRole
     layout: ParallelLayout
+    """How the ranks of `pool` split the model in training."""
     pool: str
+    """Name of the pool on which it is trained and run."""
     section: RoleSection = attrs.field(factory=RoleSection)
-    """Its table as it counts: its own, over the actor's where it inherits."""
+    """The role's table, merged over the actor's where the role inherits."""
     generation: GenerationLayout | None = None
-    """Of a model that generates: the ranks of `rollout_pool`, or its own, in replicas of the rollout engine."""
+    """How the ranks of `rollout_pool`, or of `pool`, form replicas of the rollout engine; None for
+    a model that does not generate."""
     rollout_pool: str | None = None
-    """Where its engines run, if not on its own ranks."""
+    """Name of the pool on which its engines run, where that is not `pool`."""
 
 
 @attrs.frozen
@@ -103,85 +127,113 @@ class Rewards:
 
     role: Role
     parts: tuple[RewardPart, ...]
+    """The functions, with their weights in the sum."""
     section: RoleSection = attrs.field(factory=RoleSection)
 
 
 @attrs.frozen
 class Job:
-    """One algorithm's run (a stage of a configuration, or all of it)."""
+    """One algorithm's run: one run stage, or a whole configuration without stages."""
 
     name: str
     stage: str | None
+    """Name of the run stage; None in a configuration without stages."""
     folder: Path
+    """Folder of checkpoints, metrics and exports."""
     run: RunSection
+
+    # The plugins that carry it out, and the devices.
     algorithm_name: str
+    """The algorithm's plugin name, or its path to code."""
     algorithm: Algorithm
     runtime: str
+    """Name of the runtime that starts the processes."""
     runtime_config: Any
+    """The runtime's settings, or None where it has none."""
     pools: dict[str, ResourcePool]
+    """The pools by name, at least one."""
     placement: PlacementSection
     planner: str
-    """The plugin that plans, "" where there is none."""
+    """Name of the planner, "" where there is none."""
     planner_config: Any
+    """The planner's settings, or None where it has none."""
     trackers: tuple[TrackerSpec, ...]
+
+    # Roles.
     models: dict[str, PlacedModel]
+    """The roles with models, by name."""
     scorers: dict[str, Rewards]
-    """Roles that score by functions."""
+    """The roles that score by functions, by name."""
+
+    # Data and text.
     data: DataConfig
     more_data: dict[str, DataConfig]
-    """Further data sets that the algorithm asks for."""
+    """Further data sets that the algorithm asks for, by name."""
     environment: EnvironmentSection | None
+    """[environment], or None where a response is one turn."""
     validation: ValidationSection | None
+    """[validation], or None without validation."""
     validation_data: DataConfig | None
+    """The held-out set: [data] with validation.data on top."""
     tokenizer: TokenizerConfig
+    """[tokenizer]; without a source where the tokenizer comes from `tokenizer_path`."""
     tokenizer_path: str | None
+    """Folder of the models' own tokenizer; None where [tokenizer] gives another, or none exists."""
     sampling: SamplingParams
+
+    # What the configuration said.
     device: str
+    """ "cpu" or "cuda"."""
     tables: dict[str, Any]
-    """What it was made of."""
+    """The tables of the configuration from which the job was resolved."""
     unused: tuple[str, ...] = ()
-    """Tables of roles that this algorithm does not have."""
+    """Names of tables of roles that this algorithm does not have."""
     follows: bool = False
-    """Whether its models are of an earlier stage."""
+    """Whether its models come from an earlier stage."""
 
     def plugins(self) -> list[tuple[str, str]]:
-        """(kind, name) of the registered plugins that it names; what is named by a path to code is not registered."""
-        found = [
+        """List (kind, name) of the registered plugins that the job uses, each once.
+
+        Those that are given by a path to code are not registered, and left out.
+        """
+        # Optional plugins have the name "", and are left out at the end.
+        plugins = [
             ("runtime", self.runtime),
             ("algorithm", self.algorithm_name),
             ("planner", self.planner),
         ]
-        found += [("tracker", tracker.name) for tracker in self.trackers]
+        plugins += [("tracker", tracker.name) for tracker in self.trackers]
+
         sets = (self.data, self.validation_data, *self.more_data.values())
-        found += [("data_source", data.source) for data in sets if data is not None]
-        found.append(("tokenizer", self.tokenizer.name or ""))
-        found.append(("environment", "" if self.environment is None else self.environment.name))
-        found += [
-            ("reward", part.function) for scorer in self.scorers.values() for part in scorer.parts
-        ]
+        plugins += [("data_source", data.source) for data in sets if data is not None]
+        plugins.append(("tokenizer", self.tokenizer.name or ""))
+        plugins.append(("environment", "" if self.environment is None else self.environment.name))
+
+        for scorer in self.scorers.values():
+            plugins += [("reward", part.function) for part in scorer.parts]
         for model in self.models.values():
-            found.append(("training_backend", model.spec.backend))
+            plugins.append(("training_backend", model.spec.backend))
             if model.spec.engine is not None:
-                found.append(("rollout_engine", model.spec.engine))
+                plugins.append(("rollout_engine", model.spec.engine))
             if model.spec.sync.transport != AUTO:
-                found.append(("transport", model.spec.sync.transport))
-        return [(kind, name) for kind, name in dict.fromkeys(found) if name and ":" not in name]
+                plugins.append(("transport", model.spec.sync.transport))
+
+        return [(kind, name) for kind, name in dict.fromkeys(plugins) if name and ":" not in name]
 
     def follows_stage(self, earlier: Job) -> bool:
-        """Whether its models, or its tokenizer, are those that an earlier stage of the run exports."""
-        written = [model.spec.model.export for model in self.models.values()] + [
-            self.tokenizer_path
-        ]
-        return any(path is not None and earlier.folder in Path(path).parents for path in written)
+        """Return whether its models or its tokenizer come from the exports of the stage `earlier`."""
+        # A stage writes both into its own folder, so their paths tell.
+        sources = [model.spec.model.export for model in self.models.values()]
+        sources.append(self.tokenizer_path)
+        return any(path is not None and earlier.folder in Path(path).parents for path in sources)
 
     @property
     def main_pool(self) -> str:
-        """Where data, rewards and numerical work live: the actor's pool, or the first."""
+        """The pool of data, rewards and numerical work: the actor's, else the first."""
         return self.models["actor"].pool if "actor" in self.models else next(iter(self.pools))
 
     @property
     def rewards(self) -> tuple[RewardPart, ...]:
-        """The parts of `reward`, or of the first role that scores by functions."""
-        return next(
-            (s.parts for s in (self.scorers.get("reward"), *self.scorers.values()) if s), ()
-        )
+        """The functions of role `reward`, or of the first role that scores by functions."""
+        scorers = (self.scorers.get("reward"), *self.scorers.values())
+        return next((scorer.parts for scorer in scorers if scorer), ())

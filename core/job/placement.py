@@ -1,4 +1,4 @@
-"""A configuration's jobs with their places: by hand, or found by the planner that it names."""
+"""Resolves a configuration into placed jobs: by its own pools and layouts, or by a planner's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridflow.core.plugins import registry
 
 log = logging.getLogger(__name__)
 PLACED = "placement"
-"""Where `hybridflow show` says that such values came from."""
+"""The source that `hybridflow show` prints for a planner's values."""
 
 
 def resolve_placed(
@@ -27,34 +27,49 @@ def resolve_placed(
     shorthand: frozenset[str],
     provenance: Provenance | None = None,
 ) -> list[Job]:
-    """The jobs of a configuration, placed by the planner where it says so.
+    """Resolve a configuration into jobs, and place those that say placement = "auto".
 
-    Raises ConfigError with all problems; of a config that names its cluster and does not fit there: the phase, the numbers,
-    and the nearest placement that fits.
+    `provenance` records which values came from the planner. Raises ConfigError with all problems.
+    For a job that names its cluster and does not fit on it these are the phase, the numbers, and
+    the nearest placement that fits.
     """
     every, auto = without_places(tables, shorthand)
     shadowed = shadowed_overrides(tables, provenance) if provenance is not None else []
 
-    def found(job: Job) -> Mapping[str, Any]:
+    # What the planner chose is recorded, so that `hybridflow show` can say so.
+    def place_and_record(job: Job) -> Mapping[str, Any]:
         settings = place(job)
         if provenance is not None:
             own = {key: dict(value) for key, value in settings.items()}
             provenance.record(own if job.stage is None else {"stages": {job.stage: own}}, PLACED)
         return settings
 
-    given = whole(every) if auto else tables
-    jobs = resolve_jobs(given, name, shorthand, problems=shadowed, unplaced=auto, place=found)
-    problems = [problem for job in jobs if job.stage not in auto for problem in misfits(job)]
+    # With placed stages, each stage has tables of its own: the common ones may differ by now.
+    unplaced = whole(every) if auto else tables
+    jobs = resolve_jobs(
+        unplaced, name, shorthand, problems=shadowed, unplaced=auto, place=place_and_record
+    )
+
+    # A planner's own placement fits; one by hand is checked against its cluster.
+    problems: dict[str, None] = {}
+    for job in jobs:
+        if job.stage not in auto:
+            problems |= dict.fromkeys(misfits(job))
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(list(problems))
     return jobs
 
 
 def without_places(
     tables: Mapping[str, Any], shorthand: frozenset[str]
 ) -> tuple[dict[str | None, dict[str, Any]], list[str | None]]:
-    """(tables of each stage, the stages that say placement = "auto"): these without pools and sizes."""
-    every = {stage: deepcopy(dict(own)) for stage, own in stage_tables(tables, shorthand).items()}
+    """Drop the pools and sizes of the stages that say placement = "auto".
+
+    Returns (the tables of every stage, the names of those stages).
+    """
+    # Copies, since forgetting works in place and the caller keeps its tables.
+    stages = stage_tables(tables, shorthand)
+    every = {stage: deepcopy(dict(own)) for stage, own in stages.items()}
     auto = [stage for stage, own in every.items() if says_auto(own)]
     for stage in auto:
         forget_places(every[stage])
@@ -62,12 +77,12 @@ def without_places(
 
 
 def whole(every: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-    """The tables of a file whose stages say everything themselves."""
+    """Join the tables of all stages into those of one file without common tables."""
     return every.get(None, {"stages": every})
 
 
 def planner_of(job: Job) -> Planner:
-    """The planner that a job names. Raises ConfigError where none is installed."""
+    """Make the planner that a job names. Raises ConfigError where none is installed."""
     if not job.planner:
         raise ConfigError("placement.planner: no planner is installed")
     planner_class: type[Planner] = registry().get("planner", job.planner)
@@ -75,23 +90,29 @@ def planner_of(job: Job) -> Planner:
 
 
 def place(job: Job) -> Mapping[str, Any]:
-    """The settings of the best placement. Raises HybridFlowError: no cluster, or nothing fits."""
+    """Plan the job's best placement, and return its settings.
+
+    Raises HybridFlowError where no cluster is named, or no placement fits on it.
+    """
+    # A plan is for one cluster, with its devices and links.
     if job.placement.cluster is None:
-        given = '{ name = "auto", cluster = "a100-80gb:2x8" }'
-        raise ConfigError(f"auto needs placement.cluster, as {given}; see docs/mapping.md")
+        example = '{ name = "auto", cluster = "a100-80gb:2x8" }'
+        raise ConfigError(f"auto needs placement.cluster, as {example}; see docs/mapping.md")
     return planner_of(job).plan(job, job.placement.cluster, alternatives=0).settings
 
 
 def misfits(job: Job) -> list[str]:
-    """Why it does not fit the cluster that it names; nothing where it names none, or cannot be planned."""
+    """List why a job does not fit on the cluster that it names.
+
+    [] where it names none, or where the planner cannot judge it, which is logged.
+    """
     if job.placement.cluster is None:
         return []
     prefix = f"stage {job.stage}: " if job.stage else ""
+    # A planner without a cost model of this job has no opinion; the run goes on without.
     try:
-        return [
-            f"{prefix}placement: {problem}"
-            for problem in planner_of(job).problems(job, job.placement.cluster)
-        ]
+        problems = planner_of(job).problems(job, job.placement.cluster)
+        return [f"{prefix}placement: {problem}" for problem in problems]
     except NotPlanned as error:
         log.warning("%splacement: whether it fits is not known: %s", prefix, error)
         return []

@@ -1,4 +1,7 @@
-"""One stage's tables, read section by section. What is wrong is collected, so that a user sees all of it at once."""
+"""Reads one run stage's tables section by section.
+
+Problems are collected rather than raised, so that a user sees all of them at once.
+"""
 
 from __future__ import annotations
 
@@ -25,86 +28,108 @@ class Choice:
     """A plugin that a table names, imported, with its settings."""
 
     name: str
+    """The plugin's name, or its path to code."""
     found: Any
-    """None: what it needs is not installed, and the run is meant for elsewhere."""
+    """The plugin's object. None: its requirements are not installed, and the run is meant for
+    another machine."""
     config: Any
-    """None: it has no settings."""
+    """An instance of the plugin's config class. None: it has no settings."""
     good: bool = True
     """False: some of its settings have problems, and defaults stand in for them."""
 
 
 class Reader:
-    """`tables` as they count for one stage; `problems` are sentences, `failed` the sections that have one.
+    """The tables of one run stage, with what is wrong with them.
 
-    `elsewhere`: it is to run on another machine; what a plugin needs may lack here (its own checks are then left out).
-    `unplaced`: its layouts are still to be found, and those that stand there are not looked at by backends.
+    `problems` are sentences that begin with a dotted key; `failed` are the sections that have one.
+    With `elsewhere` the job will run on another machine: a plugin may lack its requirements here,
+    and its own checks are then left out. With `unplaced` the layouts are still to be found, and
+    backends do not check those in the tables.
     """
 
     def __init__(self, tables: Mapping[str, Any], elsewhere: bool = False, unplaced: bool = False):
-        self.tables, self.elsewhere, self.unplaced = dict(tables), elsewhere, unplaced
+        self.tables = dict(tables)
+        self.elsewhere = elsewhere
+        self.unplaced = unplaced
         self.problems: list[str] = []
         self.failed: set[str] = set()
+
+        # Sections are tables. What is not is taken out, so that later readers need no check.
         for name in SECTIONS:
             if name in self.tables and not isinstance(self.tables[name], Mapping):
-                self.fail(
-                    name, f"{name}: expected a table, got {self.tables.pop(name)!r}; write [{name}]"
-                )
+                value = self.tables.pop(name)
+                self.fail(name, f"{name}: expected a table, got {value!r}; write [{name}]")
 
     def fail(self, section: str, *problems: str) -> None:
-        """Note problems of a section; checks that read it are left out then."""
+        """Note problems of a section. Checks that read this section are then left out."""
         self.failed.add(section)
         self.problems += problems
 
     def section(self, name: str, cls: type[T]) -> T:
-        """[name] as `cls`, whatever problems it has, so that the others are still looked at."""
-        made, problems = salvage(self.tables.get(name, {}), cls, name)
+        """Read [name] as an instance of `cls`.
+
+        Defaults stand in for what has problems, so that the other keys are still checked.
+        """
+        instance, problems = salvage(self.tables.get(name, {}), cls, name)
         if problems:
             self.fail(name, *problems)
-        return cls() if made is None else made
+        return cls() if instance is None else instance
 
     def plugin(self, kind: str, table: Mapping[str, Any], path: str) -> Choice | None:
-        """The plugin that a table asks for by its `name`, else the default one; None with problems noted."""
+        """Choose the plugin that a table names by its `name`, else the default one of its kind.
+
+        `path` is the table's dotted key. None where there is no such plugin, with problems noted.
+        """
+        # The name
         try:
             name = table["name"] if "name" in table else registry().default(kind)
         except PluginError as error:
             self.problems.append(f"{path}: {error}")
             return None
         if not isinstance(name, str):
-            self.problems.append(
-                f"{path}.name: give the name of a {kind} plugin ({', '.join(registry().names(kind))})"
-                + ("" if name is None else f", got {name!r}")
-            )
+            names = ", ".join(registry().names(kind))
+            got = "" if name is None else f", got {name!r}"
+            self.problems.append(f"{path}.name: give the name of a {kind} plugin ({names}){got}")
             return None
+
+        # Load the plugin for the class of its settings.
         settings = scoped(kind, {**table, "name": name})
         del settings["name"]
         try:
-            there = (
+            # Paths to code have no descriptor to say what they need.
+            installed = (
                 not self.elsewhere or ":" in name or not registry().descriptor(kind, name).missing()
             )
-            found = registry().get(kind, name) if there else None
+            plugin = registry().get(kind, name) if installed else None
             config_class = registry().config_class(kind, name)
         except HybridFlowError as error:
             self.problems.append(f"{path}: {error}")
             return None
+
+        # The settings
         if config_class is None:
             self.problems += [
-                f"{path}.{k}: unknown key; {kind} {name!r} has no settings" for k in settings
+                f"{path}.{key}: unknown key; {kind} {name!r} has no settings" for key in settings
             ]
-            return Choice(name, found, None, not settings)
+            return Choice(name, plugin, None, not settings)
         config, problems = salvage(settings, config_class, path)
         self.problems += [_with_scope(problem, kind, path) for problem in problems]
-        return None if config is None else Choice(name, found, config, not problems)
+        return None if config is None else Choice(name, plugin, config, not problems)
 
     def algorithm(self) -> tuple[str, Algorithm | None]:
-        """The algorithm with its settings, or None with problems noted."""
+        """Make the algorithm with its settings: (name, algorithm).
+
+        The algorithm is None, with problems noted, where there is no such class or where its
+        settings contradict each other.
+        """
+        # The table may be missing, or be no table, which has been noted already.
         table = self.tables.get("algorithm")
         if table is None:
             if "algorithm" not in self.failed:
-                self.fail(
-                    "algorithm",
-                    f"algorithm: which one? There are {', '.join(registry().names('algorithm'))}",
-                )
+                names = ", ".join(registry().names("algorithm"))
+                self.fail("algorithm", f"algorithm: which one? There are {names}")
             return "", None
+
         choice = self.plugin("algorithm", table, "algorithm")
         if choice is None or not choice.good:
             self.failed.add("algorithm")
@@ -117,102 +142,131 @@ class Reader:
                 "hybridflow.core.contracts.algorithm.Algorithm",
             )
             return choice.name, None
+
+        # Where defaults stand in for bad settings, their contradictions would only confuse.
         try:
             algorithm = choice.found(choice.config)
-            problems = [f"algorithm: {problem}" for problem in algorithm.problems() if choice.good]
+            problems = [problem for problem in algorithm.problems() if choice.good]
             algorithm.roles()
-        except ConfigError as error:
-            algorithm, problems = None, [f"algorithm: {problem}" for problem in error.problems]
         except (ValueError, HybridFlowError) as error:  # a size that its own parts refuse
-            algorithm, problems = None, [f"algorithm: {error}"]
-        self.problems += problems
+            algorithm = None
+            problems = sentences(error)
+
+        self.problems += [f"algorithm: {problem}" for problem in problems]
         if algorithm is None:
             self.failed.add("algorithm")
         return choice.name, algorithm
 
     def pools(self) -> dict[str, ResourcePool]:
-        """[pools]: name = devices per node."""
-        table, pools = self.tables.get("pools", {"main": [1]}), {}
-        for name, given in table.items():
-            devices = [given] if type(given) is int else given
-            if (
-                isinstance(devices, list)
-                and devices
-                and all(type(d) is int and d > 0 for d in devices)
-            ):
+        """Read [pools], a table from pool names to devices per node, without those with problems.
+
+        `main = 4` is short for `main = [4]`. The default is one pool of one device.
+        """
+        # isinstance would take true for a number of devices: bool is an int in Python.
+        table = self.tables.get("pools", {"main": [1]})
+        pools = {}
+        for name, value in table.items():
+            devices = [value] if type(value) is int else value
+            is_list = isinstance(devices, list) and devices
+            if is_list and all(type(count) is int and count > 0 for count in devices):
                 pools[name] = ResourcePool(name, tuple(devices))
             else:
                 self.fail(
                     "pools",
-                    f"pools.{name}: expected devices per node, for example [8, 8], got {given!r}",
+                    f"pools.{name}: expected devices per node, for example [8, 8], got {value!r}",
                 )
         if not table:
             self.fail("pools", "pools: there is none; give one, for example main = [1]")
         return pools
 
     def unknown_tables(self, roles: set[str], all_known: bool) -> None:
-        """Tables that are neither sections nor roles. `all_known`: False while an algorithm could not be read, whose
-        roles might be meant; then only what looks misspelt is said."""
+        """Note tables that are neither sections nor roles.
+
+        `all_known` is False while an algorithm cannot be read: a table may be a role of it, and
+        only tables that look misspelt are noted.
+        """
         known = {*SECTIONS, *roles, *USUAL_ROLES}
-        inside = {f.alias: f"run.{f.alias}" for f in attrs.fields(RunSection)}
+        run_keys = {field.alias for field in attrs.fields(RunSection)}
         for key, value in self.tables.items():
             if key in known:
                 continue
             hint = did_you_mean(key, known, quote="`")
-            if not isinstance(value, Mapping) and key in inside:
-                hint = f"; did you mean `{inside[key]}`?"
+            # A setting of [run] that stands outside any table.
+            if not isinstance(value, Mapping) and key in run_keys:
+                hint = f"; did you mean `run.{key}`?"
             if hint or all_known:
-                there = (
-                    f"sections: {', '.join(SECTIONS)}; roles: {', '.join(sorted(roles)) or 'none'}"
+                names = ", ".join(sorted(roles)) or "none"
+                self.problems.append(
+                    f"{key}: unknown key{hint} (sections: {', '.join(SECTIONS)}; roles: {names})"
                 )
-                self.problems.append(f"{key}: unknown key{hint} ({there})")
 
     def unused_roles(self, roles: set[str]) -> list[str]:
-        """Tables of usual roles that this algorithm does not have: they may stand there, but not misspelt inside."""
+        """List the tables of usual roles that are not among `roles`, the algorithm's own.
+
+        A configuration may have them, for another algorithm, but their keys are checked.
+        """
         unused = [key for key in self.tables if key in USUAL_ROLES and key not in roles]
         for name in unused:
-            if isinstance(self.tables[name], Mapping):
-                structure(self.tables[name], RoleSection, name, self.problems)
-            elif not isinstance(self.tables[name], str):
-                self.problems.append(
-                    f"{name}: expected a table, got {self.tables[name]!r}; write [{name}]"
-                )
+            table = self.tables[name]
+            if isinstance(table, Mapping):
+                structure(table, RoleSection, name, self.problems)
+            # A string is a reward's function.
+            elif not isinstance(table, str):
+                self.problems.append(f"{name}: expected a table, got {table!r}; write [{name}]")
         return unused
 
 
+def sentences(error: Exception) -> list[str]:
+    """Return the problems of a ConfigError, each a sentence, or the message of any other error."""
+    return error.problems if isinstance(error, ConfigError) else [str(error)]
+
+
 def salvage(table: Mapping[str, Any], cls: type[T], path: str) -> tuple[T | None, list[str]]:
-    """(`cls` of a table, its problems). Defaults stand in for what has problems; None where there are none."""
+    """Make an instance of `cls` from a table that may have problems: (instance, problems).
+
+    Defaults stand in for the keys with problems. The instance is None where a key without a
+    default, or the class as a whole, has one.
+    """
     problems: list[str] = []
-    made = structure(table, cls, path, problems)
-    if made is not None:
-        return made, []
+    instance = structure(table, cls, path, problems)
+    if instance is not None:
+        return instance, []
+
+    # Once more without the bad keys; the problems of this second attempt are known already.
     bad = keys_of(problems, path)
-    return structure(
-        {key: value for key, value in table.items() if key not in bad}, cls, path, []
-    ), problems
+    rest = {key: value for key, value in table.items() if key not in bad}
+    return structure(rest, cls, path, []), problems
 
 
 def keys_of(problems: Iterable[str], path: str) -> set[str]:
-    """The keys of a table that problems are about."""
-    return {
-        re.split(r"[.:]", problem.removeprefix(f"{path}."), maxsplit=1)[0] for problem in problems
-    }
+    """Return the keys of the table at `path` that problems are about.
+
+    That of "path.b.c: unknown key" is `b`.
+    """
+    tails = [problem.removeprefix(f"{path}.") for problem in problems]
+    return {re.split(r"[.:]", tail, maxsplit=1)[0] for tail in tails}
 
 
 def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table whose sub-tables may be meant for one plugin each: of `[algorithm.ppo]` and `[algorithm.grpo]` the one
-    that `name` names counts, over what stands in `[algorithm]` itself."""
+    """Merge a table with its sub-table for the plugin that `name` names, and drop other plugins'.
+
+    With `name = "ppo"` in [algorithm], [algorithm.ppo] counts over [algorithm] itself, and
+    [algorithm.grpo] does not count.
+    """
+    # A table under a plugin's name is a sub-table, and any other value a setting.
     names = registry().names(kind)
     own = table.get(str(table.get("name")))
-    rest = {k: v for k, v in table.items() if k not in names or not isinstance(v, Mapping)}
+    rest = {
+        key: value
+        for key, value in table.items()
+        if key not in names or not isinstance(value, Mapping)
+    }
     return merge(rest, own) if isinstance(own, Mapping) else rest
 
 
 def _with_scope(problem: str, kind: str, path: str) -> str:
-    """A key that nothing is spelled like may be another plugin's."""
-    if (
-        re.match(rf"{re.escape(path)}\.[^.:]+: unknown key \(", problem)
-        and len(registry().names(kind)) > 1
-    ):
+    """Add to an unknown key without a similar one that it may be meant for another plugin."""
+    unknown = re.match(rf"{re.escape(path)}\.[^.:]+: unknown key \(", problem)
+    if unknown and len(registry().names(kind)) > 1:
         return f"{problem}; what is meant for another {kind} alone goes into [{path}.NAME]"
     return problem

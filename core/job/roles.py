@@ -1,4 +1,15 @@
-"""The roles of an algorithm, resolved: which model or reward, in which pool, in which layout, on which backend."""
+"""Resolves an algorithm's roles: which model or reward, on which pool, in which layout and backend.
+
+role's table, over the actor's  --RoleSection-->  section
+                                                    |
+     "reward" without a model                       |                any other role
+    +-----------------------------------------------+---------------------------+
+    v                                                                           v
+function, parts: reward_from          pool, model, layout, backend, engine: each by itself
+    |                                 then what each says of the others: sizes, axes, kinds
+    v                                                                           v
+Rewards                                                                    PlacedModel
+"""
 
 from __future__ import annotations
 
@@ -14,7 +25,7 @@ from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
 from hybridflow.core.job.models import resolve_model
-from hybridflow.core.job.reader import Reader, keys_of, salvage
+from hybridflow.core.job.reader import Choice, Reader, keys_of, salvage, sentences
 from hybridflow.core.job.schema import (
     LayoutSection,
     RewardPart,
@@ -39,37 +50,53 @@ MODEL_KEYS = (
     "micro_batch_tokens",
     "offload",
 )
+"""Keys of a role's table that only models have."""
 REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
+"""Keys of a role's table that only reward functions have."""
 
 
 def inherits(role: Role) -> bool:
-    """Whether what its table does not give is the actor's."""
+    """Return whether the role takes what its own table leaves out from the actor's table."""
     return role.kind in ("policy", "value") and role.name != "actor"
 
 
 def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
-    """A role's table, over the actor's where it inherits. Another model, or another backend, is not mixed with the
-    actor's: of those nothing is inherited."""
+    """Merge a role's table over the actor's where it inherits.
+
+    A role with a model of its own inherits nothing of the actor's model, and one with a backend of
+    its own nothing of the actor's backend: settings of two models or backends are not mixed.
+    """
     own = dict(tables.get(role.name, {}))
     if not inherits(role) or not isinstance(tables.get("actor"), Mapping):
         return own
     inherited = dict(tables["actor"])
+
+    # A model of its own
     model = own.get("model")
     if isinstance(model, Mapping) and {"path", "config"} & set(model):
         inherited.pop("model", None)
-    backend, actors = own.get("backend"), inherited.get("backend")
+
+    # A backend of its own
+    backend = own.get("backend")
+    actors = inherited.get("backend")
     if isinstance(backend, Mapping) and isinstance(actors, Mapping):
         actors_name = actors.get("name") or registry().default("training_backend")
+        # Sub-tables for one backend each ([actor.backend.fsdp]) hold for every role.
         if backend.get("name", actors_name) != actors_name:
             names = registry().names("training_backend")
             inherited["backend"] = {
-                k: v for k, v in actors.items() if k in names and isinstance(v, Mapping)
+                key: table
+                for key, table in actors.items()
+                if key in names and isinstance(table, Mapping)
             }
     return merge(inherited, own)
 
 
 class RoleResolver:
-    """Resolves roles one after the other; problems go to the reader."""
+    """Resolves roles one after the other; problems go to the reader.
+
+    `earlier` are the jobs of the stages before this one, None for those with problems.
+    """
 
     def __init__(
         self,
@@ -78,165 +105,198 @@ class RoleResolver:
         sampling: SamplingSection,
         earlier: Mapping[str, Job | None],
     ):
-        self.reader, self.pools, self.sampling, self.earlier = reader, pools, sampling, earlier
+        self.reader = reader
+        self.pools = pools
+        self.sampling = sampling
+        self.earlier = earlier
         self.models: dict[str, PlacedModel] = {}
         self.scorers: dict[str, Rewards] = {}
 
     def resolve(self, role: Role, generates: bool) -> None:
         """Add the role to `models` or `scorers`, or note what is wrong with it."""
-        before = len(self.reader.problems)
-        own = self.reader.tables.get(role.name, {})
+        reader = self.reader
+        before = len(reader.problems)
+        own = reader.tables.get(role.name, {})
         if not isinstance(own, Mapping):
-            self.reader.fail(
-                "roles", f"{role.name}: expected a table, got {own!r}; write [{role.name}]"
-            )
+            text = f"{role.name}: expected a table, got {own!r}; write [{role.name}]"
+            reader.fail("roles", text)
             return
-        section, problems = salvage(role_table(self.reader.tables, role), RoleSection, role.name)
-        section, bad = section or RoleSection(), keys_of(problems, role.name)
-        self.reader.problems += problems
-        made: PlacedModel | Rewards | None = None
+
+        # Defaults stand in for bad keys, so that the others are still checked.
+        section, problems = salvage(role_table(reader.tables, role), RoleSection, role.name)
+        section = section or RoleSection()
+        bad = keys_of(problems, role.name)
+        reader.problems += problems
+
+        # A reward is a model or functions; the keys of one contradict the other.
+        resolved: PlacedModel | Rewards | None = None
         if role.kind == "reward" and "model" not in own:
-            made = (
-                None if bad & {"function", "parts", "options"} else self._reward(role, own, section)
-            )
+            if not bad & {"function", "parts", "options"}:
+                resolved = self._reward(role, own, section)
         elif not self._contradictions(role, own):
-            made = self._model(role, section, bad, generates)
-        if made is None or bad:
-            self.reader.failed.add("roles")
-        elif isinstance(made, PlacedModel):
-            self.models[role.name] = made
+            resolved = self._model(role, section, bad, generates)
+
+        if resolved is None or bad:
+            reader.failed.add("roles")
+        elif isinstance(resolved, PlacedModel):
+            self.models[role.name] = resolved
         else:
-            self.scorers[role.name] = made
+            self.scorers[role.name] = resolved
+
         if inherits(role):
             self._forget_inherited(role.name, own, before)
 
     def _forget_inherited(self, name: str, own: Mapping[str, Any], before: int) -> None:
-        """A problem of the actor's table is said once, not again for each role that inherits it."""
+        """Drop a role's problems that come from the actor's table, where they are reported already.
+
+        The role's problems are those behind the first `before` of the reader's.
+        """
+        # A problem is inherited if the actor has the same one, at a key that the own table lacks.
         problems = self.reader.problems
-        new = []
+        own_problems = []
         for problem in problems[before:]:
             key = problem.partition(":")[0].partition(" ")[0].removeprefix(f"{name}.")
             if "actor" + problem.removeprefix(name) not in problems[:before] or _given(own, key):
-                new.append(problem)
-        problems[before:] = new
+                own_problems.append(problem)
+        problems[before:] = own_problems
 
     def _contradictions(self, role: Role, own: Mapping[str, Any]) -> bool:
-        """Whether a model's table has what belongs to a reward function."""
-        found = [key for key in REWARD_KEYS if key in own]
+        """Note the keys of a model's table that belong to reward functions, and whether any do."""
+        keys = [key for key in REWARD_KEYS if key in own]
         if role.kind == "reward":
-            why = "a reward is one of a function, several parts and a model; keep one of them"
-            self.reader.problems += [
-                f"{role.name}.{key}: contradicts {role.name}.model: {why}" for key in found
-            ]
+            why = (
+                f"contradicts {role.name}.model: a reward is one of a function, several parts and "
+                "a model; keep one of them"
+            )
         else:
             why = f"is for rewards, and {role.name} is a {role.kind} model; remove it"
-            self.reader.problems += [f"{role.name}.{key}: {why}" for key in found]
-        return bool(found)
+        self.reader.problems += [f"{role.name}.{key}: {why}" for key in keys]
+        return bool(keys)
 
-    # Rewards
+    # --- rewards ---
+
     def _reward(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> Rewards | None:
+        """Resolve a role that scores by functions; each is loaded once, to check its options."""
         problems = self._reward_problems(role, own, section)
         if problems:
             self.reader.problems += problems
             return None
+
+        # A single function is a sum of one part.
         parts = section.parts
         if section.function is not None:
-            label = section.function.rpartition(":")[2]
-            options, rule = section.options, section.on_failure
-            parts = (
-                RewardPart(
-                    label, section.function, options, on_failure=rule, per_token=section.per_token
-                ),
+            part = RewardPart(
+                section.function.rpartition(":")[2],
+                section.function,
+                section.options,
+                on_failure=section.on_failure,
+                per_token=section.per_token,
             )
+            parts = (part,)
+
+        # Made once and thrown away: a wrong option is found before anything starts.
         for part in parts:
             try:
                 reward_from(part.function, part.options)
-            except ConfigError as error:
-                problems += error.problems
             except (HybridFlowError, ValueError) as error:
-                problems.append(str(error))
-        self.reader.problems += [f"{role.name}: {p}" for p in problems]
+                problems += sentences(error)
+        self.reader.problems += [f"{role.name}: {problem}" for problem in problems]
         return None if problems else Rewards(role, parts, section)
 
     def _reward_problems(
         self, role: Role, own: Mapping[str, Any], section: RoleSection
     ) -> list[str]:
-        name, problems = role.name, []
+        """List what contradicts itself in the table of a role that scores by functions."""
+        # One way to give the functions, and only one
+        name = role.name
+        problems = []
         if section.function is None and not section.parts:
-            there = ", ".join(registry().names("reward"))
+            plugins = ", ".join(registry().names("reward"))
             problems.append(
-                f'{name}: give one of `function` (a plugin: {there}; or "package.module:function"), `parts` (several), '
-                "or `model`"
+                f"{name}: give one of `function` (a plugin: {plugins}; or "
+                '"package.module:function"), `parts` (several), or `model`'
             )
         if section.function is not None and section.parts:
             problems.append(f"{name}.parts: contradicts {name}.function; keep one of them")
+
+        # Settings of one function, beside several
         for key in ("options", "on_failure", "per_token"):
             if section.parts and key in own:
                 problems.append(
                     f"{name}.{key}: belongs to one function; with parts each has its own"
                 )
-        names = [p.name for p in section.parts]
-        problems += [
-            f"{name}.parts: two parts are called {twice!r}, and each has a column of its name; rename one"
-            for twice in sorted({n for n in names if names.count(n) > 1})
-        ]
-        problems += [
-            f"{name}.{key}: is for models, and {name} is a function (it runs where the data is); remove it"
-            for key in MODEL_KEYS
-            if key in own
-        ]
+
+        # Names of parts name columns.
+        labels = [part.name for part in section.parts]
+        for twice in sorted({label for label in labels if labels.count(label) > 1}):
+            problems.append(
+                f"{name}.parts: two parts are called {twice!r}, and each has a column of its name; "
+                "rename one"
+            )
+
+        # Settings of models
+        for key in MODEL_KEYS:
+            if key in own:
+                problems.append(
+                    f"{name}.{key}: is for models, and {name} is a function (it runs where the "
+                    "data is); remove it"
+                )
         return problems
 
-    # Models
+    # --- models ---
+
     def _model(
         self, role: Role, section: RoleSection, bad: set[str], generates: bool
     ) -> PlacedModel | None:
-        """`bad`: keys of its table that have problems; what hangs on them is not looked at."""
+        """Resolve a role with a model; None where anything is wrong with it.
+
+        `bad` are the keys of its table with problems; what depends on them is not checked.
+        """
+        reader = self.reader
         kind = "score" if role.kind == "reward" else role.kind
+
+        # Each part by itself. A pool that [pools] has, but not here, is reported there.
         pool = self.pools.get(section.pool)
-        if pool is None and section.pool not in self.reader.tables.get(
-            "pools", {}
-        ):  # else: said of the pool
-            self.reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
+        if pool is None and section.pool not in reader.tables.get("pools", {}):
+            reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
         spec = None if "model" in bad else self._spec(section.model, kind, role.name)
-        layout = (
-            None
-            if pool is None or bad & {"layout", "pool"}
-            else self._layout(role.name, section.layout, pool)
-        )
-        backend = engine = None
+        layout = backend = engine = None
+        if pool is not None and not bad & {"layout", "pool"}:
+            layout = self._layout(role.name, section.layout, pool)
         if "backend" not in bad:
-            backend = self.reader.plugin(
-                "training_backend", section.backend, f"{role.name}.backend"
-            )
+            backend = reader.plugin("training_backend", section.backend, f"{role.name}.backend")
         if generates:
-            engine = self.reader.plugin(
-                "rollout_engine", self.reader.tables.get("rollout", {}), "rollout"
-            )
+            engine = reader.plugin("rollout_engine", reader.tables.get("rollout", {}), "rollout")
+
         if spec is None or layout is None or backend is None or (generates and engine is None):
             return None
         if not backend.good or (engine and not engine.good):
             return None
-        try:
-            looks = backend.found is not None and not self.reader.unplaced
-            found = backend.found.problems(backend.config, layout, kind) if looks else []
-        except (HybridFlowError, ValueError) as error:
-            found = [str(error)]
-        found = [*found, *_beyond(backend.name, layout, kind), *self._size_problems(spec, layout)]
+
+        # What the parts say of each other.
+        problems = [
+            *self._backend_problems(backend, layout, kind),
+            *_beyond(backend.name, layout, kind),
+            *self._size_problems(spec, layout),
+        ]
         generation = sync = None
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
-            found += _heads_problems(spec, "generation.tp", section.generation.tp)
+            problems += _heads_problems(spec, "generation.tp", section.generation.tp)
             settings = engine_settings(engine.config)
-            found += [f"rollout.{problem}" for problem in settings.problems()]
-            generation = self._generation(section, engine.name, settings.own_process, layout, found)
-            sync = self._sync(role.name, section.sync, apart, found)
-        self.reader.problems += [
-            f"{role.name}.{p}"
-            if p.startswith(("layout.", "generation", "sync."))
-            else f"{role.name}: {p}"
-            for p in found
-        ]
+            problems += [f"rollout.{problem}" for problem in settings.problems()]
+            generation = self._generation(
+                section, engine.name, settings.own_process, layout, problems
+            )
+            sync = self._sync(role.name, section.sync, apart, problems)
+
+        # Some problems begin with a key of the role's table, others are about the whole role.
+        for problem in problems:
+            in_table = problem.startswith(("layout.", "generation", "sync."))
+            reader.problems.append(f"{role.name}{'.' if in_table else ': '}{problem}")
+        if problems or (engine is not None and sync is None):
+            return None
+
         model = ModelRole(
             model=spec,
             backend=backend.name,
@@ -250,36 +310,47 @@ class RoleResolver:
             sync=sync or SyncSpec(),
             keep_engine=section.generation.keep,
         )
-        good = not found and (engine is None or sync is not None)
-        return (
-            PlacedModel(role, model, layout, section.pool, section, generation, apart)
-            if good
-            else None
-        )
+        return PlacedModel(role, model, layout, section.pool, section, generation, apart)
+
+    def _backend_problems(self, backend: Choice, layout: ParallelLayout, kind: str) -> list[str]:
+        """Ask the backend's class what it cannot do; [] where it is not installed or not placed."""
+        if backend.found is None or self.reader.unplaced:
+            return []
+        try:
+            return backend.found.problems(backend.config, layout, kind)
+        except (HybridFlowError, ValueError) as error:
+            return [str(error)]
 
     def _no_pool(self, name: str) -> str:
-        return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {', '.join(self.pools) or 'none'})"
+        """Write the sentence that no pool has this name."""
+        pools = ", ".join(self.pools) or "none"
+        return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {pools})"
 
     def _sync(
         self, role: str, section: SyncConfig, apart: str | None, problems: list[str]
     ) -> SyncSpec | None:
-        """The transport that carries the weights; apart: the pool of the engines, if they have one of their own."""
+        """Choose the transport of the weights; None where it cannot be used.
+
+        `apart` is the pool of the engines where they have one of their own.
+        """
         spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
         name = section.transport.get("name", AUTO)
         if name == AUTO:
-            strange = [key for key in section.transport if key != "name"]
             problems += [
                 f"sync.transport.{key}: belongs to a transport; give its name too"
-                for key in strange
+                for key in section.transport
+                if key != "name"
             ]
             return spec
+
+        # A transport by name must reach from the trainer's pool to the engines'.
         choice = self.reader.plugin("transport", section.transport, f"{role}.sync.transport")
         if choice is None or not choice.good:
             return None
         if apart is not None and not choice.found.crosses_pools:
             problems.append(
-                f"sync.transport: {name} moves weights inside one pool, and generation.pool is {apart!r}; leave it out, or "
-                "name another (auto takes what works)"
+                f"sync.transport: {name} moves weights inside one pool, and generation.pool is "
+                f"{apart!r}; leave it out, or name another (auto takes what works)"
             )
         return attrs.evolve(spec, transport=choice.name, transport_config=choice.config)
 
@@ -291,35 +362,46 @@ class RoleResolver:
         layout: ParallelLayout,
         problems: list[str],
     ) -> GenerationLayout | None:
-        """apart: whether the engine has a process of its own."""
+        """Lay out the engine's replicas over the role's ranks, or over the pool of the engines.
+
+        `apart` says whether the engine runs in a process of its own.
+        """
         can = registry().engine_capabilities(engine)
-        section, grouping = role.generation, role.generation.grouping
+        section = role.generation
+        grouping = section.grouping
         pool = self.pools.get(section.pool or role.pool)
         if pool is None:
             problems.append(f"generation.pool: {self._no_pool(str(section.pool))}")
             return None
+
+        # Ranks of another pool hold no training shards that could stay where they are.
         if section.pool not in (None, role.pool):
-            layout, grouping = (
-                ParallelLayout(dp=pool.world),
-                "consecutive",
-            )  # they hold nothing that could stay
-        if can.grouping == "consecutive":  # an engine may form its groups itself
+            layout = ParallelLayout(dp=pool.world)
             grouping = "consecutive"
+        # An engine may form its groups itself.
+        if can.grouping == "consecutive":
+            grouping = "consecutive"
+
+        # An engine that gives no view of its weights has nothing to compare.
         if role.sync.verify and (apart or not can.views):
             where = " in a process of its own" if can.views else ""
             problems.append(
-                f"sync.verify: the engine {engine}{where} gives no view of its weights to compare; leave it out"
+                f"sync.verify: the engine {engine}{where} gives no view of its weights to compare; "
+                "leave it out"
             )
-        for axis, size, able in (("tp", section.tp, can.tp), ("pp", section.pp, can.pp)):
+        axes = (("tp", section.tp, can.tp), ("pp", section.pp, can.pp))
+        for axis, size, able in axes:
             if size > 1 and apart and can.process != "own":
                 problems.append(
-                    f"generation.{axis}: is {size}, and the engine {engine} in a process of its own runs on one rank; leave "
-                    "out rollout.own_process"
+                    f"generation.{axis}: is {size}, and the engine {engine} in a process of its "
+                    "own runs on one rank; leave out rollout.own_process"
                 )
             elif size > 1 and not able:
                 problems.append(
-                    f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; set it to 1"
+                    f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; "
+                    "set it to 1"
                 )
+
         try:
             return generation_layout(
                 layout, section.pp, section.tp, grouping, pool.devices_per_node[0]
@@ -329,11 +411,13 @@ class RoleResolver:
             return None
 
     def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[str]:
-        """What the model's own sizes say against the layout, or against training at all."""
+        """List what in the model's config contradicts the layout, or is missing for training."""
         problems = []
         if not isinstance(spec.hf_config.get("vocab_size"), int):
             problems.append("the model's config needs vocab_size, the number of its embeddings")
         problems += _heads_problems(spec, "layout.tp", layout.tp)
+
+        # Every pipeline stage has a layer at least.
         layers = spec.hf_config.get("num_hidden_layers")
         if isinstance(layers, int) and layers < layout.pp:
             problems.append(
@@ -342,39 +426,51 @@ class RoleResolver:
         return problems
 
     def _spec(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
+        """Resolve the model itself; None, with problems noted, where it cannot be read."""
         try:
             if config.path is not None and config.path.startswith(STAGE) and config.config is None:
                 return self._from_stage(config, kind, role)
             return resolve_model(config, kind, role, weights=not self.reader.elsewhere)
-        except ConfigError as error:
-            self.reader.problems += error.problems
         except HybridFlowError as error:
-            self.reader.problems.append(str(error))
-        return None
+            self.reader.problems += sentences(error)
+            return None
 
     def _from_stage(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
-        """The export of an earlier stage; before that stage has run, its model stands in for the checks."""
+        """Resolve "stage:NAME/ROLE", the export of an earlier stage's role.
+
+        Before that stage has run, the model that it trains stands in for the checks. Without
+        "/ROLE" it is the role of the same name, else the first that is trained. Raises ConfigError
+        where there is no such stage or trained role; None where the stage itself has problems.
+        """
         stage, _, source = str(config.path).removeprefix(STAGE).partition("/")
         if stage not in self.earlier:
-            there = f"earlier stages: {', '.join(self.earlier) or 'none'}"
+            meant = did_you_mean(stage, self.earlier)
+            stages = ", ".join(self.earlier) or "none"
             raise ConfigError(
-                f"{role}.model.path: there is no earlier stage {stage!r}{did_you_mean(stage, self.earlier)} ({there})"
+                f"{role}.model.path: there is no earlier stage {stage!r}{meant} "
+                f"(earlier stages: {stages})"
             )
         job = self.earlier[stage]
-        if job is None:  # its own problems are said
+        if job is None:
             return None
-        trained = [n for n, m in job.models.items() if m.spec.optimizer is not None]
+
+        # Only trained models are exported.
+        trained = [name for name, model in job.models.items() if model.spec.optimizer is not None]
         source = source or (role if role in trained or not trained else trained[0])
         if source not in trained:
             hint = f'; write "{STAGE}{stage}/{trained[0]}"' if trained else ""
+            models = ", ".join(trained) or "no model"
             raise ConfigError(
-                f"{role}.model.path: stage {stage!r} trains {', '.join(trained) or 'no model'}, not {source!r}{hint}"
+                f"{role}.model.path: stage {stage!r} trains {models}, not {source!r}{hint}"
             )
         export = str(job.folder / "export" / source)
         return attrs.evolve(job.models[source].spec.model, kind=kind, path=None, export=export)
 
     def _layout(self, role: str, asked: LayoutSection, pool: ResourcePool) -> ParallelLayout | None:
-        inner, world = asked.tp * asked.pp * asked.cp, pool.world
+        """Fill the pool's ranks: dp = world / (tp x pp x cp); None where it does not divide."""
+        # Experts are shared inside dp, so ep takes no ranks of its own.
+        inner = asked.tp * asked.pp * asked.cp
+        world = pool.world
         if world % inner or (asked.dp is not None and asked.dp * inner != world):
             self.reader.problems.append(_does_not_fit(role, asked, pool))
             return None
@@ -388,55 +484,62 @@ class RoleResolver:
 
 
 def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[str]:
-    """What a training backend says that it has not: axes, kinds of model."""
+    """List the axes and the kind of model that a training backend does not have."""
     can = registry().training_capabilities(backend)
-    sizes = {
-        axis: size
-        for axis, size in attrs.asdict(layout).items()
-        if axis not in can.axes | {"order"}
-    }
-    found = [
-        f"layout.{axis}: is {size}, and the backend {backend} has the axes {', '.join(sorted(can.axes))}; set it to 1"
-        for axis, size in sizes.items()
-        if size > 1
-    ]
+    problems = []
+    for axis, size in attrs.asdict(layout).items():
+        if axis not in can.axes | {"order"} and size > 1:
+            axes = ", ".join(sorted(can.axes))
+            problems.append(
+                f"layout.{axis}: is {size}, and the backend {backend} has the axes {axes}; "
+                "set it to 1"
+            )
     if kind not in can.models:
-        found.append(
-            f"the backend {backend} has models of kind {', '.join(sorted(can.models))}, and this one is a {kind}"
+        kinds = ", ".join(sorted(can.models))
+        problems.append(
+            f"the backend {backend} has models of kind {kinds}, and this one is a {kind}"
         )
-    return found
+    return problems
 
 
 def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:
+    """List a tensor parallel size that does not divide the attention heads."""
     heads = spec.hf_config.get("num_attention_heads")
     if not isinstance(heads, int) or heads % tp == 0:
         return []
     return [
-        f"{key}: {tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
+        f"{key}: {tp} does not divide the model's {heads} attention heads; "
+        f"give a divisor of {heads}"
     ]
 
 
 def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:
-    inner, world = asked.tp * asked.pp * asked.cp, pool.world
-    dp = f"dp {asked.dp} x " if asked.dp else ""
+    """Write the sentence that a layout does not fill its pool, with both remedies."""
+    inner = asked.tp * asked.pp * asked.cp
+    world = pool.world
+    # Devices that the layout would fill; without dp the next multiple of tp x pp x cp.
     needs = inner * (asked.dp or -(-world // inner))
+
+    # The remedies: leave dp out where that is enough, else change a size or the pool.
+    dp = f"dp {asked.dp} x " if asked.dp else ""
     head = (
-        f"{role}.layout: {dp}tp {asked.tp} x pp {asked.pp} x cp {asked.cp} does not fit pool {pool.name!r} of {world} "
-        f"device{'s' if world > 1 else ''}"
+        f"{role}.layout: {dp}tp {asked.tp} x pp {asked.pp} x cp {asked.cp} does not fit pool "
+        f"{pool.name!r} of {world} device{'s' if world > 1 else ''}"
     )
+    resize = f"set pools.{pool.name} = [{needs}]"
     if world % inner == 0:
-        return f"{head}: leave out {role}.layout.dp (it is then {world // inner}), or set pools.{pool.name} = [{needs}]"
-    divisors = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
-    return f"{head}: tp x pp x cp must divide {world} ({divisors}); change it, or set pools.{pool.name} = [{needs}]"
+        return f"{head}: leave out {role}.layout.dp (it is then {world // inner}), or {resize}"
+    divisors = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+    return f"{head}: tp x pp x cp must divide {world} ({divisors}); change it, or {resize}"
 
 
 def _given(table: Mapping[str, Any], key: str) -> bool:
-    """Whether a dotted key, or what it is in, stands in a table."""
-    here: Any = table
+    """Return whether a table has a dotted key, or a value in which that key would lie."""
+    value: Any = table
     for part in key.split("."):
-        if not isinstance(here, Mapping):
+        if not isinstance(value, Mapping):
             return True
-        if part not in here:
+        if part not in value:
             return False
-        here = here[part]
+        value = value[part]
     return True

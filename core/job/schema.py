@@ -1,4 +1,8 @@
-"""The sections of a run's TOML file. A role's table is `RoleSection`; plugins bring their own config classes."""
+"""The sections of a run's TOML file, as classes.
+
+A role's table is a RoleSection. Plugins bring config classes of their own, which stand beside them.
+`hybridflow show`, error messages and docs/configuration.md print the docstrings of the fields.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,14 @@ import attrs
 from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.rollout import MAX_BIAS, SamplingParams
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.validators import at_least, fraction, non_negative, positive, share
+from hybridflow.core.validators import Validator, at_least, fraction, non_negative, positive, share
 from hybridflow.core.values.model import ModelConfig
+
+
+def _setting(default: Any, validator: Validator) -> Any:
+    """Make a field with a default and a validator."""
+    return attrs.field(default=default, validator=validator)
+
 
 _BY_NAME = (
     "algorithm",
@@ -22,7 +32,7 @@ _BY_NAME = (
     "*.sync.transport",
 )
 SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
-"""Tables that may be given by their `name` alone: `rollout = "NAME"`."""
+"""Tables that a plugin's `name` may stand for: `rollout = "NAME"`."""
 
 SECTIONS = (
     "run",
@@ -41,106 +51,127 @@ SECTIONS = (
 """The tables of a file that are not roles."""
 
 USUAL_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost", "teacher")
-"""Roles whose tables may stand in a file although this algorithm does not need them."""
+"""Roles whose tables a file may have although its algorithm has no such role."""
 
 
 @attrs.frozen
 class RunSection:
     """[run]: how long, where, how often."""
 
+    # Length and place
     name: str | None = None
-    """Folder of the run inside `folder`; default: the name of the config file."""
+    """Name of the run's folder inside `folder`. Default: the name of the config file."""
     folder: str = "runs"
-    """Folder in which runs are kept."""
-    steps: int = attrs.field(default=100, validator=at_least(1))
-    """Iterations: calls of the algorithm's step."""
-    seed: int = attrs.field(default=0, validator=non_negative)
-    """Of sampling and of the order of mini-batches; data and models have seeds of their own."""
+    """Folder that holds the folders of all runs."""
+    steps: int = _setting(100, at_least(1))
+    """Number of iterations, each one call of the algorithm's step."""
+    seed: int = _setting(0, non_negative)
+    """Random seed of sampling and of the order of mini-batches. Data and models have seeds of their
+    own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is one."""
-    checkpoint_every: int = attrs.field(default=0, validator=non_negative)
-    """Steps between checkpoints; 0: only when the run is told to stop (SIGTERM)."""
-    keep_checkpoints: int = attrs.field(default=2, validator=at_least(1))
-    """The newest ones that are kept."""
+    """Device of the models: "auto" means cuda where there is one, else cpu."""
+
+    # Checkpoints and restarts
+    checkpoint_every: int = _setting(0, non_negative)
+    """Steps between checkpoints. 0: one is written only when the run is told to stop (SIGTERM)."""
+    keep_checkpoints: int = _setting(2, at_least(1))
+    """Number of checkpoints to keep; older ones are deleted."""
     export: bool = False
-    """Write the trained models as Hugging Face folders at the end (a stage that others start from always does)."""
-    restarts: int = attrs.field(default=0, validator=non_negative)
-    """How often a run whose worker died goes on from its last checkpoint by itself."""
-    max_staleness: int = attrs.field(default=0, validator=non_negative)
-    """Weight versions that a rollout may lag behind; 0, synchronous, is the only value so far."""
-    mismatch_warn: float | None = attrs.field(default=0.1, validator=positive)
-    """Say so when rollout and trainer logprobs of the same tokens and weights differ by more, in nats: the mean over a step
-    (metric actor/mismatch_mean). A right engine stays below 0.001 in float32 and about 0.02 in bfloat16."""
-    mismatch_stop: float | None = attrs.field(default=None, validator=positive)
-    """End the run, before that step's checkpoint, when they differ by more."""
+    """Whether the trained models are written as Hugging Face folders at the end. A stage that other
+    stages start from always writes them."""
+    restarts: int = _setting(0, non_negative)
+    """How many times the run resumes from its last checkpoint by itself after a worker has died."""
+
+    # Guards against training on other data than was sampled
+    max_staleness: int = _setting(0, non_negative)
+    """Weight versions by which a rollout may lag behind. 0 (synchronous) is the only value so
+    far."""
+    mismatch_warn: float | None = _setting(0.1, positive)
+    """Warn when the logprobs of engine and trainer, of the same tokens and weights, differ by more
+    than this, in nats: the mean over a step (metric actor/mismatch_mean). A correct engine stays
+    below 0.001 in float32 and about 0.02 in bfloat16."""
+    mismatch_stop: float | None = _setting(None, positive)
+    """End the run, before that step's checkpoint, when those logprobs differ by more than this, in
+    nats."""
+
+    # Observation
     trackers: tuple[str | dict[str, Any], ...] = ("jsonl", "tensorboard")
-    """Plugins of kind "tracker" that get the metrics, by name, or as a table of a name and its settings:
-    `{ name = "jsonl" }`. One that is not installed is left out with a note."""
+    """Plugins of kind "tracker" that get the metrics: names, or tables of a name and its settings
+    such as `{ name = "jsonl" }`. One that is not installed is left out with a note."""
 
 
 @attrs.frozen
 class PlacementSection:
-    """[placement]: who says where the models go; `placement = "auto"` for short."""
+    """[placement]: who decides where the models go; `placement = "auto"` for short."""
 
     name: Literal["given", "auto"] = "given"
-    """given: [pools] and the roles' layouts. auto: the best that `hybridflow plan` finds on `cluster`, in place of them."""
+    """given: [pools] and the roles' layouts decide. auto: the best placement that `hybridflow plan`
+    finds on `cluster` replaces them."""
     planner: dict[str, Any] = attrs.field(factory=dict)
-    """`name` of a plugin of kind "planner" (by default the one that says it is), and its own settings."""
+    """`name` of a plugin of kind "planner" (default: the one whose descriptor says so), and that
+    planner's own settings."""
     cluster: str | None = None
-    """What there is: a TOML file, or DEVICE:NODESxDEVICES as in "a100-80gb:2x8" (docs/mapping.md). With given a config that
-    does not fit there is refused."""
+    """The cluster: a TOML file, or DEVICE:NODESxDEVICES as in "a100-80gb:2x8" (docs/mapping.md).
+    With `given`, a configuration that does not fit on it is refused."""
 
 
 @attrs.frozen
 class LayoutSection:
     """A role's parallel layout over its pool."""
 
-    dp: int | None = attrs.field(default=None, validator=attrs.validators.optional(at_least(1)))
-    """Data parallel: replicas of the model, each with its share of the rows. Default: what the pool's devices and the
-    other axes leave."""
-    tp: int = attrs.field(default=1, validator=at_least(1))
-    """Tensor parallel: ranks that share each layer."""
-    pp: int = attrs.field(default=1, validator=at_least(1))
-    """Pipeline parallel: stages of layers."""
-    cp: int = attrs.field(default=1, validator=at_least(1))
-    """Context parallel: ranks that share each sequence."""
-    ep: int = attrs.field(default=1, validator=at_least(1))
-    """Expert parallel: neighbouring dp ranks over which experts are spread; divides dp."""
+    dp: int | None = _setting(None, attrs.validators.optional(at_least(1)))
+    """Data parallel size: the number of replicas of the model, each with its share of the rows.
+    Default: the pool's devices divided by tp x pp x cp."""
+    tp: int = _setting(1, at_least(1))
+    """Tensor parallel size: the number of ranks that share each layer."""
+    pp: int = _setting(1, at_least(1))
+    """Pipeline parallel size: the number of pipeline stages, each with its share of the layers."""
+    cp: int = _setting(1, at_least(1))
+    """Context parallel size: the number of ranks that share each sequence."""
+    ep: int = _setting(1, at_least(1))
+    """Expert parallel size: the number of neighbouring dp ranks that share the experts; it divides
+    dp."""
     order: str = "tp-cp-pp-dp"
-    """Axes from fastest to slowest over the ranks."""
+    """The axes, from the one that changes fastest over the ranks to the slowest."""
 
 
 @attrs.frozen
 class GenerationSection:
-    """How the actor's ranks are cut into generation replicas (arXiv:2409.19256, section 5)."""
+    """How the actor's ranks form replicas for generation (arXiv:2409.19256, section 5)."""
 
-    tp: int = attrs.field(default=1, validator=at_least(1))
-    """Tensor parallel ranks of one rollout engine. They need not divide, or be divided by, the training layout's."""
-    pp: int = attrs.field(default=1, validator=at_least(1))
-    """Pipeline stages of one rollout engine."""
+    tp: int = _setting(1, at_least(1))
+    """Tensor parallel size of one rollout engine. It need not divide that of the training layout,
+    nor be divided by it."""
+    pp: int = _setting(1, at_least(1))
+    """Number of pipeline stages of one rollout engine."""
     grouping: Literal["zero-redundancy", "consecutive"] = "zero-redundancy"
-    """Which ranks form a replica: "zero-redundancy": such that each rank's training shard lies inside its generation
-    shard, as far as the layouts allow; "consecutive": neighbours."""
+    """Which ranks form a replica. "zero-redundancy": ranks such that each one's training shard lies
+    inside its generation shard, as far as the layouts allow. "consecutive": neighbouring ranks."""
     pool: str | None = None
-    """A pool in which the engines run beside training; default: the actor's own processes, in turns with training."""
+    """A pool on which the engines run beside training. Default: the actor's own processes, where
+    generation and training take turns."""
     keep: bool = True
-    """On the actor's own processes: keep the engine's memory (cache, and on a GPU its weights) between generations;
-    false: drop it, and sync anew."""
+    """Whether an engine on the actor's own processes keeps its memory (cache, and on a GPU its
+    weights) between generations. False: it is freed, and the weights are sent anew."""
 
 
 @attrs.frozen
 class SyncConfig:
-    """[actor.sync]."""
+    """[actor.sync]: how the actor's weights are sent to its rollout engine."""
 
     transport: dict[str, Any] = attrs.field(factory=lambda: {"name": "auto"})
-    """`name` of a plugin of kind "transport", and its own settings; auto: the first that reaches all ranks."""
-    bucket_mb: float = attrs.field(default=64.0, validator=at_least(0.01))
-    """The most memory that a sync takes for messages on a rank, in 10^6 bytes, over all that is under way."""
+    """`name` of a plugin of kind "transport", and its own settings. auto: the first transport that
+    reaches all ranks."""
+    bucket_mb: float = _setting(64.0, at_least(0.01))
+    """Limit of the memory for all messages of a sync that are under way, per rank, in 10^6
+    bytes."""
     alias: bool = True
-    """Keep one copy where training and rollout could share it: whole parameters of one dtype and memory order, of a role on
-    one rank that is neither offloaded nor drops its engine (generation.keep)."""
+    """Whether trainer and engine share storage where they can: whole parameters of the same dtype
+    and memory order, of a role on one rank that is not offloaded and keeps its engine
+    (generation.keep)."""
     verify: bool = False
-    """Compare checksums of every parameter on both sides after each sync; the first that differs is named."""
+    """Whether each sync is followed by a comparison of every parameter's checksum on both sides.
+    The first parameter that differs is named."""
 
 
 @attrs.frozen
@@ -148,63 +179,81 @@ class RewardPart:
     """One of several reward functions."""
 
     name: str
-    """Its column is rewards/<name>."""
+    """Name of the part; its scores are the column rewards/<name>."""
     function: str
-    """A plugin of kind "reward", or "package.module:function"."""
+    """Name of a plugin of kind "reward", or "package.module:function"."""
     options: dict[str, Any] = attrs.field(factory=dict)
-    """Its own options."""
+    """The function's own options."""
     weight: float = 1.0
-    """Factor in the sum."""
+    """Factor of the part's score in the sum of all parts."""
     on_failure: FailureRule = attrs.field(factory=FailureRule)
-    """What happens when it fails."""
+    """What happens when the function fails."""
     per_token: bool = False
-    """It returns a list: a number for each response token."""
+    """Whether the function returns a list with a number for each response token."""
 
 
 @attrs.frozen
 class RoleSection:
-    """A role's table. Model roles: what is not given is the actor's. Rewards: `function`, `parts`, or a `model`."""
+    """A role's table.
 
+    Policy and value models inherit what their tables leave out from the actor's. A reward has one
+    of `function`, `parts` and `model`.
+    """
+
+    # The model and its place
     model: ModelConfig = attrs.field(factory=ModelConfig)
-    """Which model: a folder, an earlier stage's, or a config with random weights."""
+    """The model: a folder, an earlier stage's export, or a config with random weights."""
     pool: str = "main"
-    """Roles in one pool share its processes and take turns; roles in different pools run side by side."""
+    """Name of the pool. Roles on one pool share its processes and take turns; roles on different
+    pools run side by side."""
     layout: LayoutSection = attrs.field(factory=LayoutSection)
-    """How the model is spread over the pool's devices."""
+    """How the pool's devices split the model."""
     backend: dict[str, Any] = attrs.field(factory=dict)
-    """`name` of a training backend (default: the one whose descriptor says so), and that backend's own settings."""
+    """`name` of a training backend (default: the one whose descriptor says so), and that backend's
+    own settings."""
+
+    # Generation
     generation: GenerationSection = attrs.field(factory=GenerationSection)
-    """Of the actor: the rollout engine's layout over the same ranks."""
+    """For the actor: the layout of its rollout engines."""
     sync: SyncConfig = attrs.field(factory=SyncConfig)
-    """Of the actor: how its weights come to the rollout engine."""
+    """For the actor: how its weights are sent to the rollout engine."""
+
+    # Training
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
-    """Of a trained role."""
-    micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1))
-    """Tokens of one forward, padding included; a longer single sequence goes alone."""
+    """The optimizer of a role that is trained."""
+    micro_batch_tokens: int = _setting(16384, at_least(1))
+    """Limit of the tokens of one forward pass, padding included. A single sequence that is longer
+    goes alone."""
     offload: bool = False
-    """Move weights and optimizer to the CPU while other roles of the pool use the device."""
+    """Whether weights and optimizer move to the CPU while other roles of the pool work."""
+
+    # Reward functions
     function: str | None = None
-    """A reward function: a plugin of kind "reward", or "package.module:function"."""
+    """A reward function: the name of a plugin of kind "reward", or "package.module:function"."""
     options: dict[str, Any] = attrs.field(factory=dict)
     """The reward function's own options."""
     on_failure: FailureRule = attrs.field(factory=FailureRule)
     """What happens when the reward function fails."""
     per_token: bool = False
-    """The reward function returns a list: a number for each response token; PPO, REINFORCE++ and Safe RLHF count each at
-    its token, others their sum."""
+    """Whether the reward function returns a list with a number for each response token. PPO,
+    REINFORCE++ and Safe RLHF credit each number to its token, other algorithms use the sum."""
     parts: tuple[RewardPart, ...] = ()
-    """Several reward functions, summed by weight."""
+    """Several reward functions; their weighted scores are added up."""
 
 
 def _token_biases(instance: Any, attribute: attrs.Attribute, value: dict[str, float]) -> None:
+    """Check that the keys are token ids and the biases in range. Raises ValueError."""
     for token, bias in value.items():
-        if not token.isdecimal() or str(int(token)) != token:  # "07" would be token 7 a second time
+        # "07" would be token 7 a second time.
+        if not token.isdecimal() or str(int(token)) != token:
             raise ValueError(
-                f"{attribute.name}: keys are token ids, got {token!r}; write a whole number, 0 or more"
+                f"{attribute.name}: keys are token ids, got {token!r}; "
+                "write a whole number, 0 or more"
             )
         if not abs(bias) <= MAX_BIAS:
             raise ValueError(
-                f"{attribute.name}: token {token} has the bias {bias}; give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+                f"{attribute.name}: token {token} has the bias {bias}; "
+                f"give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
             )
 
 
@@ -212,59 +261,74 @@ def _token_biases(instance: Any, attribute: attrs.Attribute, value: dict[str, fl
 class SamplingSection:
     """[sampling]: how responses are sampled in training; validation is greedy."""
 
-    max_tokens: int = attrs.field(default=256, validator=at_least(1))
+    # Length and randomness
+    max_tokens: int = _setting(256, at_least(1))
     """Length limit of a response, in tokens."""
-    temperature: float = attrs.field(default=1.0, validator=non_negative)
-    """Softmax temperature; 0 is greedy. The trainer's logprobs are of the same temperature."""
-    top_p: float = attrs.field(default=1.0, validator=fraction)
-    """Nucleus: the most likely tokens that together have this probability; 1 is off."""
-    top_k: int = attrs.field(default=0, validator=non_negative)
-    """Only this many of the most likely tokens; 0 is off."""
-    min_p: float = attrs.field(default=0.0, validator=share)
-    """Only tokens at least this many times as likely as the most likely one; 0 is off."""
+    temperature: float = _setting(1.0, non_negative)
+    """Softmax temperature; 0 is greedy. The trainer's logprobs are at the same temperature."""
+
+    # Tokens that may be sampled
+    top_p: float = _setting(1.0, fraction)
+    """Nucleus sampling: only the most likely tokens that together have this probability; 1 is
+    off."""
+    top_k: int = _setting(0, non_negative)
+    """Sample only from this many of the most likely tokens; 0 is off."""
+    min_p: float = _setting(0.0, share)
+    """Sample only tokens whose probability is at least this share of the most likely one's; 0 is
+    off."""
     logit_bias: dict[str, float] = attrs.field(factory=dict, validator=_token_biases)
-    """Token id -> number added to its logit before the temperature, in validation too: `{ "17" = -100.0 }` keeps token 17
-    from coming. The trainer's logprobs are without it."""
+    """Token id -> number that is added to its logit before the temperature, in validation too:
+    `{ "17" = -100.0 }` rules token 17 out. The trainer's logprobs are without it."""
     stop_tokens: tuple[int, ...] = ()
-    """Token ids that end a response, beside the tokenizer's eos."""
+    """Token ids that end a response, in addition to the tokenizer's eos."""
 
     def params(self) -> SamplingParams:
-        """For requests."""
-        given = attrs.asdict(self)
-        biases = {int(token): bias for token, bias in given.pop("logit_bias").items()}
-        return SamplingParams(stop_token_ids=given.pop("stop_tokens"), logit_bias=biases, **given)
+        """Convert the settings into the parameters of generation requests."""
+        # TOML has strings for keys, requests have token ids.
+        fields = attrs.asdict(self)
+        biases = {int(token): bias for token, bias in fields.pop("logit_bias").items()}
+        return SamplingParams(stop_token_ids=fields.pop("stop_tokens"), logit_bias=biases, **fields)
 
 
 @attrs.frozen
 class EnvironmentSection:
-    """[environment]: what answers the actor's turns; without this table a response is one turn."""
+    """[environment]: what answers the actor's turns. Without this table a response is one turn."""
 
     name: str
-    """A plugin of kind environment, or "package.module:Class"."""
-    max_turns: int = attrs.field(default=8, validator=attrs.validators.ge(1))
-    """An episode that is not done after so many turns ends as one that reached sampling.max_tokens, which counts all its
-    tokens, the environment's included."""
+    """Name of a plugin of kind "environment", or "package.module:Class"."""
+    max_turns: int = _setting(8, attrs.validators.ge(1))
+    """Limit of the turns of an episode. One that is not done by then ends like one that reaches
+    sampling.max_tokens, which counts all tokens of an episode, the environment's included."""
     options: dict[str, Any] = attrs.field(factory=dict)
-    """What the environment takes."""
+    """The environment's own options."""
 
 
 @attrs.frozen
 class ValidationSection:
-    """[validation]: the actor's greedy responses to a held-out set, scored by the reward."""
+    """[validation]: how the run evaluates the actor on a held-out set: by the reward of greedy
+    responses, or by the loss alone.
+    """
 
+    # The held-out set
     name: str = "validation"
-    """What the set is called in the last line of the run."""
+    """Name of the held-out set in the last line of the run."""
     data: dict[str, Any] = attrs.field(factory=dict)
     """Fields of [data] that differ for the held-out set (path, options, limit, ...)."""
-    every: int = attrs.field(default=0, validator=non_negative)
-    """Steps between validations; 0: at the end alone."""
+
+    # When
+    every: int = _setting(0, non_negative)
+    """Steps between validations. 0: only at the end."""
     at_start: bool = False
-    """Also before the first step."""
+    """Whether there is also a validation before the first step."""
     stop_at: float | None = None
-    """The run, or stage, ends at the first validation whose score reaches this; needs `every`. None: after run.steps."""
+    """The run, or its stage, ends at the first validation whose score reaches this; needs `every`.
+    Without it the end is after run.steps."""
+
+    # What a validation does
     generate: bool = True
-    """False: only the loss on the set's responses."""
-    samples: int = attrs.field(default=8, validator=non_negative)
-    """Rows written to samples.jsonl each time."""
-    batch_rows: int = attrs.field(default=1024, validator=positive)
-    """Rows per call."""
+    """Whether the actor generates responses to be scored. False: only the loss on the set's own
+    responses is computed."""
+    samples: int = _setting(8, non_negative)
+    """Number of rows that each validation writes to samples.jsonl."""
+    batch_rows: int = _setting(1024, positive)
+    """Number of rows in one call."""

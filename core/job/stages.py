@@ -1,4 +1,4 @@
-"""Stages: each has the tables of the file with its own on top."""
+"""Run stages: each has the tables of the file, with its own [stages.NAME] on top."""
 
 from __future__ import annotations
 
@@ -12,41 +12,57 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.job.schema import SECTIONS
 
 STAGE = "stage:"
-"""Begins a model.path that means what an earlier stage trained."""
+"""Prefix of a model.path that means the model of an earlier run stage: "stage:NAME/ROLE"."""
 ROLE = ((("model.path", "model.config"), ()), (("function", "parts", "model"), ("options",)))
+"""Groups of (alternatives, their companions) in a role's table. A stage that gives one of the
+alternatives drops the others, and the companions, of the file's table."""
 TOKENIZER = ((("path", "characters", "train"), ()),)
-"""Alternatives, and what belongs to them: a stage that gives one of them drops the others of the file, and these."""
+"""The same for [tokenizer]."""
 
 
 def stage_tables(
     tables: Mapping[str, Any], shorthand: frozenset[str]
 ) -> dict[str | None, dict[str, Any]]:
-    """The tables of each stage (its own over the common ones), in order; {None: tables} without stages."""
+    """Return the tables of each run stage, in order: its own over the common ones.
+
+    Without stages {None: tables}. Raises ConfigError where [stages] is not a table of tables.
+    """
     stages = tables.get("stages", {})
-    if not isinstance(stages, Mapping) or not all(isinstance(s, Mapping) for s in stages.values()):
+    if not isinstance(stages, Mapping) or not all(
+        isinstance(own, Mapping) for own in stages.values()
+    ):
         raise ConfigError("stages: write one table per stage, for example [stages.warm-up]")
-    common = expand({k: v for k, v in tables.items() if k != "stages"}, shorthand)
+
+    # Shorthands become tables first: a name and a table would replace each other, not merge.
+    common = {name: table for name, table in tables.items() if name != "stages"}
+    common = expand(common, shorthand)
     if not stages:
         return {None: common}
     return {name: overlay(common, expand(own, shorthand)) for name, own in stages.items()}
 
 
 def overlay(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's tables over the common ones. Where one excludes the other the stage's counts: a stage that gives
-    model.path has no model.config of the file's."""
+    """Merge a stage's tables over the common ones.
+
+    Where one setting excludes another the stage's counts: a stage that gives model.path has no
+    model.config from the file.
+    """
     base = dict(common)
     for name, table in own.items():
         if not isinstance(table, Mapping) or not isinstance(base.get(name), Mapping):
             continue
+
+        # Tables that are no sections are roles'.
         groups = TOKENIZER if name == "tokenizer" else () if name in SECTIONS else ROLE
-        for alternatives, theirs in groups:
+        for alternatives, companions in groups:
             if any(_has(table, key) for key in alternatives):
-                for key in (*alternatives, *theirs):
+                for key in (*alternatives, *companions):
                     base[name] = base[name] if _has(table, key) else _without(base[name], key)
     return merge(base, own)
 
 
 def _has(table: Mapping[str, Any], key: str) -> bool:
+    """Return whether a table has a dotted key."""
     first, _, rest = key.partition(".")
     if first not in table:
         return False
@@ -54,27 +70,32 @@ def _has(table: Mapping[str, Any], key: str) -> bool:
 
 
 def _without(table: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Copy a table without a dotted key."""
     if not _has(table, key):
         return dict(table)
     first, _, rest = key.partition(".")
     if rest:
         return {**table, first: _without(table[first], rest)}
-    return {k: v for k, v in table.items() if k != first}
+    return {name: value for name, value in table.items() if name != first}
 
 
 def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> list[str]:
-    """Overrides of the command line that every stage replaces by its own value: they would do nothing."""
+    """List overrides of the command line that do nothing, because every stage has its own value."""
     stages = tables.get("stages")
     if not isinstance(stages, Mapping) or not stages:
         return []
+
     problems = []
     for key, source in provenance.sources.items():
         if source != COMMAND_LINE or key.startswith("stages."):
             continue
+
+        # One stage without a value of its own is enough to make the override useful.
         if all(isinstance(own, Mapping) and _has(own, key) for own in stages.values()):
-            them = " or ".join(f"stages.{name}.{key}" for name in stages)
+            keys = " or ".join(f"stages.{name}.{key}" for name in stages)
             problems.append(
-                f"{key}: given on the command line, and every stage has its own, which counts; give {them}"
+                f"{key}: given on the command line, and every stage has its own, which counts; "
+                f"give {keys}"
             )
     return problems
 
@@ -82,15 +103,22 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
 def tokenizer_folder(
     tables: Mapping[str, Any], earlier: Mapping[str, Job | None]
 ) -> tuple[str | None, bool]:
-    """(folder of the models' own tokenizer, whether an earlier stage wrote it): the actor's first."""
+    """Find the models' own tokenizer: (its folder, whether an earlier stage writes it).
+
+    It is that of the first table with a model.path, the actor's before all others. The folder is
+    None where no table has one, or where the earlier stage has problems.
+    """
     for name in ("actor", "reward", *tables):
         table = tables.get(name)
+        # Nothing of the tables has been checked yet: each level may be anything.
         model = table.get("model") if isinstance(table, Mapping) else None
         path = model.get("path") if isinstance(model, Mapping) else None
         if not isinstance(path, str):
             continue
         if not path.startswith(STAGE):
             return path, False
+
+        # "stage:NAME/ROLE": a stage writes one tokenizer for all its models.
         job = earlier.get(path.removeprefix(STAGE).partition("/")[0])
         return (str(Path(job.folder) / "tokenizer"), True) if job else (None, True)
     return None, False

@@ -1,4 +1,4 @@
-"""The plugin registry and what a plugin says of itself (docs/plugins.md)."""
+"""The plugin registry, and the descriptors by which plugins register (docs/plugins.md)."""
 
 from hybridflow.core.plugins.descriptor import KINDS, Descriptor
 from hybridflow.core.plugins.hookspecs import hookimpl

@@ -1,4 +1,4 @@
-"""What a plugin says about itself: kind, name, where its code is, what it can do and what it needs."""
+"""Descriptors of plugins: kind, name, where the code is, what it can do and what it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridflow.core.errors import PluginError
 from hybridflow.core.names import did_you_mean, is_installed, is_path
 
 API_VERSION = 1
-"""Version of the plugin API: the hooks, the fields of Descriptor, and the contracts of the kinds."""
+"""Version of the plugin API: the hooks, the fields of Descriptor, the contracts of the kinds."""
 
 KINDS = {
     "training_backend": "trains a model: forward, backward, optimizer, shards",
@@ -28,72 +28,86 @@ KINDS = {
     "planner": "says where models go and how long a step takes",
     "command": "a subcommand of hybridflow",
 }
-"""The kinds of plugin, each with what it does."""
+"""The kinds of plugin, each with what its plugins do."""
 
 BY_PATH = frozenset({"reward", "algorithm", "data_source", "protocol", "environment", "tokenizer"})
 """The kinds for which "package.module:Object" may stand in place of a registered name."""
 
 
-def _names(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _names(value: Any) -> tuple[str, ...]:
+    """Return one name, or several, as a tuple."""
+    return (value,) if isinstance(value, str) else tuple(value)
 
 
 @attrs.frozen
 class Descriptor:
-    """One plugin. Making it imports nothing: `factory` and `config` are names, resolved when the plugin is used."""
+    """Describes one plugin without importing it.
+
+    `factory` and `config` are names, which are resolved when the plugin is used.
+    """
 
     kind: str
     """One of KINDS."""
     name: str
-    """What a configuration calls it; unique within its kind."""
+    """The name of the plugin in a configuration; unique within its kind."""
     factory: str
     """"package.module:Object": the class or function that is the plugin."""
     config: str | None = None
-    """"package.module:Class": its attrs config class. None: the object's `Config` when it has one. Give it when the
-    factory's module is heavy or its requirements may be missing, so that `hybridflow show` works without them."""
+    """"package.module:Class": the attrs class of its settings. None: the object's `Config` where it
+    has one. Give it when the factory's module is slow to import or its requirements may be missing,
+    so that `hybridflow show` works without them."""
     capabilities: Capabilities | None = None
-    """What it can do, of the class of its kind (core/contracts/capabilities.py). None: what its class says when it is
-    loaded."""
+    """What it can do, an instance of its kind's class in core/contracts/capabilities.py. None: what
+    its class says when it is loaded."""
     default: bool = False
-    """Whether a configuration that names no plugin of this kind means this one. Of each kind at most one may say so."""
+    """Whether it is used where a configuration names no plugin of this kind. At most one plugin of
+    a kind may be the default."""
     requires: tuple[str, ...] = attrs.field(default=(), converter=_names)
-    """Modules that must be importable ("ray", "torch.distributed"); looked for, not imported."""
+    """Modules that must be importable ("ray", "torch.distributed"). They are looked for, but not
+    imported."""
     extra: str | None = None
-    """The extra of hybridflow that brings them: the remedy is then pip install 'hybridflow[EXTRA]'."""
+    """The extra of hybridflow that brings these modules; the remedy is then
+    pip install 'hybridflow[EXTRA]'."""
     remedy: str = ""
-    """What to do when a requirement is missing; wins over `extra`."""
+    """What to do when a requirement is missing; it replaces the remedy of `extra`."""
     diagnosis: str | None = None
-    """"package.module:function": what `hybridflow doctor` asks, () -> rows of (what, found, what to type); it may take
-    seconds (kit/diagnosis.py helps)."""
+    """"package.module:function" that `hybridflow doctor` calls: () -> rows of (what, found, what to
+    type). It may take seconds (kit/diagnosis.py helps)."""
     api: int = API_VERSION
-    """The plugin API that it was made for."""
+    """Version of the plugin API for which it was made."""
 
     def missing(self) -> list[str]:
-        """The required modules that are not installed."""
+        """List the required modules that are not installed."""
         return [module for module in self.requires if not is_installed(module)]
 
     def how_to_install(self) -> str:
-        """What brings what is missing, as a command where we know it."""
+        """Say how to install the missing modules: a command, where one is known."""
+        # The plugin's own remedy comes first, then its extra.
         if self.remedy:
             return self.remedy
-        return (
-            f"pip install 'hybridflow[{self.extra}]'"
-            if self.extra
-            else f"install {', '.join(self.missing())}"
-        )
+        if self.extra:
+            return f"pip install 'hybridflow[{self.extra}]'"
+        return f"install {', '.join(self.missing())}"
 
 
 def check_descriptor(descriptor: Descriptor, owner: str) -> None:
     """Refuse a descriptor that cannot work. Raises PluginError with what is wrong."""
     check_kind(descriptor.kind)
     check_api(descriptor.api, owner)
+
+    # Checks of a job read the fields of the kind's own class.
     wanted = capabilities_class(descriptor.kind)
     if descriptor.capabilities is not None and not isinstance(descriptor.capabilities, wanted):
         raise PluginError(
-            f"the capabilities of a {descriptor.kind} are a {wanted.__name__}, got {descriptor.capabilities!r:.80}"
+            f"the capabilities of a {descriptor.kind} are a {wanted.__name__}, "
+            f"got {descriptor.capabilities!r:.80}"
         )
+
+    # A colon is the mark of a path to code.
     if not descriptor.name or ":" in descriptor.name:
         raise PluginError(f"a name is text without a colon, got {descriptor.name!r}; rename it")
+
+    # Paths are checked by their form alone: importing them is for later.
     if isinstance(descriptor.config, str) and not is_path(descriptor.config):
         raise PluginError(f"config is 'package.module:Class', got {descriptor.config!r}")
     if not is_path(descriptor.factory):
@@ -101,7 +115,7 @@ def check_descriptor(descriptor: Descriptor, owner: str) -> None:
 
 
 def check_kind(kind: str) -> None:
-    """Raises PluginError for a kind that this hybridflow does not know."""
+    """Refuse a kind that this hybridflow does not know. Raises PluginError."""
     if kind not in KINDS:
         raise PluginError(
             f"unknown kind {kind!r}{did_you_mean(kind, KINDS)} (kinds: {', '.join(KINDS)})"
@@ -109,15 +123,22 @@ def check_kind(kind: str) -> None:
 
 
 def check_api(found: Any, owner: str) -> None:
-    """Raises PluginError for a plugin made for another plugin API. None, it does not say, is taken for ours."""
+    """Refuse a plugin that was made for another plugin API. Raises PluginError.
+
+    `found` is the version that the plugin states; None means that it states none, and is accepted.
+    """
     if found is None or (type(found) is int and found == API_VERSION):
         return
     if type(found) is not int:
         raise PluginError(
-            f"the plugin API it was made for must be an integer, got {found!r}; ours is {API_VERSION}"
+            "the plugin API it was made for must be an integer, "
+            f"got {found!r}; ours is {API_VERSION}"
         )
+
+    # The user may replace the plugin or hybridflow.
     what = f"a version of {owner} made for API {API_VERSION}"
     other = "a newer hybridflow" if found > API_VERSION else "an older hybridflow"
     raise PluginError(
-        f"made for plugin API {found}, this hybridflow has {API_VERSION}: install {what}, or {other}"
+        f"made for plugin API {found}, this hybridflow has {API_VERSION}: "
+        f"install {what}, or {other}"
     )

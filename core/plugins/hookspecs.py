@@ -1,4 +1,4 @@
-"""The hooks of hybridflow: one to register plugins, three to watch a run. Nothing per micro-batch goes through a hook.
+"""The hooks of hybridflow: one registers plugins, and three observe a run.
 
 A plugin module marks its functions with `hookimpl` and takes the arguments that it wants, by name:
 
@@ -8,7 +8,8 @@ A plugin module marks its functions with `hookimpl` and takes the arguments that
     def hybridflow_plugins():
         return [Descriptor("reward", "length", "acme.length:LengthReward")]
 
-Hooks are called on the controller. docs/plugins.md has a page for each, tests/core/plugins/test_registry.py a test.
+Hooks are called on the controller, never for a micro-batch. docs/plugins.md has a page for each of
+them, and tests/core/plugins/test_registry.py a test.
 """
 
 from __future__ import annotations
@@ -23,32 +24,36 @@ if TYPE_CHECKING:
     from hybridflow.core.plugins.descriptor import Descriptor
 
 PROJECT = "hybridflow"
-"""The name of the pluggy project, and of the entry-point group."""
+"""Name of the pluggy project, and of the entry-point group."""
 
+# Each hook is a function below; its signature is all that an implementation may ask for.
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function as the implementation of the hook of that name."""
+"""Marks a function as the implementation of the hook of its name."""
 
 
 @hookspec
 def hybridflow_plugins() -> list[Descriptor]:  # type: ignore[empty-body]
-    """The plugins of this package. Called once, when plugins are listed: import nothing heavy here."""
+    """List the plugins of a package.
+
+    It is called once, when plugins are listed: import nothing here that takes long.
+    """
 
 
 @hookspec
 def hybridflow_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """A step of the algorithm is over: data drawn, models updated, weights on their way to the engine.
+    """A step of the algorithm is over: models are updated; engines follow at the next generate.
 
-    `run` is the run as the controller knows it (read it, change nothing), `step` counts from 1, `metrics` are those of
-    the step. The next step waits for this call.
+    `run` is the controller's run, to be read but not changed. `step` counts from 1, and `metrics`
+    are those of the step, by name. The next step waits for this call.
     """
 
 
 @hookspec
 def hybridflow_checkpoint(run: Any, step: int, folder: Path) -> None:
-    """A checkpoint of `step` is complete in `folder`: every file is there and it can be resumed from."""
+    """A checkpoint of `step` is complete in `folder`, and a run can resume from it."""
 
 
 @hookspec
 def hybridflow_metrics(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """Metrics were logged, by name, as trackers get them: those of a step and those of a validation."""
+    """Metrics of a step or of a validation were logged: the same, by name, as trackers get."""

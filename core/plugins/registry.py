@@ -1,6 +1,16 @@
-"""The plugin registry: finds plugins by entry points, lists them without importing them, loads one when asked.
+"""The plugin registry: finds plugins, lists them without importing them, loads one when asked.
 
-Our own plugins and a stranger's come in by the same door, the entry-point group `hybridflow` (docs/plugins.md).
+    installed packages --entry points of group "hybridflow"--> load
+                             |                                   |
+       "kind.name" = "module:Object"                 name = "module"
+                             |                                   |  import; hook hybridflow_plugins
+                             v                                   v
+                            add  <------- Descriptors ------- register ----> observers: notify
+                             |
+                             v
+             _registered[kind, name]  --get-->  import of the descriptor's factory
+
+Plugins of this repository and of other packages come in the same way (docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -53,11 +63,13 @@ class Entry:
     """One line of `hybridflow plugins`."""
 
     kind: str
-    """One of KINDS; "module" for a plugin module that failed before it could say what it has."""
+    """One of KINDS, or "module" for a plugin module that failed before it listed its plugins."""
     name: str
     package: str
+    """Name of the distribution that brings the plugin."""
     version: str
     capabilities: Capabilities | None
+    """What the descriptor says that the plugin can do; None where it says nothing."""
     state: str
     """"ready", "missing: MODULES" or "failed: REASON"."""
     remedy: str
@@ -65,12 +77,13 @@ class Entry:
 
     @property
     def owner(self) -> str:
+        """The package and its version."""
         return f"{self.package} {self.version}".strip()
 
 
 @attrs.frozen
 class _Registered:
-    """A descriptor and the package that it came from."""
+    """A descriptor and the package that brought it."""
 
     descriptor: Descriptor
     package: str
@@ -82,12 +95,18 @@ class _Registered:
 
 
 class Registry:
-    """All plugins by (kind, name). One that is broken is listed with its reason and hurts nobody else."""
+    """All plugins by (kind, name).
+
+    A broken plugin is listed with the reason, and the others work.
+    """
 
     def __init__(self) -> None:
+        # More than one holder of a (kind, name): none of them can be used.
         self._registered: dict[tuple[str, str], list[_Registered]] = {}
+        # What could not be registered, and why the import of a registered plugin failed.
         self._failed: list[Entry] = []
         self._broken: dict[tuple[str, str], str] = {}
+
         self._loaded = False
         self._hooks = pluggy.PluginManager(hookspecs.PROJECT)
         self._hooks.add_hookspecs(hookspecs)
@@ -95,54 +114,66 @@ class Registry:
     # --- registration ---
 
     def load(self) -> Registry:
-        """Read the entry points of every installed package, once. Raises nothing: see `entries`."""
+        """Read the entry points of every installed package, once.
+
+        Nothing is raised; what fails is among `entries`.
+        """
         if not self._loaded:
             self._loaded = True
-            for found in entry_points():
-                if not isinstance(found, Found):
-                    package, version, error = found
+            for point in entry_points():
+                if not isinstance(point, Found):
+                    package, version, error = point
                     self._fail("module", "entry_points.txt", package, version, error)
                     continue
+
                 try:
-                    self._load_entry_point(found)
+                    self._load_entry_point(point)
                 except Exception as error:
-                    kind, _, name = (
-                        found.name.partition(".") if ":" in found.value else ("", "", "")
-                    )
-                    where = (kind, name) if name else ("module", found.name)
-                    self._fail(*where, found.package, found.version, error)
+                    # "kind.name" = "module:Object" is one plugin, any other form a module.
+                    kind, _, name = point.name.partition(".")
+                    where = (kind, name) if name and ":" in point.value else ("module", point.name)
+                    self._fail(*where, point.package, point.version, error)
         return self
 
     def add(self, descriptor: Descriptor, owner: str = "this process", version: str = "") -> None:
-        """Register one plugin. Raises PluginError for an unknown kind, another plugin API or a malformed factory.
+        """Register one plugin.
 
-        The same descriptor of the same owner again changes nothing; a second owner of the name is not an error here:
-        the name is then refused by `get` and listed as failed, for both.
+        The same descriptor of the same owner may be added again. A second owner of a name raises
+        nothing here: `get` refuses the name, and `entries` lists it as failed, for both owners.
+
+        Raises PluginError for an unknown kind, another plugin API or a malformed factory.
         """
         check_descriptor(descriptor, owner)
+
+        # A second owner of the name is kept beside the first, so that messages can name both.
         holders = self._registered.setdefault((descriptor.kind, descriptor.name), [])
-        new = _Registered(descriptor, owner, version)
-        if new not in holders:
-            holders.append(new)
+        holder = _Registered(descriptor, owner, version)
+        if holder not in holders:
+            holders.append(holder)
 
     def register(self, plugin: Any, owner: str = "this process", version: str = "") -> None:
         """Register a module, or any object, with hooks: its descriptors and its observers.
 
-        Raises PluginError when it was made for another plugin API, when a hook has arguments that we do not give or is
-        none of ours, and when `hybridflow_plugins` raises. A descriptor that is refused is listed; the others work.
+        A descriptor that is refused is listed as failed, and the others work. Raises PluginError
+        for another plugin API, for a hook that does not exist or takes other arguments, and when
+        `hybridflow_plugins` raises.
         """
         check_api(getattr(plugin, "HYBRIDFLOW_API", None), owner)
         label = getattr(plugin, "__name__", None) or repr(plugin)
+
+        # All hooks of a plugin count, or none of them.
+        descriptors: list[Descriptor] = []
         try:
             self._hooks.register(plugin, name=f"{owner}:{label}")
             self._refuse_unknown_hooks(plugin)
-            descriptors = [
-                d for found in self._call(plugin, "hybridflow_plugins") for d in _checked(found)
-            ]
+            for answer in self._call(plugin, "hybridflow_plugins"):
+                descriptors += _descriptors(answer)
         except Exception as error:
             if self._hooks.is_registered(plugin):
                 self._hooks.unregister(plugin)
             raise error if isinstance(error, PluginError) else PluginError(reason(error)) from error
+
+        # One bad descriptor costs only its own plugin.
         for descriptor in descriptors:
             try:
                 self.add(descriptor, owner, version)
@@ -150,7 +181,10 @@ class Registry:
                 self._fail(descriptor.kind, descriptor.name, owner, version, error)
 
     def _load_entry_point(self, found: Found) -> None:
-        """One of the two forms: "kind.name" = "module:Object", or name = "module"."""
+        """Register an entry point: "kind.name" = "module:Object", or name = "module".
+
+        Raises PluginError for a mixture of the two forms.
+        """
         kind, dot, name = found.name.partition(".")
         line = f'"{found.name}" = "{found.value}"'
         if ":" in found.value:
@@ -158,6 +192,7 @@ class Registry:
                 raise PluginError(
                     f'{line} names an object without its kind: write "KIND.{found.name}"'
                 )
+            # Such a plugin describes itself by its class, which is not imported yet.
             self.add(Descriptor(kind, name, found.value), found.package, found.version)
         elif kind in KINDS and dot:
             raise PluginError(
@@ -167,8 +202,10 @@ class Registry:
             self.register(import_named(found.value), found.package, found.version)
 
     def _refuse_unknown_hooks(self, plugin: Any) -> None:
+        """Raise PluginError for a function that implements no hook, unless it is optional."""
         known = [name for name in vars(hookspecs) if name.startswith("hybridflow_")]
         for caller in self._hooks.get_hookcallers(plugin) or []:
+            # Only the marks of this plugin count: others may implement a hook of the same name.
             optional = all(
                 impl.optionalhook for impl in caller.get_hookimpls() if impl.plugin is plugin
             )
@@ -179,40 +216,48 @@ class Registry:
                 )
 
     def _fail(self, kind: str, name: str, package: str, version: str, error: BaseException) -> None:
-        """List a plugin as failed."""
-        remedy = _repair(package, version)
+        """Add a plugin that failed to the entries."""
+        remedy = _remedy(package, version)
         self._failed.append(
-            Entry(kind, name, package, version, None, f"failed: {_said(error)}", remedy)
+            Entry(kind, name, package, version, None, f"failed: {_one_line(error)}", remedy)
         )
 
     # --- use ---
 
     def get(self, kind: str, name: str) -> Any:
-        """The plugin's object, imported now. For the kinds in BY_PATH `name` may be "package.module:Object".
+        """Import a plugin, and return its object.
 
-        Such a path is imported from sys.path; the command line puts the current folder on it. Raises PluginError when
-        the name is unknown, claimed twice, lacks a requirement, or when its import fails.
+        For the kinds in BY_PATH `name` may be "package.module:Object". It is imported from
+        sys.path, on which the command line puts the current folder.
+
+        Raises PluginError when the name is unknown, claimed twice, lacks a requirement, or when
+        its import fails.
         """
         if ":" in name:
             return self._get_by_path(kind, name)
+
+        # Requirements first: the message then says what to install, not which import failed.
         descriptor = self.descriptor(kind, name)
         missing = descriptor.missing()
         if missing:
             need = f"{kind} {name!r} needs {', '.join(missing)}, not installed here"
             raise PluginError(f"{need}: {descriptor.how_to_install()}")
+
+        # A failure is remembered, for `entries`, until an import succeeds.
         owner = self._registered[kind, name][0].owner
         try:
-            found = _imported(descriptor.factory, owner)
-            _check_contract(kind, found)
+            plugin = _import_object(descriptor.factory, owner)
+            _check_contract(kind, plugin)
         except Exception as error:
-            text = self._broken[kind, name] = _said(error)
+            text = self._broken[kind, name] = _one_line(error)
             raise PluginError(
                 f"{kind} {name!r} of {owner} does not load ({descriptor.factory}): {text}"
             ) from error
         self._broken.pop((kind, name), None)
-        return found
+        return plugin
 
     def _get_by_path(self, kind: str, path: str) -> Any:
+        """Import the object at "package.module:Object" as a plugin. Raises PluginError."""
         check_kind(kind)
         if kind not in BY_PATH:
             allowed = ", ".join(sorted(BY_PATH))
@@ -224,35 +269,48 @@ class Registry:
                 f"{kind} {path!r} is neither a name nor of the form 'package.module:Object'"
             )
         try:
-            return _imported(path, path)
+            return _import_object(path, path)
         except Exception as error:
-            hint = " (the `hybridflow` command looks in the current folder, Python code where sys.path says)"
-            hint = hint if isinstance(error, ModuleNotFoundError) else ""
-            raise PluginError(f"{kind} {path!r} does not load: {_said(error)}{hint}") from error
+            hint = ""
+            if isinstance(error, ModuleNotFoundError):
+                hint = (
+                    " (the `hybridflow` command looks in the current folder, "
+                    "Python code where sys.path says)"
+                )
+            raise PluginError(f"{kind} {path!r} does not load: {_one_line(error)}{hint}") from error
 
     def descriptor(self, kind: str, name: str) -> Descriptor:
-        """What is registered under the name; imports nothing. Raises PluginError when unknown or claimed twice."""
+        """Look up the descriptor that is registered under a name; nothing is imported.
+
+        Raises PluginError when the name is unknown or claimed twice.
+        """
         check_kind(kind)
         holders = self._registered.get((kind, name), [])
         if len(holders) == 1:
             return holders[0].descriptor
         if holders:
             raise PluginError(
-                f"{kind} {name!r} is {_claimed(holders)}: uninstall one of them, or rename its plugin"
+                f"{kind} {name!r} is {_claims(holders)}: uninstall one of them, "
+                "or rename its plugin"
             )
         raise PluginError(self._unknown(kind, name))
 
     def owner(self, kind: str, name: str) -> tuple[str, str]:
-        """(package, version) that registered a plugin; the version is "" for code of this process."""
+        """Return the (package, version) that registered a plugin.
+
+        Code of this process has ("this process", "").
+        """
         self.descriptor(kind, name)
         holder = self._registered[kind, name][0]
         return holder.package, holder.version
 
     def config_class(self, kind: str, name: str) -> type | None:
-        """The attrs config class: the descriptor's `config`, else the `Config` of the object, else None.
+        """Import a plugin's attrs config class.
 
-        A `config` that is given is imported without the plugin's requirements. Raises PluginError as `get` does.
+        It is the descriptor's `config`, which needs none of the plugin's requirements, else the
+        object's `Config`. None: the plugin has no settings. Raises PluginError as `get` does.
         """
+        # Code that is named by its path has no descriptor.
         config = None if ":" in name else self.descriptor(kind, name).config
         if config is None:
             return getattr(self.get(kind, name), "Config", None)
@@ -264,80 +322,94 @@ class Registry:
             ) from error
 
     def capabilities(self, kind: str, name: str) -> Capabilities:
-        """What the descriptor says it can do, else what its class says, which is imported for that.
+        """Return what a plugin can do: as its descriptor says, else as its class says.
 
-        Raises PluginError as `get` does; where a requirement lacks, what the kind can do at least.
+        The class is imported for that. Where a requirement is missing it cannot be asked, and the
+        kind's defaults are returned. Raises PluginError as `get` does.
         """
+        # The descriptor's own need no import, and so no GPU library.
         descriptor = self.descriptor(kind, name)
         if descriptor.capabilities is not None:
             return descriptor.capabilities
+
+        # Kinds without capabilities need no import to say so.
         wanted = capabilities_class(kind)
         if wanted is NoCapabilities or descriptor.missing():
             return wanted()
         return self.get(kind, name).capabilities
 
     def training_capabilities(self, name: str) -> TrainingCapabilities:
+        """Return `capabilities` of a training backend, as their own type."""
         return cast(TrainingCapabilities, self.capabilities("training_backend", name))
 
     def engine_capabilities(self, name: str) -> EngineCapabilities:
+        """Return `capabilities` of a rollout engine, as their own type."""
         return cast(EngineCapabilities, self.capabilities("rollout_engine", name))
 
     def runtime_capabilities(self, name: str) -> RuntimeCapabilities:
+        """Return `capabilities` of a runtime, as their own type."""
         return cast(RuntimeCapabilities, self.capabilities("runtime", name))
 
     def default(self, kind: str) -> str:
-        """The name of the plugin that a configuration means which names none.
+        """Return the plugin of a kind that is used where a configuration names none.
 
-        Raises PluginError where there is none, or more than one.
+        Raises PluginError where no plugin, or more than one, says that it is the default.
         """
+        # A configuration that names no plugin must mean the same one everywhere.
         check_kind(kind)
-        every = [
-            holders[0].descriptor for holders in self._registered.values() if len(holders) == 1
-        ]
-        found = sorted(d.name for d in every if d.kind == kind and d.default)
-        if len(found) == 1:
-            return found[0]
-        there = ", ".join(self.names(kind)) or "none"
-        what = (
-            f"{' and '.join(found)} both say that they are"
-            if found
-            else "no plugin says that it is"
+        names = self.names(kind)
+        defaults = [name for name in names if self.descriptor(kind, name).default]
+        if len(defaults) == 1:
+            return defaults[0]
+
+        what = "no plugin says that it is"
+        if defaults:
+            what = f"{' and '.join(defaults)} both say that they are"
+        raise PluginError(
+            f"{what} the default {kind}; name one (there is: {', '.join(names) or 'none'})"
         )
-        raise PluginError(f"{what} the default {kind}; name one (there is: {there})")
 
     def names(self, kind: str) -> list[str]:
-        """The names of a kind that are registered once, sorted; some may lack a requirement."""
+        """List the names of a kind that are registered once, sorted.
+
+        Some of them may lack a requirement. Raises PluginError for an unknown kind.
+        """
         check_kind(kind)
         return sorted(
             name
-            for (of, name), holders in self._registered.items()
-            if of == kind and len(holders) == 1
+            for (own_kind, name), holders in self._registered.items()
+            if own_kind == kind and len(holders) == 1
         )
 
     def entries(self) -> list[Entry]:
-        """Every plugin that was found, ready or not, sorted by kind and name. Imports none of them."""
-        found = [
-            self._entry(holder, holders)
-            for holders in self._registered.values()
-            for holder in holders
-        ]
+        """List every plugin, ready or not, sorted by kind (in the order of KINDS) and name.
+
+        None of them is imported.
+        """
+        entries = []
+        for holders in self._registered.values():
+            entries += [self._entry(holder, holders) for holder in holders]
+        entries += self._failed
+
+        # Sorts are stable, so the kind counts most. Failed modules are of no kind, and come last.
         order = {kind: position for position, kind in enumerate(KINDS)}
-        return sorted(
-            found + self._failed, key=lambda e: (order.get(e.kind, len(order)), e.name, e.package)
-        )
+        entries.sort(key=lambda entry: (entry.name, entry.package))
+        return sorted(entries, key=lambda entry: order.get(entry.kind, len(order)))
 
     def diagnoses(self) -> list[tuple[str, str, str]]:
-        """(kind, name, "module:function") of the plugins that can say more of the packages that they need."""
-        found = [
-            d
-            for holders in self._registered.values()
-            for d in (h.descriptor for h in holders)
-            if d.diagnosis
-        ]
-        return sorted((d.kind, d.name, str(d.diagnosis)) for d in found)
+        """List (kind, name, "module:function") of the plugins with a diagnosis, sorted."""
+        rows = []
+        for (kind, name), holders in self._registered.items():
+            # A name that is claimed twice is diagnosed twice.
+            diagnoses = [holder.descriptor.diagnosis for holder in holders]
+            rows += [(kind, name, str(diagnosis)) for diagnosis in diagnoses if diagnosis]
+        return sorted(rows)
 
     def notify(self, hook: str, **arguments: Any) -> None:
-        """Call an observation hook of every plugin. One that raises is logged with its name; the run goes on."""
+        """Call an observer hook of every plugin.
+
+        One that raises is logged with the plugin's name, and the run goes on.
+        """
         for impl in getattr(self._hooks.hook, hook).get_hookimpls():
             try:
                 self._call(impl.plugin, hook, **arguments)
@@ -349,66 +421,93 @@ class Registry:
     # --- details ---
 
     def _call(self, plugin: Any, hook: str, **arguments: Any) -> Any:
-        """Call the hook of one plugin only, so that one which raises does not stop the others."""
+        """Call the hook of one plugin only, so that an error in it does not stop the others."""
         others = [other for other in self._hooks.get_plugins() if other is not plugin]
         return self._hooks.subset_hook_caller(hook, others)(**arguments)
 
     def _entry(self, holder: _Registered, holders: list[_Registered]) -> Entry:
-        d = holder.descriptor
-        state, remedy, missing = "ready", "", d.missing()
+        """Describe a holder among all `holders` of the same (kind, name)."""
+        plugin = holder.descriptor
+        missing = plugin.missing()
+        broken = self._broken.get((plugin.kind, plugin.name))
+
+        # The first obstacle is shown: who has the name, then what it needs, then how it failed.
+        state = "ready"
+        remedy = ""
         if len(holders) > 1:
-            state, remedy = (
-                f"failed: {_claimed(holders)}",
-                "uninstall one of them, or rename its plugin",
-            )
+            state = f"failed: {_claims(holders)}"
+            remedy = "uninstall one of them, or rename its plugin"
         elif missing:
-            state, remedy = f"missing: {', '.join(missing)}", d.how_to_install()
-        elif (d.kind, d.name) in self._broken:
-            state, remedy = (
-                f"failed: {self._broken[d.kind, d.name]}",
-                _repair(holder.package, holder.version),
-            )
-        return Entry(d.kind, d.name, holder.package, holder.version, d.capabilities, state, remedy)
+            state = f"missing: {', '.join(missing)}"
+            remedy = plugin.how_to_install()
+        elif broken is not None:
+            state = f"failed: {broken}"
+            remedy = _remedy(holder.package, holder.version)
+
+        return Entry(
+            plugin.kind,
+            plugin.name,
+            holder.package,
+            holder.version,
+            plugin.capabilities,
+            state,
+            remedy,
+        )
 
     def _unknown(self, kind: str, name: str) -> str:
-        """What there is of the kind, what is near, and what failed to load and might have been it."""
+        """Write the sentence that a kind has no such plugin.
+
+        It lists what there is, what is spelt like it, and what failed to load and might be it.
+        """
+        # A module that failed to load may have had the plugin, whatever its kind.
         entries = [entry for entry in self.entries() if entry.kind in (kind, "module")]
-        fine = [
-            e.name if e.state == "ready" else f"{e.name} ({e.state})"
-            for e in entries
-            if e.state[:6] != "failed"
-        ]
-        failed = [
-            f"{e.name} of {e.owner} ({e.state[8:]})" for e in entries if e.state[:6] == "failed"
-        ]
+        usable = []
+        failed = []
+        for entry in entries:
+            if entry.state.startswith("failed"):
+                failed.append(f"{entry.name} of {entry.owner} ({entry.state[8:]})")
+            elif entry.state == "ready":
+                usable.append(entry.name)
+            else:
+                usable.append(f"{entry.name} ({entry.state})")
+
         meant = did_you_mean(name, [entry.name for entry in entries if entry.kind == kind])
-        text = f"unknown {kind} {name!r}{meant or '.'} There is: {', '.join(fine) or 'none'}"
+        text = f"unknown {kind} {name!r}{meant or '.'} There is: {', '.join(usable) or 'none'}"
         return text + (f"; failed to load: {', '.join(failed)}" if failed else "")
 
 
-def _imported(path: str, owner: str) -> Any:
-    """An object that was made for this plugin API."""
-    found = import_named(path)
-    check_api(getattr(found, "hybridflow_api", None), owner)
-    return found
+def _import_object(path: str, owner: str) -> Any:
+    """Import an object. Raises PluginError where it was made for another plugin API."""
+    plugin = import_named(path)
+    check_api(getattr(plugin, "hybridflow_api", None), owner)
+    return plugin
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
+    """Describe an exception in a line; errors of ours need no type in front."""
     return str(error) if isinstance(error, PluginError) else reason(error)
 
 
-def _claimed(holders: list[_Registered]) -> str:
+def _claims(holders: list[_Registered]) -> str:
+    """Say who claims one (kind, name), for a message."""
     return f"claimed by {' and by '.join(holder.owner for holder in holders)}"
 
 
-def _repair(package: str, version: str) -> str:
-    """What a user can do about a plugin that fails; code of this process, which has no version, is the user's own."""
+def _remedy(package: str, version: str) -> str:
+    """Say what a user can do about a plugin that fails.
+
+    Code of this process, which has no version, is the user's own.
+    """
     return f"upgrade {package}, or uninstall it" if version else "fix it"
 
 
-def _checked(found: Any) -> list[Descriptor]:
-    """What a `hybridflow_plugins` hook returned. Raises PluginError unless it is a list of descriptors."""
-    if not isinstance(found, list | tuple) or not all(isinstance(d, Descriptor) for d in found):
+def _descriptors(found: Any) -> list[Descriptor]:
+    """Check the answer of a `hybridflow_plugins` hook.
+
+    Raises PluginError unless it is a list of descriptors.
+    """
+    is_list = isinstance(found, list | tuple)
+    if not is_list or not all(isinstance(item, Descriptor) for item in found):
         raise PluginError(
             f"hybridflow_plugins must return a list of Descriptor, got {found!r:.200}"
         )
@@ -417,20 +516,28 @@ def _checked(found: Any) -> list[Descriptor]:
 
 @functools.cache
 def registry() -> Registry:
-    """The registry of this process, loaded on the first call."""
+    """Return the registry of this process, loaded on the first call."""
     return Registry().load()
 
 
 def _check_contract(kind: str, found: Any) -> None:
-    """Raises TypeError for what is no class of the kind's contract, lacks a method, or has capabilities of another kind."""
+    """Check that a plugin's class can do what its kind promises.
+
+    Raises TypeError for anything but a class of the kind's contract, for one that lacks a method,
+    and for capabilities of another kind.
+    """
+    # The other kinds may be functions or objects, or are checked where their objects are made.
     if kind not in CONTRACTS:
         return
+
     contract = import_named(f"hybridflow.core.contracts.{CONTRACTS[kind]}")
     derived = isinstance(found, type) and issubclass(found, contract)
     if not derived:
         raise TypeError(f"{found!r} is no class derived from {contract.__name__}")
     if lacking := sorted(found.__abstractmethods__):
         raise TypeError(f"{found.__name__} lacks {', '.join(lacking)} of {contract.__name__}")
+
+    # A job reads capabilities from the class, before there is an object.
     wanted = capabilities_class(kind)
     if wanted is not NoCapabilities and not isinstance(found.capabilities, wanted):
         raise TypeError(

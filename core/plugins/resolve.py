@@ -1,4 +1,4 @@
-"""From a plugin's name to what the contracts promise: checked, and with the options that it takes."""
+"""Makes the object that a plugin's name stands for, and checks its class and its options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.core.plugins.registry import registry
 
 
 def reward_from(name: str, options: Mapping[str, Any] | None = None) -> Reward:
-    """The reward of a plugin's name, or of "package.module:object": a Reward class, or a function of one sample.
+    """Make the reward of a plugin's name or of "package.module:object".
 
     Raises PluginError (no such reward) and ConfigError (options that it does not take).
     """
@@ -24,16 +24,22 @@ def reward_from(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
-    """A Reward of a Reward class or a function; `name` is for messages."""
+    """Make a Reward of `found`, a Reward class or a function of one sample.
+
+    `name` is for messages. Raises ConfigError for anything else, and for options that do not fit.
+    """
     is_class = inspect.isclass(found)
     if not callable(found) or (is_class and not issubclass(found, Reward)):
         raise ConfigError(
-            f"reward {name!r} is {found!r}; it must be a function of one sample, or a class derived from "
-            "hybridflow.core.contracts.reward.Reward"
+            f"reward {name!r} is {found!r}; it must be a function of one sample, or a class "
+            "derived from hybridflow.core.contracts.reward.Reward"
         )
+
+    # A class takes only the options, a function the sample before them.
     signature = inspect.signature(found)
+    positional = () if is_class else (None,)
     try:
-        signature.bind(*(() if is_class else (None,)), **options)
+        signature.bind(*positional, **options)
     except TypeError as error:
         raise ConfigError(
             f"the options {dict(options)!r} do not fit reward {name!r}{signature}: {error}"
@@ -42,30 +48,42 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
 
 
 def environment_class(name: str, options: Mapping[str, Any]) -> type[Environment]:
-    """Raises PluginError (no such environment) and ConfigError (not one, or options that it does not take)."""
-    found = registry().get("environment", name)
-    if not (inspect.isclass(found) and issubclass(found, Environment)):
+    """Find the class of an environment, and check that it takes the options.
+
+    Raises PluginError (no such environment) and ConfigError (not an environment, or options that
+    it does not take).
+    """
+    plugin = registry().get("environment", name)
+    if not (inspect.isclass(plugin) and issubclass(plugin, Environment)):
         raise ConfigError(
-            f"environment {name!r} is {found!r}; it must be a class derived from hybridflow.core.Environment"
+            f"environment {name!r} is {plugin!r}; it must be a class derived from "
+            "hybridflow.core.Environment"
         )
-    signature = inspect.signature(found)
+
+    # The class is only asked whether it takes the options; the caller makes the objects.
+    signature = inspect.signature(plugin)
     try:
         signature.bind(**options)
     except TypeError as error:
         raise ConfigError(
             f"the options {dict(options)!r} do not fit environment {name!r}{signature}: {error}"
         ) from error
-    return found
+    return plugin
 
 
 def load_source(config: DataConfig) -> DataSource:
-    """The source that data.source names. Raises PluginError, ConfigError (its options) or DataError (its data)."""
-    found = registry().get("data_source", config.source)
-    if not (inspect.isclass(found) and issubclass(found, DataSource)):
+    """Make the data source that data.source names.
+
+    Raises PluginError (no such source), ConfigError (its options) or DataError (its data).
+    """
+    # The registry knows no contract of data sources, so the class is checked here.
+    plugin = registry().get("data_source", config.source)
+    if not (inspect.isclass(plugin) and issubclass(plugin, DataSource)):
         raise ConfigError(
-            f"data.source {config.source!r} is {found!r}; it must be a class derived from hybridflow.core.DataSource"
+            f"data.source {config.source!r} is {plugin!r}; it must be a class derived from "
+            "hybridflow.core.DataSource"
         )
-    return found(config)
+    return plugin(config)
 
 
 def build_tokenizer(
@@ -73,16 +91,22 @@ def build_tokenizer(
     model_path: str | None = None,
     texts: Callable[[], Iterable[str]] = tuple,
 ) -> Tokenizer:
-    """By the plugin that [tokenizer] names. `texts` gives the data's texts and is called only when one is trained.
+    """Make the tokenizer by the plugin that [tokenizer] names.
 
-    Raises ConfigError (contradicting settings), PluginError (no such plugin), ModelError (no tokenizer in the folder) and
-    DataError (nothing to train on).
+    Its source is the first of: config.characters, config.train, config.path, `model_path`, the
+    folder of the models. `texts` returns the texts of the data, and is called only to train.
+
+    Raises ConfigError (contradicting settings, or no source), PluginError (no such plugin),
+    ModelError (no tokenizer in the folder) and DataError (nothing to train on).
     """
     if problems := config.problems():
         raise ConfigError(problems)
-    plugin: Tokenizers = registry().get(
-        "tokenizer", config.name or registry().default("tokenizer")
-    )()
+
+    # Every plugin of this kind is a class without options: all are in [tokenizer].
+    name = config.name or registry().default("tokenizer")
+    plugin: Tokenizers = registry().get("tokenizer", name)()
+
+    # What [tokenizer] gives, before the models' own.
     if config.characters is not None:
         return plugin.of_characters(config.characters)
     if config.train is not None:
@@ -92,18 +116,26 @@ def build_tokenizer(
     if model_path is not None:
         return plugin.load(model_path, "the actor's model.path")
     raise ConfigError(
-        "the model has no folder to take a tokenizer from; give tokenizer.path, tokenizer.characters or tokenizer.train"
+        "the model has no folder to take a tokenizer from; give tokenizer.path, "
+        "tokenizer.characters or tokenizer.train"
     )
 
 
 def find_protocol(protocol: TransferProtocol | type[TransferProtocol] | str) -> TransferProtocol:
-    """A protocol as it is, or by name: built in, else a plugin of kind "protocol". Raises PluginError."""
+    """Make a transfer protocol of an object, a class or a name.
+
+    A name is of a built-in protocol, else of a plugin of kind "protocol". Raises PluginError where
+    there is none.
+    """
     if isinstance(protocol, TransferProtocol):
         return protocol
     if isinstance(protocol, type):
         return protocol()
+
     for built_in in BUILT_IN:
         if built_in.name == protocol:
             return built_in
-    found = registry().get("protocol", protocol)
-    return found() if isinstance(found, type) else found
+
+    # A plugin may be a class, or an object that is ready for use.
+    plugin = registry().get("protocol", protocol)
+    return plugin() if isinstance(plugin, type) else plugin

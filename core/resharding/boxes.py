@@ -1,4 +1,4 @@
-"""Many boxes at once: whether they overlap, which ones touch another, what they leave open."""
+"""Many boxes at once: whether any overlap, which ones a box touches, what they leave uncovered."""
 
 from __future__ import annotations
 
@@ -10,54 +10,75 @@ from hybridflow.core.values.weights import Box
 
 
 def _arrays(boxes: Sequence[Box]) -> tuple[np.ndarray, np.ndarray]:
-    dims = len(boxes[0].start)
-    return (
-        np.array([b.start for b in boxes], np.int64).reshape(len(boxes), dims),
-        np.array([b.stop for b in boxes], np.int64).reshape(len(boxes), dims),
-    )
+    """Return the starts and the stops of the boxes, int64 [boxes, dims] each."""
+    shape = (len(boxes), len(boxes[0].start))
+    starts = np.array([box.start for box in boxes], np.int64)
+    stops = np.array([box.stop for box in boxes], np.int64)
+    return starts.reshape(shape), stops.reshape(shape)
 
 
 def disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no two of them share an element: a sweep along the dimension in which they begin at the most places."""
-    boxes = [b for b in boxes if b.numel]
+    """Return whether no two boxes share an element. Boxes without elements are ignored."""
+    boxes = [box for box in boxes if box.numel]
     if len(boxes) < 2:
         return True
+
+    # Dimensions in which all boxes are alike decide nothing.
     starts, stops = _arrays(boxes)
-    varying = np.flatnonzero((starts != starts[0]).any(0) | (stops != stops[0]).any(0))
+    same_starts = (starts == starts[0]).all(0)
+    same_stops = (stops == stops[0]).all(0)
+    varying = np.flatnonzero(~(same_starts & same_stops))
     if len(varying) == 0:
         return False
+
+    # Intervals of one dimension: each must end before the next begins.
     if len(varying) == 1:
-        order = np.argsort(starts[:, varying[0]], kind="stable")
-        return bool((stops[order[:-1], varying[0]] <= starts[order[1:], varying[0]]).all())
+        dim = varying[0]
+        order = np.argsort(starts[:, dim], kind="stable")
+        ends = stops[order[:-1], dim]
+        return bool((ends <= starts[order[1:], dim]).all())
+
+    # Sweep along the dimension with the most distinct starts. A box can only overlap those after it
+    # that begin before it ends, which are numbers index + 1 to ends[index] - 1.
     sweep = max(varying.tolist(), key=lambda dim: len(np.unique(starts[:, dim])))
     order = np.argsort(starts[:, sweep], kind="stable")
-    starts, stops = starts[order], stops[order]
-    ends = np.searchsorted(
-        starts[:, sweep], stops[:, sweep]
-    )  # those from there on begin behind this one's end
-    for at in np.flatnonzero(ends > np.arange(1, len(boxes) + 1)).tolist():
-        others = slice(at + 1, int(ends[at]))
-        if ((starts[at] < stops[others]) & (starts[others] < stops[at])).all(1).any():
+    starts = starts[order]
+    stops = stops[order]
+    ends = np.searchsorted(starts[:, sweep], stops[:, sweep])
+    touching = ends > np.arange(1, len(boxes) + 1)
+    for index in np.flatnonzero(touching).tolist():
+        others = slice(index + 1, int(ends[index]))
+        overlapping = (starts[index] < stops[others]) & (starts[others] < stops[index])
+        if overlapping.all(1).any():
             return False
     return True
 
 
 def overlaps(boxes: Sequence[Box]) -> Callable[[Box], list[int]]:
-    """A function that gives the numbers of the boxes that share an element with one, in order."""
+    """Return a function: box -> indices of the `boxes` that share an element with it, in order."""
     if not boxes:
         return lambda box: []
+
+    # The arrays are made once, for all the boxes that will be asked about.
     starts, stops = _arrays(boxes)
 
     def touching(box: Box) -> list[int]:
-        inside = (starts < np.array(box.stop, np.int64)) & (stops > np.array(box.start, np.int64))
-        return np.flatnonzero(inside.all(1)).tolist()
+        start = np.array(box.start, np.int64)
+        stop = np.array(box.stop, np.int64)
+        overlapping = (starts < stop) & (stops > start)
+        return np.flatnonzero(overlapping.all(1)).tolist()
 
     return touching
 
 
 def covers(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """What `parts` leave open of `box`."""
+    """Return disjoint boxes that make up what `parts` leave uncovered of `box`."""
     rest = [box]
     for part in parts:
-        rest = [left for one in rest for left in one.minus(part)]
+        rest = subtract(rest, part)
     return rest
+
+
+def subtract(boxes: Iterable[Box], part: Box) -> list[Box]:
+    """Return the boxes without the elements of `part`."""
+    return [piece for box in boxes for piece in box.minus(part)]

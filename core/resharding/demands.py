@@ -1,4 +1,9 @@
-"""What receivers lack, and who sends it: each byte once, senders balanced over the ranks that hold it."""
+"""Demands: what receivers lack. Each byte is sent once, by senders with even loads.
+
+_atoms     source layout -> disjoint boxes, each with all ranks that hold it
+lacking    target boxes cut at the atoms -> demands
+deal       demands -> flows, with a sender for every receiver
+"""
 
 from __future__ import annotations
 
@@ -9,116 +14,157 @@ import attrs
 import numpy as np
 
 from hybridflow.core.resharding.balance import balance
-from hybridflow.core.resharding.boxes import covers, disjoint, overlaps
+from hybridflow.core.resharding.boxes import covers, disjoint, overlaps, subtract
 from hybridflow.core.resharding.flows import Flow
 from hybridflow.core.values.weights import Box, Shards
 
 
 def common(mine: Sequence[Box], boxes: Sequence[Box]) -> int:
-    """Elements that two lists of disjoint boxes share."""
+    """Return the number of elements that two lists of disjoint boxes share."""
     if boxes is mine or boxes == mine:
-        return sum(b.numel for b in boxes)
-    return sum(
-        common.numel for box in boxes for own in mine if (common := box.intersect(own)) is not None
-    )
+        return sum(box.numel for box in boxes)
+
+    count = 0
+    for box in boxes:
+        for own in mine:
+            shared = box.intersect(own)
+            if shared is not None:
+                count += shared.numel
+    return count
 
 
 @attrs.frozen(eq=False)
 class Demand:
-    """One box of a class of parameters: who wants it, which of these have it, and everybody who has it."""
+    """One box of a class of parameters (those that both layouts cut alike) that ranks lack."""
 
     names: tuple[str, ...]
+    """The parameters of the class."""
     box: Box
     itemsize: int
+    """Bytes per element on the wire."""
     wanters: np.ndarray
+    """Ranks whose target has the box, sorted."""
     holders: frozenset[int]
+    """The wanters whose source has the box already."""
     senders: tuple[int, ...]
+    """All ranks whose source has the box, sorted."""
 
     @property
     def count(self) -> int:
+        """Number of ranks that receive the box."""
         return len(self.wanters) - len(self.holders)
 
     @property
     def nbytes(self) -> int:
+        """Bytes that all receivers get together."""
         return len(self.names) * self.box.numel * self.itemsize * self.count
+
+    def flow(self) -> Flow:
+        """Return the flow in which each sender serves an equal run of the receivers."""
+        return Flow(self.names, self.box, self.itemsize, self.senders, self.wanters, self.holders)
 
 
 def lacking(names: tuple[str, ...], itemsize: int, have: Shards, want: Shards):
-    """The demands of a class, and (box, rank) of what nobody holds."""
+    """Return the demands of a class, and (box, a rank that wants it) for what nobody holds.
+
+    `have` and `want` map ranks to their boxes in the source and in the target.
+    """
     atoms = _atoms(have)
     boxes = [box for box, _ in atoms]
     owners = [(tuple(sorted(ranks)), frozenset(ranks)) for _, ranks in atoms]
-    wanted: dict[Box, list[int]] = defaultdict(list)
-    for rank, targets in want.items():
-        for box in targets:
-            if box.numel:
-                wanted[box].append(rank)
-    demands, holes = [], []
-    index = overlaps(boxes)
-    for box, ranks in sorted(wanted.items(), key=lambda item: (item[0].start, item[0].stop)):
+    touching = overlaps(boxes)
+
+    demands = []
+    holes = []
+    for box, ranks in _ranks_by_box(want):
         wanters = np.array(sorted(ranks))
-        among = frozenset(ranks)
-        found = index(box)
-        pieces = [(box.intersect(boxes[at]), at) for at in found]
+        wanting = frozenset(ranks)
+        indices = touching(box)
+        pieces = [(box.intersect(boxes[i]), i) for i in indices]
+
+        # Atoms are disjoint, so their pieces cover the box if they have as many elements.
         if sum(piece.numel for piece, _ in pieces if piece) != box.numel:
-            holes += [(hole, min(ranks)) for hole in covers(box, [boxes[at] for at in found])]
+            held = [boxes[i] for i in indices]
+            holes += [(hole, min(ranks)) for hole in covers(box, held)]
             continue
-        for piece, at in pieces:
-            senders, owner = owners[at]
-            holders = owner & among if len(owner) < len(among) else among & owner
+
+        # A piece that all its wanters hold already is no demand.
+        for piece, i in pieces:
+            senders, owner = owners[i]
+            holders = owner & wanting
             if piece is not None and len(holders) < len(wanters):
                 demands.append(Demand(names, piece, itemsize, wanters, holders, senders))
     return demands, holes
 
 
-def _atoms(have: Shards) -> list[tuple[Box, list[int]]]:
-    """Disjoint boxes, each with all ranks that hold the whole of it, in the order of the boxes."""
-    held: dict[Box, list[int]] = defaultdict(list)
-    for rank, boxes in have.items():
+def _ranks_by_box(shards: Shards) -> list[tuple[Box, list[int]]]:
+    """Return the distinct boxes with elements, each with the ranks that have it, in box order."""
+    by_box: dict[Box, list[int]] = defaultdict(list)
+    for rank, boxes in shards.items():
         for box in boxes:
             if box.numel:
-                held[box].append(rank)
-    distinct = sorted(held.items(), key=lambda item: (item[0].start, item[0].stop))
+                by_box[box].append(rank)
+    return _sorted(by_box.items())
+
+
+def _sorted(boxes) -> list[tuple[Box, list[int]]]:
+    return sorted(boxes, key=lambda item: (item[0].start, item[0].stop))
+
+
+def _atoms(have: Shards) -> list[tuple[Box, list[int]]]:
+    """Return disjoint boxes, each with all ranks that hold it completely, in box order.
+
+    Where boxes of different ranks overlap, they are cut along each other's edges:
+
+        rank 0   [-------------]
+        rank 1          [-------------]
+        atoms    [-----][------][-----]      held by 0, by 0 and 1, by 1
+    """
+    distinct = _ranks_by_box(have)
     if disjoint([box for box, _ in distinct]):
         return distinct
+
     atoms: list[tuple[Box, list[int]]] = []
     for box, ranks in distinct:
-        rest, refined = [box], []
+        # Cut the box and every atom that it overlaps; `rest` is what no atom covers.
+        rest = [box]
+        refined = []
         for atom, owners in atoms:
-            common = atom.intersect(box)
-            if common is None:
+            shared = atom.intersect(box)
+            if shared is None:
                 refined.append((atom, owners))
                 continue
-            refined.append((common, owners + ranks))
-            refined += [(part, owners) for part in atom.minus(common)]
-            rest = [part for one in rest for part in one.minus(common)]
+            refined.append((shared, owners + ranks))
+            refined += [(part, owners) for part in atom.minus(shared)]
+            rest = subtract(rest, shared)
         atoms = refined + [(part, list(ranks)) for part in rest]
-    return sorted(atoms, key=lambda item: (item[0].start, item[0].stop))
+    return _sorted(atoms)
 
 
 def deal(demands: Sequence[Demand]) -> Iterator[Flow]:
-    """Senders for every demand. One that a single rank holds has no choice; the others share what is left evenly."""
+    """Yield flows that meet every demand, with senders as evenly loaded as they can be."""
+    # A box that a single rank holds leaves no choice; its bytes are a load to start from.
     open_demands: dict[tuple[int, ...], list[Demand]] = defaultdict(list)
     load: dict[int, float] = defaultdict(float)
     for demand in demands:
         if len(demand.senders) == 1:
             load[demand.senders[0]] += demand.nbytes
-            yield Flow(
-                demand.names,
-                demand.box,
-                demand.itemsize,
-                demand.senders,
-                demand.wanters,
-                demand.holders,
-            )
+            yield demand.flow()
         else:
             open_demands[demand.senders].append(demand)
-    quotas = balance({s: sum(d.nbytes for d in ds) for s, ds in open_demands.items()}, load)
+
+    open_bytes = {}
     for senders, group in open_demands.items():
-        even = max(quotas[senders]) - min(quotas[senders]) <= 1 + max(quotas[senders]) // 1000
-        if even and all(d.count % len(senders) == 0 for d in group):
-            for d in group:
-                yield Flow(d.names, d.box, d.itemsize, senders, d.wanters, d.holders)
+        open_bytes[senders] = sum(demand.nbytes for demand in group)
+    quotas = balance(open_bytes, load)
+
+    # Where quotas are even (to a thousandth) and receivers divide evenly, flows stay in one piece.
+    for senders, group in open_demands.items():
+        most = max(quotas[senders])
+        even = most - min(quotas[senders]) <= 1 + most // 1000
+        if even and all(demand.count % len(senders) == 0 for demand in group):
+            for demand in group:
+                yield demand.flow()
         else:
             yield from _deal_out(group, senders, quotas[senders])
 
@@ -126,42 +172,54 @@ def deal(demands: Sequence[Demand]) -> Iterator[Flow]:
 def _deal_out(
     group: Sequence[Demand], senders: Sequence[int], quotas: Sequence[int]
 ) -> Iterator[Flow]:
-    """Receiver by receiver, parameter by parameter; a box is cut only where a sender's quota ends."""
+    """Yield flows to one receiver each, taking the senders in turn until their quotas are used up.
+
+    A box is cut only where a sender's quota ends; the last sender takes what is left.
+    """
     nobody: frozenset[int] = frozenset()
-    at, left = 0, quotas[0]
+    index = 0  # of the sender whose turn it is
+    left = quotas[0]  # bytes that this sender still has to send
 
     def advance() -> None:
-        nonlocal at, left
-        while left <= 0 and at + 1 < len(senders):
-            at += 1
-            left += quotas[at]
+        nonlocal index, left
+        while left <= 0 and index + 1 < len(senders):
+            index += 1
+            left += quotas[index]
 
-    units = [
-        (d, r) for d in group for r in d.wanters[~np.isin(d.wanters, list(d.holders))].tolist()
-    ]
-    units.sort(
-        key=lambda unit: unit[1]
-    )  # neighbours of a sender first: ranks of a node are consecutive
+    # Ranks of a node are consecutive, so in this order most messages stay within a node.
+    units = []
+    for demand in group:
+        receivers = demand.wanters[~np.isin(demand.wanters, list(demand.holders))]
+        units += [(demand, receiver) for receiver in receivers.tolist()]
+    units.sort(key=lambda unit: unit[1])
+
     for demand, receiver in units:
-        one = demand.box.numel * demand.itemsize
-        names, to = demand.names, np.array([receiver])
+        itemsize = demand.itemsize
+        nbytes = demand.box.numel * itemsize
+        names = demand.names
+        target = np.array([receiver])
         while names:
+            # Complete boxes of as many parameters as the sender's quota allows.
             advance()
-            last = at + 1 == len(senders)
-            whole = len(names) if last else min(len(names), left // one)
-            if whole:
-                yield Flow(names[:whole], demand.box, demand.itemsize, (senders[at],), to, nobody)
-                names, left = names[whole:], left - whole * one
+            last = index + 1 == len(senders)
+            count = len(names) if last else min(len(names), left // nbytes)
+            if count:
+                sender = (senders[index],)
+                yield Flow(names[:count], demand.box, itemsize, sender, target, nobody)
+                names = names[count:]
+                left -= count * nbytes
                 continue
-            start = 0  # the box of names[0] is shared out
+
+            # The quota ends within the box of names[0], which several senders share.
+            start = 0
             while start < demand.box.numel:
                 advance()
-                room = (
-                    demand.box.numel if at + 1 == len(senders) else max(left, 0) // demand.itemsize
-                )
+                last = index + 1 == len(senders)
+                room = demand.box.numel if last else max(left, 0) // itemsize
                 stop = min(demand.box.numel, start + max(room, 1))
+                sender = (senders[index],)
                 for box in demand.box.flat_range(start, stop):
-                    yield Flow(names[:1], box, demand.itemsize, (senders[at],), to, nobody)
-                left -= (stop - start) * demand.itemsize
+                    yield Flow(names[:1], box, itemsize, sender, target, nobody)
+                left -= (stop - start) * itemsize
                 start = stop
             names = names[1:]

@@ -1,4 +1,7 @@
-"""A plan carried out on one rank: pack, send, receive, unpack, bucket by bucket, one bucket ahead of the unpacking."""
+"""A plan carried out on one rank: its rounds are packed, sent, received and unpacked.
+
+The next round is packed, and travels, before the one under way is unpacked (see rounds).
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,11 @@ class Moved:
 
     bytes_received: int = 0
     bytes_sent: int = 0
-    """Sizes of the buffers, so of exactly what travels."""
+    """Sizes of the buffers, which is exactly what travels."""
     messages: int = 0
+    """Number of messages sent."""
     peak_buffer_bytes: int = 0
-    """The most bytes in messages at a time, over all rounds under way: at most the plan's bucket_bytes."""
+    """The most bytes in messages at a time, over the rounds under way: at most bucket_bytes."""
     seconds: float = 0.0
 
 
@@ -42,82 +46,100 @@ class Exchange:
     """The rounds of one rank, made once for a plan and run at every sync."""
 
     def __init__(self, plan: ReshardPlan, rank: int, device: torch.device):
-        self.plan, self.rank, self.device = plan, rank, device
+        self.plan = plan
+        self.rank = rank
+        self.device = device
         self.rounds: list[RankRound] = rank_rounds(plan, plan_rounds(plan), rank)
 
     def message_bytes(self, message: Message) -> int:
+        """Return the length of a message's buffer."""
         return sum(box.numel * self.plan.wire[name].itemsize for name, box in message)
 
     def run(self, transport: Transport, read: Read, write: Write) -> Moved:
-        """All rounds. A failure here is raised after the last round: the other ranks' rounds still meet."""
-        moved, started = Moved(), time.perf_counter()
+        """Run all rounds.
+
+        An error of `read` or `write` is raised after the last round, since the other ranks wait for
+        this rank's messages in every round.
+        """
+        moved = Moved()
+        started = time.perf_counter()
         failure: Exception | None = None
-        ahead: list[tuple[Pending, RankRound, int]] = []
-        held = 0
+        under_way: list[tuple[Pending, RankRound, int]] = []
+        held = 0  # bytes in the messages of these rounds
 
         def finish() -> None:
+            """Wait for the oldest round under way and unpack it."""
             nonlocal failure, held
-            pending, one, size = ahead.pop(0)
+            pending, oldest, size = under_way.pop(0)
             received = pending.wait()
             try:
                 if failure is None:
-                    for sender, message in one.receives.items():
+                    for sender, message in oldest.receives.items():
                         self.unpack(message, received[sender], write)
             except Exception as error:
                 failure = error
             held -= size
 
+        # Send each round before the oldest one is unpacked, so that something always travels.
         for one in self.rounds:
             try:
                 outgoing = self.pack_all(one, read)
-            except (
-                Exception
-            ) as error:  # zeros go in their place; all ranks hear of it before anybody uses them
+            except Exception as error:
+                # Zeros travel in their place, so that no rank waits for ever. All ranks hear of
+                # the failure before the update ends, and an engine generates after its end alone.
                 failure = failure or error
-                outgoing = {r: torch.zeros(self.message_bytes(m), dtype=torch.uint8, device=self.device)
-                            for r, m in one.sends.items()}  # fmt: skip
-            incoming = {
-                sender: self.message_bytes(message) for sender, message in one.receives.items()
-            }
-            size = sum({id(t): t.numel() for t in outgoing.values()}.values()) + sum(
-                incoming.values()
-            )
-            ahead.append((transport.start(outgoing, incoming), one, size))
+                outgoing = {peer: self._zeros(message) for peer, message in one.sends.items()}
+
+            incoming = {peer: self.message_bytes(message) for peer, message in one.receives.items()}
+            incoming_bytes = sum(incoming.values())
+            # Equal messages share a buffer, which takes memory once.
+            distinct = {id(buffer): buffer.numel() for buffer in outgoing.values()}
+            size = sum(distinct.values()) + incoming_bytes
+            under_way.append((transport.start(outgoing, incoming), one, size))
+
+            # Counted while the round is under way.
             held += size
             moved.peak_buffer_bytes = max(moved.peak_buffer_bytes, held)
-            moved.bytes_received += sum(incoming.values())
-            moved.bytes_sent += sum(t.numel() for t in outgoing.values())
+            moved.bytes_received += incoming_bytes
+            moved.bytes_sent += sum(buffer.numel() for buffer in outgoing.values())
             moved.messages += len(outgoing)
-            if len(ahead) == IN_FLIGHT:
+            if len(under_way) == IN_FLIGHT:
                 finish()
-        while ahead:
+        while under_way:
             finish()
+
+        # A rank that could not pack or unpack gets here, too: none is left waiting.
         transport.close()
         moved.seconds = time.perf_counter() - started
         if failure is not None:
             raise failure
         return moved
 
+    def _zeros(self, message: Message) -> torch.Tensor:
+        return torch.zeros(self.message_bytes(message), dtype=torch.uint8, device=self.device)
+
     def pack_all(self, one: RankRound, read: Read) -> dict[int, torch.Tensor]:
-        """Receiver -> message; equal messages are packed once."""
-        made: dict[Message, torch.Tensor] = {}
+        """Return receiver -> packed message; equal messages are packed once and share a buffer."""
+        buffers: dict[Message, torch.Tensor] = {}
         for message in one.sends.values():
-            if message not in made:
-                made[message] = self.pack(message, read)
-        return {receiver: made[message] for receiver, message in one.sends.items()}
+            if message not in buffers:
+                buffers[message] = self.pack(message, read)
+        return {receiver: buffers[message] for receiver, message in one.sends.items()}
 
     @torch.no_grad()
     def pack(self, message: Message, read: Read) -> torch.Tensor:
-        """uint8 [n]. One piece that lies in one run of memory, in wire dtype, goes as it is."""
+        """Return the message's values as uint8 [bytes].
+
+        A single piece that is contiguous and in wire dtype is not copied.
+        """
         if len(message) == 1:
+            # A message of one piece may travel from its storage.
             name, box = message[0]
             values = read(self.plan.origin[name], box)
-            if (
-                values.dtype == self.plan.wire[name]
-                and values.is_contiguous()
-                and values.device == self.device
-            ):
+            wire = values.dtype == self.plan.wire[name]
+            if wire and values.is_contiguous() and values.device == self.device:
                 return values.detach().reshape(-1).view(torch.uint8)
+
         buffer = torch.empty(self.message_bytes(message), dtype=torch.uint8, device=self.device)
         for (name, box), values in self._views(message, buffer):
             values.copy_(read(self.plan.origin[name], box))
@@ -125,22 +147,24 @@ class Exchange:
 
     @torch.no_grad()
     def unpack(self, message: Message, buffer: torch.Tensor, write: Write) -> None:
+        """Write every piece of a received message, uint8 [bytes], to its target."""
         for (name, box), values in self._views(message, buffer):
             write(name, box, values)
 
     def _views(
         self, message: Message, buffer: torch.Tensor
     ) -> Iterable[tuple[tuple[str, Box], torch.Tensor]]:
-        at = 0
+        """Yield (name, box) and the part of the buffer that holds its values, in wire dtype."""
+        start = 0
         for name, box in message:
             dtype = self.plan.wire[name]
-            end = at + box.numel * dtype.itemsize
-            yield (name, box), buffer[at:end].view(dtype).view(box.shape)
-            at = end
+            end = start + box.numel * dtype.itemsize
+            yield (name, box), buffer[start:end].view(dtype).view(box.shape)
+            start = end
 
 
-class Shards:
-    """A rank's source storage: finds the values of a box among the boxes it holds."""
+class ShardReader:
+    """A rank's source storage, which finds the values of a box among the boxes that it holds."""
 
     def __init__(self, shards: Iterable[tuple[str, Box, Shard]]):
         self._of: dict[str, list[tuple[Box, Shard]]] = {}
@@ -148,21 +172,20 @@ class Shards:
             self._of.setdefault(name, []).append((box, view))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A view, or of a LazyShard a part of what it makes.
+        """Return the values of a box: a view, or a part of the tensor that a LazyShard makes.
 
         Raises ReshardError for a box that does not lie within one of those held.
         """
         for own, view in self._of.get(name, ()):
             if box.intersect(own) == box:
                 return view[box.within(own)]
-        raise ReshardError(f"{name} {box} is not held here: {self._held(name)}")
 
-    def _held(self, name: str) -> str:
-        return ", ".join(str(own) for own, _ in self._of.get(name, ())) or "nothing of it"
+        held = ", ".join(str(own) for own, _ in self._of.get(name, ()))
+        raise ReshardError(f"{name} {box} is not held here: {held or 'nothing of it'}")
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two views are of the very same elements."""
+    """Return whether two views are of the very same elements."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.dtype == b.dtype
@@ -172,19 +195,28 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def checksum(values: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
-    """A sum over elements of their bits, each times an odd number made of its place in the parameter, modulo 2^64.
+    """Return a checksum of a box of a parameter of shape `shape`, modulo 2^64.
 
-    Sums of disjoint boxes add up to the parameter's, however it is cut; swapped elements change it.
+    It is the sum of (bits of x_i + 1) w_i, where w_i is an odd number mixed from the place i of the
+    element in the complete parameter. Checksums of disjoint boxes therefore add up to the
+    parameter's, however it is cut; swapped elements change it.
     """
     if not values.numel():
         return 0
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    numbers = values.detach().contiguous().view(bits).to(torch.int64)
+
+    # The bits of each value, as an integer of its size.
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    same_size = bits[values.element_size()]
+    numbers = values.detach().contiguous().view(same_size).to(torch.int64)
+
+    # Row-major place of every element: the sum over dimensions of index times stride.
     place = torch.zeros(box.shape, dtype=torch.int64, device=values.device)
     stride = 1
     for dim in reversed(range(len(shape))):
-        steps = torch.arange(box.start[dim], box.stop[dim], device=values.device) * stride
+        index = torch.arange(box.start[dim], box.stop[dim], device=values.device)
+        steps = index * stride
         place += steps.view([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
-    weight = (place * -7046029254386353131) ^ (place >> 7) | 1  # 64 mixed bits of the place, odd
+
+    weight = (place * -7046029254386353131) ^ (place >> 7) | 1
     return int(((numbers + 1) * weight).sum()) & (2**64 - 1)

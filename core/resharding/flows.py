@@ -1,4 +1,7 @@
-"""Boxes on their way: the same box of several parameters from senders to receivers, listed as transfers when asked for."""
+"""Flows: the same box of several parameters on its way from senders to receivers.
+
+A flow stands for many transfers, which are listed only when they are asked for.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ class Transfer:
     """One box of one parameter, from one rank to another."""
 
     name: str
+    """The target's name of the parameter."""
     box: Box
     sender: int
     receiver: int
@@ -22,63 +26,82 @@ class Transfer:
 
 @attrs.frozen(eq=False)
 class Flow:
-    """One box of the parameters `names`, from its senders to `receivers` (sorted): an equal run of receivers for each."""
+    """One box of the parameters `names`, from its senders to its receivers (sorted).
 
+    Each sender serves an equal run of receivers. With 2 senders and 4 receivers:
+
+        senders      0        1
+                    / \\      / \\
+        receivers  4   5    6   7
+    """
+
+    # What travels
     names: tuple[str, ...]
     box: Box
     itemsize: int
+    """Bytes per element on the wire."""
+
+    # From whom to whom
     senders: tuple[int, ...]
     wanters: np.ndarray
-    """Ranks whose target has the box."""
+    """Ranks whose target has the box, sorted."""
     holders: frozenset[int]
-    """Those of them that have it already."""
+    """The wanters whose source has it already; the other wanters are the receivers."""
 
     @property
     def nbytes(self) -> int:
-        """Of one parameter, for one receiver."""
+        """Bytes of the box in one parameter, for one receiver."""
         return self.box.numel * self.itemsize
 
     @property
     def receivers(self) -> np.ndarray:
+        """Ranks that the box is sent to, sorted."""
         if not self.holders:
             return self.wanters
         return self.wanters[~np.isin(self.wanters, list(self.holders), assume_unique=True)]
 
     @property
     def count(self) -> int:
+        """Number of receivers."""
         return len(self.wanters) - len(self.holders)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """(sender, receiver)."""
+        """Yield (sender, receiver), one pair per receiver."""
         share = self.count // len(self.senders)
-        for at, receiver in enumerate(self.receivers.tolist()):
-            yield self.senders[at // share], receiver
+        for index, receiver in enumerate(self.receivers.tolist()):
+            yield self.senders[index // share], receiver
 
     def sender_of(self, rank: int) -> int | None:
-        """Who sends to `rank`, or None when it is no receiver."""
+        """Return the rank that sends to `rank`, or None if `rank` receives nothing."""
         if rank in self.holders:
             return None
-        at = int(np.searchsorted(self.wanters, rank))
-        if at == len(self.wanters) or self.wanters[at] != rank:
+
+        # Wanters are sorted, so a rank that is not among them is not where it would stand.
+        index = int(np.searchsorted(self.wanters, rank))
+        if index == len(self.wanters) or self.wanters[index] != rank:
             return None
+
         if len(self.senders) == 1:
             return self.senders[0]
-        at -= sum(1 for holder in self.holders if holder < rank)
-        return self.senders[at // (self.count // len(self.senders))]
+        index -= sum(1 for holder in self.holders if holder < rank)  # index among the receivers
+        return self.senders[index // (self.count // len(self.senders))]
 
     def receivers_of(self, rank: int) -> list[int]:
+        """Return the ranks that `rank` sends to."""
         if rank not in self.senders:
             return []
-        share, at = self.count // len(self.senders), self.senders.index(rank)
-        return self.receivers[at * share : (at + 1) * share].tolist()
+        share = self.count // len(self.senders)
+        start = self.senders.index(rank) * share
+        return self.receivers[start : start + share].tolist()
 
 
 class Transfers(Sequence[Transfer]):
-    """All transfers of a plan, made as they are read; a plan of thousands of ranks has millions."""
+    """All transfers of a plan, made as they are read: for thousands of ranks there are millions."""
 
     def __init__(self, flows: Sequence[Flow]):
         self._flows = flows
-        self._ends = np.cumsum([len(f.names) * f.count for f in flows], dtype=np.int64)
+        sizes = [len(flow.names) * flow.count for flow in flows]
+        self._ends = np.cumsum(sizes, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -97,8 +120,11 @@ class Transfers(Sequence[Transfer]):
             at += len(self)
         if not 0 <= at < len(self):
             raise IndexError(at)
+
+        # The flow that position `at` lies in, then the parameter and the pair within that flow.
         which = int(np.searchsorted(self._ends, at, side="right"))
         flow = self._flows[which]
-        name, pair = divmod(int(at - (self._ends[which - 1] if which else 0)), flow.count)
+        start = self._ends[which - 1] if which else 0
+        name, pair = divmod(int(at - start), flow.count)
         sender, receiver = list(flow.pairs())[pair]
         return Transfer(flow.names[name], flow.box, sender, receiver)

@@ -1,6 +1,17 @@
-"""A plan in buckets: rounds so small that all buffers of a rank together stay within bucket_bytes.
+"""Rounds: a plan cut into sets of messages that are small enough for the buffers of every rank.
 
-Two rounds are under way at a time, each with what is sent and what is received: a round has a quarter of it each way.
+A round is packed, sent and unpacked as one. Two rounds are under way at a time, so that one is
+unpacked while the next travels. Each has buffers for what a rank sends and for what it receives, so
+a round may take a quarter of bucket_bytes each way.
+
+    one rank        time ------------------------------------------------------------>
+      round 0       pack  ~~~~~~~~~~  unpack
+      round 1             pack  ~~~~~~~~~~~~~~~~~~~~  unpack                  ~~~ travels
+      round 2                                   pack  ~~~~~~~~~~~~  unpack
+
+    a round         messages: one per pair of ranks that have something for each other
+    a message       the pieces of its boxes, parameter after parameter, wide dtypes first:
+                    [ w1 box | w1 box | w2 box | ... ]      uint8 [bytes]
 """
 
 from __future__ import annotations
@@ -17,79 +28,105 @@ from hybridflow.core.values.weights import Box
 
 @attrs.frozen
 class Slice:
-    """The transfers of one parameter, each box cut into `parts` flat ranges of which this is number `part`."""
+    """The transfers of one parameter, or the part of them that one round moves.
+
+    Each box is cut into `parts` flat ranges, of which this is number `part`.
+    """
 
     name: str
+    """The target's name of the parameter."""
     part: int = 0
     parts: int = 1
 
     def of(self, box: Box) -> tuple[Box, ...]:
+        """Return the boxes that make up this slice of `box`."""
         if self.parts == 1:
             return (box,)
-        ends = [box.numel * at // self.parts for at in (self.part, self.part + 1)]
-        return tuple(box.flat_range(*ends))
+        start = box.numel * self.part // self.parts
+        stop = box.numel * (self.part + 1) // self.parts
+        return tuple(box.flat_range(start, stop))
 
 
 IN_FLIGHT = 2
-"""Rounds under way at a time: one travels while the one before is unpacked, and the next is packed."""
+"""Rounds under way at a time: one travels while the one before is unpacked and the next packed."""
 Round = tuple[Slice, ...]
 Message = tuple[tuple[str, Box], ...]
-"""What travels from one rank to another in a round, in this order."""
+"""What travels from one rank to another in a round: (target name, box), in this order."""
 
 
 @attrs.frozen(eq=False)
 class RankRound:
-    """One round as a rank sees it: a message for each rank it sends to, and from each it receives from."""
+    """One round as one rank sees it."""
 
     sends: dict[int, Message]
+    """Receiver -> message."""
     receives: dict[int, Message]
+    """Sender -> message."""
 
 
 def plan_rounds(plan: ReshardPlan) -> list[Round]:
-    """Parameters in order, as many in a round as no rank's share overflows; one that is too large in several rounds.
+    """Return the rounds of a plan, the same on every rank.
 
-    The same on every rank. Raises ReshardError for a bucket that is too small to cut a parameter for.
+    Parameters come in order, as many in a round as fit every rank's buffers; a parameter that is
+    too large for one round has several to itself. Raises ReshardError for a bucket that is too
+    small to cut a parameter for.
     """
     limit = plan.bucket_bytes // (2 * IN_FLIGHT)
     loads = _loads(plan)
     rounds: list[Round] = []
-    now: list[Slice] = []
-    zero = np.zeros(2 * ((plan.ranks[-1] + 1) if plan.ranks else 0), np.int64)
+    slices: list[Slice] = []  # of the round that is being filled
+    zero = np.zeros(2 * _size(plan), np.int64)
     filled = zero
+
     for name in plan.origin:
         if name not in loads:
             continue
         load, pieces = loads[name]
-        most = int(load.max())
-        if most > limit:
-            spill = pieces * plan.wire[name].itemsize  # each piece may round up by an element
-            if spill >= limit:
-                raise ReshardError(
-                    f"bucket_bytes {plan.bucket_bytes} is too small: {name} comes in {pieces} pieces; give at least "
-                    f"{2 * IN_FLIGHT * (spill + 64)}"
-                )
-            parts = -(-most // (limit - spill))
-            if now:
-                rounds.append(tuple(now))
-                now, filled = [], zero
-            rounds += [(Slice(name, part, parts),) for part in range(parts)]
+        largest = int(load.max())
+
+        # A full round ends before a parameter that has rounds to itself, or does not fit any more.
+        if slices and (largest > limit or int((filled + load).max()) > limit):
+            rounds.append(tuple(slices))
+            slices = []
+            filled = zero
+        if largest <= limit:
+            slices.append(Slice(name))
+            filled = filled + load
             continue
-        if now and int((filled + load).max()) > limit:
-            rounds.append(tuple(now))
-            now, filled = [], zero
-        now.append(Slice(name))
-        filled = filled + load
-    return [*rounds, tuple(now)] if now else rounds
+
+        # Cutting a piece may round it up by one element, for which each part must leave room.
+        spill = pieces * plan.wire[name].itemsize
+        if spill >= limit:
+            raise ReshardError(
+                f"bucket_bytes {plan.bucket_bytes} is too small: {name} comes in {pieces} pieces; "
+                f"give at least {2 * IN_FLIGHT * (spill + 64)}"
+            )
+        parts = -(-largest // (limit - spill))
+        rounds += [(Slice(name, part, parts),) for part in range(parts)]
+    return [*rounds, tuple(slices)] if slices else rounds
+
+
+def _size(plan: ReshardPlan) -> int:
+    """Return the length of an array indexed by rank."""
+    return plan.ranks[-1] + 1 if plan.ranks else 0
 
 
 def _loads(plan: ReshardPlan) -> dict[str, tuple[np.ndarray, int]]:
-    """Name -> (bytes in by rank, then bytes out by rank; the most pieces that one rank sends or receives)."""
-    size = plan.ranks[-1] + 1 if plan.ranks else 0
-    alike: dict[tuple[str, ...], list[np.ndarray]] = {}
+    """Return name -> (bytes, pieces).
+
+    Bytes are int64 [2 ranks]: first those that each rank receives, then those that it sends. Pieces
+    are the most boxes that any rank receives or sends.
+    """
+    size = _size(plan)
+
+    # Many flows have the same tuple of names, and their loads add up once for all these names.
+    alike: dict[tuple[str, ...], np.ndarray] = {}
     for flow in plan.flows:
-        load, pieces = alike.setdefault(
-            flow.names, [np.zeros(2 * size, np.int64), np.zeros(2 * size, np.int64)]
-        )
+        if flow.names not in alike:
+            alike[flow.names] = np.zeros((2, 2 * size), np.int64)
+
+        # Every receiver gets the box once; every sender sends it to `share` of them.
+        load, pieces = alike[flow.names]
         receivers = flow.receivers
         senders = np.array(flow.senders) + size
         share = len(receivers) // len(senders)
@@ -97,35 +134,43 @@ def _loads(plan: ReshardPlan) -> dict[str, tuple[np.ndarray, int]]:
         pieces[receivers] += 1
         load[senders] += flow.nbytes * share
         pieces[senders] += share
-    found: dict[str, list[np.ndarray]] = {}
-    for names, (load, pieces) in alike.items():
+
+    # A parameter may have flows of several such tuples.
+    totals: dict[str, np.ndarray] = {}
+    for names, figures in alike.items():
         for name in names:
-            if name in found:
-                found[name] = [found[name][0] + load, found[name][1] + pieces]
-            else:
-                found[name] = [load, pieces]
-    return {name: (load, int(pieces.max())) for name, (load, pieces) in found.items()}
+            totals[name] = totals[name] + figures if name in totals else figures
+    loads = {}
+    for name, (load, pieces) in totals.items():
+        loads[name] = (load, int(pieces.max()))
+    return loads
 
 
 def rank_rounds(plan: ReshardPlan, rounds: Sequence[Round], rank: int) -> list[RankRound]:
-    """What `rank` sends and receives in each round. Within a message wider dtypes come first, so that all lie aligned."""
+    """Return what `rank` sends and receives in each round.
+
+    Within a message wider dtypes come first, so that all values lie aligned.
+    """
+    # Name -> (is sent, other rank, box), for the transfers that the rank takes part in.
     sends, receives = plan.of_rank(rank)
-    of_name: dict[str, list[tuple[bool, int, Box]]] = defaultdict(list)
-    for t in sends:
-        of_name[t.name].append((True, t.receiver, t.box))
-    for t in receives:
-        of_name[t.name].append((False, t.sender, t.box))
-    made = []
-    for one in rounds:
-        both: tuple[dict[int, list], dict[int, list]] = (defaultdict(list), defaultdict(list))
-        for cut in sorted(one, key=lambda s: -plan.wire[s.name].itemsize):
-            for sending, peer, box in of_name.get(cut.name, ()):
-                both[not sending][peer] += [
-                    (cut.name, piece) for piece in cut.of(box) if piece.numel
-                ]
-        out, into = (
-            {peer: tuple(pieces) for peer, pieces in sorted(side.items()) if pieces}
-            for side in both
-        )
-        made.append(RankRound(out, into))
-    return made
+    by_name: dict[str, list[tuple[bool, int, Box]]] = defaultdict(list)
+    for transfer in sends:
+        by_name[transfer.name].append((True, transfer.receiver, transfer.box))
+    for transfer in receives:
+        by_name[transfer.name].append((False, transfer.sender, transfer.box))
+
+    rank_views = []
+    for slices in rounds:
+        outgoing: dict[int, list] = defaultdict(list)
+        incoming: dict[int, list] = defaultdict(list)
+        for cut in sorted(slices, key=lambda cut: -plan.wire[cut.name].itemsize):
+            for sending, peer, box in by_name.get(cut.name, ()):
+                side = outgoing if sending else incoming
+                side[peer] += [(cut.name, piece) for piece in cut.of(box) if piece.numel]
+        rank_views.append(RankRound(_messages(outgoing), _messages(incoming)))
+    return rank_views
+
+
+def _messages(by_peer: dict[int, list]) -> dict[int, Message]:
+    """Return the messages by peer in order of rank, without empty ones."""
+    return {peer: tuple(pieces) for peer, pieces in sorted(by_peer.items()) if pieces}

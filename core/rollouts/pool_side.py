@@ -18,40 +18,57 @@ from hybridflow.core.values.weights import WeightLayout
 
 
 class PoolSide:
-    """One rank of either side. Source ranks come first in the plan's numbering, target ranks behind them."""
+    """One rank of either side.
+
+    In the plan's numbering the source's ranks come first, and the target's ranks after them.
+    """
 
     def __init__(
-        self, source: WeightLayout, target: WeightLayout, rank: int, device: torch.device, nodes: Sequence[str],
-        store: Store | None, spec: SyncSpec,
-    ):  # fmt: skip
+        self,
+        source: WeightLayout,
+        target: WeightLayout,
+        rank: int,
+        device: torch.device,
+        nodes: Sequence[str],
+        store: Store | None,
+        spec: SyncSpec,
+    ):
+        """Plan the transfer, and connect to the other ranks.
+
+        rank: in the plan's numbering; nodes: the node of each rank. Raises HybridFlowError when no
+        transport reaches the other pool.
+        """
         self.plan = plan_reshard(source, target, spec.bucket_bytes)
         self.exchange = Exchange(self.plan, rank, device)
         link = Link(
-            rank,
-            self.plan.ranks,
-            device,
-            grouped=False,
-            nodes=dict(enumerate(nodes)),
-            store=store,
+            rank, self.plan.ranks, device, grouped=False, nodes=dict(enumerate(nodes)), store=store
         )
+        # Messages to another pool are left and fetched: no process group joins the two.
         mailbox = connect(spec, link)
         if not isinstance(mailbox, Mailbox):
             raise HybridFlowError(f"the transport {spec.transport} does not reach another pool")
-        self.mailbox, self.rank = mailbox, rank
+        self.mailbox = mailbox
+        self.rank = rank
 
     def post(self, at: int, read: Read) -> dict[int, Any]:
-        """Leave round `at`'s messages: receiver -> ticket. Those of the round before the last are forgotten."""
+        """Leave the messages of round `at`; return receiver -> ticket.
+
+        Messages of rounds before the previous one are forgotten.
+        """
         tickets = self.mailbox.post(self.exchange.pack_all(self.exchange.rounds[at], read))
-        self.mailbox.forget(keep=2)
+        self.mailbox.forget(keep=2)  # this round, and the one that may still be fetched
         return tickets
 
     def fetch(self, at: int, tickets: Mapping[tuple[int, int], Any], write: Write) -> int:
-        """Take round `at`'s messages from (sender, receiver) -> ticket; bytes."""
-        moved = 0
+        """Fetch the messages of round `at` and unpack them; return their bytes.
+
+        tickets: (sender, receiver) -> ticket, of every rank.
+        """
+        # The plan says which ranks have left something for this one.
+        received = 0
         for sender, message in self.exchange.rounds[at].receives.items():
             nbytes = self.exchange.message_bytes(message)
-            self.exchange.unpack(
-                message, self.mailbox.get(tickets[sender, self.rank], nbytes), write
-            )
-            moved += nbytes
-        return moved
+            values = self.mailbox.get(tickets[sender, self.rank], nbytes)
+            self.exchange.unpack(message, values, write)
+            received += nbytes
+        return received

@@ -1,7 +1,12 @@
-"""The 3D-HybridEngine: a training backend and a rollout engine on the same ranks, and the weights between them.
+"""The 3D-HybridEngine: a training backend and a rollout engine on the same ranks.
 
-HybridFlow (arXiv:2409.19256), section 5, for any two layouts: what a rank has it aliases or copies, what it lacks comes in
-buckets, each byte once. Both sides are known by canonical names and boxes alone.
+It brings the weights from one to the other: HybridFlow (arXiv:2409.19256), section 5, for any two
+layouts. Both sides are known by canonical parameter names and boxes alone. Of each box that a
+rank's engine holds, the rank's trainer
+
+    has it, in the same storage      ->  aliased: nothing moves
+    has it, in storage of its own    ->  copied on the rank
+    lacks it                         ->  received, in rounds of messages, each byte once
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from hybridflow.core.contracts.transport import Link, Transport
 from hybridflow.core.contracts.worker import EVERY_AXIS, RankContext
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import AUTO, SyncSpec
-from hybridflow.core.resharding.exchange import Exchange, Moved, Shards, same_storage
+from hybridflow.core.resharding.exchange import Exchange, Moved, ShardReader, same_storage
 from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
 from hybridflow.core.rollouts.checksums import differing
 from hybridflow.core.rollouts.transports import connect
@@ -29,16 +34,22 @@ from hybridflow.core.values.weights import Box
 
 
 class HybridEngine(WeightSync):
-    """One rank's part. All ranks of the role make the same calls."""
+    """One rank's part of the sync. All ranks of the role make the same calls."""
 
     def __init__(
-        self, backend: TrainingBackend, engine: RolloutEngine, context: RankContext, spec: SyncSpec,
+        self,
+        backend: TrainingBackend,
+        engine: RolloutEngine,
+        context: RankContext,
+        spec: SyncSpec,
         resident: bool = True,
-    ):  # fmt: skip
+    ):
         """resident: both sides keep their weights where they are, so that they may share them."""
         super().__init__(spec)
         self.resident = resident
-        self.backend, self.engine, self.context = backend, engine, context
+        self.backend = backend
+        self.engine = engine
+        self.context = context
         self.last = Moved()
         """What the last sync moved, on this rank."""
         self.aliased_bytes = 0
@@ -46,7 +57,10 @@ class HybridEngine(WeightSync):
 
     @cached_property
     def plan(self) -> ReshardPlan:
-        """Raises ReshardError with all that does not fit; made once, since layouts do not change."""
+        """The plan from the trainer's layout to the engine's; both stay as they are.
+
+        Raises ReshardError with all that does not fit.
+        """
         target = on_every_rank(self.engine.layout(), self.context)
         return plan_reshard(self.backend.layout(), target, self.spec.bucket_bytes)
 
@@ -56,86 +70,108 @@ class HybridEngine(WeightSync):
 
     @cached_property
     def _local(self) -> list[tuple[str, Box]]:
+        """The boxes that this rank's engine holds and its trainer has."""
         return list(self.plan.local(self.context.rank))
 
     @cached_property
     def link(self) -> Link:
-        group, ranks = self.context.group(EVERY_AXIS), list(range(self.context.world_size))
+        """The ranks of the role, for a transport. The first use is a collective call."""
+        context = self.context
+        ranks = list(range(context.world_size))
+        group = context.group(EVERY_AXIS)
+        # Which ranks share a node decides which transports reach them.
         names: list[Any] = [node_name()]
         if group is not None:
             names = [None] * len(ranks)
             dist.all_gather_object(names, node_name(), group=group)
         return Link(
-            self.context.rank, ranks, self.context.device, group, nodes=dict(zip(ranks, names, strict=True)),
-            store=self.context.store,
-        )  # fmt: skip
+            context.rank,
+            ranks,
+            context.device,
+            group,
+            nodes=dict(zip(ranks, names, strict=True)),
+            store=context.store,
+        )
 
     @cached_property
     def transport(self) -> Transport:
+        """The transport that carries the messages. Raises HybridFlowError if none can."""
         return connect(self.spec, self.link)
 
     def prepare(self) -> SyncCost:
-        """Plan and connect, before the first step; what is to be told of it."""
-        transport = self.transport  # one that cannot serve says so now
-        plan, rank = self.plan, self.context.rank
+        """Plan and connect, before the first step; return what a sync will cost this rank."""
+        transport = self.transport  # one that cannot serve raises now
+        plan = self.plan
+        rank = self.context.rank
         if self.spec.alias and self.resident and self.engine.lends:
             self._share()
-        source = Shards(self.backend.named_shards())
+
+        # Shared storage counts once.
+        source = ShardReader(self.backend.named_shards())
         shared = sum(values.nbytes for _, _, values in self._aliased(source))
+        name = self.spec.transport
         return SyncCost(
             received=plan.bytes_received[rank],
             peak=plan.source.nbytes(rank) + plan.target.nbytes(rank) - shared,
             rounds=len(self._exchange.rounds),
-            transport=self.spec.transport
-            if self.spec.transport != AUTO
-            else type(transport).__name__,
+            transport=name if name != AUTO else type(transport).__name__,
         )
 
     def _share(self) -> None:
-        """Let the trainer keep whole parameters in the engine's storage, where both lay them out alike."""
+        """Let the trainer keep parameters in the engine's storage.
+
+        Only whole parameters that both lay out alike can be shared.
+        """
         for name, box in self._local:
             view = self.engine.view(name, box)
-            if (
-                box != Box.full(self.plan.target.params[name].shape)
-                or view is None
-                or not view.is_contiguous()
-            ):
+            whole = box == Box.full(self.plan.target.params[name].shape)
+            if not whole or view is None or not view.is_contiguous():
                 continue
+            # Each side may decline: the backend here, the engine by having no view.
             if self.backend.adopt(self.plan.origin[name], view):
                 self.engine.lend(name)
 
     @torch.no_grad()
     def sync(self) -> float:
-        """Bring the training weights to the engine; seconds. Raises on every rank if it failed on any."""
+        """Bring the training weights to the engine; return the seconds that it took.
+
+        Raises on every rank if it failed on any.
+        """
         started = time.perf_counter()
-        self.plan  # noqa: B018  (before the engine is told: layouts that do not fit cost nothing)
+        # Without `prepare` the plan is made here: before the engine is told, so that layouts that
+        # do not fit cost nothing.
+        self.plan  # noqa: B018
         self.run(self.backend.version)
         return time.perf_counter() - started
 
     def begin(self, version: int) -> None:
+        """Let the engine refuse to generate until `end`."""
         self.engine.begin_update(version)
 
     def end(self) -> None:
         self.engine.end_update()
 
     def differing(self) -> list[str]:
-        return differing(self.plan, self.context, Shards(self.backend.named_shards()), self.engine)
+        return differing(
+            self.plan, self.context, ShardReader(self.backend.named_shards()), self.engine
+        )
 
     def transfer(self, version: int) -> None:
-        """Copy what this rank has, receive what it lacks. A collective call."""
+        """Copy what this rank has, and receive what it lacks. A collective call."""
+        # Boxes in shared storage are not in `own`: they are there already.
         failure: Exception | None = None
-        source = Shards(self.backend.named_shards())
+        source = ShardReader(self.backend.named_shards())
         own = self._own_boxes(source)
-
-        def receive(name: str, box: Box, values: torch.Tensor) -> None:
-            deliver(
-                name
-            )  # what this rank has of it comes with it: an engine may have to put it together
-            self.engine.receive(name, box, values)
 
         def deliver(name: str) -> None:
             for box in own.pop(name, ()):
                 self.engine.receive(name, box, source.read(self.plan.origin[name], box))
+
+        # What this rank has of a parameter comes with the first box that it receives of it: an
+        # engine may have to put the parameter together.
+        def receive(name: str, box: Box, values: torch.Tensor) -> None:
+            deliver(name)
+            self.engine.receive(name, box, values)
 
         try:
             self.last = self._exchange.run(self.transport, source.read, receive)
@@ -143,6 +179,8 @@ class HybridEngine(WeightSync):
                 deliver(name)
         except Exception as error:
             failure = error
+
+        # Every rank learns of a failure on any rank.
         failed = self.context.max([float(failure is not None)], EVERY_AXIS)[0]
         if failure is not None:
             raise failure
@@ -151,19 +189,20 @@ class HybridEngine(WeightSync):
                 f"the transfer of weights of version {version} failed on another rank; sync again"
             )
 
-    def _own_boxes(self, source: Shards) -> dict[str, list[Box]]:
-        """What this rank has of its new holding, and must copy."""
+    def _own_boxes(self, source: ShardReader) -> dict[str, list[Box]]:
+        """By parameter, what this rank has of its engine's boxes and must copy."""
         aliased = {(name, box): values.nbytes for name, box, values in self._aliased(source)}
         self.aliased_bytes = sum(aliased.values())
-        found: dict[str, list[Box]] = {}
+        boxes: dict[str, list[Box]] = {}
         for name, box in self._local:
             if (name, box) not in aliased:
-                found.setdefault(name, []).append(box)
-        return found
+                boxes.setdefault(name, []).append(box)
+        return boxes
 
-    def _aliased(self, source: Shards) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """What both sides have in one storage: it stays where it is."""
+    def _aliased(self, source: ShardReader) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield the boxes that both sides have in one storage: they stay where they are."""
         for name, box in self._local:
-            values, view = source.read(self.plan.origin[name], box), self.engine.view(name, box)
+            values = source.read(self.plan.origin[name], box)
+            view = self.engine.view(name, box)
             if view is not None and same_storage(view, values):
                 yield name, box, values

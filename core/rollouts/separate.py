@@ -1,4 +1,14 @@
-"""Weights from an actor's pool to engines in a pool of their own: the planner's rounds, by tickets through the controller."""
+"""Weights from an actor's pool to engines in a pool of their own.
+
+They travel in the plan's rounds, by tickets through the controller. The actor packs a round while
+the engines fetch the one before:
+
+    actor        post(0)   post(1)   post(2)   ...
+                    |         |         |          tickets
+                    +---+     +---+     +---+
+                        v         v         v
+    engines          fetch(0)  fetch(1)  fetch(2)  ...
+"""
 
 from __future__ import annotations
 
@@ -14,27 +24,41 @@ from hybridflow.core.values.batch import Batch
 
 
 class SeparateRollout(WeightSync):
-    """The actor's group and its engines' group, as the controller calls them; generates with the actor's newest weights."""
+    """The actor's group and its engines' group, as the controller calls them.
+
+    It generates with the actor's newest weights.
+    """
 
     def __init__(self, actor: WorkerGroup, engines: WorkerGroup, spec: SyncSpec):
         super().__init__(spec)
-        self.actor, self.engines = actor, engines
+        self.actor = actor
+        self.engines = engines
         self._version: int | None = None
         self._rounds = 0
 
     def connect(self) -> SyncCost:
-        """Plan and connect both sides; what is to be told of it. Raises ReshardError when the models do not fit."""
-        source, theirs = self.actor.weight_layout().result(), self.engines.weight_layout().result()
-        nodes = [*self.actor.node().result(), *self.engines.node().result()]
+        """Plan and connect both sides; return what a sync will cost.
+
+        Raises ReshardError when the models do not fit.
+        """
+        source = self.actor.weight_layout().result()
+        engine_layout = self.engines.weight_layout().result()
+        nodes = self.actor.node().result() + self.engines.node().result()
+
+        # The engines' ranks come after the actor's. Planning here raises a problem once, not on
+        # every rank.
         first = self.actor.layout.world
-        target = theirs.renumbered(lambda rank: rank + first)
-        plan = plan_reshard(source, target, self.spec.bucket_bytes)  # problems are said here, once
+        target = engine_layout.renumbered(lambda rank: rank + first)
+        plan = plan_reshard(source, target, self.spec.bucket_bytes)
+
+        # Both sides connect at the same time.
         calls = [
             group.connect(source, target, offset, nodes, self.spec)
             for group, offset in ((self.actor, 0), (self.engines, first))
         ]
         connected = [call.result() for call in calls]
-        self._rounds, transport = connected[0][0]
+        of_actor, _ = connected  # one entry per rank each, and all of them are equal
+        self._rounds, transport = of_actor[0]
         return SyncCost(
             max(plan.bytes_received.values()),
             max(plan.peak_bytes.values()),
@@ -49,6 +73,7 @@ class SeparateRollout(WeightSync):
         seed: int,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:
+        """Sync the weights if there are newer ones, then generate (see RolloutWorker.generate)."""
         self.sync()
         return self.engines.generate(batch, sampling, seed, max_tokens)
 
@@ -59,41 +84,47 @@ class SeparateRollout(WeightSync):
         seed: int,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:
+        """Sync the weights if there are newer ones, then run episodes."""
         self.sync()
         return self.engines.episodes(batch, sampling, seed, max_tokens)
 
     def sync(self) -> Future:
-        """Bring the weights over if they are newer; nothing is left to wait for."""
+        """Bring the weights to the engines if they are newer; it has ended when this returns."""
         version = self.actor.version().result()
         if version != self._version:
-            self._version = None
+            self._version = None  # unknown while it runs, and if it fails
             self.run(version)
             self._version = version
         return Future(lambda: None)
 
     def begin(self, version: int) -> None:
+        """Let every engine refuse to generate until `end`."""
         self.engines.begin_update(version).result()
 
     def end(self) -> None:
         self.engines.end_update().result()
 
     def transfer(self, version: int) -> None:
-        """Round by round: the actor packs the next one while the engines take the one before."""
+        """Move round by round: the actor packs the next one while the engines fetch."""
         posted = self.actor.post(0) if self._rounds else None
-        for at in range(self._rounds):
+        for number in range(self._rounds):
             assert posted is not None
-            tickets = {
-                (sender, receiver): ticket
-                for sender, left in enumerate(posted.result())
-                for receiver, ticket in left.items()
-            }
-            fetched = self.engines.fetch(at, tickets)
-            if at + 1 < self._rounds:
-                posted = self.actor.post(at + 1)
+            # Tickets of all ranks; each engine takes those that are for it.
+            tickets = {}
+            for sender, sent in enumerate(posted.result()):
+                for receiver, ticket in sent.items():
+                    tickets[sender, receiver] = ticket
+
+            fetched = self.engines.fetch(number, tickets)
+            if number + 1 < self._rounds:
+                posted = self.actor.post(number + 1)
             fetched.result()
         self.actor.forget_messages().result()
 
     def differing(self) -> list[str]:
-        every: list[tuple[Sums, Sums]] = [(sent, {}) for sent in self.actor.sums_sent().result()]
-        every += [({}, held) for held in self.engines.sums_held().result()]
+        """`compare` over the ranks of both groups, in the controller."""
+        all_sent = self.actor.sums_sent().result()
+        all_held = self.engines.sums_held().result()
+        every: list[tuple[Sums, Sums]] = [(sent, {}) for sent in all_sent]
+        every += [({}, held) for held in all_held]
         return compare(every)

@@ -1,4 +1,4 @@
-"""Which transport carries the weights: the one that is named, or the first that reaches all ranks."""
+"""The choice of the transport that carries the weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ log = logging.getLogger(__name__)
 
 
 def connect(spec: SyncSpec, link: Link) -> Transport:
-    """The transport of that name, or for "auto" the first that can serve. Raises HybridFlowError with the reasons."""
+    """Return the transport of the name in `spec`, or for "auto" the first that can serve.
+
+    Raises HybridFlowError with the reasons where none can.
+    """
+    # A named transport is tried alone: no other takes its place.
     reasons = []
     for name in automatic(link) if spec.transport == AUTO else [spec.transport]:
         transport: type[Transport] = registry().get("transport", name)
@@ -26,11 +30,16 @@ def connect(spec: SyncSpec, link: Link) -> Transport:
 
 
 def automatic(link: Link) -> list[str]:
-    """What "auto" tries, by the order that transports declare; in one group those that stay inside a pool come first."""
+    """Return the transports that "auto" tries, by the order that they declare.
+
+    Within one process group those that stay inside a pool come first.
+    """
     orders: dict[str, tuple[bool, int]] = {}
     for name in registry().names("transport"):
-        if registry().descriptor("transport", name).missing():
+        if registry().descriptor("transport", name).missing():  # packages that it needs
             continue
+
+        # One without an order is for those who name it.
         try:
             can = registry().capabilities("transport", name)
             if isinstance(can, TransportCapabilities) and can.order is not None:

@@ -1,4 +1,4 @@
-"""Bringing a trainer's weights to rollout engines: what every road has in common."""
+"""Bringing a trainer's weights to rollout engines: what both ways have in common."""
 
 from __future__ import annotations
 
@@ -18,34 +18,42 @@ from hybridflow.core.values.weights import WeightLayout
 
 @attrs.frozen
 class SyncCost:
-    """What a sync of weights moves, as it is told before the first step."""
+    """What a weight sync moves; it is known, and reported, before the first step."""
 
     received: int
-    """Bytes that a rank receives, at most."""
+    """The most bytes that a rank receives."""
     peak: int
-    """Bytes of weights that a rank holds, at most."""
+    """The most bytes of weights that a rank holds at a time."""
     rounds: int
+    """The number of rounds of messages."""
     transport: str
+    """The transport's name."""
 
 
 class WeightSync(ABC):
-    """One update of the engines' weights. Until it has ended they refuse to generate; the next one, which moves everything
-    again, mends one that failed.
+    """One update of the engines' weights.
 
-    Two roads: engines on the trainer's own ranks (same_ranks.py), and engines in a pool of their own (separate.py).
+    Engines refuse to generate until it has ended. If it fails, the next one repairs it, since
+    that moves everything again. There are two kinds: engines on the trainer's own ranks
+    (same_ranks.py), and engines in a pool of their own (separate.py).
     """
 
     def __init__(self, spec: SyncSpec):
         self.spec = spec
 
     def run(self, version: int) -> None:
-        """Bring the weights of `version` over. Raises HybridFlowError where they did not arrive, or differ (sync.verify)."""
+        """Bring the weights of `version` to the engines.
+
+        Raises HybridFlowError where they did not arrive, or differ (sync.verify).
+        """
+        # What raises here leaves the engines between `begin` and `end`: they do not generate.
         self.begin(version)
         self.transfer(version)
         if self.spec.verify and (different := self.differing()):
             raise HybridFlowError(
-                f"weights of version {version}: {len(different)} parameters differ between training and rollout, the first "
-                f"is {different[0]}; the engines do not generate until a sync succeeds"
+                f"weights of version {version}: {len(different)} parameters differ between "
+                f"training and rollout, the first is {different[0]}; "
+                "the engines do not generate until a sync succeeds"
             )
         self.end()
 
@@ -55,11 +63,11 @@ class WeightSync(ABC):
 
     @abstractmethod
     def transfer(self, version: int) -> None:
-        """Move what engines lack."""
+        """Move what the engines lack."""
 
     @abstractmethod
     def differing(self) -> list[str]:
-        """Parameters whose checksums on both sides differ."""
+        """Return the parameters whose checksums on both sides differ."""
 
     @abstractmethod
     def end(self) -> None:
@@ -67,27 +75,38 @@ class WeightSync(ABC):
 
 
 def node_name() -> str:
-    """Equal for processes that share a /dev/shm."""
-    return (
-        f"{socket.gethostname()}:{os.stat('/dev/shm').st_dev if os.path.isdir('/dev/shm') else ''}"
-    )
+    """Return the node's name, equal for processes that share a /dev/shm.
+
+    The device of /dev/shm tells containers apart that have the same host name.
+    """
+    device = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else ""
+    return f"{socket.gethostname()}:{device}"
 
 
 def on_every_rank(layout: WeightLayout, context: RankContext) -> WeightLayout:
-    """An engine of one rank may tell of rank 0 alone: every rank holds what that one does."""
-    if set(layout.held) != {0} or (
-        context.generation is not None and context.generation.tp * context.generation.pp > 1
-    ):
+    """Return the layout of all ranks, from one that an engine on a single rank may give of rank 0
+    alone.
+
+    Every rank then holds what that one does.
+    """
+    # Engines whose model is cut over several ranks report all of them.
+    generation = context.generation
+    sharded = generation is not None and generation.tp * generation.pp > 1
+    if set(layout.held) != {0} or sharded:
         return layout
-    return attrs.evolve(layout, held=dict.fromkeys(range(context.world_size), layout.held[0]))
+    held = layout.held[0]
+    return attrs.evolve(layout, held=dict.fromkeys(range(context.world_size), held))
 
 
 def sync_line(costs: Sequence[SyncCost]) -> str:
-    """What a sync costs on each rank, as a line before the first step."""
-    received, peak = max(cost.received for cost in costs), max(cost.peak for cost in costs)
-    how = (
-        f"{costs[0].rounds} rounds over {costs[0].transport}"
-        if received
-        else "nothing leaves a rank"
+    """Return a line about the cost of a sync, over the costs of all ranks."""
+    # The rank with the most bytes counts; rounds and transport are equal on all.
+    received = max(cost.received for cost in costs)
+    peak = max(cost.peak for cost in costs)
+    how = "nothing leaves a rank"
+    if received:
+        how = f"{costs[0].rounds} rounds over {costs[0].transport}"
+    return (
+        f"a weight sync receives at most {amount(received)} per rank ({how}); "
+        f"weights take {amount(peak)}"
     )
-    return f"a weight sync receives at most {amount(received)} per rank ({how}); weights take {amount(peak)}"

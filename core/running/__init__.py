@@ -1,1 +1,6 @@
-"""A run from its first process to its last file: session, checkpoints, folder, reporting, validation."""
+"""One run, from its first process to its last file.
+
+session starts the processes and builds the models; run is the state that the loop and observers
+share; checkpoint and folder keep files; reporting, timeline and predictions say how it goes;
+validation measures the actor on held-out data.
+"""

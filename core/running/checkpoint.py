@@ -1,4 +1,14 @@
-"""Checkpoints: written beside the others, complete or not there at all; the newest few are kept."""
+"""Checkpoints: each is complete or absent, and the newest few are kept.
+
+A checkpoint is written to partial-step-N and renamed when it is complete:
+
+    checkpoints/
+      step-00000010/
+        state.json    step, algorithm, counters, data position, validations
+        actor/        weights and optimizer, as the training backend writes them
+        critic/
+      partial-step-00000020/    being written, or left by a process that was killed
+"""
 
 from __future__ import annotations
 
@@ -8,39 +18,46 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.errors import CheckpointError
+import attrs
+
+from hybridflow.core.errors import CheckpointError, WorkerDied
 
 PREFIX = "step-"
 FORMAT = 2
-"""Of state.json and of what lies beside it; checkpoints of another format are not read."""
+"""Version of a checkpoint's files; checkpoints of another format are refused."""
 
 
+@attrs.frozen
 class Checkpoints:
-    """The checkpoints of a run, in `folder`."""
+    """The checkpoints of a run in `folder`, of which the newest `keep` are kept."""
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    folder: Path
+    keep: int
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, in order."""
+        """Return the steps with a complete checkpoint, in order."""
         if not self.folder.is_dir():
             return []
-        names = [
-            p.name
-            for p in self.folder.iterdir()
-            if p.name.startswith(PREFIX) and (p / "state.json").is_file()
-        ]
-        return sorted(
-            int(n.removeprefix(PREFIX)) for n in names if n.removeprefix(PREFIX).isdigit()
-        )
+
+        # A folder counts once it has its state.json; others are not ours.
+        steps = []
+        for path in self.folder.iterdir():
+            digits = path.name.removeprefix(PREFIX)
+            if not (path.name.startswith(PREFIX) and digits.isdigit()):
+                continue
+            if (path / "state.json").is_file():
+                steps.append(int(digits))
+        return sorted(steps)
 
     def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of `step`, which may not exist."""
         return self.folder / f"{PREFIX}{step:08d}"
 
     def write(self, step: int, state: dict[str, Any], save: Any) -> Path:
-        """`save(folder)` writes the models. Whatever fails, what was there before stays as it was.
+        """Write `state` as JSON and the models by `save(folder)`; return the checkpoint's folder.
 
-        Raises CheckpointError with the cause (a full disk, say).
+        Whatever fails, earlier checkpoints stay as they were. Raises CheckpointError with the cause
+        (a full disk, say), and WorkerDied if a worker died while it wrote.
         """
         final = self.path(step)
         partial = final.with_name(f"partial-{final.name}")
@@ -48,40 +65,55 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save(partial)
+
+            # state.json comes last and reaches the disk before the rename that completes it all.
             with open(partial / "state.json", "w") as file:
                 json.dump({"format": FORMAT, **state}, file)
                 file.flush()
                 os.fsync(file.fileno())
+
+            # A rename is all or nothing. One of the same step, from before a restart, makes way.
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
-        except Exception as error:
+        except WorkerDied:  # the job starts again, from the checkpoint before
             shutil.rmtree(partial, ignore_errors=True)
-            last = self.steps()
-            kept = (
-                f"the checkpoint of step {last[-1]} is whole" if last else "there is no earlier one"
-            )
+            raise
+        except Exception as error:
+            # The cause may be a full disk, so what is there of the new one goes at once.
+            shutil.rmtree(partial, ignore_errors=True)
+            steps = self.steps()
+            earlier = "there is no earlier one"
+            if steps:
+                earlier = f"the checkpoint of step {steps[-1]} is whole"
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; {kept}. Free disk space or "
-                "change run.folder, and go on with --resume"
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
+                f"{earlier}. Free disk space or change run.folder, and go on with --resume"
             ) from error
+
+        # Only now that the new one is complete may older ones go.
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
         return final
 
     def read(self, step: int) -> dict[str, Any]:
-        """What `write` was given. Raises CheckpointError for a file that cannot be read, and for another format."""
+        """Return the `state` that `write` got.
+
+        Raises CheckpointError for a file that cannot be read and for another format.
+        """
+        path = self.path(step)
         try:
-            state = json.loads((self.path(step) / "state.json").read_text())
+            state = json.loads((path / "state.json").read_text())
         except (OSError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
+
+        # The oldest checkpoints have no format number.
+        number = state.get("format") if isinstance(state, dict) else None
+        if number != FORMAT:
+            writer = "an older" if number is None else "another"
             raise CheckpointError(
-                f"the checkpoint {self.path(step)} cannot be read: {error}"
-            ) from error
-        found = state.get("format") if isinstance(state, dict) else None
-        if found != FORMAT:
-            written = "an older" if found is None else "another"
-            raise CheckpointError(
-                f"the checkpoint {self.path(step)} was written by {written} hybridflow (format {found}, this one reads "
-                f"{FORMAT}); go on with the version that run.json names, or begin anew with --overwrite"
+                f"the checkpoint {path} was written by {writer} hybridflow "
+                f"(format {number}, this one reads {FORMAT}); go on with the version that run.json "
+                "names, or begin anew with --overwrite"
             )
         return state

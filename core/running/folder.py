@@ -1,4 +1,4 @@
-"""A run's folder: claimed by one process at a time, never overwritten unasked; and the signal to stop."""
+"""A run's folder, which one process at a time may claim, and the signal that asks a run to stop."""
 
 from __future__ import annotations
 
@@ -19,63 +19,78 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 
 MARK = "run.json"
+"""The file that marks a folder as a run's; it holds the run's config and versions."""
 
 
 @contextmanager
 def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Hold the folder of a job. Raises ConfigError if another process holds it, or a run is there and neither `resume`
-    nor `overwrite` was asked for."""
+    """Hold the folder of a job while the body runs.
+
+    `overwrite` without `resume` empties the folder first. Raises ConfigError if another process
+    holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
+    """
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "a+") as lock:
+        # The system gives the lock back when the process ends, however it ends.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ConfigError(
-                f"another process runs in {folder}; wait for it, or give this run a folder of its own (run.name=...)"
+                f"another process runs in {folder}; wait for it, "
+                "or give this run a folder of its own (run.name=...)"
             ) from error
+
         if (folder / MARK).exists() and not resume:
             if not overwrite:
                 raise ConfigError(
-                    f"there is a run in {folder} already; go on with it (--resume), replace it (--overwrite), or give this "
-                    "run a name of its own (run.name=...)"
+                    f"there is a run in {folder} already; go on with it (--resume), "
+                    "replace it (--overwrite), or give this run a name of its own (run.name=...)"
                 )
+            # The lock is held through its file, which must stay.
             for path in folder.iterdir():
                 if path.name != ".lock":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (folder / MARK).write_text(
-            json.dumps({"config": job.tables, "versions": versions(job)}, indent=2, default=str)
-        )
+
+        mark = {"config": job.tables, "versions": versions(job)}
+        (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
         yield
 
 
 def versions(job: Job) -> dict[str, str]:
-    """Python's, ours, and those of the packages that bring the job's plugins and what these require."""
-    found = {"python": platform.python_version()}
+    """Return package -> version of everything that the run's results may depend on.
+
+    These are Python, torch, numpy, the packages of the job's plugins and what the plugins require.
+    """
+    # Plugins by their packages; code of this process has no version.
+    by_package = {"python": platform.python_version()}
     modules = {"torch", "numpy"}
     for kind, name in job.plugins():
         package, its_version = registry().owner(kind, name)
         if its_version:
-            found[package] = its_version
-        modules |= {
-            module.partition(".")[0] for module in registry().descriptor(kind, name).requires
-        }
+            by_package[package] = its_version
+        required = registry().descriptor(kind, name).requires
+        modules |= {module.partition(".")[0] for module in required}
+
+    # Modules are named by import (PIL), versions by distribution (pillow).
     distributions = packages_distributions()
-    for package in sorted(
-        {package for module in modules for package in distributions.get(module, ())}
-    ):
-        found[package] = version(package)
-    return found
+    packages: set[str] = set()
+    for module in modules:
+        packages.update(distributions.get(module, ()))
+    for package in sorted(packages):
+        by_package[package] = version(package)
+    return by_package
 
 
 class StopSignal:
-    """SIGTERM asks for a checkpoint at the end of the step; a second one ends the process as usual."""
+    """While entered, a SIGTERM sets `requested`; a second one ends the process as usual."""
 
     def __init__(self) -> None:
         self.requested = False
         self._before: Any = None
 
     def __enter__(self) -> StopSignal:
+        # Python sets signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_signal)
         return self
@@ -85,5 +100,6 @@ class StopSignal:
             signal.signal(signal.SIGTERM, self._before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # The run stops after its step. A second signal is no longer caught, and ends it at once.
         self.requested = True
         signal.signal(signal.SIGTERM, self._before)

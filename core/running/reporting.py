@@ -1,4 +1,4 @@
-"""What a run tells while it runs: a progress line, metrics to trackers, the results of validations."""
+"""What a run reports: a progress line, metrics to trackers, the results of validations."""
 
 from __future__ import annotations
 
@@ -20,27 +20,42 @@ from hybridflow.core.running.session import Prepared
 from hybridflow.core.values.metrics import Metrics
 
 LINE_EVERY_S = 2.0
-"""Without a terminal, a line at most this often."""
+"""Without a terminal, seconds between two progress lines at least."""
 SHOWN = {
-    "reward/scores": "reward", "reward/score": "reward", "cost/costs": "cost", "lambda": "lambda", "actor/loss": "loss",
-    "reward/loss": "loss", "cost/loss": "loss", "reward/accuracy": "accuracy", "cost/accuracy": "accuracy",
-    "actor/accuracy": "accuracy", "actor/turns": "turns", "kl": "kl",
-    "actor/mismatch_mean": "mismatch", "tokens_per_second": "tok/s", "bytes/per_sequence": "B/seq",
-}  # fmt: skip
+    "reward/scores": "reward",
+    "reward/score": "reward",
+    "cost/costs": "cost",
+    "lambda": "lambda",
+    "actor/loss": "loss",
+    "reward/loss": "loss",
+    "cost/loss": "loss",
+    "reward/accuracy": "accuracy",
+    "cost/accuracy": "accuracy",
+    "actor/accuracy": "accuracy",
+    "actor/turns": "turns",
+    "kl": "kl",
+    "actor/mismatch_mean": "mismatch",
+    "tokens_per_second": "tok/s",
+    "bytes/per_sequence": "B/seq",
+}
+"""Metric -> its label in the progress line."""
 
 
 class Reporter:
-    """Console, trackers, and what validations found."""
+    """Reports a run to the console, to trackers and to observers. Use it as a context manager."""
 
     def __init__(self, job: Job, prepared: Prepared, console: Console | None = None):
-        self.job, self.prepared = job, prepared
+        self.job = job
+        self.prepared = prepared
         self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
         self.trackers: list[Tracker] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = 0.0
         self._warned = False
+        """Whether the last step's mismatch was above run.mismatch_warn."""
         self.foresight = predicted(job)
+        """Predicted times, or None where there is no prediction."""
 
     def __enter__(self) -> Reporter:
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
@@ -48,7 +63,8 @@ class Reporter:
         for name, dropped in self.prepared.dropped.items():
             if dropped:
                 self.say(
-                    f"{dropped} {name} rows are left out: their prompts are longer than data.max_prompt_tokens"
+                    f"{dropped} {name} rows are left out: "
+                    "their prompts are longer than data.max_prompt_tokens"
                 )
         return self
 
@@ -59,17 +75,26 @@ class Reporter:
 
     @property
     def title(self) -> str:
+        """Name of the run stage, or of the run if it has only one."""
         return self.job.stage or self.job.name
 
     def say(self, text: str) -> None:
+        """Print a line on the console as it is, without rich's markup."""
         self.console.print(text, markup=False)
 
     def begin(self, step: int, parameters: Mapping[str, int]) -> None:
-        """The models are built; training goes on after `step`."""
+        """Start trackers and the progress bar: the models are built, training goes on after `step`.
+
+        `parameters` maps a role to its number of parameters.
+        """
         sizes = ", ".join(f"{name} {n / 1e6:.1f}M" for name, n in parameters.items())
         self.say(f"parameters: {sizes}" + (f"; resuming after step {step}" if step else ""))
-        for tracker in self.trackers:  # a restart opens them again
+
+        # A restarted job begins again, and the trackers of its last attempt are still open.
+        for tracker in self.trackers:
             tracker.close()
+
+        # A tracker whose package is missing costs its own metrics only.
         self.trackers = []
         for spec in self.job.trackers:
             try:
@@ -77,12 +102,14 @@ class Reporter:
             except PluginError as error:
                 self.say(f"tracker {spec.name!r} is left out: {error}")
                 continue
-            config_class = tracker_class.Config
-            tracker = tracker_class(
-                config_class() if spec.config is None and config_class else spec.config
-            )
+            config = spec.config
+            if config is None and tracker_class.Config:
+                config = tracker_class.Config()
+            tracker = tracker_class(config)
             tracker.start(self.job.folder, step)
             self.trackers.append(tracker)
+
+        # Without a terminal there is no bar, and `_line` prints lines.
         self._stop_progress()
         if self.console.is_terminal:
             columns = (
@@ -103,90 +130,124 @@ class Reporter:
             self._progress = None
 
     def step(self, run: Run, metrics: Metrics, seconds: float) -> dict[str, float]:
-        """Log a step that is over; gives its metrics with times and bytes."""
+        """Report a step that took `seconds`; return its metrics with times and bytes.
+
+        Raises HybridFlowError if rollout and trainer logprobs differ by more than
+        run.mismatch_stop.
+        """
         runtime = run.session.runtime
         values = metrics.values()
-        length = metrics.means.get("actor/response_length")
-        sequences = length[1] if length else 0.0
+
+        # Bytes through the controller, in total and per generated sequence.
         traffic = runtime.traffic.take()
         values |= {f"bytes/{kind}": float(count) for kind, count in traffic.items()}
         values["bytes/controller"] = float(sum(traffic.values()))
-        if length and sequences:
+        tokens, sequences = metrics.means.get("actor/response_length") or (0.0, 0.0)
+        if sequences:
             values["bytes/per_sequence"] = sum(traffic.values()) / sequences
-            values["tokens_per_second"] = length[0] / seconds
+            values["tokens_per_second"] = tokens / seconds
             values["sequences_per_second"] = sequences / seconds
+
+        # Seconds of the step, of each role's calls on the busiest rank, and as predicted.
         values["seconds/step"] = seconds
-        values |= {
-            f"seconds/{phase}": spent for phase, spent in run.session.timeline.take().items()
-        }
+        phases = run.session.timeline.take()
+        values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
         if self.foresight is not None:
             self.foresight.add(values)
             values["seconds/predicted"] = self.foresight.seconds
+
+        # Trackers get the step's metrics even if its mismatch ends the run.
         self._log(run, values)
         self._line(run.step, values)
         self._check_mismatch(run.step, values)
         return values
 
     def _check_mismatch(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises HybridFlowError above run.mismatch_stop; says once that run.mismatch_warn is passed, until it no longer is."""
+        """Compare the worst mismatch of any actor with the limits of [run].
+
+        Above run.mismatch_stop it raises HybridFlowError. Above run.mismatch_warn it warns, once
+        until the mismatch is below again. NaN is above every limit.
+        """
+        # max() alone would pass a NaN over.
         section = self.job.run
         means = [value for name, value in values.items() if name.endswith("/mismatch_mean")]
-        found = max(means, key=lambda mean: (math.isnan(mean), mean), default=0.0)
-        said = f"step {step}: rollout and trainer logprobs of the same tokens and weights differ by {found:.3g} nats on average"
-        likely = "the engine's weights, precision or sampling is not the trainer's (actor.sync.verify = true compares weights)"
-        if section.mismatch_stop is not None and not found <= section.mismatch_stop:
+        mismatch = max(means, key=lambda mean: (math.isnan(mean), mean), default=0.0)
+        text = (
+            f"step {step}: rollout and trainer logprobs of the same tokens and weights differ by "
+            f"{mismatch:.3g} nats on average"
+        )
+        cause = (
+            "the engine's weights, precision or sampling is not the trainer's "
+            "(actor.sync.verify = true compares weights)"
+        )
+
+        # `not <=` instead of `>`, because comparisons with NaN are false.
+        if section.mismatch_stop is not None and not mismatch <= section.mismatch_stop:
             raise HybridFlowError(
-                f"{said}, more than run.mismatch_stop = {section.mismatch_stop}; {likely}"
+                f"{text}, more than run.mismatch_stop = {section.mismatch_stop}; {cause}"
             )
-        above = section.mismatch_warn is not None and not found <= section.mismatch_warn
+        above = section.mismatch_warn is not None and not mismatch <= section.mismatch_warn
         if above and not self._warned:
             self.say(
-                f"{said}, more than run.mismatch_warn = {section.mismatch_warn}; {likely}; algorithm.correction weighs such "
-                "tokens"
+                f"{text}, more than run.mismatch_warn = {section.mismatch_warn}; {cause}; "
+                "algorithm.correction weighs such tokens"
             )
         self._warned = above
 
     def ended(self) -> None:
-        """Predicted against measured times, where they are known."""
+        """Print predicted beside measured times, where there is a prediction."""
         for line in self.foresight.lines() if self.foresight is not None else ():
             self.say(line)
 
     def validation(self, run: Run, values: dict[str, float]) -> None:
+        """Report the metrics of a validation, and whether they reach the goal of the run."""
+        # Bytes and times of the validation are not the next step's.
         run.session.runtime.traffic.take()
         run.session.timeline.take()
         self._log(run, values)
+
         shown = ", ".join(
-            f"{k.removeprefix('validation/')} {v:.4g}"
-            for k, v in values.items()
-            if not k.endswith("seconds")
+            f"{name.removeprefix('validation/')} {value:.4g}"
+            for name, value in values.items()
+            if not name.endswith("seconds")
         )
-        assert self.job.validation is not None
-        self.say(f"{self.title} step {run.step}: {self.job.validation.name}: {shown}")
+        section = self.job.validation
+        assert section is not None
+        self.say(f"{self.title} step {run.step}: {section.name}: {shown}")
         if run.reached:
-            goal = self.job.validation.stop_at
             self.say(
-                f"{self.title}: the score has reached validation.stop_at = {goal}, after step {run.step} of {run.job.run.steps}"
+                f"{self.title}: the score has reached validation.stop_at = {section.stop_at}, "
+                f"after step {run.step} of {run.job.run.steps}"
             )
 
     def _log(self, run: Run, values: Mapping[str, float]) -> None:
+        """Send metrics to the trackers, and those of steps to observers."""
         for tracker in self.trackers:
             tracker.log(run.step, values)
-        if not any(k.startswith("validation/") for k in values):
+        if not any(name.startswith("validation/") for name in values):
             registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
 
     def _line(self, step: int, values: Mapping[str, float]) -> None:
-        shown = {label: values[key] for key, label in SHOWN.items() if key in values}
+        """Show a step's main metrics and its three longest calls, as progress or as a line."""
+        # The main metrics
+        shown = {label: values[name] for name, label in SHOWN.items() if name in values}
         line = "  ".join(
             f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}"
             for label, value in shown.items()
         )
-        whole = ("seconds/step", "seconds/predicted")
-        spent = sorted(
-            ((v, k) for k, v in values.items() if k.startswith("seconds/") and k not in whole),
-            reverse=True,
-        )
-        phases = " ".join(f"{k.removeprefix('seconds/')} {v:.2f}" for v, k in spent[:3])
+
+        # The calls that took longest say where the step's time goes.
+        totals = ("seconds/step", "seconds/predicted")
+        calls = [
+            (value, name)
+            for name, value in values.items()
+            if name.startswith("seconds/") and name not in totals
+        ]
+        longest = sorted(calls, reverse=True)[:3]
+        phases = " ".join(f"{name.removeprefix('seconds/')} {value:.2f}" for value, name in longest)
         line = f"{line}  {values['seconds/step']:.2f} s ({phases})"
+
+        # Lines come at intervals, and for the last step.
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, line=line)
         elif time.monotonic() - self._last_line >= LINE_EVERY_S or step == self.job.run.steps:

@@ -1,4 +1,4 @@
-"""A run, as the controller knows it and as observers see it."""
+"""The state of a run that the loop, its parts and observers share."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from hybridflow.core.running.session import Session
 
 @attrs.define
 class Run:
-    """What every part of a run may ask for."""
+    """Everything that a part of a run, or an observer of it, may ask for."""
 
+    # Made once
     job: Job
     session: Session
+    """The processes, worker groups and data of the run."""
     ctx: StepContext
+    """The context that the algorithm's steps get."""
     checkpoints: Checkpoints
+
+    # Changes with every step
     step: int = 0
-    """Steps that are over."""
+    """Number of steps that are over."""
     validations: dict[int, dict[str, float]] = attrs.field(factory=dict)
-    """Step -> the metrics of the validation after it."""
+    """Step -> metrics of the validation after it."""
 
     @property
     def reached(self) -> bool:
-        """Whether a validation has found the score at which the run is to end."""
+        """Whether a validation has reached the score that ends the run."""
         return goal_reached(self.job, self.validations)
 
 
 def goal_reached(job: Job, validations: dict[int, dict[str, float]]) -> bool:
-    """Whether a validation has found validation.stop_at."""
+    """Return whether the score of any validation is at least validation.stop_at."""
     goal = None if job.validation is None else job.validation.stop_at
-    scores = [found.get("validation/score") for found in validations.values()]
+    scores = [metrics.get("validation/score") for metrics in validations.values()]
     return goal is not None and any(score is not None and score >= goal for score in scores)

@@ -1,8 +1,16 @@
-"""A job brought to life: data checked, processes started, models built; and taken down again."""
+"""A job's processes: checked data, started pools, built models, and their end.
+
+prepare_all    checks the data and models of every run stage; nothing is started yet
+Session        starts the runtime and the pools, then builds the worker groups in them
+  pools        named sets of processes, which roles share
+  groups       role -> (Role, WorkerGroup): the models, and the scorers in the main pool
+  rollouts     role -> engines that generate in a pool of their own
+  tasks        the group that draws data and runs numerical work, in the main pool
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +24,8 @@ from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
 from hybridflow.core.errors import ModelError
-from hybridflow.core.groups.group import Pool, WorkerGroup
-from hybridflow.core.job.job import Job, ModelRole
+from hybridflow.core.groups.group import Future, Pool, WorkerGroup
+from hybridflow.core.job.job import Job, ModelRole, PlacedModel
 from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import build_tokenizer, load_source
 from hybridflow.core.rollouts.separate import SeparateRollout
@@ -33,23 +41,26 @@ from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """What was checked before anything started."""
+    """What was checked and built before any process starts."""
 
     tokenizer: Tokenizer
     sets: dict[str, DataConfig]
+    """Data set ("train", "validation", ...) -> its config."""
     rows: dict[str, int]
+    """Data set -> its number of usable rows."""
     dropped: dict[str, int]
+    """Data set -> the number of rows left out because their prompts are too long."""
 
 
 def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
-    """Every stage checked before the first one starts."""
+    """Prepare every run stage before the first one starts. Raises what `prepare` raises."""
     tokenizers: dict[str, Tokenizer] = {}
     prepared = []
     for job in jobs:
-        prepared.append(prepare(job, tokenizers.get(job.tokenizer_path or "")))
-        tokenizers[str(job.folder / "tokenizer")] = prepared[
-            -1
-        ].tokenizer  # what a later stage will find there
+        checked = prepare(job, tokenizers.get(job.tokenizer_path or ""))
+        prepared.append(checked)
+        # A later run stage reads this one's tokenizer from here, where it is not written yet.
+        tokenizers[str(job.folder / "tokenizer")] = checked.tokenizer
     return prepared
 
 
@@ -58,36 +69,49 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
 
     Raises DataError, ModelError, ConfigError.
     """
+    # The tokenizer may be trained on the texts, so the source comes first.
     source = load_source(job.data)
     if tokenizer is None:
         tokenizer = build_tokenizer(
             job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts()
         )
+
+    # Every model must have an embedding for each token, and every turn an end.
     for name, model in job.models.items():
         try:
             tokenizer.check(model.spec.model.vocab_size)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from error
     if job.environment is not None:
-        Episodes(job.environment, tokenizer).stop_ids()  # says what cannot end a turn
+        Episodes(job.environment, tokenizer).stop_ids()  # raises for a stop that is not one token
+
     sets = {"train": job.data, **job.more_data}
     if job.validation_data is not None:
         sets["validation"] = job.validation_data
-    rows, dropped = {}, {}
+
+    # A data set's usable rows are counted here, so that bad rows stop the run before it starts.
+    rows = {}
+    dropped = {}
     for name, config in sets.items():
         examples = ExampleSet(source if name == "train" else load_source(config), config, tokenizer)
         examples.check()
-        rows[name], dropped[name] = len(examples), examples.dropped
+        rows[name] = len(examples)
+        dropped[name] = examples.dropped
     return Prepared(tokenizer, sets, rows, dropped)
 
 
 class Session:
-    """The worker groups of a job. Use it as a context manager: it ends what it started."""
+    """The processes and worker groups of a job.
+
+    Use it as a context manager: entering starts everything, leaving ends it.
+    """
 
     def __init__(
         self, job: Job, prepared: Prepared, say: Callable[[str], None] = lambda text: None
     ):
-        self.job, self.prepared, self.say = job, prepared, say
+        self.job = job
+        self.prepared = prepared
+        self.say = say
         self.timeline = Timeline()
         self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
         self.groups: dict[str, tuple[Role, WorkerGroup]] = {}
@@ -104,123 +128,148 @@ class Session:
         self.runtime.shutdown()
 
     def _start(self) -> None:
-        job, tokenizer = self.job, self.prepared.tokenizer
+        """Start the runtime, the pools, the tasks' workers and the models."""
+        job = self.job
         self.say(f"starting {job.runtime}")
         self.runtime.start()
+
         self.pools: dict[str, Pool] = {}
         self.rollouts: dict[str, SeparateRollout] = {}
         for name, spec in job.pools.items():
-            self.say(
-                f"starting pool {name}: {spec.world} process{'es' if spec.world > 1 else ''} on {job.device}"
-            )
+            processes = f"{spec.world} process{'es' if spec.world > 1 else ''}"
+            self.say(f"starting pool {name}: {processes} on {job.device}")
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
+
+        # Tasks and scorers run in the main pool.
         main = self.pools[job.main_pool]
+        tokenizer = self.prepared.tokenizer
         self.tasks = self.make_group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
         with said_meanwhile(self.say, lambda: f"still building {', '.join(job.models)}"):
             self._build(main)
 
     def _build(self, main: Pool) -> None:
-        """The models and their engines, and what scores beside them."""
-        job, tokenizer = self.job, self.prepared.tokenizer
-        building = []
-        for name, placed in job.models.items():
+        """Build the models, their engines and the scorers, and report how weights are synced."""
+        # All models are built at the same time; the last loop below waits for them.
+        builds: list[tuple[str, Future]] = []
+        for name, placed in self.job.models.items():
             self.say(f"building {name}")
-            apart = placed.rollout_pool is not None
-            driver = (
-                Episodes(job.environment, tokenizer)
-                if job.environment and placed.spec.engine
-                else None
-            )
-            role = attrs.evolve(placed.spec, logs=str((job.folder / "logs").absolute()))
-            model = attrs.evolve(role, engine=None) if apart else role
-            generation = None if apart else placed.generation
-            options: dict[str, Any] = {
-                "layout": placed.layout,
-                "generation": generation,
-                "extras": extras(placed.spec),
-            }
+            builds += self._build_model(name, placed)
+        for name, scorer in self.job.scorers.items():
             group = self.make_group(
-                ModelWorker, self.pools[placed.pool], model, driver, name=name, **options
+                RewardWorker, main, scorer.parts, self.prepared.tokenizer, name=name
             )
-            building.append((name, group.build()))
-            if placed.rollout_pool is not None and placed.generation is not None:
-                options |= {"layout": placed.generation.train, "generation": placed.generation}
-                pool = self.pools[placed.rollout_pool]
-                engines = self.make_group(
-                    RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options
-                )
-                building.append((engines.name, engines.build()))
-                self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
-            self.groups[name] = (placed.role, group)
-        for name, scorer in job.scorers.items():
-            group = self.make_group(RewardWorker, main, scorer.parts, tokenizer, name=name)
             self.groups[name] = (scorer.role, group)
+
         self.parameters = {}
-        for name, built in building:
-            ranks: list[Built | None] = built.result()
-            if ranks[0] is None:  # engines of their own
+        """Role -> its model's number of parameters."""
+        for name, build in builds:
+            ranks: list[Built | None] = build.result()
+            if ranks[0] is None:  # engines in a pool of their own train nothing
                 continue
             self.parameters[name] = ranks[0].parameters
+
+            # Ranks that have an engine report what a sync of its weights costs.
             costs = [rank.sync for rank in ranks if rank is not None and rank.sync is not None]
             if costs:
                 self.say(f"{name}: {sync_line(costs)}")
+
+        # Engines of another pool can be reached once both sides are built.
         for name, rollout in self.rollouts.items():
             self.say(f"{name}: {sync_line([rollout.connect()])}")
 
+    def _build_model(self, name: str, placed: PlacedModel) -> Iterator[tuple[str, Future]]:
+        """Start to build a model, and its engines where they have a pool of their own.
+
+        Yields (group's name, its build).
+        """
+        job = self.job
+        apart = placed.rollout_pool is not None
+        driver = None
+        if job.environment and placed.spec.engine:
+            driver = Episodes(job.environment, self.prepared.tokenizer)
+
+        # The engine is part of the training worker, unless it has a pool of its own.
+        logs = (job.folder / "logs").absolute()
+        role = attrs.evolve(placed.spec, logs=str(logs))
+        model = attrs.evolve(role, engine=None) if apart else role
+        options: dict[str, Any] = {
+            "layout": placed.layout,
+            "generation": None if apart else placed.generation,
+            "extras": extras(placed.spec),
+        }
+        group = self.make_group(
+            ModelWorker, self.pools[placed.pool], model, driver, name=name, **options
+        )
+        yield name, group.build()
+
+        # A pool of engines trains nothing: its ranks count as dp of a layout that no trainer has.
+        if placed.rollout_pool is not None and placed.generation is not None:
+            options |= {"layout": placed.generation.train, "generation": placed.generation}
+            pool = self.pools[placed.rollout_pool]
+            engines = self.make_group(
+                RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options
+            )
+            yield engines.name, engines.build()
+            self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
+        self.groups[name] = (placed.role, group)
+
     def make_group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
-        """One worker per rank of the pool, with the run's seed and timeline."""
+        """Make a group of one worker per rank of the pool, with the run's seed and timeline."""
         return WorkerGroup(
             worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options
         )
 
     def context(self) -> StepContext:
-        sampling = attrs.evolve(
-            self.job.sampling,
-            stop_token_ids=(*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id),
-        )
+        """Make the context of the algorithm's steps; its responses also stop at the eos token."""
+        job = self.job
+        stop_ids = (*job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
         return StepContext(
             self.groups,
             self.tasks,
-            sampling,
-            self.job.run.seed,
+            attrs.evolve(job.sampling, stop_token_ids=stop_ids),
+            job.run.seed,
             self.rollouts,
-            self.job.environment is not None,
+            job.environment is not None,
         )
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
+        """Role -> worker group of the models that have an optimizer."""
         return {
-            n: self.groups[n][1] for n, m in self.job.models.items() if m.spec.optimizer is not None
+            name: self.groups[name][1]
+            for name, placed in self.job.models.items()
+            if placed.spec.optimizer is not None
         }
 
-    # State
+    # --- state: all groups are at work before the first result is waited for ---
+
     def save(self, folder: Path) -> None:
-        """The trained roles' weights and optimizers."""
-        for future in [
-            group.save(str((folder / name).absolute())) for name, group in self.trained.items()
-        ]:
+        """Write the weights and optimizers of the trained roles, a folder per role."""
+        path = folder.absolute()
+        for future in [group.save(str(path / name)) for name, group in self.trained.items()]:
             future.result()
 
     def load(self, folder: Path) -> None:
-        for future in [
-            group.load(str((folder / name).absolute())) for name, group in self.trained.items()
-        ]:
+        """Read what `save` wrote."""
+        path = folder.absolute()
+        for future in [group.load(str(path / name)) for name, group in self.trained.items()]:
             future.result()
 
     def export(self, folder: Path) -> None:
-        """Hugging Face folders of the trained roles, each with the tokenizer."""
+        """Write a Hugging Face folder for each trained role, with the tokenizer."""
         for name, group in self.trained.items():
             group.export(str((folder / "export" / name).absolute())).result()
             self.prepared.tokenizer.save(folder / "export" / name)
         self.prepared.tokenizer.save(folder / "tokenizer")
 
     def rows(self, name: str, start: int, stop: int) -> Batch:
+        """Return rows `start` to `stop` of the data set `name`, which draws nothing."""
         return self.tasks.rows(name, start, stop)
 
 
 def extras(role: ModelRole) -> tuple[str, ...]:
-    """Columns that the role's backend and its engine read beside ours."""
-    found = registry().training_capabilities(role.backend).extras
+    """Return the columns that the role's backend and engine read beside the framework's own."""
+    columns = registry().training_capabilities(role.backend).extras
     if role.engine is not None:
-        found |= registry().engine_capabilities(role.engine).extras
-    return tuple(sorted(found))
+        columns |= registry().engine_capabilities(role.engine).extras
+    return tuple(sorted(columns))

@@ -1,4 +1,4 @@
-"""The actor's greedy responses to the held-out set, scored; and its loss where the set has responses."""
+"""Validation: scores of greedy responses to held-out prompts, and losses on held-out rows."""
 
 from __future__ import annotations
 
@@ -16,31 +16,41 @@ from hybridflow.core.values.metrics import Metrics
 
 
 def validate_if_due(run: Run, report: Reporter, ended: bool = False) -> None:
-    """At most once a step."""
+    """Validate where [validation] asks for it, and when the run has ended; at most once a step."""
     section = run.job.validation
     if section is None or run.step in run.validations:
         return
-    due = section.at_start if run.step == 0 else section.every > 0 and run.step % section.every == 0
+
+    # Before the first step it is due only with `at_start`, later after every `every` steps.
+    if run.step == 0:
+        due = section.at_start
+    else:
+        due = section.every > 0 and run.step % section.every == 0
     if due or ended:
         validate(run, report)
 
 
 def validate(run: Run, report: Reporter) -> dict[str, float]:
-    """Metrics validation/<...>; the training state is left as it was."""
+    """Compute, record and return the metrics validation/*; the training state stays as it was."""
     section = run.job.validation
     assert section is not None
     counters = dict(run.ctx.counters)
-    found: list[Metrics] = []
+
+    # In pieces, so that a large held-out set needs the memory of batch_rows rows only.
+    parts: list[Metrics] = []
     total = run.session.prepared.rows["validation"]
     for start in range(0, total, section.batch_rows):
         rows = run.session.rows("validation", start, min(start + section.batch_rows, total))
         if section.generate:
-            found.append(_generate(run, rows, section.samples if start == 0 else 0))
+            parts.append(_generate(run, rows, section.samples if start == 0 else 0))
         if "response_ids" in rows:
-            found += _losses(run, rows)
-    run.ctx.finish()  # nothing of this is the next step's
+            parts += _losses(run, rows)
+
+    # The calls above must not show in the next step's metrics, nor change its random draws.
+    run.ctx.finish()
     run.ctx.counters = counters
-    values = Metrics.merge(found).prefixed("validation/").values()
+
+    values = Metrics.merge(parts).prefixed("validation/").values()
     run.validations[run.step] = values
     report.validation(run, values)
     registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
@@ -48,31 +58,42 @@ def validate(run: Run, report: Reporter) -> dict[str, float]:
 
 
 def _losses(run: Run, rows: Batch) -> Iterator[Metrics]:
-    """Of the trained roles whose losses read what the rows have, or what a frozen policy makes of them (a reference)."""
+    """Yield the loss of each trained role that the held-out rows suffice for.
+
+    A column that they lack may be one that a frozen policy computes (ref_logprobs).
+    """
+    # Column -> the frozen policy that computes it.
     frozen = {
-        h.role.column: h
-        for h in run.ctx.roles.values()
-        if h.role.kind == "policy" and not h.role.trained
+        handle.role.column: handle
+        for handle in run.ctx.roles.values()
+        if handle.role.kind == "policy" and not handle.role.trained
     }
     for name, loss in run.job.algorithm.losses().items():
-        lacking = [column for column in loss.reads if column not in rows]
-        if set(lacking) <= set(frozen):
-            read = rows.join(*(frozen[column].logprobs(rows) for column in lacking))
-            yield run.ctx.roles[name].loss(read, loss).result()
+        missing = [column for column in loss.reads if column not in rows]
+        if set(missing) <= set(frozen):
+            batch = rows.join(*(frozen[column].logprobs(rows) for column in missing))
+            yield run.ctx.roles[name].loss(batch, loss).result()
 
 
 def _generate(run: Run, rows: Batch, samples: int) -> Metrics:
+    """Generate and score greedy responses; the first `samples` are written to samples.jsonl."""
+    # Only what a prompt has: responses of the data must not reach the actor.
     prompts = rows.select(["prompt_ids", "group", "meta"])
     batch = run.ctx.actor.generate(prompts, greedy=True)
-    scored = run.ctx.roles["reward"].score(batch)
-    column = run.ctx.roles["reward"].role.column
+    reward = run.ctx.roles["reward"]
+    scored = reward.score(batch)
+    column = reward.role.column
     scores = torch.as_tensor(scored[column].values).double()
+
+    # The first rows of each validation are the same, so that samples can be compared.
     if samples:
         _write_samples(run, batch.join(scored).take(slice(0, samples)), column)
-    return Metrics({"score": (float(scores.sum()), len(scores)), **batch.metrics.means})
+    score = (float(scores.sum()), len(scores))
+    return Metrics({"score": score, **batch.metrics.means})
 
 
 def _write_samples(run: Run, batch: Batch, column: str) -> None:
+    """Append the rows of the batch, as text with their scores, to samples.jsonl."""
     tokenizer = run.session.prepared.tokenizer
     with open(run.job.folder / "samples.jsonl", "a") as file:
         for prompt, response, meta, score, reason in zip(

@@ -1,4 +1,4 @@
-"""A sign of life while something slow goes on."""
+"""Repeated messages while something slow goes on."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EVERY_S = 10.0
+"""Seconds between two messages."""
 
 
 @contextmanager
 def said_meanwhile(
     say: Callable[[str], None], text: Callable[[], str], every_s: float = EVERY_S
 ) -> Iterator[None]:
-    """`say` "TEXT (20 s)" now and then, from a thread, until the body ends."""
-    over, started = threading.Event(), time.monotonic()
+    """Call `say("TEXT (20 s)")` every `every_s` seconds, from a thread, until the body ends."""
+    over = threading.Event()
+    started = time.monotonic()
 
     def talk() -> None:
         while not over.wait(every_s):
             say(f"{text()} ({time.monotonic() - started:.0f} s)")
 
+    # A daemon, so that it never keeps a process alive.
     thread = threading.Thread(target=talk, daemon=True, name="said-meanwhile")
     thread.start()
     try:

@@ -1,1 +1,1 @@
-"""Engines at work: requests that come while others run, engines in processes of their own, and a service on top."""
+"""Engines at work: engines built by name, requests that come while others run, and a service."""

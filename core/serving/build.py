@@ -1,4 +1,4 @@
-"""An engine by its plugin's name, built and started."""
+"""Building an engine by its plugin's name, and starting it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ from hybridflow.core.values.model import ModelSpec
 
 
 def start_engine(engine: RolloutEngine) -> None:
-    """Start it, here or in its own process, within its settings' `start_timeout_s`.
+    """Start the engine, here or in its own process, within its settings' `start_timeout_s`.
 
-    Nothing can stop a library that hangs in this process: the stacks are printed, and the process ends.
+    Nothing can stop a library that hangs in this process: past the limit the stacks are printed,
+    and the process ends with status 1.
     """
     settings = engine_settings(engine.config)
     seconds = settings.start_timeout_s
+
+    # An engine in a process of its own keeps the limit itself.
     if settings.own_process or seconds is None:
         engine.start()
         return
-    over = threading.Timer(seconds, _give_up, [type(engine).__name__, seconds])
-    over.daemon = True
-    over.start()
+
+    timer = threading.Timer(seconds, _give_up, [type(engine).__name__, seconds])
+    timer.daemon = True
+    timer.start()
     try:
         engine.start()
     finally:
-        over.cancel()
+        timer.cancel()
 
 
 def _give_up(name: str, seconds: float) -> None:
@@ -40,12 +44,15 @@ def _give_up(name: str, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    os._exit(1)
+    os._exit(1)  # not sys.exit, which would wait for the thread that hangs
 
 
 def build_engine(
     name: str, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None
 ) -> RolloutEngine:
-    """Not started yet. logs: the folder for the log of an engine in a process of its own."""
+    """Return the engine of that name, not started yet.
+
+    logs: the folder for the log of an engine in a process of its own.
+    """
     engine_class: type[RolloutEngine] = registry().get("rollout_engine", name)
     return engine_class.build(model, config, context, logs)

@@ -1,4 +1,4 @@
-"""Any engine, one request after the other."""
+"""Requests one by one, for any engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
 
 
 class Stepper:
-    """`add` and `step` for any engine. One without them works batch by batch: what is added meanwhile waits."""
+    """`add` and `step` for any engine.
+
+    A continuous engine has these methods itself. Any other works batch by batch: what is added
+    meanwhile waits for the next batch.
+    """
 
     def __init__(self, engine: RolloutEngine):
         self.engine = engine
@@ -20,11 +24,13 @@ class Stepper:
 
     @property
     def busy(self) -> bool:
+        """Whether there are requests that have not been answered."""
         if self.engine.continuous:
             return self.engine.busy
         return bool(self._waiting or self._open or self._done)
 
     def add(self, request: Request) -> None:
+        """Admit a request, now or with the next batch. Raises HybridFlowError without weights."""
         if self.engine.continuous:
             self.engine.add(request)
         else:
@@ -32,14 +38,21 @@ class Stepper:
             self._waiting.append(request)
 
     def step(self) -> list[Completion]:
+        """Let the engine work for a while; return the completions that have ended."""
         if self.engine.continuous:
             return self.engine.step()
-        done, self._done = self._done, []
-        if done:
-            return done
+
+        # Requests that were aborted before they ran.
+        aborted = self._done
+        self._done = []
+        if aborted:
+            return aborted
+
+        # The next batch starts when all of the last one have ended.
         if not self._open and self._waiting:
-            batch, self._waiting = self._waiting, []
-            self._open = {r.id for r in batch}
+            batch = self._waiting
+            self._waiting = []
+            self._open = {request.id for request in batch}
             self._stream = self.engine.submit(batch)
         if (completion := next(self._stream, None)) is None:
             return []
@@ -47,13 +60,19 @@ class Stepper:
         return [completion]
 
     def abort(self, ids: Iterable[int] | None = None) -> None:
+        """End requests early, all of them without ids; `step` gives their completions."""
         if self.engine.continuous:
             self.engine.abort(ids)
             return
-        wanted = {r.id for r in self._waiting} | self._open if ids is None else set(ids)
+
+        # Requests that wait end here, those that run in the engine.
+        waiting = self._waiting
+        aborted = {request.id for request in waiting} | self._open if ids is None else set(ids)
         self._done += [
-            Completion(r.id, *r.prefix(), "abort") for r in self._waiting if r.id in wanted
+            Completion(request.id, *request.prefix(), "abort")
+            for request in waiting
+            if request.id in aborted
         ]
-        self._waiting = [r for r in self._waiting if r.id not in wanted]
-        if running := wanted & self._open:
+        self._waiting = [request for request in waiting if request.id not in aborted]
+        if running := aborted & self._open:
             self.engine.abort(running)

@@ -1,17 +1,22 @@
 """The batch: columns by name, one row per sequence, local or by reference.
 
-A batch is a list of *views*; a view is a table (or several, one behind the other), the rows taken of it and the names
-seen of it. Joining, splitting, taking, repeating and renaming only make new views: no data moves. Reading a column
-(`batch["scores"]`) fetches that column's needed rows from where they are, and keeps them.
+    Batch     columns side by side: views, of which the later hides the earlier's equal names
+    View      tables one behind the other, the rows taken of them, and the names seen of them
+    Table     rows and columns: in this process (LocalTable), or what a call will return
+              (PromisedTable)
+
+Joining, splitting, taking, repeating and renaming only make new views: no data moves. Reading a
+column (`batch["scores"]`) fetches the rows that the batch has of it, and keeps them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
+import attrs
 import numpy as np
 
 from hybridflow.core.errors import HybridFlowError
@@ -20,32 +25,34 @@ from hybridflow.core.values.metrics import Metrics
 
 
 class Table(ABC):
-    """Rows and named columns, somewhere."""
+    """Rows and named columns, here or elsewhere."""
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """May wait for the result that it stands for."""
+        """The number of rows; may wait for the result that the table stands for."""
 
     @property
     def known_rows(self) -> int | None:
-        """The number of rows if it is known without waiting."""
+        """The number of rows, if it is known without waiting."""
         return self.rows
 
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """May wait."""
+        """Return the names of the columns; may wait."""
 
     @property
     def known_names(self) -> tuple[str, ...] | None:
+        """The names of the columns, if they are known without waiting."""
         return self.names()
 
     @abstractmethod
-    def read(self, name: str, index: Index | None) -> Column: ...
+    def read(self, name: str, index: Index | None) -> Column:
+        """Return rows of a column; may wait."""
 
 
 class LocalTable(Table):
-    """Columns in this process's memory. `rows` is needed where there is no column to tell it."""
+    """Columns in this process's memory. `rows` says how many rows there are without any column."""
 
     def __init__(self, columns: Mapping[str, Column], rows: int = 0):
         self.columns = dict(columns)
@@ -65,33 +72,36 @@ class LocalTable(Table):
         return self.columns[name] if index is None else self.columns[name].take(index)
 
 
+@attrs.define(eq=False)
 class PromisedTable(Table):
-    """The batch that a call will return. Row count and names may be known before it does.
+    """The batch that a call will return. Its row count and names may be known before it does.
 
-    `reply` is what the wire sends in its place. Raises HybridFlowError when the batch breaks the promise.
+    Raises HybridFlowError when the returned batch has another row count, or lacks a promised
+    column.
     """
 
-    def __init__(
-        self,
-        resolve: Callable[[], Batch],
-        rows: int | None,
-        names: tuple[str, ...] | None,
-        reply: Any = None,
-    ):
-        self._resolve, self.known, self._names, self.reply = resolve, rows, names, reply
-        self._batch: Batch | None = None
+    _resolve: Callable[[], Batch]
+    known: int | None
+    """The row count that was promised, or that is known by now."""
+    _names: tuple[str, ...] | None
+    reply: Any = None
+    """What the wire sends in place of the table."""
+    _batch: Batch | None = None
 
     def batch(self) -> Batch:
+        """Wait for the batch, and check it against the promise."""
         if self._batch is None:
+            # Others have relied on the promise already: a broken one cannot be put right here.
             batch = self._resolve()
             if self.known is not None and batch.views and batch.rows != self.known:
                 raise HybridFlowError(
-                    f"a call that keeps the rows of its input returned {batch.rows} rows for {self.known}; register "
-                    "the method with same_rows=False"
+                    f"a call that keeps the rows of its input returned {batch.rows} rows for "
+                    f"{self.known}; register the method with same_rows=False"
                 )
             if self._names is not None and (missing := set(self._names) - set(batch.names)):
                 raise HybridFlowError(
-                    f"a call did not return the columns that it promised: {', '.join(sorted(missing))}"
+                    "a call did not return the columns that it promised: "
+                    f"{', '.join(sorted(missing))}"
                 )
             self._batch = batch
         return self._batch
@@ -117,27 +127,29 @@ class PromisedTable(Table):
         return self.batch().read(name, index)
 
 
+@attrs.frozen(eq=False)
 class View:
-    """Tables one behind the other, the rows taken of them (None: all), the names seen (new -> old; None: all).
+    """Tables one behind the other, the rows taken of them, and the names seen of them.
 
-    `only` filters the names of tables that do not know theirs yet.
+    index: the rows, numbered over all tables; None: all.
+    renames: seen name -> the tables' own name; None: all names, unchanged.
+    only: the names that may be seen of tables that do not know their names yet; None: all.
     """
 
-    __slots__ = ("index", "only", "renames", "tables")
+    tables: tuple[Table, ...]
+    index: Index | None = None
+    renames: dict[str, str] | None = None
+    only: frozenset[str] | None = None
 
-    def __init__(
-        self,
-        tables: tuple[Table, ...],
-        index: Index | None = None,
-        renames: dict[str, str] | None = None,
-        only: frozenset[str] | None = None,
-    ):
-        self.tables, self.index, self.renames, self.only = tables, index, renames, only
+    # --- what is in it ---
 
     @property
     def known_rows(self) -> int | None:
+        """The number of rows, if it is known without waiting."""
+        # An array says itself how many rows it takes; a slice needs the tables' row counts.
         if isinstance(self.index, np.ndarray):
             return len(self.index)
+
         total = 0
         for table in self.tables:
             if (rows := table.known_rows) is None:
@@ -147,159 +159,186 @@ class View:
 
     @property
     def rows(self) -> int:
+        """The number of rows; may wait."""
         if isinstance(self.index, np.ndarray):
             return len(self.index)
-        return index_rows(self.index, sum(t.rows for t in self.tables))
+        return index_rows(self.index, sum(table.rows for table in self.tables))
 
     def known_names(self) -> tuple[str, ...] | None:
+        """Return the names seen, if they are known without waiting."""
         if self.renames is not None:
             return tuple(self.renames)
+
+        # The tables of a view have the same columns, so one that knows its names is enough.
         for table in self.tables:
             if (names := table.known_names) is not None:
                 return self._seen(names)
         return None
 
     def names(self) -> tuple[str, ...]:
+        """Return the names seen; may wait."""
         known = self.known_names()
-        return known if known is not None else self._seen(self.tables[0].names()) or ()
+        return known if known is not None else self._seen(self.tables[0].names())
 
-    def _seen(self, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        return (
-            names
-            if names is None or self.only is None
-            else tuple(n for n in names if n in self.only)
-        )
+    def _seen(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        if self.only is None:
+            return names
+        return tuple(name for name in names if name in self.only)
 
     def may_have(self, name: str) -> bool:
-        """Whether it has, or may turn out to have, the column; never waits."""
+        """Return whether it has the column, or may turn out to have it; never waits."""
         known = self.known_names()
-        return name in known if known is not None else self.only is None or name in self.only
+        if known is None:
+            return self.only is None or name in self.only
+        return name in known
+
+    # --- making others of it ---
 
     def take(self, index: Index | None, cache: dict[int, Index | None] | None = None) -> View:
+        """Return a view of some rows; None takes all.
+
+        The views of a batch often share one index object. A `cache`, passed to all of them with the
+        same `index`, lets them share the composed one too: id() of the old index -> the new index.
+        """
         if index is None:
             return self
-        if cache is not None and id(self.index) in cache and self.index is not None:
-            return View(self.tables, cache[id(self.index)], self.renames, self.only)
-        composed = compose(
-            self.index, index, self.index.stop if isinstance(self.index, slice) else 0
-        )
+        old_id = id(self.index)
+        if cache is not None and old_id in cache and self.index is not None:
+            return View(self.tables, cache[old_id], self.renames, self.only)
+
+        rows = self.index.stop if isinstance(self.index, slice) else 0
+        composed = compose(self.index, index, rows)
         if cache is not None:
-            cache[id(self.index)] = composed
+            cache[old_id] = composed
         return View(self.tables, composed, self.renames, self.only)
 
     def rename(self, names: Mapping[str, str]) -> View:
-        """`names`: new -> present; names outside are dropped."""
-        old = self.renames
-        return View(
-            self.tables,
-            self.index,
-            {n: (old[p] if old is not None else p) for n, p in names.items()},
-        )
+        """Return a view with other names: new -> present; all other columns are dropped."""
+        if self.renames is not None:
+            names = {new: self.renames[present] for new, present in names.items()}
+        return View(self.tables, self.index, dict(names))
 
     def select(self, wanted: Sequence[str]) -> View | None:
-        """Only the wanted columns; None when it has none of them."""
+        """Return a view of only the wanted columns; None when it has none of them."""
+        # Names that are not known yet are filtered once they are.
         known = self.known_names()
         if known is None:
             only = frozenset(wanted) if self.only is None else self.only & frozenset(wanted)
             return View(self.tables, self.index, None, only) if only else None
-        kept = [n for n in wanted if n in known]
-        return self.rename({n: n for n in kept}) if kept else None
+        names = [name for name in wanted if name in known]
+        return self.rename({name: name for name in names}) if names else None
 
     def narrow(self) -> View:
-        """The same rows, of only those tables that a slice touches; as it is while their row counts are not known."""
-        counts = [t.known_rows for t in self.tables]
+        """Return a view of the same rows with only those tables that a slice touches.
+
+        It is the view itself while the tables' row counts are not known.
+        """
+        counts = [table.known_rows for table in self.tables]
         if len(counts) < 2 or not isinstance(self.index, slice) or None in counts:
             return self
         start, stop, step = self.index.indices(sum(counts))  # type: ignore[arg-type]
         if step != 1:
             return self
-        kept, total, offset, first = [], 0, 0, None
+
+        # The tables that are touched, with the row at which the first begins and the last ends.
+        tables: list[Table] = []
+        first = last = offset = 0
         for table, count in zip(self.tables, counts, strict=True):
             assert count is not None
-            if count and offset < stop and offset + count > start:
-                first = offset if first is None else first
-                kept.append(table)
-                total += count
-            offset += count
-        if first is None:
+            end = offset + count
+            if count and offset < stop and end > start:
+                if not tables:
+                    first = offset
+                tables.append(table)
+                last = end
+            offset = end
+
+        # One table stays in any case, since it knows the names.
+        if not tables:
             return View(self.tables[:1], slice(0, 0), self.renames, self.only)
-        whole = start == first and stop == first + total
-        return View(
-            tuple(kept),
-            None if whole else slice(start - first, stop - first),
-            self.renames,
-            self.only,
-        )
+        complete = start == first and stop == last
+        index = None if complete else slice(start - first, stop - first)
+        return View(tuple(tables), index, self.renames, self.only)
 
     def read(self, name: str) -> Column:
+        """Return a column; waits for what it needs."""
         if isinstance(self.index, slice) and len(self.tables) > 1:
             for table in self.tables:
-                _ = table.rows  # waits where it must, for narrow to know
+                _ = table.rows  # waits where it must, so that narrow knows the row counts
+
+        # Tables of which no row is taken are not read.
         view = self.narrow()
-        old = name if view.renames is None else view.renames[name]
+        name = name if view.renames is None else view.renames[name]
         if len(view.tables) == 1:
-            return view.tables[0].read(old, view.index)
+            return view.tables[0].read(name, view.index)
         if view.index is None:
-            return Column.concat([t.read(old, None) for t in view.tables])
-        total = sum(t.rows for t in view.tables)
-        wanted = (
-            np.arange(total)[view.index]
-            if isinstance(view.index, slice)
-            else np.asarray(view.index)
-        )
-        return _gather(view.tables, old, wanted)
+            return Column.concat([table.read(name, None) for table in view.tables])
+
+        # Rows of several tables, in any order
+        if isinstance(view.index, slice):
+            total = sum(table.rows for table in view.tables)
+            return _gather(view.tables, name, np.arange(total)[view.index])
+        return _gather(view.tables, name, np.asarray(view.index))
 
 
 def _gather(tables: Sequence[Table], name: str, wanted: np.ndarray) -> Column:
-    """Rows `wanted` (numbered over all tables) in that order: each table is read once, for its own rows."""
-    parts, order, offset = [], [], 0
+    """Return rows `wanted` (numbered over all tables) in that order, with one read per table."""
+    parts = []
+    places = []  # where the rows of each part stand in the result
+    offset = 0
     for table in tables:
-        here = np.flatnonzero((wanted >= offset) & (wanted < offset + table.rows))
-        if len(here):
-            parts.append(table.read(name, wanted[here] - offset))
-            order.append(here)
+        place = np.flatnonzero((wanted >= offset) & (wanted < offset + table.rows))
+        if len(place):
+            parts.append(table.read(name, wanted[place] - offset))
+            places.append(place)
         offset += table.rows
+
+    # The parts stand in the order of the tables; put their rows into the wanted one.
     if not parts:
         return tables[0].read(name, slice(0, 0))
-    back = np.argsort(np.concatenate(order), kind="stable")
-    return Column.concat(parts).take(back)
+    order = np.argsort(np.concatenate(places), kind="stable")
+    return Column.concat(parts).take(order)
 
 
 class Batch:
     """Columns by name, one row per sequence.
 
-    `Batch({"scores": tensor, "response_ids": tokens([...]), "meta": [obj, ...]})`. A column is a value per row (tensor
-    [rows, *trailing]), a run of values per row (`tokens(...)`: ragged, no padding) or an object per row (list). Columns
-    nobody knows travel untouched. Of two columns with one name the one joined later is seen.
+    `Batch({"scores": tensor, "response_ids": tokens([...]), "meta": [obj, ...]})`. A column has a
+    value per row (a tensor [rows, *trailing]), a run of values per row (`tokens(...)`: ragged, no
+    padding) or an object per row (a list). Columns that nobody reads travel untouched. Of two
+    columns with one name, the one joined later is seen.
     """
 
     __slots__ = ("_cuts", "_metrics", "_read", "views")
 
     def __init__(self, columns: Mapping[str, Any] | None = None, metrics: Metrics | None = None):
-        self.views: list[View] = (
-            [View((LocalTable({k: as_column(v) for k, v in columns.items()}),))] if columns else []
-        )
+        self.views: list[View] = []
+        if columns:
+            table = LocalTable({name: as_column(value) for name, value in columns.items()})
+            self.views.append(View((table,)))
         self._metrics = metrics
-        self._read: dict[str, Column] = {}
-        self._cuts: np.ndarray | None = None
+        self._read: dict[str, Column] = {}  # columns that were read
+        self._cuts: np.ndarray | None = None  # rows between which `split` may cut; None: all
 
     @classmethod
     def of_views(cls, views: Iterable[View]) -> Batch:
+        """Make a batch of views, which must have the same number of rows."""
         batch = cls()
         batch.views = list(views)
         return batch
 
-    # What is in it
+    # --- what is in it: "known" properties never wait for a call, the others may ---
+
     @property
     def rows(self) -> int:
         """The number of rows; waits for a pending call only if no view knows it."""
         known = self.known_rows
-        if known is not None:
-            return known
-        return self.views[0].rows if self.views else 0
+        return self.views[0].rows if known is None else known
 
     @property
     def known_rows(self) -> int | None:
+        """The number of rows, if it is known without waiting."""
+        # Views have equally many rows, so one that knows its number is enough.
         if not self.views:
             return 0
         for view in self.views:
@@ -312,7 +351,8 @@ class Batch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for view in self.views for name in view.names()))
+        """The names of all columns; may wait."""
+        return tuple(dict.fromkeys(chain.from_iterable(view.names() for view in self.views)))
 
     def __contains__(self, name: str) -> bool:
         return self._view_of(name) is not None
@@ -321,18 +361,22 @@ class Batch:
         return iter(self.names)
 
     def _view_of(self, name: str) -> View | None:
+        """Return the view whose column of this name is seen; None if there is none."""
         undecided: list[View] = []
-        for view in reversed(self.views):
-            if not view.may_have(name):
+        view = None
+        for candidate in reversed(self.views):
+            if not candidate.may_have(name):
                 continue
-            if view.known_names() is not None:
-                # A later view whose names are not known yet may hide it; only then must we wait.
-                return next((v for v in undecided if name in v.names()), view)
-            undecided.append(view)
-        return next((v for v in undecided if name in v.names()), None)
+            if candidate.known_names() is not None:
+                view = candidate
+                break
+            undecided.append(candidate)
+
+        # A later view whose names are not known yet may hide it; only then must we wait.
+        return next((later for later in undecided if name in later.names()), view)
 
     def _home(self, name: str) -> View:
-        """The view that has a column. Raises KeyError with the names there are."""
+        """Return the view that has a column. Raises KeyError with the names there are."""
         view = self._view_of(name)
         if view is None:
             raise KeyError(
@@ -341,16 +385,22 @@ class Batch:
         return view
 
     def __getitem__(self, name: str) -> Column:
-        """The column, fetched alone if it is elsewhere. Raises KeyError with the names there are."""
+        """Return a column; only this one is fetched if it is elsewhere.
+
+        Raises KeyError with the names there are.
+        """
         if name not in self._read:
-            column, expected = self._home(name).read(name), self.known_rows
+            column = self._home(name).read(name)
+
+            # `join` could not compare row counts that were not known yet.
+            expected = self.known_rows
             if expected is not None and column.rows != expected:
                 raise ValueError(f"column {name!r} has {column.rows} rows in a batch of {expected}")
             self._read[name] = column
         return self._read[name]
 
     def read(self, name: str, index: Index | None) -> Column:
-        """Some rows of a column, for another batch: its own copy where the column is not local."""
+        """Return some rows of a column, for another batch; this one does not keep them."""
         return self._home(name).take(index).read(name)
 
     @property
@@ -358,130 +408,200 @@ class Batch:
         """The metrics that came with this result (waits for it)."""
         if self._metrics is not None:
             return self._metrics
-        tables = dict.fromkeys(t for v in self.views for t in v.tables)
-        return Metrics.merge(t.batch().metrics for t in tables if isinstance(t, PromisedTable))
+        tables = dict.fromkeys(chain.from_iterable(view.tables for view in self.views))
+        return Metrics.merge(
+            table.batch().metrics for table in tables if isinstance(table, PromisedTable)
+        )
 
-    # Making others of it; nothing moves
+    # --- making others of it; nothing moves ---
+
     def select(self, names: Iterable[str]) -> Batch:
-        """Only these columns (a missing one is an error when it is read, since a pending result may bring it)."""
+        """Return a batch of only these columns.
+
+        A missing one is an error when it is read, since a pending result may bring it.
+        """
         wanted = list(dict.fromkeys(names))
-        views = [kept for view in self.views if (kept := view.select(wanted)) is not None]
-        if self.views and not views:  # no column left: the rows are still so many
+        views = [part for view in self.views if (part := view.select(wanted)) is not None]
+
+        # Without a column left, the batch still has its number of rows.
+        if self.views and not views:
             rows = self.known_rows
-            views = [self.views[0].rename({}) if rows is None else View((LocalTable({}, rows),))]
-        return self._same_rows(views, {n: c for n, c in self._read.items() if n in wanted})
+            if rows is None:
+                views = [self.views[0].rename({})]
+            else:
+                views = [View((LocalTable({}, rows),))]
+
+        read = {name: column for name, column in self._read.items() if name in wanted}
+        return self._same_rows(views, read)
 
     def _same_rows(self, views: Iterable[View], read: dict[str, Column]) -> Batch:
+        """Make a batch of other columns with this one's rows, cuts and metrics."""
         batch = Batch.of_views(views)
-        batch._cuts, batch._metrics, batch._read = self._cuts, self._metrics, read
+        batch._cuts = self._cuts
+        batch._metrics = self._metrics
+        batch._read = read
         return batch
 
     def drop(self, names: Iterable[str]) -> Batch:
-        gone = set(names)
-        return self.select([n for n in self.names if n not in gone])
+        """Return a batch without these columns."""
+        dropped = set(names)
+        return self.select([name for name in self.names if name not in dropped])
 
     def rename(self, **names: str) -> Batch:
         """`rename(logprobs="old_logprobs")` gives the column `logprobs` the name `old_logprobs`.
 
-        Raises KeyError for a column that is not there, ValueError for a name that is taken.
+        Raises KeyError for a column that does not exist, ValueError for a name that is taken.
         """
-        there = self.names
+        # Checked before anything is renamed: every old name exists, every new one is free.
+        present = self.names
         for name in names:
-            self._home(name)
-        after = [names.get(n, n) for n in there]
-        if taken := [n for n in names.values() if after.count(n) > 1]:
+            self._home(name)  # raises KeyError where there is none
+        renamed = [names.get(name, name) for name in present]
+        if taken := [name for name in names.values() if renamed.count(name) > 1]:
             raise ValueError(f"the batch has a column {taken[0]!r} already; drop it first")
-        views = [v.rename({names.get(n, n): n for n in v.names()}) for v in self.views]
-        return self._same_rows(views, {names.get(n, n): c for n, c in self._read.items()})
+
+        views = []
+        for view in self.views:
+            present_names = {names.get(name, name): name for name in view.names()}
+            views.append(view.rename(present_names))
+        read = {names.get(name, name): column for name, column in self._read.items()}
+        return self._same_rows(views, read)
 
     def join(self, *others: Batch) -> Batch:
-        """The columns of all, side by side. Raises ValueError where known row counts differ."""
-        batches = [b for b in (self, *others) if b.views]
-        counts = [b.known_rows for b in batches]
-        if len({c for c in counts if c is not None}) > 1:
+        """Return the columns of all, side by side.
+
+        Raises ValueError where known row counts differ.
+        """
+        # Row counts that are not known yet are checked when a column is read.
+        batches = [batch for batch in (self, *others) if batch.views]
+        counts = [batch.known_rows for batch in batches]
+        if len({count for count in counts if count is not None}) > 1:
             raise ValueError(f"only batches with one row count can be joined, got {counts} rows")
-        joined = self._same_rows([v for b in batches for v in b.views], {})
+
+        joined = self._same_rows(chain.from_iterable(batch.views for batch in batches), {})
         joined._metrics = _own_metrics(batches)
-        if all(v.known_names() is not None for v in joined.views):
-            for b in batches:
-                joined._read = {n: c for n, c in joined._read.items() if n not in b} | b._read
+
+        # Columns that were read stay so, unless a later batch hides them.
+        if joined._knows_names():
+            for batch in batches:
+                for name in joined._read.keys() & batch.names:
+                    del joined._read[name]
+                joined._read |= batch._read
         return joined
 
     def with_columns(self, **columns: Any) -> Batch:
+        """Return the batch with further columns, or other ones in place of those it has."""
         return self.join(Batch(columns))
 
     def take(self, index: Index | Sequence[int]) -> Batch:
-        """Rows by slice, index or boolean mask, in that order."""
+        """Return rows by slice, row numbers (from the end if negative) or boolean mask, in that
+        order."""
+        # A slice without a step stays one: it needs no array, and `narrow` can drop tables.
         if not isinstance(index, slice):
-            index = np.asarray(index)
-            if index.dtype == bool and len(index) != self.rows:
-                raise IndexError(f"a mask of {len(index)} entries for a batch of {self.rows} rows")
-            index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
-            if len(index) and not (-self.rows <= index.min() and index.max() < self.rows):
-                raise IndexError(
-                    f"row {int(index[np.abs(index).argmax()])} of a batch of {self.rows} rows"
-                )
-            index = np.where(index < 0, index + self.rows, index)
+            index = self._row_numbers(np.asarray(index))
         elif index.step not in (None, 1):
             index = np.arange(self.rows)[index]
         else:
             start, stop, _ = index.indices(self.rows)
             index = slice(start, max(start, stop), 1)
+
         cache: dict[int, Index | None] = {}
         return Batch.of_views(view.take(index, cache) for view in self.views)
 
+    def _row_numbers(self, index: np.ndarray) -> np.ndarray:
+        """Return int64 row numbers, 0 <= number < rows, for entries that may count from the end.
+
+        Raises IndexError for what is out of range.
+        """
+        if index.dtype == bool:
+            if len(index) != self.rows:
+                raise IndexError(f"a mask of {len(index)} entries for a batch of {self.rows} rows")
+            index = np.flatnonzero(index)
+        index = index.astype(np.int64)
+
+        # The message names the entry that is farthest from 0.
+        if len(index) and not (-self.rows <= index.min() and index.max() < self.rows):
+            raise IndexError(
+                f"row {int(index[np.abs(index).argmax()])} of a batch of {self.rows} rows"
+            )
+        return np.where(index < 0, index + self.rows, index)
+
     def whole(self, units: np.ndarray) -> Batch:
-        """The same rows, those with equal entries of `units` [rows] next to each other; `split` keeps them together."""
+        """Return the same rows, those with equal entries of `units` [rows] next to each other.
+
+        `split` keeps such rows together.
+        """
         units = np.asarray(units)
         if len(units) != self.rows:
             raise ValueError(
                 f"whole() needs one unit number for each of the {self.rows} rows, got {len(units)}"
             )
+
         order = np.argsort(units, kind="stable")
-        batch = self if (order == np.arange(len(order))).all() else self.take(order)
+        in_order = (order == np.arange(len(order))).all()
+        batch = self if in_order else self.take(order)
         batch = self._same_rows(batch.views, batch._read)
-        batch._cuts = np.concatenate([[0], np.flatnonzero(np.diff(units[order])) + 1, [len(order)]])
+        # Rows may be cut apart where the unit changes, and at both ends.
+        borders = np.flatnonzero(np.diff(units[order])) + 1
+        batch._cuts = np.concatenate([[0], borders, [len(order)]])
         return batch
 
     def split(self, parts: int) -> list[Batch]:
-        """`parts` batches in order; sizes differ by at most one row (or unit), the first ones are larger; some may be
-        empty."""
+        """Return `parts` batches in order, some of which may be empty.
+
+        Sizes differ by at most one row (or unit, see `whole`), and the first ones are larger.
+        """
         if parts < 1:
             raise ValueError(f"a batch is split into at least one part, got {parts}")
         if parts == 1:
             return [self]
+
+        # The first `extra` parts have size + 1 units, the others size.
         cuts = self._cuts if self._cuts is not None else range(self.rows + 1)
         size, extra = divmod(len(cuts) - 1, parts)
-        ends = [int(cuts[size * i + min(i, extra)]) for i in range(parts + 1)]
-        return [self.take(slice(a, b)) for a, b in pairwise(ends)]
+        units = [size * i + min(i, extra) for i in range(parts + 1)]
+        ends = [int(cuts[unit]) for unit in units]
+        return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
 
     def repeat(self, times: int) -> Batch:
-        """Each row `times` times, copies next to each other."""
-        return self if times == 1 else self.take(np.repeat(np.arange(self.rows), times))
+        """Return each row `times` times, copies next to each other."""
+        if times == 1:
+            return self
+        return self.take(np.repeat(np.arange(self.rows), times))
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """One behind the other; all must have the same columns (checked when they are known)."""
-        batches = [b for b in batches if b.views]
+        """Return the rows of all batches, one batch behind the other.
+
+        All must have the same columns. Raises ValueError where it is known that they do not.
+        """
+        batches = [batch for batch in batches if batch.views]
         if not batches:
             return cls()
         if len(batches) == 1:
             return batches[0]
-        known = [
-            frozenset(b.names) for b in batches if all(v.known_names() is not None for v in b.views)
-        ]
+
+        known = [frozenset(batch.names) for batch in batches if batch._knows_names()]
         if len(set(known)) > 1:
             differing = sorted(frozenset.union(*known) - frozenset.intersection(*known))
             raise ValueError(
-                f"batches put behind one another need the same columns; not in all of them: {differing}"
+                "batches put behind one another need the same columns; not in all of them: "
+                f"{differing}"
             )
-        whole = cls.of_views([View(tuple(t for b in batches for t in _tables(b)))])
-        whole._metrics = _own_metrics(batches)
-        return whole
+
+        # A plain batch gives its tables, so that chains of calls do not nest tables in tables.
+        tables = tuple(chain.from_iterable(map(_tables, batches)))
+        joined = cls.of_views([View(tables)])
+        joined._metrics = _own_metrics(batches)
+        return joined
+
+    def _knows_names(self) -> bool:
+        return all(view.known_names() is not None for view in self.views)
 
     def __repr__(self) -> str:
-        names = [n for v in self.views for n in (v.known_names() or ("...",))]
-        return f"Batch({'?' if self.known_rows is None else self.known_rows} rows: {', '.join(dict.fromkeys(names))})"
+        rows = "?" if self.known_rows is None else self.known_rows
+        names = chain.from_iterable(view.known_names() or ("...",) for view in self.views)
+        return f"Batch({rows} rows: {', '.join(dict.fromkeys(names))})"
 
 
 def _own_metrics(batches: Iterable[Batch]) -> Metrics | None:
@@ -490,9 +610,10 @@ def _own_metrics(batches: Iterable[Batch]) -> Metrics | None:
 
 
 def _tables(batch: Batch) -> tuple[Table, ...]:
-    """The batch as tables to stand in a row: its own where it is just that, else itself as one table."""
-    only = batch.views[0]
-    if len(batch.views) == 1 and only.index is None and only.renames is None and only.only is None:
-        return only.tables
-    names = None if any(v.known_names() is None for v in batch.views) else batch.names
+    """Return the tables that are just this batch, or else the batch as one table."""
+    view = batch.views[0]
+    is_plain = view.index is None and view.renames is None and view.only is None
+    if is_plain and len(batch.views) == 1:
+        return view.tables
+    names = batch.names if batch._knows_names() else None
     return (PromisedTable(lambda: batch, batch.known_rows, names),)

@@ -1,8 +1,14 @@
-"""One column of a batch: a value per row, a run of values per row (ragged, no padding), or an object per row."""
+"""One column of a batch: a value per row, a run of values per row, or an object per row.
+
+A token column holds runs of different lengths without padding. Three rows of 2, 0 and 3 tokens:
+
+    values   a0 a1 c0 c1 c2        lengths   2 0 3
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -10,12 +16,17 @@ import numpy as np
 import torch
 
 Index = slice | np.ndarray
+"""Rows of a column: a slice, or int64 row numbers."""
 
 
 @attrs.frozen(eq=False)
 class Column:
-    """`values` is a tensor [rows, *trailing], or [sum(lengths), *trailing] when `lengths` (int64 [rows]) is given, or a
-    list of one object per row."""
+    """The values of one column, of one of three kinds.
+
+    "row": `values` is a tensor [rows, *trailing].
+    "token": `values` is a tensor [sum(lengths), *trailing], with `lengths` int64 [rows].
+    "object": `values` is a list of one object per row.
+    """
 
     values: torch.Tensor | list[Any]
     lengths: np.ndarray | None = None
@@ -23,19 +34,20 @@ class Column:
     def __attrs_post_init__(self) -> None:
         if self.lengths is not None and int(self.lengths.sum()) != len(self.values):
             raise ValueError(
-                f"a token column's values must have sum(lengths) = {int(self.lengths.sum())} entries, "
-                f"got {len(self.values)}"
+                f"a token column's values must have sum(lengths) = {int(self.lengths.sum())} "
+                f"entries, got {len(self.values)}"
             )
 
     @property
     def kind(self) -> str:
-        """ "row", "token" or "object"."""
+        """The kind of column: "row", "token" or "object"."""
         if isinstance(self.values, list):
             return "object"
         return "row" if self.lengths is None else "token"
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return len(self.values) if self.lengths is None else len(self.lengths)
 
     def __len__(self) -> int:
@@ -47,26 +59,34 @@ class Column:
         return 0 if isinstance(self.values, list) else self.values.nbytes
 
     def __iter__(self) -> Iterator[Any]:
-        """Row by row: objects, tensors [length, *trailing], or tensors [*trailing]."""
+        """Iterate over rows: objects, tensors [length, *trailing], or tensors [*trailing]."""
         if self.lengths is None or isinstance(self.values, list):
             return iter(self.values)
         return iter(torch.split(self.values, self.lengths.tolist()))
 
     def take(self, index: Index, copy: bool = True) -> Column:
-        """Rows by slice or int64 array, copied (never a view that another holder could write to).
+        """Return rows by slice or int64 array, copied (never a view that others could write to).
 
-        copy=False lets a slice share memory, for whoever copies it himself (the wire).
+        copy=False lets a slice share memory, for callers that copy it themselves (the wire).
         """
         if not isinstance(index, slice):
             index = np.array(index, dtype=np.int64)  # torch takes no negative strides
+
+        # Objects
         if isinstance(self.values, list):
             if isinstance(index, slice):
                 return Column(self.values[index])
             return Column([self.values[i] for i in index.tolist()])
+
+        # A value per row
         if self.lengths is None:
             if isinstance(index, slice):
-                return Column(self.values[index].clone() if copy else self.values[index])
+                values = self.values[index]
+                return Column(values.clone() if copy else values)
             return Column(self.values[torch.from_numpy(index)])
+
+        # Runs: row i of a token column is values[ends[i] - lengths[i] : ends[i]], and neighbours
+        # are one run.
         ends = np.cumsum(self.lengths)
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self.lengths))
@@ -79,72 +99,102 @@ class Column:
                     self.lengths[start : max(stop, start)].copy(),
                 )
             index = np.arange(start, stop, step)
+
         lengths = self.lengths[index]
-        return Column(
-            self.values[torch.from_numpy(_positions(ends[index] - lengths, lengths))], lengths
-        )
+        positions = _positions(ends[index] - lengths, lengths)
+        return Column(self.values[torch.from_numpy(positions)], lengths)
 
     @classmethod
     def concat(cls, columns: Sequence[Column]) -> Column:
-        """One behind the other. Empty ones say nothing about kind, dtype or shape where another one has rows."""
-        columns = [c for c in columns if c.rows] or list(columns[:1])
+        """Concatenate the rows of columns of one kind. Raises ValueError for several kinds.
+
+        A column without rows may be of any kind, dtype and shape where another one has rows.
+        """
+        # Columns without rows are left out; if all are, the first one stands for them.
+        columns = [column for column in columns if column.rows] or list(columns[:1])
         if len(columns) == 1:
             return columns[0]
-        kinds = {c.kind for c in columns}
+
+        # One kind is left, or the batches do not belong together.
+        kinds = {column.kind for column in columns}
         if len(kinds) > 1:
             raise ValueError(f"cannot put columns of kinds {sorted(kinds)} behind one another")
         if kinds == {"object"}:
-            return cls([v for c in columns for v in c.values])
-        values = torch.cat([torch.as_tensor(c.values) for c in columns])
+            return cls(list(chain.from_iterable(column.values for column in columns)))
+
+        values = torch.cat([torch.as_tensor(column.values) for column in columns])
         if kinds == {"row"}:
             return cls(values)
-        return cls(values, np.concatenate([c.lengths for c in columns if c.lengths is not None]))
+        lengths = [column.lengths for column in columns if column.lengths is not None]
+        return cls(values, np.concatenate(lengths))
 
     def padded(self, fill: float = 0, width: int | None = None) -> torch.Tensor:
-        """[rows, T, *trailing], T the longest row (or `width`), short rows filled on the right with `fill`."""
+        """Return a token column as [rows, T, *trailing], filled with `fill` on the right.
+
+        T is `width`, or the length of the longest row. Raises ValueError for other columns.
+        """
         if self.lengths is None or isinstance(self.values, list):
             raise ValueError(f"only token columns can be padded; this one is a {self.kind} column")
         return pad_rows(self.values, self.lengths, fill, width)
 
     @classmethod
     def from_padded(cls, tensor: torch.Tensor, lengths: np.ndarray) -> Column:
-        """The inverse of `padded`: keeps the first lengths[i] entries of row i."""
-        mask = (
-            torch.arange(tensor.shape[1])[None]
-            < torch.from_numpy(np.asarray(lengths, dtype=np.int64))[:, None]
-        )
-        return cls(tensor[mask.to(tensor.device)], np.asarray(lengths, dtype=np.int64))
+        """Make a token column of the first lengths[i] entries of each row; undoes `padded`."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        mask = _mask(lengths, tensor.shape[1])
+        return cls(tensor[mask.to(tensor.device)], lengths)
 
 
 def pad_rows(
     values: torch.Tensor, lengths: np.ndarray, fill: float = 0, width: int | None = None
 ) -> torch.Tensor:
+    """Pad a token column's values; see Column.padded.
+
+    Raises ValueError for a width smaller than the longest row.
+    """
+    # A narrower width would cut tokens off without a word.
     longest = int(lengths.max()) if len(lengths) else 0
     width = longest if width is None else width
     if width < longest:
         raise ValueError(f"width {width} is smaller than the longest row ({longest})")
-    out = values.new_full((len(lengths), width, *values.shape[1:]), fill)
-    mask = (
-        torch.arange(width)[None] < torch.from_numpy(np.asarray(lengths, dtype=np.int64))[:, None]
-    )
-    out[mask.to(values.device)] = values
-    return out
+
+    padded = values.new_full((len(lengths), width, *values.shape[1:]), fill)
+    padded[_mask(lengths, width).to(values.device)] = values
+    return padded
+
+
+def _mask(lengths: np.ndarray, width: int) -> torch.Tensor:
+    """Return bool [rows, width]: True for the first lengths[i] entries of row i."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    return torch.arange(width)[None] < torch.from_numpy(lengths)[:, None]
 
 
 def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Flat positions of runs: [starts[0], starts[0]+1, ...] for each run, in order."""
+    """Return flat positions of runs, int64: starts[0], starts[0] + 1, ... for each run, in order.
+
+    Entry k of the result lies in some run r, and is k + starts[r] - (the lengths before run r).
+    """
     total = int(lengths.sum())
-    shift = np.repeat(
-        starts - np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else starts, lengths
-    )
-    return np.asarray(np.arange(total) + shift, dtype=np.int64)
+    shifts = starts
+    if len(lengths):
+        shifts = starts - np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    positions = np.arange(total) + np.repeat(shifts, lengths)
+    return np.asarray(positions, dtype=np.int64)
 
 
 def tokens(rows: Sequence[Any], dtype: torch.dtype | None = None) -> Column:
-    """A token column from one sequence (list, array or tensor) per row; int64 if all are empty and no dtype is given."""
-    parts = [torch.as_tensor(np.asarray(r) if not isinstance(r, torch.Tensor) else r) for r in rows]
-    lengths = np.array([len(p) for p in parts], dtype=np.int64)
-    filled = [p for p in parts if len(p)]  # an empty list has no dtype of its own to impose
+    """Make a token column of one sequence (list, array or tensor) per row.
+
+    Without `dtype` it is that of the sequences, or int64 if all of them are empty.
+    """
+    # A tensor keeps its dtype; NumPy chooses that of lists.
+    parts = [
+        row if isinstance(row, torch.Tensor) else torch.as_tensor(np.asarray(row)) for row in rows
+    ]
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+
+    # An empty list has no dtype of its own to impose.
+    filled = [part for part in parts if len(part)]
     if not filled:
         return Column(torch.empty(0, dtype=dtype or torch.int64), lengths)
     values = torch.cat(filled)
@@ -152,7 +202,10 @@ def tokens(rows: Sequence[Any], dtype: torch.dtype | None = None) -> Column:
 
 
 def as_column(value: Any) -> Column:
-    """A Column as it is; a tensor or array: a value per row; a list or tuple: an object per row."""
+    """Make a column of a tensor or array (a value per row), or of a list (an object per row).
+
+    A Column is returned unchanged. Raises TypeError for anything else.
+    """
     if isinstance(value, Column):
         return value
     if isinstance(value, torch.Tensor):
@@ -168,20 +221,25 @@ def as_column(value: Any) -> Column:
 
 
 def compose(outer: Index | None, inner: Index | None, rows: int) -> Index | None:
-    """The index that first applies `outer` (on a table of `rows` rows), then `inner` on its result."""
+    """Return the index that first applies `outer`, on `rows` rows, then `inner` on its result."""
     if outer is None or inner is None:
         return inner if outer is None else outer
+
     if isinstance(outer, slice):
         start, stop, step = outer.indices(rows)
-        steps = range(start, stop, step)
+
+        # A slice of a slice is a slice again. Steps are positive: Batch.take sees to it.
         if isinstance(inner, slice):
-            r = steps[inner]
-            return slice(r.start, r.stop, r.step) if r.step > 0 and len(r) else slice(0, 0, 1)
+            taken = range(start, stop, step)[inner]
+            if taken.step > 0 and len(taken):
+                return slice(taken.start, taken.stop, taken.step)
+            return slice(0, 0, 1)
         return start + step * np.asarray(inner)
     return outer[inner]
 
 
 def index_rows(index: Index | None, rows: int) -> int:
+    """Return the number of rows that an index takes of `rows` rows; None takes all."""
     if index is None:
         return rows
     return len(range(*index.indices(rows))) if isinstance(index, slice) else len(index)

@@ -9,10 +9,12 @@ import attrs
 
 @attrs.frozen
 class ModelConfig:
-    """Give `path` (a Hugging Face folder with config.json and safetensors) or `config` (random weights)."""
+    """Give `path` (a Hugging Face folder with config.json and safetensors) or `config` (random
+    weights)."""
 
     path: str | None = None
-    """Folder with config.json and model.safetensors, or "stage:NAME": what an earlier stage of this run exported."""
+    """Folder with config.json and model.safetensors, or "stage:NAME" for what an earlier run stage
+    exported."""
     config: dict[str, Any] | None = None
     """Fields of the Hugging Face config; `model_type` is required."""
     init_seed: int = 0
@@ -23,18 +25,27 @@ class ModelConfig:
 class ModelSpec:
     """A resolved model: its Hugging Face config fields, and where its weights come from."""
 
+    # The architecture, and the weights
     hf_config: dict[str, Any]
     path: str | None
+    """Folder with the weights; None for random ones."""
     init_seed: int
+    """Seed of random weights, and of a new value head."""
+
+    # What a run makes of it
     kind: str = "policy"
-    """"policy" (next-token logits), "value" (one value per token) or "score" (one score per sequence)."""
+    """"policy" (next-token logits), "value" (one value per token) or "score" (one score per
+    sequence)."""
     export: str | None = None
-    """A folder that an earlier stage of the run will have written before this model is built; `path` is then not set yet."""
+    """Folder that an earlier run stage will have written before this model is built; `path` is not
+    set until then."""
 
     @property
     def vocab_size(self) -> int:
+        """The number of embeddings."""
         return int(self.hf_config["vocab_size"])
 
     @property
     def max_positions(self) -> int | None:
+        """The largest number of positions; None: the config sets no limit."""
         return self.hf_config.get("max_position_embeddings")

@@ -4,5 +4,8 @@ from __future__ import annotations
 
 
 def shorten(text: str, limit: int = 80) -> str:
-    """The repr of a text for a message, cut in the middle when it is long."""
-    return repr(text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}")
+    """Return the repr of a text, cut in the middle when the text is longer than `limit`."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return repr(text)

@@ -1,10 +1,12 @@
-"""Who holds which part of which parameter: the language that training backends and rollout engines share.
+"""Who holds which part of which parameter: the language that trainers and rollout engines share.
 
+A *box* is an axis-aligned part of a parameter; the *shard* of a rank is the values of its boxes.
 Canonical names and shapes are those of the exported safetensors (Hugging Face).
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 
@@ -14,132 +16,168 @@ import torch
 
 @attrs.frozen
 class Box:
-    """A half-open interval of an n-dimensional parameter, in elements: start[i] <= index[i] < stop[i]."""
+    """A half-open box in an n-dimensional parameter: start[i] <= index[i] < stop[i], by element."""
 
     start: tuple[int, ...]
+    """The first index along each dimension."""
     stop: tuple[int, ...]
+    """One more than the last index along each dimension."""
 
     @classmethod
     def full(cls, shape: Iterable[int]) -> Box:
-        stop = tuple(int(s) for s in shape)
+        """Make the box of a whole parameter."""
+        stop = tuple(int(size) for size in shape)
         return cls((0,) * len(stop), stop)
 
     @classmethod
     def part(cls, shape: Sequence[int], dim: int, start: int, stop: int) -> Box:
-        """The whole of `shape` but for [start, stop) along `dim`."""
-        whole = cls.full(shape)
+        """Make the box of a whole parameter but for [start, stop) along `dim`."""
+        full = cls.full(shape)
         return cls(
-            (*whole.start[:dim], start, *whole.start[dim + 1 :]),
-            (*whole.stop[:dim], stop, *whole.stop[dim + 1 :]),
+            (*full.start[:dim], start, *full.start[dim + 1 :]),
+            (*full.stop[:dim], stop, *full.stop[dim + 1 :]),
         )
+
+    # --- sizes and places ---
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        """The size along each dimension."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     @property
     def numel(self) -> int:
-        return prod(max(b - a, 0) for a, b in zip(self.start, self.stop, strict=True))
+        """The number of elements; 0 where a dimension is empty."""
+        return prod(max(size, 0) for size in self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        """Return the slices of this box in the whole parameter."""
+        return tuple(slice(*interval) for interval in zip(self.start, self.stop, strict=True))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """The slices of this box in a tensor that holds `outer`."""
+        """Return the slices of this box in a tensor that holds the box `outer`."""
         return tuple(
-            slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, outer.start, strict=True)
+            slice(start - offset, stop - offset)
+            for start, stop, offset in zip(self.start, self.stop, outer.start, strict=True)
         )
 
+    # --- with another box ---
+
     def intersect(self, other: Box) -> Box | None:
-        """What both hold, or None."""
+        """Return the box that both hold, or None."""
+        # Empty along one dimension is empty altogether.
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(operator.lt, start, stop)) else None
 
     def minus(self, other: Box) -> Iterator[Box]:
-        """Disjoint boxes of what this one holds and `other` does not: at most two for each dimension."""
+        """Yield disjoint boxes of what this one holds and `other` does not.
+
+        There are at most two for each dimension.
+        """
         common = self.intersect(other)
         if common is None:
             if self.numel:
                 yield self
             return
-        start, stop = list(self.start), list(self.stop)
-        for dim, (a, b) in enumerate(zip(common.start, common.stop, strict=True)):
-            if start[dim] < a:
-                yield Box(tuple(start), tuple([*stop[:dim], a, *stop[dim + 1 :]]))
-            if b < stop[dim]:
-                yield Box(tuple([*start[:dim], b, *start[dim + 1 :]]), tuple(stop))
-            start[dim], stop[dim] = a, b
+
+        # Dimension by dimension, cut off what lies before and behind the common part.
+        start = list(self.start)
+        stop = list(self.stop)
+        for dim in range(len(common.start)):
+            if start[dim] < common.start[dim]:
+                end = [*stop[:dim], common.start[dim], *stop[dim + 1 :]]
+                yield Box(tuple(start), tuple(end))
+            if common.stop[dim] < stop[dim]:
+                begin = [*start[:dim], common.stop[dim], *start[dim + 1 :]]
+                yield Box(tuple(begin), tuple(stop))
+            start[dim] = common.start[dim]
+            stop[dim] = common.stop[dim]
 
     def flat_range(self, start: int, stop: int) -> Iterator[Box]:
-        """The elements start..stop of this box in row-major order: at most 2n-1 boxes, in that order.
+        """Yield the elements start..stop of this box in row-major order: at most 2n-1 boxes.
 
-        A flat shard (ZeRO) of an n-dimensional parameter is one.
+        The flat shard (ZeRO) of an n-dimensional parameter is such a range.
         """
-        yield from (Box(tuple(a), tuple(b)) for a, b in _flat(self.start, self.shape, start, stop))
+        return _flat(self.start, self.shape, start, stop)
 
     def __str__(self) -> str:
-        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+        intervals = zip(self.start, self.stop, strict=True)
+        return "[" + ", ".join(f"{start}:{stop}" for start, stop in intervals) + "]"
 
 
-def _flat(
-    origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[list[int], list[int]]]:
+def _flat(origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield elements start..stop of the box at `origin`: part of a row, whole rows, part of a row.
+
+        . . . . x x x     inside(head - 1), from start to the row's end
+        x x x x x x x     rows head..tail, one box
+        x x . . . . .     inside(tail), up to stop
+
+    A "row" is what one index of the first dimension selects; its part is again a flat range.
+    """
     if start >= stop:
         return
     if not shape:
-        yield [], []
+        yield Box((), ())
         return
-    row, first = prod(shape[1:]), origin[0]
-    head, tail = -(-start // row), stop // row  # whole rows head..tail
 
-    def inside(at: int, a: int, b: int) -> Iterator[tuple[list[int], list[int]]]:
-        for lo, hi in _flat(origin[1:], shape[1:], a, b):
-            yield [first + at, *lo], [first + at + 1, *hi]
+    # Rows head..tail are whole; `row` is the number of elements of each.
+    first = origin[0]
+    rest = origin[1:]
+    row = prod(shape[1:])
+    head = -(-start // row)
+    tail = stop // row
 
-    if head > tail:  # within one row
+    def inside(index: int, start: int, stop: int) -> Iterator[Box]:
+        for box in _flat(rest, shape[1:], start, stop):
+            yield Box((first + index, *box.start), (first + index + 1, *box.stop))
+
+    if head > tail:  # the range lies within one row
         yield from inside(tail, start - tail * row, stop - tail * row)
         return
+
+    # The parts before, among and behind the whole rows, where there are any.
     if start < head * row:
         yield from inside(head - 1, start - (head - 1) * row, row)
     if head < tail:
-        whole = Box.full(shape[1:])
-        rest = list(origin[1:])
-        yield (
-            [first + head, *rest],
-            [first + tail, *(o + n for o, n in zip(rest, whole.stop, strict=True))],
-        )
+        ends = map(operator.add, rest, shape[1:])
+        yield Box((first + head, *rest), (first + tail, *ends))
     if tail * row < stop:
         yield from inside(tail, 0, stop - tail * row)
 
 
 @attrs.frozen(eq=False)
 class LazyShard:
-    """A shard whose values are made whenever it is read, with the same bits each time: adapters that are merged, say."""
+    """A shard whose values are computed at each read, with the same bits (merged adapters, say)."""
 
     shape: tuple[int, ...]
+    """Shape of the box."""
     make: Callable[[], torch.Tensor]
+    """Computes the values of the whole box."""
 
     def __getitem__(self, place: tuple[slice, ...]) -> torch.Tensor:
         return self.make()[place]
 
 
 Shard = torch.Tensor | LazyShard
+"""The values that one rank holds of a box."""
 
 
 @attrs.frozen
 class Param:
-    """The whole of a parameter: its canonical shape and the dtype that this side stores."""
+    """A whole parameter: its canonical shape, and the dtype that this side stores."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def numel(self) -> int:
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -148,10 +186,14 @@ Shards = Mapping[int, tuple[Box, ...]]
 
 
 class _ByRank(Mapping[int, Mapping[str, tuple[Box, ...]]]):
-    """rank -> name -> boxes, read off name -> rank -> boxes: made when asked for, so that thousands of ranks cost nothing."""
+    """rank -> name -> boxes, as a view of name -> rank -> boxes.
+
+    A rank's entry is computed when it is asked for, so that thousands of ranks cost nothing.
+    """
 
     def __init__(self, shards: Mapping[str, Shards], ranks: Iterable[int]):
-        self.shards, self._ranks = shards, dict.fromkeys(ranks)
+        self.shards = shards
+        self._ranks = dict.fromkeys(ranks)
 
     def __getitem__(self, rank: int) -> dict[str, tuple[Box, ...]]:
         if rank not in self._ranks:
@@ -167,19 +209,22 @@ class _ByRank(Mapping[int, Mapping[str, tuple[Box, ...]]]):
 
 @attrs.frozen(eq=False)
 class WeightLayout:
-    """Which boxes of each parameter each rank holds; `()` (nothing) is a legal holding.
+    """Which boxes of each parameter each rank holds; `()`, nothing, is legal.
 
-    Boxes are of the canonical parameter, whatever the storage: padding is in none of them; what is fused, interleaved or
-    transposed is the holder's affair, who gives a view of a box or copies it in and out.
+    Boxes are parts of the canonical parameter, whatever the storage looks like: padding is in none
+    of them. A holder that fuses, interleaves or transposes parameters returns a view of a box, or
+    copies it in and out.
     """
 
     params: Mapping[str, Param]
+    """Canonical name -> parameter."""
     held: Mapping[int, Mapping[str, tuple[Box, ...]]]
     """rank -> canonical name -> disjoint boxes."""
     ties: Mapping[str, str] = attrs.field(factory=dict)
     """Tied name -> the name whose storage it shares; tied names are not in `params`."""
     opaque: frozenset[str] = frozenset()
-    """Parameters into whose storage the holder gives no view (packed, interleaved, quantised): values are copied in."""
+    """Parameters whose storage has no views (packed, interleaved or quantised): values are copied
+    in."""
 
     @classmethod
     def by_name(
@@ -190,39 +235,46 @@ class WeightLayout:
         ties: Mapping[str, str] | None = None,
         opaque: Iterable[str] = (),
     ) -> WeightLayout:
-        """The same, given as name -> rank -> boxes. Parameters that are cut alike should share one Shards object."""
+        """Make a layout of name -> rank -> boxes.
+
+        Parameters that are cut alike should share one Shards object.
+        """
         return cls(params, _ByRank(shards, ranks), ties or {}, frozenset(opaque))
 
     @property
     def ranks(self) -> list[int]:
+        """All ranks, in ascending order."""
         return sorted(self.held)
 
     def shards(self) -> Mapping[str, Shards]:
-        """name -> rank -> boxes."""
+        """Return the layout as name -> rank -> boxes."""
         if isinstance(self.held, _ByRank):
             return self.held.shards
-        found: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in self.params}
+
+        # Every parameter has an entry, also one that nobody holds.
+        shards: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in self.params}
         for rank, holding in self.held.items():
             for name, boxes in holding.items():
-                found.setdefault(name, {})[rank] = tuple(boxes)
-        return found
+                shards.setdefault(name, {})[rank] = tuple(boxes)
+        return shards
 
     def nbytes(self, rank: int) -> int:
-        """Bytes of parameters that a rank holds."""
-        holding = self.held.get(rank, {})
-        return sum(
-            self.params[n].dtype.itemsize * sum(b.numel for b in boxes)
-            for n, boxes in holding.items()
-        )
+        """Return the number of bytes of parameters that a rank holds."""
+        nbytes = 0
+        for name, boxes in self.held.get(rank, {}).items():
+            nbytes += self.params[name].dtype.itemsize * sum(box.numel for box in boxes)
+        return nbytes
 
     def renumbered(self, number: Callable[[int], int]) -> WeightLayout:
-        """The same on other ranks: those of another pool, say, behind the first pool's."""
-        memo: dict[int, dict[int, tuple[Box, ...]]] = {}
+        """Return the same layout on other ranks: those of another pool, behind the first's, say."""
+        # Parameters that share a Shards object go on sharing it.
+        by_id: dict[int, dict[int, tuple[Box, ...]]] = {}
         shards = self.shards()
         for held in shards.values():
-            if id(held) not in memo:
-                memo[id(held)] = {number(rank): boxes for rank, boxes in held.items()}
-        renamed = {name: memo[id(held)] for name, held in shards.items()}
+            if id(held) not in by_id:
+                by_id[id(held)] = {number(rank): boxes for rank, boxes in held.items()}
+
+        renumbered = {name: by_id[id(held)] for name, held in shards.items()}
         return WeightLayout.by_name(
-            self.params, renamed, map(number, self.held), self.ties, self.opaque
+            self.params, renumbered, map(number, self.held), self.ties, self.opaque
         )

@@ -1,1 +1,1 @@
-"""The programs inside the processes: hosts, model workers, tasks, the path of an update, batches as messages."""
+"""The programs inside a pool's processes: model workers, tasks, and the path of an update."""

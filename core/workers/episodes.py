@@ -1,6 +1,10 @@
-"""Episodes: turns of the model and answers of an environment, by rounds of requests that go on after their prefix.
+"""Episodes: turns of the model and answers of an environment.
 
-Tokens in, tokens out: what the model made is never tokenised again, and an answer is tokenised by itself.
+    prompt -> reset -> [answer] -> turn -> step -> [answer] -> turn -> ... -> done, or no room left
+
+Each round of turns is one call of the engine, with a request per episode that runs; it goes on
+after what was written so far. Tokens in, tokens out: what the model wrote is never tokenised again,
+and an answer is tokenised by itself.
 """
 
 from __future__ import annotations
@@ -33,42 +37,54 @@ NOT_MADE = -1
 
 @attrs.frozen
 class Episodes:
-    """What a worker must know to drive them."""
+    """What a worker needs to run episodes."""
 
     section: EnvironmentSection
+    """The environment's name, options and limits."""
     tokenizer: Tokenizer
+    """The policy's tokenizer."""
 
     def stop_ids(self) -> tuple[int, ...]:
-        """The environment's stops. Raises ConfigError for one that is not one token."""
-        section, found = self.section, []
+        """Return the tokens that end a turn. Raises ConfigError for a stop that is not one token."""
+        section = self.section
+        stops = []  # engines compare single tokens
         for text in environment_class(section.name, section.options).stops:
             ids = self.tokenizer.encode(text)
             if len(ids) != 1:
                 raise ConfigError(
-                    f"environment {section.name!r} ends turns with {text!r}, which is {len(ids)} tokens of this tokenizer; "
-                    "choose a stop of one token, or another tokenizer"
+                    f"environment {section.name!r} ends turns with {text!r}, which is {len(ids)} "
+                    "tokens of this tokenizer; choose a stop of one token, or another tokenizer"
                 )
-            found.append(int(ids[0]))
-        return tuple(found)
+            stops.append(int(ids[0]))
+        return tuple(stops)
 
 
 class Episode:
-    """One row: what was said so far, with the mask, logprobs, versions and turn of each token."""
+    """One row: what was written so far, with mask, logprob, version and turn of each token."""
 
     def __init__(
         self, spec: Episodes, request: Request, meta: Mapping[str, Any], stops: tuple[int, ...]
     ):
-        self.spec, self.request, self.meta, self.stops = spec, request, meta, stops
+        """Take the first turn's request, the row's fields, and the tokens that end a turn."""
+        self.spec = spec
+        self.request = request
+        self.meta = meta
+        self.stops = stops
+
+        # Of each token so far, the model's and the environment's.
         self.ids = np.zeros(0, np.int64)
         self.logprobs = np.zeros(0, np.float32)
-        self.versions, self.turns = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.versions = np.zeros(0, np.int64)
+        self.turns = np.zeros(0, np.int64)
+
+        # Of each turn so far; `reason` is None while the episode runs.
         self.rewards: list[float] = []
         self.states: list[str] = []
         self.reason: str | None = None
         self.environment: Environment | None = None
 
     def start(self) -> dict[str, Any]:
-        """Reset the environment; its answer, for `take`."""
+        """Reset the environment; return its answer, for `take`."""
         prompt = self.spec.tokenizer.decode(self.request.prompt_ids)
 
         def begin() -> Answer:
@@ -76,68 +92,83 @@ class Episode:
             self.environment = environment_class(section.name, section.options)(**section.options)
             return self.environment.reset(Start(prompt, self.meta, self.request.seed))
 
-        return self._said(begin, prompt)
+        return self._plain_answer(begin, prompt)
 
     def answer(self, turn: Turn) -> dict[str, Any]:
+        """Give the environment the model's turn; return its answer, for `take`."""
         assert self.environment is not None
         step = self.environment.step
-        return self._said(lambda: step(turn), turn.text)
+        return self._plain_answer(lambda: step(turn), turn.text)
 
     def close(self) -> None:
-        """Whatever it does, the others are closed too."""
+        """Close the environment. What it raises is logged, so that the others are closed too."""
         try:
             if self.environment is not None:
                 self.environment.close()
         except Exception:
             log.exception("environment %r could not be closed", self.spec.section.name)
 
-    def _said(self, call: Any, text: str) -> dict[str, Any]:
-        """The answer as plain values, which travel; a failure as its message."""
-        name = self.spec.section.name
+    def _plain_answer(self, call: Any, text: str) -> dict[str, Any]:
+        """Return the answer as plain values, which can travel; a failure as {"error": its message}."""
         try:
             answer = call()
         except Exception as error:
-            return {
-                "error": f"environment {name!r} raised {type(error).__name__}: {error} [after {shorten(text)}]"
-            }
-        if not isinstance(answer, Answer):
-            return {
-                "error": f"environment {name!r} returned {answer!r:.80}; return an Answer [after {shorten(text)}]"
-            }
-        if not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
-            wrong = f"gave the reward {answer.reward!r}; it must be a finite number"
-            return {"error": f"environment {name!r} {wrong} [after {shorten(text)}]"}
-        return attrs.asdict(answer)
+            problem = f"raised {type(error).__name__}: {error}"
+        else:
+            if not isinstance(answer, Answer):
+                problem = f"returned {answer!r:.80}; return an Answer"
+            elif not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
+                problem = f"gave the reward {answer.reward!r}; it must be a finite number"
+            else:
+                return attrs.asdict(answer)
+
+        # Every rank of the replica raises it, in `take`.
+        name = self.spec.section.name
+        return {"error": f"environment {name!r} {problem} [after {shorten(text)}]"}
 
     def take(self, said: Mapping[str, Any], first: bool = False) -> None:
-        """The environment's answer. Raises EnvironmentFailure."""
+        """Append the environment's answer to the episode.
+
+        first: the answer to `start`, which may be empty and has no reward. Raises
+        EnvironmentFailure when the environment failed, or when no turn can follow its text.
+        """
         if "error" in said:
             raise EnvironmentFailure(f"{said['error']} [row {self.request.id}]")
+        # The answer to a turn has the turn's reward.
         if not first:
             self.rewards.append(float(said["reward"]))
         if said["done"]:
             self.reason = "stop"
             return
-        ids = self.spec.tokenizer.encode(said["text"]) if said["text"] else np.zeros(0, np.int64)
-        if (not first and not len(ids)) or (
-            len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids
-        ):
+
+        # An engine would take a prefix that ends in a stop for a turn that has ended.
+        sampling = self.request.sampling
+        ids = np.zeros(0, np.int64)
+        if said["text"]:
+            ids = self.spec.tokenizer.encode(said["text"])
+        missing = not first and not len(ids)
+        if missing or (len(ids) and int(ids[-1]) in sampling.stop_token_ids):
             raise EnvironmentFailure(
-                f"environment {self.spec.section.name!r} answered {said['text']!r} and the episode is not done; an answer "
-                f"needs a text that does not end as a turn does [row {self.request.id}]"
+                f"environment {self.spec.section.name!r} answered {said['text']!r} and the episode "
+                "is not done; an answer needs a text that does not end as a turn does "
+                f"[row {self.request.id}]"
             )
-        room = self.request.sampling.max_tokens - len(self.ids)
-        self._put(
-            ids[:room],
-            np.zeros(len(ids[:room]), np.float32),
-            np.full(len(ids[:room]), NOT_MADE),
-            NOT_MADE,
-        )
+
+        # Cut off what exceeds the row's limit, which counts the environment's tokens too.
+        room = sampling.max_tokens - len(self.ids)
+        taken = ids[:room]
+        logprobs = np.zeros(len(taken), np.float32)
+        versions = np.full(len(taken), NOT_MADE)
+        self._put(taken, logprobs, versions, NOT_MADE)
+        # No room for a token of the model, or no turn left.
         if len(ids) >= room or len(self.rewards) >= self.spec.section.max_turns:
             self.reason = "length"
         self.states.append(said["state"])
 
     def next_request(self) -> Request:
+        """Return the request for the model's next turn, which goes on after what was written so
+        far.
+        """
         return attrs.evolve(
             self.request,
             prefix_ids=self.ids,
@@ -146,16 +177,22 @@ class Episode:
         )
 
     def made(self, done: Completion) -> Turn | None:
-        """Take a turn; None where the episode ends with it."""
-        had = len(self.ids)
-        new = done.response_ids[had:]
-        self._put(new, done.logprobs[had:], done.weight_version[had:], len(self.rewards))
+        """Append the model's turn to the episode, and return it; None where the episode ends."""
+        start = len(self.ids)
+        new = done.response_ids[start:]
+        versions = done.weight_version[start:]
+        self._put(new, done.logprobs[start:], versions, len(self.rewards))
+
+        # Cut off by its length, or aborted: the environment does not see the turn.
         if done.finish_reason != "stop":
             self.reason = done.finish_reason
             self.rewards.append(0.0)
             return None
+
+        # A stop of the request itself ends a turn too, and is no stop of the environment.
         text = self.spec.tokenizer.decode(new)
-        return Turn(len(self.rewards), text, new, not (len(new) and int(new[-1]) in self.stops))
+        stopped = len(new) and int(new[-1]) in self.stops
+        return Turn(len(self.rewards), text, new, not stopped)
 
     def _put(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, turn: int) -> None:
         self.ids = np.concatenate([self.ids, ids])
@@ -165,33 +202,45 @@ class Episode:
 
 
 def run_episodes(
-    engine: RolloutEngine, requests: Sequence[Request], metas: Sequence[Mapping[str, Any]], spec: Episodes,
+    engine: RolloutEngine,
+    requests: Sequence[Request],
+    metas: Sequence[Mapping[str, Any]],
+    spec: Episodes,
     context: RankContext,
-) -> Batch:  # fmt: skip
-    """Columns of `generate`, and per token `turn` (-1 of the environment's), per row `episode_return`, and as lists
-    `turn_rewards` and `turn_states` (the state in which each turn was taken).
+) -> Batch:
+    """Run an episode for each request; return the columns of `generate`, and further ones.
 
-    The environment runs on the first rank of a replica, whose answers the others get. Raises EnvironmentFailure.
+    Per token `turn` (-1 where the environment wrote), per row `episode_return`, and as lists
+    `turn_rewards` and `turn_states` (the state in which each turn was taken). The environments
+    run on the first rank of a replica, and the other ranks get their answers. Raises
+    EnvironmentFailure.
     """
+    # Generation ends at the environment's stops too.
     stops = spec.stop_ids()
     episodes = []
     for request, meta in zip(requests, metas, strict=True):
-        sampling = attrs.evolve(
-            request.sampling, stop_token_ids=(*request.sampling.stop_token_ids, *stops)
-        )
+        stop_token_ids = (*request.sampling.stop_token_ids, *stops)
+        sampling = attrs.evolve(request.sampling, stop_token_ids=stop_token_ids)
         episodes.append(Episode(spec, attrs.evolve(request, sampling=sampling), meta, stops))
+
     try:
-        answers = _on_first_rank(lambda: [e.start() for e in episodes], context)
-        for episode, answer in zip(episodes, answers, strict=True):
+        starts = _on_first_rank(lambda: [episode.start() for episode in episodes], context)
+        for episode, answer in zip(episodes, starts, strict=True):
             episode.take(answer, first=True)
-        while running := [e for e in episodes if e.reason is None]:
-            done = engine.generate([e.next_request() for e in running])
-            turns = [(e, e.made(completion)) for e, completion in zip(running, done, strict=True)]
-            waiting = [(e, turn) for e, turn in turns if turn is not None]
-            said = _on_first_rank(
-                lambda waiting=waiting: [e.answer(turn) for e, turn in waiting], context
+
+        # A round: a turn of each running episode, then the answers to those that go on.
+        while running := [episode for episode in episodes if episode.reason is None]:
+            done = engine.generate([episode.next_request() for episode in running])
+            waiting = []
+            for episode, completion in zip(running, done, strict=True):
+                turn = episode.made(completion)
+                if turn is not None:
+                    waiting.append((episode, turn))
+
+            answers = _on_first_rank(
+                lambda waiting=waiting: [episode.answer(turn) for episode, turn in waiting], context
             )
-            for (episode, _), answer in zip(waiting, said, strict=True):
+            for (episode, _), answer in zip(waiting, answers, strict=True):
                 episode.take(answer)
     finally:
         for episode in episodes:
@@ -200,40 +249,52 @@ def run_episodes(
 
 
 def _on_first_rank(work: Any, context: RankContext) -> list[Any]:
-    """Its result on every rank of the replica; what it raises too, so that none waits for ever."""
+    """Return the result of `work`, which the first rank of the replica does, on every rank of it.
+
+    What it raises becomes an EnvironmentFailure on every rank, so that none waits for ever.
+    """
     group = context.group("generation.tp")
     if group is None:
         return work()
-    found: list[Any] = [None]
+
+    # An outcome, so that a failure does not leave the other ranks waiting.
+    message: list[Any] = [None]
     first = dist.get_global_rank(group, 0)
     if dist.get_rank() == first:
         try:
-            found = [(True, work())]
+            message = [(True, work())]
         except Exception as error:
-            found = [(False, f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(found, src=first, group=group)
-    good, made = found[0]
-    if not good:
-        raise EnvironmentFailure(made)
-    return made
+            message = [(False, f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(message, src=first, group=group)
+
+    succeeded, result = message[0]
+    if not succeeded:
+        raise EnvironmentFailure(result)
+    return result
 
 
 def _batch(episodes: Sequence[Episode]) -> Batch:
-    ids = tokens([e.ids for e in episodes], torch.int64)
-    turns = tokens([e.turns for e in episodes], torch.int32)
-    returns = torch.tensor([sum(e.rewards) for e in episodes], dtype=torch.float32)
-    taken = [len(e.rewards) for e in episodes]
+    """Return the columns of ended episodes, with their mean return and number of turns as metrics."""
+    ids = tokens([episode.ids for episode in episodes], torch.int64)
+    turns = tokens([episode.turns for episode in episodes], torch.int32)
+    returns = torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float32)
+    masks = [episode.turns != NOT_MADE for episode in episodes]
+
+    # The state after the last turn is one in which no turn was taken.
+    states = [episode.states[: len(episode.rewards)] for episode in episodes]
     columns = {
         "response_ids": ids,
-        "rollout_logprobs": tokens([e.logprobs for e in episodes], torch.float32),
-        "loss_mask": tokens([e.turns != NOT_MADE for e in episodes], torch.uint8),
-        "weight_version": tokens([e.versions for e in episodes], torch.int32),
-        "finish_reason": [e.reason for e in episodes],
+        "rollout_logprobs": tokens([episode.logprobs for episode in episodes], torch.float32),
+        "loss_mask": tokens(masks, torch.uint8),
+        "weight_version": tokens([episode.versions for episode in episodes], torch.int32),
+        "finish_reason": [episode.reason for episode in episodes],
         "turn": turns,
         "episode_return": returns,
-        "turn_rewards": [e.rewards for e in episodes],
-        "turn_states": [e.states[:n] for e, n in zip(episodes, taken, strict=True)],
+        "turn_rewards": [episode.rewards for episode in episodes],
+        "turn_states": states,
     }
+
     count = float(len(episodes))
-    figures = {"turns": (float(sum(taken)), count), "episode_return": (float(returns.sum()), count)}
+    taken = float(sum(len(episode.rewards) for episode in episodes))
+    figures = {"turns": (taken, count), "episode_return": (float(returns.sum()), count)}
     return Batch(columns, Metrics(figures))

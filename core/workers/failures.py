@@ -1,4 +1,7 @@
-"""What happens to a reward that fails: tried again, given up after a while, scored by rule; never 0 without a word."""
+"""The rule for a reward that fails: retries, a time limit, and a score in its place.
+
+Every failure is logged; none becomes a 0 silently.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,16 @@ def score_by_rule(
     rule: FailureRule,
     per_token: bool = False,
 ) -> tuple[Any, int]:
-    """(float32 [n], or with `per_token` a list of float32 [T_i]; how many were scored by rule).
+    """(the rewards, how many of them the rule gave).
 
-    Raises RewardError that names reward and row.
-
-    A class that scores batches gets the batch first; if that fails its samples one by one.
+    The rewards are float32 [n], or with `per_token` a list of float32 [T_i]. Raises RewardError
+    that names reward and row where the rule gives no score. A class that scores batches gets the
+    batch first; if that fails, its samples one by one.
     """
     function = reward.function if isinstance(reward, FunctionReward) else None
     waits = inspect.iscoroutinefunction(function)
+
+    # Without a coroutine and a time limit one plain call may do.
     if not waits and rule.timeout_s is None:
         if rule.retries == 0 and rule.score is None:
             return score_samples(reward, samples, name, per_token), 0
@@ -42,160 +47,155 @@ def score_by_rule(
                 return score_samples(reward, samples, name, per_token), 0
             except RewardError as error:
                 log.warning("%s; its rows are scored one by one", error)
+
+    # Sample by sample, with retries and what the rule gives for a failure.
     call: Callable[[RewardSample], Any] = function or (lambda sample: reward([sample])[0])
-    scoring = _Scoring(call, waits, name, rule, per_token)
-    return scoring.run(samples)
+    return _Scoring(call, waits, name, rule, per_token).run(samples)
 
 
+@attrs.define
 class _Scoring:
     """One call of a reward on some samples."""
 
-    def __init__(
-        self,
-        call: Callable[[RewardSample], Any],
-        waits: bool,
-        name: str,
-        rule: FailureRule,
-        per_token: bool,
-    ):
-        self.call, self.waits, self.name, self.rule, self.per_token = (
-            call,
-            waits,
-            name,
-            rule,
-            per_token,
-        )
-        self.failed = 0
+    call: Callable[[RewardSample], Any]
+    waits: bool
+    """Whether `call` is a coroutine function."""
+    name: str
+    rule: FailureRule
+    per_token: bool
+    failed: int = 0
+    """How many samples the rule has scored."""
 
     def run(self, samples: Sequence[RewardSample]) -> tuple[Any, int]:
-        if (
-            not self.waits and self.rule.timeout_s is None
-        ):  # in the caller's own thread, where it may do what it likes
-            found = [self._alone(row, sample) for row, sample in enumerate(samples)]
-            return gathered(found, self.per_token), self.failed
-        ended: list[Any] = []
+        # In the caller's own thread, where the reward may do what it likes.
+        if not self.waits and self.rule.timeout_s is None:
+            values = [self._score(row, sample) for row, sample in enumerate(samples)]
+            return gathered(values, self.per_token), self.failed
 
-        def work() -> None:  # a thread: the caller may be in a loop already (a notebook)
+        # In a thread with an event loop: the caller may be in a loop already (a notebook).
+        outcome: list[Any] = []
+
+        def work() -> None:
             try:
-                ended.append(asyncio.run(self._all(samples)))
+                outcome.append(asyncio.run(self._score_all(samples)))
             except BaseException as error:
-                ended.append(error)
+                outcome.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join()
-        if isinstance(ended[0], BaseException):
-            raise ended[0]
-        return gathered(ended[0], self.per_token), self.failed
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return gathered(outcome[0], self.per_token), self.failed
 
-    def _alone(self, row: int, sample: RewardSample) -> Any:
+    def _score(self, row: int, sample: RewardSample) -> Any:
         for left in reversed(range(self.rule.retries + 1)):
             try:
-                made = self.call(sample)
+                outcome = self.call(sample)
             except Exception as raised:
-                made = _Raised(raised)
-            found = self._judged(made, row, sample, left)
-            if not isinstance(found, RewardError):
-                return found
-            error = found
+                outcome = self._raised(raised, row, sample)
+            value = self._judged(outcome, row, sample, left)
+            if not isinstance(value, RewardError):
+                return value
+            error = value
         return self._by_rule(error, sample)
 
-    async def _all(self, samples: Sequence[RewardSample]) -> list[Any]:
-        free = asyncio.Semaphore(self.rule.at_once)
+    async def _score_all(self, samples: Sequence[RewardSample]) -> list[Any]:
+        free = asyncio.Semaphore(self.rule.at_once)  # limits the calls under way
 
-        async def one(row: int, sample: RewardSample) -> Any:
+        async def score(row: int, sample: RewardSample) -> Any:
             async with free:
                 for left in reversed(range(self.rule.retries + 1)):
-                    found = self._judged(await self._made(sample), row, sample, left)
-                    if not isinstance(found, RewardError):
-                        return found
-                    error = found
+                    value = self._judged(await self._outcome(row, sample), row, sample, left)
+                    if not isinstance(value, RewardError):
+                        return value
+                    error = value
                 return self._by_rule(error, sample)
 
-        return list(await asyncio.gather(*(one(row, sample) for row, sample in enumerate(samples))))
+        scores = (score(row, sample) for row, sample in enumerate(samples))
+        return list(await asyncio.gather(*scores))
 
-    async def _made(self, sample: RewardSample) -> Any:
-        """What it returned or raised, or _Late."""
+    async def _outcome(self, row: int, sample: RewardSample) -> Any:
+        """Return what the reward returned, or a RewardError: it raised, or took too long."""
 
+        # A plain function runs in a thread, so that the loop can give it up.
         async def work() -> Any:
             try:
-                return await (
-                    self.call(sample) if self.waits else _in_thread(lambda: self.call(sample))
-                )
+                if self.waits:
+                    return await self.call(sample)
+                return await _in_thread(lambda: self.call(sample))
             except Exception as error:  # its own TimeoutError is not ours
-                return _Raised(error)
+                return self._raised(error, row, sample)
 
+        # What `work` raises is an outcome too, so a TimeoutError here is the time limit's.
         try:
             return await asyncio.wait_for(work(), self.rule.timeout_s)
         except TimeoutError:
-            return _Late()
+            problem = f"took longer than timeout_s = {self.rule.timeout_s:g} s"
+            return failure(problem, self.name, row, sample)
 
-    def _judged(self, made: Any, row: int, sample: RewardSample, left: int) -> Any:
-        """Its number or numbers, or a RewardError: what was wrong."""
-        if isinstance(made, _Late):
-            error = failure(
-                f"took longer than timeout_s = {self.rule.timeout_s:g} s", self.name, row, sample
-            )
-        elif isinstance(made, _Raised):
-            error = failure(
-                f"raised {type(made.error).__name__}: {made.error}", self.name, row, sample
-            )
-        else:
+    def _raised(self, error: Exception, row: int, sample: RewardSample) -> RewardError:
+        problem = f"raised {type(error).__name__}: {error}"
+        return failure(problem, self.name, row, sample)
+
+    def _judged(self, outcome: Any, row: int, sample: RewardSample, left: int) -> Any:
+        """Return the reward's number or numbers, or a RewardError that says what is wrong.
+
+        left: how often the reward will be tried again.
+        """
+        if not isinstance(outcome, RewardError):
             try:
-                return checked(made, self.name, row, sample, self.per_token)
+                return checked(outcome, self.name, row, sample, self.per_token)
             except RewardError as wrong:
-                error = wrong
+                outcome = wrong
+
         if left:
-            log.warning("%s; it is tried again (%d left)", error, left)
-        return error
+            log.warning("%s; it is tried again (%d left)", outcome, left)
+        return outcome
 
     def _by_rule(self, error: RewardError, sample: RewardSample) -> Any:
-        if self.rule.score is None:
+        """Return the score that the rule gives. Raises `error` where it gives none."""
+        score = self.rule.score
+        if score is None:
             raise error
         self.failed += 1
-        log.warning("%s; it gets %g by rule (on_failure.score)", error, self.rule.score)
-        return (
-            at_last_token(self.rule.score, sample)
-            if self.per_token
-            else np.float32(self.rule.score)
-        )
+        log.warning("%s; it gets %g by rule (on_failure.score)", error, score)
+        return at_last_token(score, sample) if self.per_token else np.float32(score)
 
 
 def at_last_token(score: float, sample: RewardSample) -> np.ndarray:
-    """float32 [T]: 0, and the score at the last token that the model wrote (none: nowhere)."""
+    """float32 [T]: the score at the last token that the model wrote, if any, and 0 elsewhere."""
     tokens = np.zeros(len(sample.response_ids), np.float32)
     written = np.arange(len(tokens)) if sample.written is None else np.flatnonzero(sample.written)
     tokens[written[-1:]] = score
     return tokens
 
 
-@attrs.frozen
-class _Raised:
-    error: Exception
-
-
-class _Late:
-    pass
-
-
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future:
-    """In a thread that nobody waits for once the deadline has passed: Python cannot end it."""
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
+    """Return a future of the call's result.
 
-    def tell(set_: Callable[[Any], None], value: Any) -> None:
-        if not done.done():
+    Nobody waits for its thread once the deadline has passed: Python cannot end it.
+    """
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    # Runs in the loop, which may have cancelled the future meanwhile.
+    def finish(set_: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
             set_(value)
 
     def work() -> None:
+        set_ = future.set_result
         try:
-            result, set_ = call(), done.set_result
+            result = call()
         except BaseException as error:
-            result, set_ = error, done.set_exception
+            result = error
+            set_ = future.set_exception
+
         try:
-            loop.call_soon_threadsafe(tell, set_, result)
-        except RuntimeError:  # the loop has ended without it
+            loop.call_soon_threadsafe(finish, set_, result)
+        except RuntimeError:  # the loop has ended without this result
             return
 
     threading.Thread(target=work, daemon=True).start()
-    return done
+    return future

@@ -17,43 +17,63 @@ from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.episodes import Episodes, run_episodes
 
 GENERATED = ("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason")
+"""The columns that `generate` adds."""
 EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
+"""The columns that `episodes` adds."""
 
 
 def generate_rows(
-    engine: RolloutEngine, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None,
+    engine: RolloutEngine,
+    batch: Batch,
+    sampling: SamplingParams,
+    seed: int,
+    max_tokens: Sequence[int] | None,
     extras: Collection[str] = (),
-) -> Batch:  # fmt: skip
-    """Responses for the rows' prompts, with their logprobs, versions and finish reasons."""
+) -> Batch:
+    """Generate a response for each row's prompt: the columns GENERATED, in the rows' order."""
     started = time.perf_counter()
+    # Some replicas have no rows in small batches.
     requests = make_requests(batch, sampling, seed, max_tokens, extras)
-    done = engine.generate(requests) if requests else []
-    ids = tokens([c.response_ids for c in done], torch.int64)
-    reasons = [c.finish_reason for c in done]
+    completions = engine.generate(requests) if requests else []
+
+    # Every token is the model's, so every one counts in the loss.
+    ids = tokens([completion.response_ids for completion in completions], torch.int64)
+    reasons = [completion.finish_reason for completion in completions]
     metrics = _generation_metrics(len(ids.values), reasons, started, engine)
-    return Batch(
-        {
-            "response_ids": ids,
-            "rollout_logprobs": tokens([c.logprobs for c in done], torch.float32),
-            "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
-            "weight_version": tokens([c.weight_version for c in done], torch.int32),
-            "finish_reason": reasons,
-        },
-        metrics,
-    )
+    columns = {
+        "response_ids": ids,
+        "rollout_logprobs": tokens([done.logprobs for done in completions], torch.float32),
+        "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
+        "weight_version": tokens([done.weight_version for done in completions], torch.int32),
+        "finish_reason": reasons,
+    }
+    return Batch(columns, metrics)
 
 
 def generate_episodes(
-    engine: RolloutEngine, batch: Batch, sampling: SamplingParams, seed: int, max_tokens: Sequence[int] | None,
-    episodes: Episodes, context: RankContext, extras: Collection[str] = (),
-) -> Batch:  # fmt: skip
-    """Episodes of the rows' prompts."""
+    engine: RolloutEngine,
+    batch: Batch,
+    sampling: SamplingParams,
+    seed: int,
+    max_tokens: Sequence[int] | None,
+    episodes: Episodes,
+    context: RankContext,
+    extras: Collection[str] = (),
+) -> Batch:
+    """Run an episode from each row's prompt: the columns EPISODE_COLUMNS, in the rows' order.
+
+    Raises EnvironmentFailure when an environment fails.
+    """
     started = time.perf_counter()
     requests = make_requests(batch, sampling, seed, max_tokens, extras)
-    made = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
-    own = float(torch.as_tensor(made["loss_mask"].values).sum())
-    metrics = _generation_metrics(own, list(made["finish_reason"].values), started, engine)
-    return Batch({name: made[name] for name in made}, Metrics.merge([made.metrics, metrics]))
+    played = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
+
+    # Only tokens that the model wrote count as generated.
+    written = float(torch.as_tensor(played["loss_mask"].values).sum())
+    reasons = list(played["finish_reason"].values)
+    metrics = _generation_metrics(written, reasons, started, engine)
+    columns = {name: played[name] for name in played}
+    return Batch(columns, Metrics.merge([played.metrics, metrics]))
 
 
 def make_requests(
@@ -63,37 +83,52 @@ def make_requests(
     max_tokens: Sequence[int] | None,
     extras: Collection[str] = (),
 ) -> list[Request]:
-    """A request for each row. extras: columns that the engine declares; a row's values go along, where there are any."""
-    samples, requests = torch.as_tensor(batch["sample_id"].values).tolist(), []
-    more = {name: list(batch[name]) for name in extras if name in batch}
+    """Return one request per row, whose id is the row's number.
+
+    max_tokens: a limit per `sample_id` modulo its length; None: sampling.max_tokens. extras:
+    columns that the engine declares; a row's values go along, where the batch has them.
+    """
+    # Seeds and limits follow the sample's number, which does not depend on ranks or batches.
+    samples = torch.as_tensor(batch["sample_id"].values).tolist()
+    extra_columns = {name: list(batch[name]) for name in extras if name in batch}
+    requests = []
     for row, (prompt, sample) in enumerate(zip(batch["prompt_ids"], samples, strict=True)):
-        limit = sampling
+        row_sampling = sampling
         if max_tokens is not None:
-            limit = attrs.evolve(sampling, max_tokens=max_tokens[sample % len(max_tokens)])
-        own = {name: values[row] for name, values in more.items()}
-        requests.append(
-            Request(row, prompt.numpy(), limit, seed=row_seed(seed, sample), extras=own)
+            limit = max_tokens[sample % len(max_tokens)]
+            row_sampling = attrs.evolve(sampling, max_tokens=limit)
+
+        request = Request(
+            row,
+            prompt.numpy(),
+            row_sampling,
+            seed=row_seed(seed, sample),
+            extras={name: values[row] for name, values in extra_columns.items()},
         )
+        requests.append(request)
     return requests
 
 
 def _generation_metrics(
-    made: float, reasons: Sequence[str], started: float, engine: RolloutEngine
+    generated: float, reasons: Sequence[str], started: float, engine: RolloutEngine
 ) -> Metrics:
-    """`made`: tokens."""
+    """generated: the number of tokens; started: of the generation, by time.perf_counter."""
     rows = len(reasons)
-    metrics = Metrics(
-        {
-            "response_length": (made, rows),
-            "clipped": (list(reasons).count("length"), rows),
-            "generate_seconds": (time.perf_counter() - started, 1.0),
-        }
-    )
+    means = {
+        "response_length": (generated, rows),
+        "clipped": (list(reasons).count("length"), rows),
+        "generate_seconds": (time.perf_counter() - started, 1.0),
+    }
+    # The engine's own figures, such as its cache hits, are maxima over ranks.
+    metrics = Metrics(means)
     metrics.maxima.update(engine.figures())
     return metrics
 
 
 def row_seed(seed: int, sample: int) -> int:
-    """The seed of one sequence: from the run's seed and the sample's number, so not from ranks or batches."""
+    """Return the seed of one sequence, 63 bits.
+
+    It follows from the run's seed and the sample's number, so not from ranks or batches.
+    """
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,13 @@
-"""The path of an update on one rank: mini-batches to micro-batches, losses to gradients and metrics."""
+"""The path of an update on one rank, from mini-batches and losses to gradients and metrics.
+
+(mini-batch, loss) pairs        LossPart: this rank's rows, planned into micro-batches
+    |  agree                    one all-reduce: counts of the whole mini-batches, and equally
+    |                           many micro-batches on every data parallel rank
+    v  LossPart.run             per micro-batch: outputs -> terms -> share of the loss -> backward
+gradients and tallies
+    v  loss_metrics
+Metrics of this rank
+"""
 
 from __future__ import annotations
 
@@ -22,22 +31,28 @@ from hybridflow.core.workers.micro_batch import (
 from hybridflow.core.workers.reduction import Tally, reduce_terms
 
 BASE = ("prompt_ids", "response_ids", "loss_mask")
+"""Columns that every update needs."""
 MISMATCH = ("rollout_logprobs", "weight_version")
 """Columns by which trainer and rollout engine are compared, where a batch has them."""
 
 
 def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
-    """The columns that an update needs."""
-    extra = {"topk_ids"} if any("topk_logprobs" in loss.needs for _, loss in pairs) else set()
-    units = {loss.unit for _, loss in pairs} - {"row"}
-    return [
-        *BASE,
-        *sorted({name for _, loss in pairs for name in loss.reads} | extra | units | {*MISMATCH}),
-    ]
+    """Return the columns that an update with these (mini-batch, loss) pairs reads."""
+    names = {*MISMATCH}
+    for _batch, loss in pairs:
+        names.update(loss.reads)
+        if "topk_logprobs" in loss.needs:
+            names.add("topk_ids")
+        if loss.unit != "row":
+            names.add(loss.unit)
+    return [*BASE, *sorted(names)]
 
 
 class LossPart:
-    """One (mini-batch, loss) pair: this rank's rows, and its counts over all ranks once they are agreed."""
+    """One (mini-batch, loss) pair on one rank.
+
+    It holds this rank's rows, and from `agree` on the counts over all ranks.
+    """
 
     def __init__(
         self,
@@ -47,114 +62,144 @@ class LossPart:
         context: RankContext,
         extras: Collection[str] = (),
     ):
-        """extras: columns that the backend reads beside ours, where the batch has them."""
-        self.loss, self.context = loss, context
+        """Plan the micro-batches of at most `micro_batch_tokens` tokens, padding included.
+
+        extras: columns that the backend reads beside ours, where the batch has them.
+        """
+        self.loss = loss
+        self.context = context
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
         assert self.prompts.lengths is not None and self.responses.lengths is not None
+
+        # Of each row: its tokens to train on, and the unit that it belongs to.
         self.tokens = _row_tokens(self.masks)
-        self.units = (
-            None if loss.unit == "row" else np.asarray(torch.as_tensor(batch[loss.unit].values))
-        )
+        self.units: np.ndarray | None = None
+        if loss.unit != "row":
+            self.units = np.asarray(torch.as_tensor(batch[loss.unit].values))
+
+        # Rows without a token to train on are left out.
         kept = self._kept_rows()
         lengths = (self.prompts.lengths + self.responses.lengths)[kept]
         units = None if self.units is None else self.units[kept]
         self.plan = [kept[rows] for rows in plan_micro_batches(lengths, micro_batch_tokens, units)]
+
+        # `agree` replaces `total` by the sum over ranks.
         self.local = self._count(kept)
         self.total = self.local
-        names = (*loss.reads, "loss_mask", *(n for n in MISMATCH if n in batch))
+        self.micros: list[MicroBatch] = []
+        """The planned micro-batches, then the dummies; `make_micros` makes them."""
+
+        # `dict.fromkeys` drops what is named twice.
+        names = (*loss.reads, "loss_mask", *(name for name in MISMATCH if name in batch))
         self.columns = {name: batch[name] for name in dict.fromkeys(names)}
         self.topk = batch["topk_ids"] if "topk_logprobs" in loss.needs else None
         self.extras = {name: batch[name] for name in extras if name in batch}
-        self.micros: list[MicroBatch] = []
 
     def _kept_rows(self) -> np.ndarray:
-        """Rows with a token to train on, and the other rows of their units."""
+        """Return the rows with a token to train on, and the other rows of their units."""
         if self.units is None:
             return np.flatnonzero(self.tokens)
         return np.flatnonzero(np.isin(self.units, self.units[self.tokens > 0]))
 
     def _count(self, rows: np.ndarray) -> Counts:
+        """This rank's share of the counts that losses divide by: tokens, sequences, units."""
         tokens = self.tokens[rows]
+        sequences = (tokens > 0).sum()
         units = len(rows) if self.units is None else len(np.unique(self.units[rows]))
-        return Counts(float(tokens.sum()), float((tokens > 0).sum()), float(units))
+        return Counts(float(tokens.sum()), float(sequences), float(units))
 
     def make_micros(self, count: int) -> None:
-        device, made = self.context.device, self.plan
+        """Make the planned micro-batches, and dummies until there are `count` of them."""
+        device = self.context.device
         self.micros = [
             make_micro_batch(self.prompts, self.responses, rows, device, self.topk, self.extras)
-            for rows in made
+            for rows in self.plan
         ]
-        topk = 0 if self.topk is None else int(torch.as_tensor(self.topk.values).shape[-1])
-        self.micros += [dummy_micro_batch(device, topk) for _ in range(count - len(made))]
+
+        # Dummies have as many candidates per token as the others, for equal shapes on all ranks.
+        topk = 0
+        if self.topk is not None:
+            topk = int(torch.as_tensor(self.topk.values).shape[-1])
+        self.micros += [dummy_micro_batch(device, topk) for _ in range(count - len(self.plan))]
 
     def run(self, backend: TrainingBackend, temperature: float, train: bool) -> Tally:
-        """Forward (and backward) of every micro-batch."""
+        """Run the forward, and if `train` the backward, of every micro-batch."""
         tally = Tally()
 
-        def share(at: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            if self.micros[at].dummy:
-                return _nothing(outputs)
-            rows = padded_rows(self.columns, self.plan[at], self.context.device)
+        def share(number: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            """Micro-batch `number`'s share of the loss; its terms go to the tally."""
+            if self.micros[number].dummy:
+                return _zero_loss(outputs)
+
+            planned = self.plan[number]
+            # A loss sees the columns that it declares, and no others.
+            rows = padded_rows(self.columns, planned, self.context.device)
             declared = {name: rows[name] for name in (*self.loss.reads, "loss_mask")}
-            value, found = reduce_terms(
-                self.loss(declared, outputs),
-                rows["loss_mask"],
-                self.total,
-                self._count(self.plan[at]),
+            terms = self.loss(declared, outputs)
+            value, term_tally = reduce_terms(
+                terms, rows["loss_mask"], self.total, self._count(planned)
             )
-            tally.extend(found)
+            tally.extend(term_tally)
             if "logprobs" in outputs and all(name in rows for name in MISMATCH):
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
-            if (
-                train and not value.requires_grad
-            ):  # every term had weight 0; the ranks' backwards must still meet
-                return value + _nothing(outputs)
+
+            # Every term had weight 0: the ranks' backwards must still meet.
+            if train and not value.requires_grad:
+                return value + _zero_loss(outputs)
             return value
 
+        needs = list(self.loss.needs)
         if train:
-            backend.forward_backward(self.micros, list(self.loss.needs), share, temperature)
-        else:
-            with torch.no_grad():
-                for at, outputs in enumerate(
-                    backend.forward(self.micros, list(self.loss.needs), temperature)
-                ):
-                    if outputs:  # only the last stage of a pipeline has them
-                        share(at, outputs)
+            backend.forward_backward(self.micros, needs, share, temperature)
+            return tally
+
+        # Only the last pipeline stage has outputs.
+        with torch.no_grad():
+            for number, outputs in enumerate(backend.forward(self.micros, needs, temperature)):
+                if outputs:
+                    share(number, outputs)
         return tally
 
 
-def _nothing(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """0, with gradients that are 0."""
+def _zero_loss(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return a loss of 0, whose gradients are 0 for every output."""
     return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
 
 
 def agree(parts: Sequence[LossPart]) -> None:
-    """The counts of every part over all dp ranks, and equally many micro-batches on each, by one all-reduce.
+    """Sum the counts of every part over the data parallel ranks, by one all-reduce.
 
-    At least one micro-batch: sharded models wait for one another.
+    Then make equally many micro-batches on each rank, at least one: sharded models wait for one
+    another. Per part a rank adds 3 counts and, at its own place, its number of micro-batches.
     """
-    context, size = parts[0].context, 3 + parts[0].context.layout.dp
+    context = parts[0].context
+    size = 3 + context.layout.dp
     flat: list[float] = []
     for part in parts:
         forwards = [0.0] * context.layout.dp
         forwards[context.coords.dp] = float(len(part.plan))
         flat += [part.local.tokens, part.local.sequences, part.local.units, *forwards]
+
     summed = context.sum(flat)
-    for at, part in enumerate(parts):
-        mine = summed[at * size : (at + 1) * size]
-        part.total = Counts(*mine[:3])
-        part.make_micros(int(max(*mine[3:], 1)))
+    for number, part in enumerate(parts):
+        tokens, sequences, units, *forwards = summed[number * size : (number + 1) * size]
+        part.total = Counts(tokens, sequences, units)
+        part.make_micros(int(max(*forwards, 1)))
 
 
 def mismatch(rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, version: int) -> Tally:
-    """How far the trainer's logprobs are from the rollout engine's, over tokens that the present weights made.
+    """Measure how far the trainer's logprobs are from the rollout engine's.
 
-    d = logprobs - rollout_logprobs. mismatch_mean: |d|; mismatch_kl: exp(d) - 1 - d (k3 of KL(rollout || trainer));
-    mismatch_max_ratio: the largest exp(|d|).
+    Over the tokens that the present weights made, with d = logprobs - rollout_logprobs:
+    mismatch_mean is the mean of |d|; mismatch_kl the mean of exp(d) - 1 - d, the k3 estimator of
+    KL(rollout || trainer); mismatch_max_ratio the largest exp(|d|).
     """
+    # Tokens of older weights differ for another reason than the engine.
     d = logprobs.detach() - rows["rollout_logprobs"]
     mask = (rows["loss_mask"] > 0) & (rows["weight_version"] == version)
-    d, count = torch.where(mask, d, 0.0), mask.sum()
+    d = torch.where(mask, d, 0.0)
+    count = mask.sum()
+
     tally = Tally()
     tally.add("mismatch_mean", d.abs().sum(), count)
     tally.add("mismatch_kl", (d.exp() - 1 - d).sum(), count)
@@ -163,48 +208,59 @@ def mismatch(rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, version: 
 
 
 def loss_metrics(tallies: Sequence[Tally], context: RankContext) -> Metrics:
-    """The metrics of all parts; `loss` is their sum, counted once, since the shares of the ranks add up to it."""
-    together = Tally()
+    """Return the metrics of all parts on this rank.
+
+    `loss` is the sum of the shares, and is counted once, by data parallel rank 0: the ranks' shares
+    add up to it.
+    """
+    # One tally, so that all figures reach the host together.
+    joined = Tally()
     for tally in tallies:
-        together.extend(tally)
-    metrics = together.metrics()
+        joined.extend(tally)
+
+    metrics = joined.metrics()
     total = metrics.means.get("loss", (0.0, 0.0))[0]
     metrics.means["loss"] = (total, 1.0 if context.coords.dp == 0 else 0.0)
     return metrics
 
 
 def _row_tokens(masks: Column) -> np.ndarray:
-    """Sum of loss_mask per row, float64 [rows]."""
+    """Return the sum of loss_mask per row, float64 [rows]."""
     assert masks.lengths is not None
     rows = np.repeat(np.arange(masks.rows), masks.lengths)
-    return np.bincount(rows, torch.as_tensor(masks.values).double().numpy(), minlength=masks.rows)
+    weights = torch.as_tensor(masks.values).double().numpy()
+    return np.bincount(rows, weights, minlength=masks.rows)
 
 
 def padded_rows(
     columns: Mapping[str, Column], rows: np.ndarray, device: torch.device, width: int | None = None
 ) -> dict[str, Any]:
-    """What a loss is called with: float columns in float32, masks as float32, integers as they are.
+    """Return the columns that a loss is called with, for these rows.
 
-    Float columns of response tokens are 0 where loss_mask is 0: a nan there (tool output has no logprobs, say) would
-    come back as a nan gradient, mask or not. width: of the padded rows, by default the longest.
+    Float columns come in float32, masks as float32, integers as they are; token columns padded to
+    [rows, width], by default to the longest row. Float columns of response tokens are 0 where
+    loss_mask is 0: a nan there (tool output has no logprobs, say) would come back as a nan
+    gradient, mask or not.
     """
     mask = columns["loss_mask"].take(rows)
     hidden = torch.as_tensor(mask.values) == 0
-    out: dict[str, Any] = {}
+    padded: dict[str, Any] = {}
     for name, column in columns.items():
         taken = column.take(rows)
         if taken.kind == "object":
-            out[name] = taken.values
+            padded[name] = taken.values
             continue
+
+        # Only columns of response tokens have the mask's lengths; prompts are left alone.
+        tensor = torch.as_tensor(taken.values)
         if taken.kind == "token":
-            values = torch.as_tensor(taken.values)
             assert taken.lengths is not None and mask.lengths is not None
-            if values.is_floating_point() and np.array_equal(taken.lengths, mask.lengths):
-                values = values.masked_fill(hidden.view(-1, *(1,) * (values.dim() - 1)), 0)
-            tensor = Column(values, taken.lengths).padded(width=width)
-        else:
-            tensor = torch.as_tensor(taken.values)
-        out[name] = (
-            tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor
-        ).to(device)
-    return out
+            if tensor.is_floating_point() and np.array_equal(taken.lengths, mask.lengths):
+                trailing = (1,) * (tensor.dim() - 1)
+                tensor = tensor.masked_fill(hidden.view(-1, *trailing), 0)
+            tensor = Column(tensor, taken.lengths).padded(width=width)
+        # Losses compute in float32, whatever the columns came in.
+        if tensor.is_floating_point() or name == "loss_mask":
+            tensor = tensor.float()
+        padded[name] = tensor.to(device)
+    return padded

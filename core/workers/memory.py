@@ -10,39 +10,47 @@ import attrs
 import torch
 
 PROC = Path("/proc/self")
+"""Where Linux tells a process about its memory (see proc(5))."""
 
 
 @attrs.define
 class Peak:
-    """What a phase took, in bytes."""
+    """The memory of a phase, in bytes."""
 
     before: int = 0
-    """In use when it began."""
+    """Bytes in use when the phase began."""
     most: int = 0
-    """The most that was in use at a time; 0 where that is not known."""
+    """The most bytes in use at a time; 0 where that is not known."""
 
 
 @contextlib.contextmanager
 def measured(device: torch.device) -> Iterator[Peak]:
-    """The memory that is in use inside the block: allocated on a GPU; on a CPU the process's resident set (Linux)."""
-    found = Peak()
+    """Measure the memory that is in use inside the block.
+
+    On a GPU that is the allocated memory, on a CPU the process's resident set (Linux only). `most`
+    is set when the block ends.
+    """
+    peak = Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        found.before = torch.cuda.memory_allocated(device)
-        yield found
-        found.most = torch.cuda.max_memory_allocated(device)
+        peak.before = torch.cuda.memory_allocated(device)
+        yield peak
+        peak.most = torch.cuda.max_memory_allocated(device)
         return
+
+    # Not on other systems, and not where the kernel forbids it.
     try:
-        (PROC / "clear_refs").write_text("5")  # the highest resident set is counted anew
-        found.before = _resident("VmRSS")
+        (PROC / "clear_refs").write_text("5")  # resets the highest resident set, VmHWM
+        peak.before = _resident("VmRSS")
     except OSError:
-        yield found
+        yield peak
         return
-    yield found
-    found.most = _resident("VmHWM")
+    yield peak
+    peak.most = _resident("VmHWM")
 
 
 def _resident(field: str) -> int:
+    """Return a field of /proc/self/status in bytes; the file has it in kB of 1024."""
     for line in (PROC / "status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

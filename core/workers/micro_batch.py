@@ -1,4 +1,4 @@
-"""Rows into micro-batches: like lengths together, within a token budget, units whole, the same number on every rank."""
+"""Rows into micro-batches within a token budget: rows of like length together, units whole."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.columns import Column
 
 OVERHEAD_TOKENS = 256
-"""What one more forward and backward costs, in tokens' worth of time: padding below it is cheaper than a split."""
+"""The cost of one more forward and backward, in tokens' worth of time.
+
+Less padding than that is cheaper than a split.
+"""
 LONGEST_SEARCH = 512
-"""Distinct lengths that a micro-batch may span at most, which bounds the search for the cuts."""
+"""The most distinct lengths that a micro-batch may span, which bounds the search for the cuts."""
 
 
 def plan_micro_batches(
@@ -23,61 +26,85 @@ def plan_micro_batches(
     units: np.ndarray | None = None,
     overhead: int = OVERHEAD_TOKENS,
 ) -> list[np.ndarray]:
-    """Row indices per micro-batch, such that rows * longest <= `budget` (a single unit may exceed it).
+    """Row indices per micro-batch, such that rows * longest <= `budget`.
 
-    Units (equal values in `units`) stay whole. Sorted by length, then by rows; the cuts minimise padded tokens plus
+    A single unit may exceed the budget. Units (rows with equal values in `units`) stay whole. They
+    are sorted by length, then by their number of rows; the cuts minimise padded tokens plus
     `overhead` per micro-batch. Deterministic.
     """
     if len(lengths) == 0:
         return []
+
+    # Of each unit the longest row and the number of rows; without units each row is one.
     members = _unit_rows(len(lengths), units)
-    longest = (
-        np.asarray(lengths) if units is None else np.array([lengths[m].max() for m in members])
-    )
-    sizes = (
-        np.ones(len(longest), np.int64) if units is None else np.array([len(m) for m in members])
-    )
-    order = np.lexsort((sizes, longest))
-    stops = _cuts(longest[order], np.concatenate([[0], np.cumsum(sizes[order])]), budget, overhead)
     if units is None:
-        return np.split(order, stops[:-1])
-    return [np.concatenate([members[i] for i in part]) for part in np.split(order, stops[:-1])]
+        longest = np.asarray(lengths)
+        sizes = np.ones(len(longest), np.int64)
+    else:
+        longest = np.array([lengths[rows].max() for rows in members])
+        sizes = np.array([len(rows) for rows in members])
+
+    # `ends` are the rows before each of the sorted units, and all rows at its end.
+    order = np.lexsort((sizes, longest))
+    ends = np.concatenate([[0], np.cumsum(sizes[order])])
+    stops = _cuts(longest[order], ends, budget, overhead)
+    parts = np.split(order, stops[:-1])
+    if units is None:
+        return parts
+    return [np.concatenate([members[unit] for unit in part]) for part in parts]
 
 
 def _cuts(longest: np.ndarray, ends: np.ndarray, budget: int, overhead: int) -> list[int]:
-    """Where micro-batches of the sorted units stop. longest: [n] ascending; ends: [n + 1], rows before each unit.
+    """Return where to cut the sorted units into micro-batches.
 
-    Shortest path over cuts. Of units of one length, only those cuts matter that lie behind the last of them or where
-    the budget is full: moving any other cut to the right replaces tokens of the longer micro-batch by fewer.
+    longest: [n] ascending; ends: [n + 1], the rows before each unit. The cuts are a shortest path:
+    an edge from `start` to `stop` is a micro-batch, and costs its padded tokens plus `overhead`:
+
+        cost(start, stop) = (ends[stop] - ends[start]) * longest[stop - 1] + overhead.
+
+    Within a run of units of equal length only two kinds of cut matter: after its last unit, and
+    where the budget is full. Any other cut can move to the right, which takes rows out of a longer
+    micro-batch at no cost.
     """
     count = len(longest)
-    if ends[-1] * longest[-1] <= budget and (longest[-1] - longest) @ np.diff(ends) <= overhead:
+    padding = (longest[-1] - longest) @ np.diff(ends)
+    if ends[-1] * longest[-1] <= budget and padding <= overhead:
         return [count]  # a split cannot save what it costs
+
+    # Units of one length form a run.
     run_stops = np.append(np.flatnonzero(np.diff(longest)) + 1, count)
     run_starts = np.append(0, run_stops[:-1])
-    best, before = np.full(count + 1, np.inf), np.zeros(count + 1, dtype=np.int64)
+    best = np.full(count + 1, np.inf)
+    before = np.zeros(count + 1, dtype=np.int64)
     best[0] = 0.0
     for start in range(count):
         if best[start] == np.inf:
             continue
+
+        # As many units of each length as fit, or at least one unit.
         first = int(np.searchsorted(run_stops, start, "right"))
         runs = slice(first, first + LONGEST_SEARCH)
-        full = (
-            np.searchsorted(ends, ends[start] + budget // longest[run_stops[runs] - 1], "right") - 1
-        )
-        stops = np.minimum(full, run_stops[runs])  # as many units of each length as fit
+        last_row = ends[start] + budget // longest[run_stops[runs] - 1]
+        full = np.searchsorted(ends, last_row, "right") - 1
+        stops = np.minimum(full, run_stops[runs])
         stops = stops[stops > np.maximum(start, run_starts[runs])]
         stops = stops if len(stops) else np.array([start + 1])
+
+        # Paths that are cheaper by way of `start`.
         cost = best[start] + (ends[stops] - ends[start]) * longest[stops - 1] + overhead
         better = cost < best[stops]
-        best[stops[better]], before[stops[better]] = cost[better], start
-    out = [count]
-    while before[out[-1]]:
-        out.append(int(before[out[-1]]))
-    return out[::-1]
+        best[stops[better]] = cost[better]
+        before[stops[better]] = start
+
+    # The path, from its end.
+    path = [count]
+    while before[path[-1]]:
+        path.append(int(before[path[-1]]))
+    return path[::-1]
 
 
 def _unit_rows(rows: int, units: np.ndarray | None) -> list[np.ndarray]:
+    """Return the row indices of each unit, by the units' values."""
     if units is None:
         return []
     order = np.argsort(units, kind="stable")
@@ -85,25 +112,37 @@ def _unit_rows(rows: int, units: np.ndarray | None) -> list[np.ndarray]:
 
 
 def make_micro_batch(
-    prompts: Column, responses: Column, rows: np.ndarray, device: torch.device, topk_ids: Column | None = None,
+    prompts: Column,
+    responses: Column,
+    rows: np.ndarray,
+    device: torch.device,
+    topk_ids: Column | None = None,
     extras: Mapping[str, Column] | None = None,
-) -> MicroBatch:  # fmt: skip
-    """The MicroBatch of some rows. Raises HybridFlowError when a prompt is empty: nothing predicts its first token."""
-    prompt, response = prompts.take(rows), responses.take(rows)
+) -> MicroBatch:
+    """Return the MicroBatch of some rows: ids int64 [B, longest], the prompt and then the response.
+
+    Rows are padded with 0 on the right. Raises HybridFlowError when a prompt is empty: nothing
+    predicts the first token of its response.
+    """
+    prompt = prompts.take(rows)
+    response = responses.take(rows)
     assert prompt.lengths is not None and response.lengths is not None
     if not prompt.lengths.all():
         raise HybridFlowError(
-            f"row {rows[np.argmin(prompt.lengths)]} has an empty prompt; begin prompts with a token (bos, say)"
+            f"row {rows[np.argmin(prompt.lengths)]} has an empty prompt; "
+            "begin prompts with a token (bos, say)"
         )
-    head, total = (
-        torch.from_numpy(prompt.lengths)[:, None],
-        torch.from_numpy(prompt.lengths + response.lengths),
-    )
+
+    # Masks [B, longest] place the flat tokens of all rows at once.
+    head = torch.from_numpy(prompt.lengths)[:, None]
+    total = torch.from_numpy(prompt.lengths + response.lengths)
     ids = torch.zeros(len(rows), int(total.max()), dtype=torch.int64)
-    at = torch.arange(ids.shape[1])[None]
-    in_prompt = at < head
+    position = torch.arange(ids.shape[1])[None]
+    in_prompt = position < head
+    in_response = (position < total[:, None]) & ~in_prompt
     ids[in_prompt] = torch.as_tensor(prompt.values).long()
-    ids[(at < total[:, None]) & ~in_prompt] = torch.as_tensor(response.values).long()
+    ids[in_response] = torch.as_tensor(response.values).long()
+
     return MicroBatch(
         ids.to(device, non_blocking=True),
         torch.from_numpy(prompt.lengths),
@@ -114,20 +153,23 @@ def make_micro_batch(
 
 
 def dummy_micro_batch(device: torch.device, topk: int = 0) -> MicroBatch:
-    """One row of one prompt and one response token, whose loss is multiplied by 0."""
+    """Return one row of one prompt and one response token, whose loss is multiplied by 0."""
     one = torch.ones(1, dtype=torch.int64)
     ids = torch.zeros(1, 2, dtype=torch.int64, device=device)
-    extra = torch.zeros(1, 1, topk, dtype=torch.int64, device=device) if topk else None
-    return MicroBatch(ids, one, one, extra, dummy=True)
+    topk_ids = torch.zeros(1, 1, topk, dtype=torch.int64, device=device) if topk else None
+    return MicroBatch(ids, one, one, topk_ids, dummy=True)
 
 
 def unpad(
     outputs: Sequence[torch.Tensor], plan: Sequence[np.ndarray], lengths: np.ndarray
 ) -> Column:
-    """Per-token outputs [B, T, ...] of the micro-batches -> one token column in the rows' own order."""
+    """Return one token column in the rows' own order, from outputs [B, T, ...] per micro-batch.
+
+    lengths: the response tokens of each row.
+    """
     pieces = [
-        Column.from_padded(o.detach().cpu(), lengths[rows])
-        for o, rows in zip(outputs, plan, strict=True)
+        Column.from_padded(output.detach().cpu(), lengths[rows])
+        for output, rows in zip(outputs, plan, strict=True)
     ]
-    back = np.argsort(np.concatenate(list(plan)), kind="stable")
-    return Column.concat(pieces).take(back)
+    order = np.argsort(np.concatenate(list(plan)), kind="stable")
+    return Column.concat(pieces).take(order)

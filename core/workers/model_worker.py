@@ -1,4 +1,11 @@
-"""The worker behind every model role: a training backend, and for an actor a rollout engine, on each rank."""
+"""The worker behind every model role: a training backend, and for an actor a rollout engine.
+
+Every rank of the role has one. Where the actor has an engine of its own, its ranks change between
+training and generation:
+
+    update     backend.forward_backward, backend.optim_step     weights of version v + 1
+    generate   HybridEngine.sync  ->  engine.generate  ->  engine.sleep (unless it is kept)
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ from hybridflow.core.contracts.worker import RankContext, register
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.exchange import Shards
+from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.rollouts.checksums import sums_sent
 from hybridflow.core.rollouts.same_ranks import HybridEngine
 from hybridflow.core.rollouts.weight_sync import SyncCost
@@ -51,26 +58,36 @@ from hybridflow.core.workers.pool_member import PoolMember
 
 @attrs.frozen
 class Built:
-    """What a rank tells of its model when it is built."""
+    """What a rank reports about its model once it is built."""
 
     parameters: int
-    """Of the whole model."""
+    """The number of parameters of the whole model, not of this rank's shards."""
     sync: SyncCost | None = None
-    """What it takes to bring the weights to its engine, where it has one."""
+    """What a weight sync to the rank's engine will cost; None without an engine."""
 
 
 class ModelWorker(PoolMember):
-    """Verbs of system.md: generate, logprobs, values, score, loss, update, sync; and save, load, export."""
+    """One rank of a model role.
+
+    Its registered methods are the verbs of a role: generate, logprobs, values, score, loss, update
+    and sync; and save, load and export.
+    """
 
     def __init__(self, context: RankContext, role: ModelRole, driver: Episodes | None = None):
-        """`driver`: what answers its turns, where there is an environment."""
+        """Make the training backend, which `build` builds.
+
+        driver: what an environment's episodes need; None without an environment.
+        """
         super().__init__(context)
-        self.role, self.driver = role, driver
+        self.role = role
+        self.driver = driver
         backend_class: type[TrainingBackend] = registry().get("training_backend", role.backend)
         self.backend = backend_class(role.model, role.backend_config, role.optimizer, context)
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
         self.sync_peak = Peak()
+
+        # Further columns that the backend reads, and that the engine is sent.
         self._reads = registry().training_capabilities(role.backend).extras
         self._sends = (
             registry().engine_capabilities(role.engine).extras if role.engine else frozenset()
@@ -78,30 +95,35 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> Built:
-        """Build the model, and the engine's structure; tells parameters, and what a sync of weights will cost."""
+        """Build the model, start the engine, and plan the weight sync between them."""
+        role = self.role
         self.backend.build()
         cost: SyncCost | None = None
-        if self.role.engine is not None:
-            role = self.role
+        if role.engine is not None:
             self.engine = build_engine(
-                self.role.engine, role.model, role.engine_config, self.context, role.logs
+                role.engine, role.model, role.engine_config, self.context, role.logs
             )
             start_engine(self.engine)
-            resident = self.role.keep_engine and not self.role.offload
-            self.hybrid = HybridEngine(
-                self.backend, self.engine, self.context, self.role.sync, resident
-            )
+
+            # Storage can be shared only while neither side moves its weights.
+            resident = role.keep_engine and not role.offload
+            self.hybrid = HybridEngine(self.backend, self.engine, self.context, role.sync, resident)
             cost = self.hybrid.prepare()
-        if self.role.offload:
+
+        if role.offload:
             self.backend.offload()
-        return Built(sum(param.numel for param in self.backend.layout().params.values()), cost)
+        # `numel` of the layout is that of the whole parameter.
+        params = self.backend.layout().params.values()
+        return Built(sum(param.numel for param in params), cost)
 
     def close(self) -> None:
+        """Close the engine, if there is one."""
         if self.engine is not None:
             self.engine.close()
 
     @contextmanager
     def _resident(self) -> Iterator[TrainingBackend]:
+        """Yield the backend, with its weights on the device inside the block."""
         if self.role.offload:
             self.backend.onload()
         try:
@@ -113,88 +135,114 @@ class ModelWorker(PoolMember):
     # Scoring
     @register(Protocol.THREE_D, reads=BASE)
     def logprobs(self, batch: Batch, columns: dict[str, str], topk: int = 0) -> Batch:
-        """`columns`: output -> column name, of "logprobs" and "entropy"; `topk` > 0 adds topk_ids and topk_logprobs."""
-        outputs = self._forward(batch, [*columns, *([f"topk:{topk}"] if topk else [])])
-        named = {columns.get(k, k): v for k, v in outputs.items()}
-        return Batch(named)
+        """Per response token: the logprobs and the entropy of the policy.
+
+        columns: output ("logprobs", "entropy") -> the name of its column. `topk` > 0 adds the
+        columns topk_ids and topk_logprobs, [T, topk] per row.
+        """
+        needs = [*columns]
+        if topk:
+            needs.append(f"topk:{topk}")
+        outputs = self._forward(batch, needs)
+        return Batch({columns.get(name, name): column for name, column in outputs.items()})
 
     @register(Protocol.THREE_D, reads=BASE)
     def values(self, batch: Batch, column: str) -> Batch:
+        """Return a critic's value at each response token, as `column`."""
         outputs = self._forward(batch, ["values"])
         return Batch({column: outputs["values"]} if outputs else {})
 
     @register(Protocol.THREE_D, reads=BASE)
     def score(self, batch: Batch, column: str) -> Batch:
-        """`column` [rows], and its mean as a metric, as reward functions report theirs."""
+        """Return a reward model's score of each row, as `column` [rows].
+
+        Its mean is a metric of the same name, as reward functions report theirs.
+        """
         outputs = self._forward(batch, ["scores"])
         if not outputs:
             return Batch({})
+
+        # Summed in float64, since a mean over many rows would lose digits in float32.
         scores = torch.as_tensor(outputs["scores"].values)
-        return Batch(
-            {column: scores}, Metrics({column: (float(scores.double().sum()), float(len(scores)))})
-        )
+        mean = (float(scores.double().sum()), float(len(scores)))
+        return Batch({column: scores}, Metrics({column: mean}))
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
-        """Nothing on a stage that is not the last: its result does not count."""
+        """Return the model's outputs by name.
+
+        Empty on a pipeline stage that is not the last: its result does not count.
+        """
         check_needs(self.role.model.kind, needs)
-        prompts, responses, device = batch["prompt_ids"], batch["response_ids"], self.context.device
+        prompts = batch["prompt_ids"]
+        responses = batch["response_ids"]
+        device = self.context.device
         assert prompts.lengths is not None and responses.lengths is not None
         plan = plan_micro_batches(prompts.lengths + responses.lengths, self.role.micro_batch_tokens)
         extras = {name: batch[name] for name in self._reads if name in batch}
         micros = [
             make_micro_batch(prompts, responses, rows, device, extras=extras) for rows in plan
         ]
-        most = int(
-            max(*self.context.max([len(micros)]), 1)
-        )  # forwards: equally many on every dp rank
+
+        # Every data parallel rank runs equally many forwards, since sharded models wait for one
+        # another; dummies fill up.
+        most = int(max(*self.context.max([len(micros)]), 1))
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         with self._resident() as backend:
             outputs = backend.forward(micros, needs, self.role.temperature)
         if not outputs[0]:
             return {}
-        return {
-            name: _column([o[name] for o in outputs], plan, responses.lengths)
-            for name in _output_names(needs)
-        }
+
+        columns = {}
+        for name in _output_names(needs):
+            tensors = [output[name] for output in outputs]
+            columns[name] = _column(tensors, plan, responses.lengths)
+        return columns
 
     # Training
     @register(Protocol.THREE_D, reads=loss_reads)
     def update(self, pairs: Sequence[tuple[Batch, Loss]]) -> Metrics:
-        """One optimizer step over the sum of the losses of one or more (mini-batch, loss) pairs.
+        """Take one optimizer step over the sum of the losses of one or more (mini-batch, loss)
+        pairs.
 
-        Raises HybridFlowError when the loss or its gradient is not finite; such a gradient changes no weights.
+        Raises HybridFlowError when the loss or its gradient is not finite; such a gradient changes
+        no weights.
         """
         started = time.perf_counter()
         with measured(self.context.device) as peak, self._resident() as backend:
             metrics = self._losses(pairs, train=True)
             step = backend.optim_step()
+        # The optimizer has left the weights as they were where the gradient is not finite.
         self._check_finite(metrics.means["loss"][0], step["grad_norm"])
+
+        # Figures of the step are equal on all ranks: data parallel rank 0 reports them.
         step.means["update_seconds"] = (time.perf_counter() - started, 1.0)
-        step = Metrics() if self.context.coords.dp else step  # equal on all ranks: said once
+        if self.context.coords.dp:
+            step = Metrics()
         return Metrics.merge([metrics, step, _peak_metric("update", peak)])
 
     @register(Protocol.THREE_D, reads=lambda pair: loss_reads([pair]))
     def loss(self, pair: tuple[Batch, Loss]) -> Metrics:
-        """The loss and its terms without an update (validation)."""
+        """Return the loss and its terms without an update (validation)."""
         with self._resident():
             return self._losses([pair], train=False)
 
     def _losses(self, pairs: Sequence[tuple[Batch, Loss]], train: bool) -> Metrics:
+        # A loss that this model cannot serve raises before any forward.
         for _, loss in pairs:
             check_needs(self.role.model.kind, loss.needs)
         budget = self.role.micro_batch_tokens
         parts = [LossPart(batch, loss, budget, self.context, self._reads) for batch, loss in pairs]
         agree(parts)
-        return loss_metrics(
-            [p.run(self.backend, self.role.temperature, train) for p in parts], self.context
-        )
+        tallies = [part.run(self.backend, self.role.temperature, train) for part in parts]
+        return loss_metrics(tallies, self.context)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if np.isfinite(loss) and np.isfinite(grad_norm):
             return
         raise HybridFlowError(
-            f"an update of role {self.context.role!r} after {self.backend.version} steps: the gradient norm is "
-            f"{grad_norm}, the loss of this rank's rows {loss}; look at the columns that the loss reads, and at lr"
+            f"an update of role {self.context.role!r} after {self.backend.version} steps: "
+            f"the gradient norm is {grad_norm}, the loss of this rank's rows {loss}; "
+            "look at the columns that the loss reads, and at lr"
         )
 
     # Generation
@@ -206,9 +254,10 @@ class ModelWorker(PoolMember):
         seed: int,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:
-        """Responses for the rows' prompts; with the trained weights of this moment (synced if they are newer).
+        """Responses for the rows' prompts, with the trained weights of this moment.
 
-        max_tokens: a limit per `sample_id` modulo its length (benchmarks, curricula); default sampling.max_tokens.
+        The weights are synced first if the trainer's are newer. max_tokens: a limit per `sample_id`
+        modulo its length (benchmarks, curricula); the default is sampling.max_tokens.
         """
         return self._generated(generate_rows, batch, sampling, seed, max_tokens)
 
@@ -220,28 +269,33 @@ class ModelWorker(PoolMember):
         seed: int,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:
-        """`generate` in turns with the environment's answers between them."""
+        """`generate` in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         verb = partial(generate_episodes, episodes=self.driver, context=self.context)
         return self._generated(verb, batch, sampling, seed, max_tokens)
 
     def _generated(self, verb: Callable[..., Batch], batch: Batch, *how: Any) -> Batch:
-        """With the weights of this moment; then the engine's memory is given back. With metrics."""
+        """Generate with the weights of this moment, then give the engine's memory back.
+
+        The result carries the metrics of the sync and of the generation.
+        """
         assert self.engine is not None, "this role has no rollout engine"
-        synced = self._sync()
+
+        sync_seconds = self._sync()
         with measured(self.context.device) as peak:
-            made = verb(self.engine, batch, *how, extras=self._sends)
+            generated = verb(self.engine, batch, *how, extras=self._sends)
         if not self.role.keep_engine:
             self.engine.sleep()
-        made.metrics.means["sync_seconds"] = (synced, 1.0)
-        made.metrics.maxima.update(
-            _peak_metric("generate", peak).maxima | self._sync_figures(synced)
-        )
-        return made
+
+        metrics = generated.metrics
+        metrics.means["sync_seconds"] = (sync_seconds, 1.0)
+        metrics.maxima.update(_peak_metric("generate", peak).maxima)
+        metrics.maxima.update(self._sync_figures(sync_seconds))
+        return generated
 
     @register(Protocol.ONE_TO_ALL)
     def sync(self) -> float:
-        """Bring the trained weights to the rollout engine; seconds."""
+        """Bring the trained weights to the rollout engine; return the seconds that it took."""
         return self._sync()
 
     def _sync(self) -> float:
@@ -249,6 +303,8 @@ class ModelWorker(PoolMember):
             return 0.0
         if not self.role.keep_engine:
             self.engine.wake()
+
+        # A sync that was begun and not ended failed: it is repeated.
         if self.engine.version == self.backend.version and not self.engine.updating:
             return 0.0
         with self._resident(), measured(self.context.device) as self.sync_peak:
@@ -257,53 +313,64 @@ class ModelWorker(PoolMember):
     # To engines in a pool of their own (core/rollouts/separate.py)
     @register(Protocol.RANK_ZERO)
     def weight_layout(self) -> WeightLayout:
+        """Return which boxes of the parameters each rank of the trainer holds."""
         return self.backend.layout()
 
     @register(Protocol.RANK_ZERO)
     def version(self) -> int:
+        """Return the number of optimizer steps that made the weights."""
         return self.backend.version
 
     @register(Protocol.ONE_TO_ALL)
     def post(self, at: int) -> dict[int, Any]:
+        """Leave this rank's messages of round `at`: receiver -> ticket."""
         with self._resident() as backend:
-            return self.side.post(at, Shards(backend.named_shards()).read)
+            return self.side.post(at, ShardReader(backend.named_shards()).read)
 
     @register(Protocol.ONE_TO_ALL)
     def sums_sent(self) -> dict:
+        """Return the checksums of the weights that this rank sends (core/rollouts/checksums.py)."""
         with self._resident() as backend:
-            return sums_sent(self.side.plan, self.side.rank, Shards(backend.named_shards()))
+            return sums_sent(self.side.plan, self.side.rank, ShardReader(backend.named_shards()))
 
     # Files
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:
+        """Write this rank's part of a checkpoint: weights and optimizer state."""
         with self._resident() as backend:
             backend.save(Path(folder))
 
     @register(Protocol.ONE_TO_ALL)
     def load(self, folder: str) -> None:
+        """Read what `save` wrote."""
         with self._resident() as backend:
             backend.load(Path(folder))
 
     @register(Protocol.ONE_TO_ALL)
     def export(self, folder: str) -> None:
+        """Write the model as a Hugging Face folder."""
         with self._resident() as backend:
             backend.export_hf(Path(folder))
 
     @register(Protocol.ONE_TO_ALL)
     def checksum(self) -> str:
-        """A digest of the whole parameters, for tests and for `resume` checks."""
+        """Return a SHA-256 digest of the whole parameters, for tests and for `resume` checks."""
         digest = hashlib.sha256()
         with self._resident() as backend:
+            # As bytes, which numpy has for every dtype.
             for name, tensor in backend.full_parameters():
                 digest.update(name.encode())
-                digest.update(
-                    tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                )
+                values = tensor.detach().cpu().contiguous()
+                digest.update(values.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _sync_figures(self, seconds: float) -> dict[str, float]:
-        """What the sync before this generation moved: MB (10^6 bytes) received, in buffers, left in place; and what it took
-        beyond what was in use, which the plan's buffers should account for."""
+        """Return what the sync before this generation moved and took, in MB (10^6 bytes).
+
+        sync_received_mb: received from other ranks. sync_buffer_mb: the plan's buffers.
+        sync_aliased_mb: left in place. sync_extra_mb: memory beyond what was in use before, which
+        the plan's buffers should account for.
+        """
         if not seconds or self.hybrid is None:
             return {}
         moved = self.hybrid.last
@@ -322,22 +389,27 @@ def _peak_metric(phase: str, peak: Peak) -> Metrics:
 
 
 def _output_names(needs: Sequence[str]) -> list[str]:
-    return [
-        n
-        for need in needs
-        for n in (("topk_ids", "topk_logprobs") if need.startswith("topk:") else (need,))
-    ]
+    """Return the outputs that a backend gives for these needs: "topk:K" is two of them."""
+    names = []
+    for need in needs:
+        names += ["topk_ids", "topk_logprobs"] if need.startswith("topk:") else [need]
+    return names
 
 
 def _column(outputs: list[torch.Tensor], plan: list[np.ndarray], lengths: np.ndarray) -> Column:
-    """[B] or [B, T, ...] per micro-batch -> a column in the rows' own order; outputs of dummies fall away."""
+    """Return one column in the rows' own order, from outputs [B] or [B, T, ...] per micro-batch.
+
+    Outputs of dummies fall away.
+    """
+    per_token = outputs[0].dim() > 1
     if not plan:  # this rank has no rows
-        empty = outputs[0].new_zeros((0, *outputs[0].shape[2:]), device="cpu")
-        return (
-            Column(empty) if outputs[0].dim() == 1 else Column(empty, np.zeros(0, dtype=np.int64))
-        )
+        shape = (0, *outputs[0].shape[2:])
+        empty = outputs[0].new_zeros(shape, device="cpu")
+        return Column(empty, np.zeros(0, dtype=np.int64)) if per_token else Column(empty)
+
     outputs = outputs[: len(plan)]
-    if outputs[0].dim() > 1:
+    if per_token:
         return unpad(outputs, plan, lengths)
-    back = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable"))
-    return Column(torch.cat(outputs).cpu()[back])
+    # `plan` says which row each output is of; sorting it gives the rows' own order.
+    order = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable"))
+    return Column(torch.cat(outputs).cpu()[order])

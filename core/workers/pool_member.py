@@ -1,4 +1,4 @@
-"""The workers of pools between which weights travel."""
+"""The worker base for groups between whose pools weights travel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ class PoolMember(Worker):
     """A worker whose group sends weights to another pool, or takes them from one."""
 
     side: PoolSide
-    """After `connect`."""
+    """This rank's part of the transfer; `connect` makes it."""
 
     @register(Protocol.ONE_TO_ALL)
     def node(self) -> str:
+        """Return the name of this rank's node: ranks with equal names share a /dev/shm."""
         return node_name()
 
     @register(Protocol.ONE_TO_ALL)
@@ -29,11 +30,18 @@ class PoolMember(Worker):
         nodes: list[str],
         spec: SyncSpec,
     ) -> tuple[int, str]:
-        """`first`: the plan's number of this group's rank 0. Gives the number of rounds, and the transport."""
-        c = self.context
-        self.side = PoolSide(source, target, first + c.rank, c.device, nodes, c.store, spec)
+        """Plan the transfer and connect to the other pool.
+
+        first: the plan's number of this group's rank 0. nodes: of every rank of the plan. Returns
+        the number of rounds, and the transport's class name.
+        """
+        # Every rank makes the same plan from the same layouts.
+        context = self.context
+        rank = first + context.rank
+        self.side = PoolSide(source, target, rank, context.device, nodes, context.store, spec)
         return len(self.side.exchange.rounds), type(self.side.mailbox).__name__
 
     @register(Protocol.ONE_TO_ALL)
     def forget_messages(self) -> None:
+        """Free the messages that this rank has left for others."""
         self.side.mailbox.forget()

@@ -1,4 +1,7 @@
-"""The worker of a rollout engine in a pool of its own: it generates, and takes the actor's weights by tickets."""
+"""The worker of a rollout engine in a pool of its own.
+
+It generates, and fetches the actor's weights by tickets (core/rollouts/separate.py).
+"""
 
 from __future__ import annotations
 
@@ -26,43 +29,60 @@ from hybridflow.core.workers.pool_member import PoolMember
 
 
 class RolloutWorker(PoolMember):
-    """Called by core.rollouts.separate.SeparateRollout."""
+    """One rank of a rollout pool; core.rollouts.separate.SeparateRollout calls it."""
 
     def __init__(self, context: RankContext, role: ModelRole, driver: Episodes | None = None):
-        """`driver`: what answers its turns, where there is an environment."""
+        """Make the engine, which `build` starts.
+
+        driver: what an environment's episodes need; None without an environment.
+        """
         super().__init__(context)
-        self.role, self.driver = role, driver
+        self.role = role
+        self.driver = driver
         assert role.engine is not None
+        # Further columns that the engine declares, and is sent with its requests.
         self._sends = registry().engine_capabilities(role.engine).extras
         self.engine = build_engine(role.engine, role.model, role.engine_config, context, role.logs)
 
     def close(self) -> None:
+        """Close the engine."""
         self.engine.close()
 
     @register(Protocol.ONE_TO_ALL)
     def build(self) -> None:
+        """Start the engine; it has no weights yet."""
         start_engine(self.engine)
 
+    # Weights
     @register(Protocol.RANK_ZERO)
     def weight_layout(self) -> WeightLayout:
+        """Return which boxes of the parameters each rank's engine holds."""
         return on_every_rank(self.engine.layout(), self.context)
 
     @register(Protocol.ONE_TO_ALL)
     def begin_update(self, version: int) -> None:
+        """Stop generating until the weights of `version` are there."""
         self.engine.begin_update(version)
 
     @register(Protocol.ONE_TO_ALL)
     def fetch(self, at: int, tickets: Mapping[tuple[int, int], Any]) -> int:
+        """Fetch this rank's messages of round `at`; return their bytes.
+
+        tickets: (sender, receiver) -> ticket, of all ranks.
+        """
         return self.side.fetch(at, tickets, self.engine.receive)
 
     @register(Protocol.ONE_TO_ALL)
     def sums_held(self) -> dict:
+        """Return the checksums of the weights that the engine holds (core/rollouts/checksums.py)."""
         return sums_held(self.side.plan, self.side.rank, self.engine)
 
     @register(Protocol.ONE_TO_ALL)
     def end_update(self) -> None:
+        """Generate again, with the new weights."""
         self.engine.end_update()
 
+    # Generation
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
     def episodes(
         self,
@@ -71,7 +91,7 @@ class RolloutWorker(PoolMember):
         seed: int,
         max_tokens: Sequence[int] | None = None,
     ) -> Batch:
-        """`generate` in turns with the environment's answers between them."""
+        """`generate` in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         return generate_episodes(
             self.engine, batch, sampling, seed, max_tokens, self.driver, self.context, self._sends

@@ -1,4 +1,4 @@
-"""Rewards at work: from samples to finite numbers, with errors that name the row."""
+"""Calls of rewards: from samples to finite numbers, with errors that name the row."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from hybridflow.core.values.text import shorten
 def score_samples(
     reward: Reward, samples: Sequence[RewardSample], name: str, per_token: bool = False
 ) -> Any:
-    """float32 [n]: the reward of each sample; with `per_token` a list of float32 [T_i], one number per response token.
-    Raises RewardError that names the reward, and the row that failed: its number, prompt and response; what the reward
-    raised is the cause."""
+    """Return the reward of each sample, float32 [n].
+
+    With `per_token` a list of float32 [T_i], one number per response token. Raises RewardError that
+    names the reward and the row that failed: its number, prompt and response. Its cause is what the
+    reward raised.
+    """
     if not samples:
         return gathered([], per_token)
+
+    # A function scores one sample at a time, a class the whole batch.
     if isinstance(reward, FunctionReward):
-        given = [_score_one(reward, sample, name, row) for row, sample in enumerate(samples)]
+        values = [_score_one(reward, sample, name, row) for row, sample in enumerate(samples)]
     else:
         try:
-            given = _as_list(reward(samples), len(samples), name)
+            values = _as_list(reward(samples), len(samples), name)
         except Exception as error:
             _raise_for_row(reward, samples, name, error)
-    rows = enumerate(zip(given, samples, strict=True))
-    return gathered(
-        [checked(value, name, row, sample, per_token) for row, (value, sample) in rows], per_token
-    )
+
+    rows = enumerate(zip(values, samples, strict=True))
+    numbers = [checked(value, name, row, sample, per_token) for row, (value, sample) in rows]
+    return gathered(numbers, per_token)
 
 
 def gathered(values: list[Any], per_token: bool) -> Any:
-    """What `checked` gave of each sample: a list of float32 [T_i], or float32 [n]."""
+    """Return the values that `checked` gave, as a list of float32 [T_i], or as float32 [n]."""
     return values if per_token else np.array(values, np.float32)
 
 
@@ -42,23 +47,25 @@ def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any
     try:
         return reward([sample])[0]
     except Exception as error:
-        raise failure(_said(error), name, row, sample) from error
+        raise failure(_description(error), name, row, sample) from error
 
 
 def _raise_for_row(
     reward: Reward, samples: Sequence[RewardSample], name: str, error: Exception
 ) -> None:
-    """A batch call raised: find the row by scoring one by one."""
+    """Find the row for which a batch call raised, by scoring one by one, and raise for it."""
     if isinstance(error, _BadShape):
         raise RewardError(str(error)) from None
+
+    # Scoring again takes time, but only a run that fails pays for it.
     for row, sample in enumerate(samples):
         try:
             reward([sample])
-        except Exception as alone:
-            raise failure(_said(alone), name, row, sample) from alone
+        except Exception as row_error:
+            raise failure(_description(row_error), name, row, sample) from row_error
     raise RewardError(
-        f"reward {name!r} raised {type(error).__name__} for {len(samples)} rows together, though for none of them "
-        f"alone: {error}"
+        f"reward {name!r} raised {type(error).__name__} for {len(samples)} rows together, "
+        f"though for none of them alone: {error}"
     ) from error
 
 
@@ -66,63 +73,79 @@ class _BadShape(Exception):
     """A reward returned something else than one value per sample."""
 
 
-def _as_list(given: Any, count: int, name: str) -> list[Any]:
+def _as_list(returned: Any, count: int, name: str) -> list[Any]:
+    """Return the values that a reward returned. Raises _BadShape unless there are `count`."""
     try:
-        values = list(given)
+        values = list(returned)
     except TypeError:
         raise _BadShape(
-            f"reward {name!r} returned {given!r}; it must return a list with one number for each of the {count} rows"
+            f"reward {name!r} returned {returned!r}; it must return a list with one number "
+            f"for each of the {count} rows"
         ) from None
+
     if len(values) != count:
         raise _BadShape(
-            f"reward {name!r} returned {len(values)} values for {count} rows; return one for each row"
+            f"reward {name!r} returned {len(values)} values for {count} rows; "
+            "return one for each row"
         )
     return values
 
 
 def checked(value: Any, name: str, row: int, sample: RewardSample, per_token: bool = False) -> Any:
-    """float32, or with `per_token` float32 [T]. Raises RewardError for what is no finite number, or not one per token."""
+    """Return the value of one sample as float32, or with `per_token` as float32 [T].
+
+    Raises RewardError for what is no finite number, or not one per response token.
+    """
     if not per_token:
         return _number(value, name, row, sample)
+
+    # A text is a sequence too, though no list of numbers.
     length = len(sample.response_ids)
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         values = list(value)
     except TypeError:
-        said = f"returned {value!r:.80}; with per_token = true return a list with one number for each of the {length} tokens"
-        raise failure(said, name, row, sample) from None
+        problem = (
+            f"returned {value!r:.80}; with per_token = true return a list with one number "
+            f"for each of the {length} tokens"
+        )
+        raise failure(problem, name, row, sample) from None
+
     if len(values) != length:
-        said = f"returned {len(values)} numbers for {length} response tokens; return one for each"
-        raise failure(said, name, row, sample)
+        problem = (
+            f"returned {len(values)} numbers for {length} response tokens; return one for each"
+        )
+        raise failure(problem, name, row, sample)
     return np.array([_number(one, name, row, sample) for one in values], np.float32)
 
 
 def _number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
-    """Raises RewardError for what is no finite number."""
+    """Return the value as float32. Raises RewardError for what is no finite number."""
     try:
-        if isinstance(value, str | bytes):
+        if isinstance(value, str | bytes):  # float("1") would accept a text
             raise TypeError
         with np.errstate(over="ignore"):
             number = np.float32(float(value))
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise failure(f"returned {value!r:.80}; return a number", name, row, sample) from None
+
+    # Too large for float32 is infinite here.
     if not np.isfinite(number):
         raise failure(f"returned {value!r}; return a finite float32 number", name, row, sample)
     return number
 
 
-def _said(error: Exception) -> str:
-    """What a reward raised; one that speaks to the user in our own words needs no type."""
-    return (
-        f"failed: {error}"
-        if isinstance(error, HybridFlowError)
-        else f"raised {type(error).__name__}: {error}"
-    )
+def _description(error: Exception) -> str:
+    """Return what a reward raised, in words."""
+    if isinstance(error, HybridFlowError):
+        return f"failed: {error}"  # a message to the user already, which needs no type
+    return f"raised {type(error).__name__}: {error}"
 
 
 def failure(what: str, name: str, row: int, sample: RewardSample) -> RewardError:
-    """What went wrong, with the reward's name and the row."""
+    """Return the error of a reward that `what` is wrong with, for one row."""
     return RewardError(
-        f"reward {name!r} {what} [row {row}: prompt {shorten(sample.prompt)}, response {shorten(sample.response)}]"
+        f"reward {name!r} {what} [row {row}: prompt {shorten(sample.prompt)}, "
+        f"response {shorten(sample.response)}]"
     )

@@ -1,9 +1,13 @@
-"""The worker for everything that is not a model: drawing data, numerical work on whole batches, reward functions."""
+"""The workers for everything that is not a model.
+
+TaskWorker draws data and does numerical work on whole batches; RewardWorker calls reward functions.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,19 +29,27 @@ from hybridflow.core.workers.failures import at_last_token, score_by_rule
 
 
 class TaskWorker(Worker):
-    """Lives on rank 0 of a pool. Holds the data sets, so prompts reach the models without passing the controller."""
+    """The worker on rank 0 of a pool that holds the data sets.
+
+    Prompts so reach the models without passing the controller.
+    """
 
     def __init__(self, context: RankContext, sets: dict[str, DataConfig], tokenizer: Tokenizer):
+        """Load the data sets, by name, and put a sampler on each."""
         super().__init__(context)
         self.sets = {
             name: ExampleSet(load_source(config), config, tokenizer)
             for name, config in sets.items()
         }
-        self.samplers = {n: Sampler(len(self.sets[n]), c.seed, c.shuffle) for n, c in sets.items()}
+        self.samplers = {
+            name: Sampler(len(self.sets[name]), config.seed, config.shuffle)
+            for name, config in sets.items()
+        }
 
     @register(Protocol.RANK_ZERO, same_rows=False)
     def draw(self, name: str, count: int) -> Batch:
-        """The next `count` rows of a data set."""
+        """Return the next `count` rows of a data set."""
+        # Numbers go on over epochs, so that groups of different epochs differ.
         sampler = self.samplers[name]
         first = sampler.epoch * sampler.n_rows + sampler.position
         rows = sampler.take(count)
@@ -45,33 +57,42 @@ class TaskWorker(Worker):
 
     @register(Protocol.RANK_ZERO, same_rows=False)
     def rows(self, name: str, start: int, stop: int) -> Batch:
-        """Rows by position, whatever the sampler's state (validation)."""
+        """Return the rows by position, whatever the sampler's state (validation)."""
         return self._batch(name, np.arange(start, stop), np.arange(start, stop))
 
     def _batch(self, name: str, rows: np.ndarray, numbers: np.ndarray) -> Batch:
-        """`numbers`: the group of each row; a row drawn twice is two groups."""
-        examples = [self.sets[name][int(i)] for i in rows]
+        """Return the columns of these rows.
+
+        numbers: the `group` of each row; a row that is drawn twice is two groups.
+        """
+        examples = [self.sets[name][int(row)] for row in rows]
         if self.sets[name].config.rejected is not None:
             return _pairs(examples, numbers)
+
         columns: dict[str, Any] = {
-            "prompt_ids": tokens([e.prompt_ids for e in examples], torch.int64),
+            "prompt_ids": tokens([example.prompt_ids for example in examples], torch.int64),
             "group": torch.from_numpy(numbers.astype(np.int64)),
-            "meta": [e.meta for e in examples],
+            "meta": [example.meta for example in examples],
         }
-        if examples and all(e.response_ids is not None for e in examples):
-            columns |= _responses([e.response_ids for e in examples])
+        # Data with responses (supervised fine-tuning) has them in every example.
+        responses = [example.response_ids for example in examples]
+        if examples and all(response is not None for response in responses):
+            columns |= _responses(responses)
         return Batch(columns)
 
     @register(Protocol.RANK_ZERO)
     def size(self, name: str) -> int:
+        """Return the number of examples of a data set."""
         return len(self.sets[name])
 
     @register(Protocol.RANK_ZERO)
     def state(self) -> dict[str, Any]:
+        """Return where each sampler stands, by the data set's name, for a checkpoint."""
         return {name: sampler.state_dict() for name, sampler in self.samplers.items()}
 
     @register(Protocol.RANK_ZERO)
     def set_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError when a sampler's settings differ."""
         for name, sampler in self.samplers.items():
             if name in state:
                 sampler.load_state_dict(state[name])
@@ -81,63 +102,78 @@ class TaskWorker(Worker):
         reads=lambda batch, function: list(inspect.signature(function).parameters),
     )
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:
-        """Call `function` with the columns that its parameters name (see core.context.StepContext.compute)."""
+        """Call `function` with the columns that its parameters name (StepContext.compute)."""
         return run_on_columns(batch, function)
 
 
 def _responses(responses: Sequence[Any]) -> dict[str, Column]:
-    """response_ids, and a loss_mask of ones."""
+    """Return the columns response_ids, and loss_mask with ones."""
     ids = tokens(responses, torch.int64)
-    return {
-        "response_ids": ids,
-        "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
-    }
+    ones = torch.ones(len(ids.values), dtype=torch.uint8)
+    return {"response_ids": ids, "loss_mask": Column(ones, ids.lengths)}
 
 
 def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
-    """Two rows of each example: its response, then the rejected one."""
+    """Return two rows of each example: its response, then the rejected one."""
+    doubled = list(chain.from_iterable((example, example) for example in examples))
+    responses = chain.from_iterable(
+        (example.response_ids, example.rejected_ids) for example in examples
+    )
     twice = torch.from_numpy(np.repeat(numbers, 2).astype(np.int64))
     columns: dict[str, Any] = {
-        "prompt_ids": tokens([e.prompt_ids for e in examples for _ in range(2)], torch.int64),
+        "prompt_ids": tokens([example.prompt_ids for example in doubled], torch.int64),
         "group": twice,
         "pair": twice,
         "preferred": torch.arange(2 * len(examples), dtype=torch.uint8) % 2 == 0,
-        "meta": [e.meta for e in examples for _ in range(2)],
+        "meta": [example.meta for example in doubled],
     }
-    if examples and all(e.unsafe for e in examples):
-        columns["unsafe"] = torch.tensor(
-            [unsafe for e in examples for unsafe in e.unsafe], dtype=torch.uint8
-        )
-    return Batch(
-        columns | _responses([ids for e in examples for ids in (e.response_ids, e.rejected_ids)])
-    )
+
+    # The flags count only where every example has them.
+    if examples and all(example.unsafe for example in examples):
+        unsafe = list(chain.from_iterable(example.unsafe for example in examples))
+        columns["unsafe"] = torch.tensor(unsafe, dtype=torch.uint8)
+    return Batch(columns | _responses(list(responses)))
 
 
 def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
+    """Call `function` with the columns that its parameters name; return its results as a batch.
+
+    Token columns come padded, [rows, longest]. Of the returned dict, numbers become metrics,
+    tensors [rows, T, ...] token columns with the lengths of the first token column, and all else
+    columns. Raises TypeError when the function returns no dict.
+    """
+    # A parameter with a default is left to it where the batch has no such column.
     parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.default is inspect.Parameter.empty or p.name in batch]
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty or parameter.name in batch
+    ]
     columns = {name: batch[name] for name in names}
-    ragged = [c.lengths for c in columns.values() if c.lengths is not None]
-    out = function(**{name: _full(name, column) for name, column in columns.items()})
-    if not isinstance(out, dict):
+    outputs = function(**{name: _full(name, column) for name, column in columns.items()})
+    if not isinstance(outputs, dict):
         raise TypeError(
-            f"{function.__name__} must return a dict of columns and metrics, got {type(out).__name__}"
+            f"{function.__name__} must return a dict of columns and metrics, "
+            f"got {type(outputs).__name__}"
         )
-    made: dict[str, Any] = {}
+
+    # Padded outputs are cut by the lengths of the first token column.
+    ragged = [column.lengths for column in columns.values() if column.lengths is not None]
+    new_columns: dict[str, Any] = {}
     metrics: dict[str, tuple[float, float]] = {}
-    for name, value in out.items():
-        if isinstance(value, (int, float)) or (
-            isinstance(value, torch.Tensor) and value.dim() == 0
-        ):
+    for name, value in outputs.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        if isinstance(value, (int, float)) or (is_tensor and value.dim() == 0):
             metrics[name] = (float(value), 1.0)
-        elif isinstance(value, torch.Tensor) and value.dim() >= 2 and ragged:
-            made[name] = Column.from_padded(value, ragged[0])
+        elif is_tensor and value.dim() >= 2 and ragged:
+            new_columns[name] = Column.from_padded(value, ragged[0])
         else:
-            made[name] = value
-    return Batch(made, Metrics(metrics))
+            new_columns[name] = value
+    return Batch(new_columns, Metrics(metrics))
 
 
 def _full(name: str, column: Column) -> Any:
+    """Return a column as functions get it: objects, or a tensor, with floats and masks in float32."""
     if column.kind == "object":
         return column.values
     tensor = column.padded() if column.kind == "token" else torch.as_tensor(column.values)
@@ -145,12 +181,14 @@ def _full(name: str, column: Column) -> Any:
 
 
 class RewardWorker(Worker):
-    """Reward functions, on the rows of each dp rank."""
+    """Calls reward functions, on the rows of each data parallel rank."""
 
     def __init__(self, context: RankContext, parts: Sequence[RewardPart], tokenizer: Tokenizer):
+        """Make the reward of each part; `tokenizer` gives them prompts and responses as texts."""
         super().__init__(context)
-        self.parts, self.tokenizer = parts, tokenizer
-        self.rewards = [reward_from(p.function, p.options) for p in parts]
+        self.parts = parts
+        self.tokenizer = tokenizer
+        self.rewards = [reward_from(part.function, part.options) for part in parts]
 
     @register(
         Protocol.THREE_D,
@@ -164,47 +202,67 @@ class RewardWorker(Worker):
         ),
     )
     def score(self, batch: Batch, column: str) -> Batch:
-        """`column` [rows] float32: the weighted sum; with several parts also rewards/<name>. Where a part is per token also
-        token_`column` [rows, T]: each token's, with what counts for a whole response at its last. Raises RewardError."""
+        """`column` float32 [rows]: the weighted sum of the parts.
+
+        With several parts the batch also has rewards/<name> of each. Where a part is per token it
+        has token_`column`, float32 [T] per row: each token's sum, with what counts for a whole
+        response at its last token. Raises RewardError.
+        """
+        # Sums over the parts: per row, and per token of each row.
         samples = self._samples(batch)
         total = np.zeros(len(samples), dtype=np.float32)
-        each = [np.zeros(len(sample.response_ids), np.float32) for sample in samples]
+        per_token = [np.zeros(len(sample.response_ids), np.float32) for sample in samples]
         columns: dict[str, Any] = {}
         means: dict[str, tuple[float, float]] = {}
         for part, reward in zip(self.parts, self.rewards, strict=True):
             values, failed = score_by_rule(
                 reward, samples, part.name, part.on_failure, part.per_token
             )
-            for tokens_, sample, value in zip(each, samples, values, strict=True):
-                tokens_ += np.float32(part.weight) * (
-                    value if part.per_token else at_last_token(value, sample)
-                )
+
+            # What counts for a whole response counts at its last token.
+            weight = np.float32(part.weight)
+            for row_total, sample, value in zip(per_token, samples, values, strict=True):
+                row_total += weight * (value if part.per_token else at_last_token(value, sample))
+
+            # And the reverse: a row's reward is the sum of its tokens'.
             if part.per_token:
                 values = np.array([value.sum() for value in values], np.float32)
             if part.on_failure.score is not None:
                 means[f"{part.name}_failed"] = (float(failed), float(len(samples)))
-            total += np.float32(part.weight) * values
+            total += weight * values
             if len(self.parts) > 1:
                 columns[f"rewards/{part.name}"] = torch.from_numpy(values)
+
+        # Without per-token parts the rows' sums say it all.
         if any(part.per_token for part in self.parts):
-            columns[f"token_{column}"] = tokens(each, torch.float32)
-        return Batch(
-            {column: torch.from_numpy(total), **columns},
-            Metrics({column: (float(total.sum()), len(total)), **means}),
-        )
+            columns[f"token_{column}"] = tokens(per_token, torch.float32)
+        means = {column: (float(total.sum()), len(total)), **means}
+        return Batch({column: torch.from_numpy(total), **columns}, Metrics(means))
 
     def _samples(self, batch: Batch) -> list[RewardSample]:
+        """Return the rows as rewards see them; columns that the batch lacks have neutral values."""
         if batch.rows == 0:
             return []
-        reasons = (
-            batch["finish_reason"].values if "finish_reason" in batch else ["stop"] * batch.rows
-        )
-        returns: Sequence[float | None] = [None] * batch.rows
+
+        reasons: Any = ["stop"] * batch.rows
+        if "finish_reason" in batch:
+            reasons = batch["finish_reason"].values
+        returns: Any = [None] * batch.rows
         if "episode_return" in batch:
             returns = torch.as_tensor(batch["episode_return"].values).tolist()
-        written: Sequence[np.ndarray | None] = [None] * batch.rows
-        if "loss_mask" in batch:
+        written: Any = [None] * batch.rows
+        if "loss_mask" in batch:  # 0 where the environment wrote
             written = [mask.numpy() > 0 for mask in batch["loss_mask"]]
+
+        rows = zip(
+            batch["prompt_ids"],
+            batch["response_ids"],
+            batch["meta"].values,
+            reasons,
+            returns,
+            written,
+            strict=True,
+        )
         return [
             RewardSample(
                 prompt=self.tokenizer.decode(prompt.numpy()),
@@ -212,16 +270,8 @@ class RewardWorker(Worker):
                 response_ids=response.numpy(),
                 meta=meta,
                 finish_reason=reason,
-                episode_return=returned,
+                episode_return=episode_return,
                 written=mask,
             )
-            for prompt, response, meta, reason, returned, mask in zip(
-                batch["prompt_ids"],
-                batch["response_ids"],
-                batch["meta"].values,
-                reasons,
-                returns,
-                written,
-                strict=True,
-            )
+            for prompt, response, meta, reason, episode_return, mask in rows
         ]

@@ -1,4 +1,4 @@
-"""`hybridflow calibrate`: what this machine does per second, as a cluster file that `hybridflow plan` reads."""
+"""`hybridflow calibrate`: measures this machine and writes a cluster file for `hybridflow plan`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from hybridflow.planner.calibration.calibrate import Calibration
 
 DIGITS = 4
-"""Significant ones, in the file."""
+"""Number of significant digits in the file."""
 NAMES = {
     "infer": "inference",
     "train": "training",
     "sync": "weights to the engine",
     "generate": "generation",
 }
+"""What the report calls the verbs."""
 
 
 class CalibrateCommand(Command):
@@ -69,12 +70,20 @@ class CalibrateCommand(Command):
 
 
 def run_calibrate(
-    path: str | Path | None, overrides: Sequence[str] = (), devices: int | None = None, name: str | None = None,
-    write: str | None = None, console: Console | None = None,
-) -> None:  # fmt: skip
-    """Measure this machine and print, or write, its cluster file. Raises ConfigError before anything starts."""
+    path: str | Path | None,
+    overrides: Sequence[str] = (),
+    devices: int | None = None,
+    name: str | None = None,
+    write: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Measure this machine, and print or write its cluster file.
+
+    Raises ConfigError before anything starts.
+    """
     console = console or make_console()
     try:
+        # Here, so that the command's help does not need scipy.
         from hybridflow.planner.calibration.calibrate import calibrate
     except ImportError as error:
         raise ConfigError(
@@ -82,15 +91,17 @@ def run_calibrate(
         ) from error
     if write is not None and not Path(write).absolute().parent.is_dir():
         raise ConfigError(f"--write {write!r}: there is no folder {str(Path(write).parent)!r}")
+
+    # All devices of the config's pool, else all GPUs, else one CPU rank.
     given = _tables(path, overrides)
     if devices is None:
-        devices = sum(_flat(given.get("pools", {}).get("main", []))) or max(
-            1, torch.cuda.device_count()
-        )
-    found = calibrate(given, devices, name, lambda text: print_line(console, text))
+        in_pool = sum(_flat(given.get("pools", {}).get("main", [])))
+        devices = in_pool or max(1, torch.cuda.device_count())
+    calibration = calibrate(given, devices, name, lambda text: print_line(console, text))
+
     print_line(console)
-    _report(console, found)
-    text = cluster_toml(found)
+    _report(console, calibration)
+    text = cluster_toml(calibration)
     print_line(console)
     if write is None:
         print_line(console, text)
@@ -100,76 +111,94 @@ def run_calibrate(
 
 
 def _tables(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Of the last stage: the one that generates, where one does."""
+    """Return the tables of a config's last run stage, the one that generates where any does."""
     if path is None and overrides:
         raise ConfigError(
             f"overrides are of a config, and none is given: calibrate CONFIG {' '.join(overrides)}"
         )
     if path is None:
         return {}
+
+    # Earlier stages often train without an engine (pretraining, rewards).
     tables, _ = read_config(path, overrides, SHORTHAND)
-    return dict([*stage_tables(tables, SHORTHAND).values()][-1])
+    stages = stage_tables(tables, SHORTHAND)
+    return dict([*stages.values()][-1])
 
 
 def _flat(pool: Any) -> list[int]:
+    """Return the devices per node of a pool's setting, whatever else it has left out."""
     return [n for n in pool if isinstance(n, int)] if isinstance(pool, list) else []
 
 
-def _report(console: Console, found: Calibration) -> None:
-    device, e = found.nodes.device, found.nodes.efficiency
+def _report(console: Console, calibration: Calibration) -> None:
+    """Print the device, what of it is reached, and how well the simulators fit the samples."""
+    device = calibration.nodes.device
+    e = calibration.nodes.efficiency
     print_line(
         console,
-        f"{device.name}: {device.memory_gb:.4g} GB, {device.tflops:.3g} TFLOP/s, {device.bandwidth_gbs:.3g} GB/s of memory, "
-        f"{device.link_gbs:.3g} GB/s of link",
+        f"{device.name}: {device.memory_gb:.4g} GB, {device.tflops:.3g} TFLOP/s, "
+        f"{device.bandwidth_gbs:.3g} GB/s of memory, {device.link_gbs:.3g} GB/s of link",
         "bold",
     )
     print_line(
         console,
-        f"reached: {100 * e.training:.0f}% of the products in training, {100 * e.inference:.0f}% in inference, "
-        f"{100 * e.memory:.0f}% of the memory when decoding; a message takes {e.link_latency_us:.3g} us",
+        f"reached: {100 * e.training:.0f}% of the products in training, "
+        f"{100 * e.inference:.0f}% in inference, {100 * e.memory:.0f}% of the memory when "
+        f"decoding; a message takes {e.link_latency_us:.3g} us",
     )
+
+    # How well the simulators explain the samples, verb by verb.
     rows = []
-    for verb, said in NAMES.items():
-        errors = abs(found.errors(verb))
-        rows.append(
-            (said, str(len(errors)), f"{100 * errors.mean():.0f}%", f"{100 * errors.max():.0f}%")
-        )
+    for verb, name in NAMES.items():
+        errors = abs(calibration.errors(verb))
+        mean = f"{100 * errors.mean():.0f}%"
+        largest = f"{100 * errors.max():.0f}%"
+        rows.append((name, str(len(errors)), mean, largest))
     print_table(console, ("fitted", "samples", "mean error", "largest"), rows)
 
 
 def cluster_toml(found: Calibration) -> str:
-    """A cluster file of this machine (docs/mapping.md)."""
+    """Return the cluster file of this machine, as text (docs/mapping.md)."""
     import tomlkit
 
-    nodes, device = found.nodes, found.nodes.device
+    nodes = found.nodes
+    device = nodes.device
     document = tomlkit.document()
     document.add(
         tomlkit.comment(
             "What `hybridflow calibrate` found; count and between_gbps are yours to set."
         )
     )
+    # One machine: how many there are, and their network, it cannot measure.
     machines = tomlkit.aot()
-    machines.append(tomlkit.item({"device": device.name, "count": 1, "per_node": nodes.per_node}))
+    machine = {"device": device.name, "count": 1, "per_node": nodes.per_node}
+    machines.append(tomlkit.item(machine))
     document["nodes"] = machines
+
+    # A device of the table needs no data sheet in the file.
     if DEVICES.get(device.name) != device:
         document["devices"] = {device.name: _rounded(device, leave=("name",))}
+
+    # The efficiencies, and what they hold for.
     document["efficiency"] = {device.name: _rounded(nodes.efficiency)}
+
     assert nodes.measured is not None
+    place = f"{datetime.date.today()}, {nodes.per_node} devices of {platform.node()}"
     versions = f"torch {torch.__version__}, hybridflow {version('hybridflow')}"
-    document["measured"] = {
-        device.name: {
-            **attrs.asdict(nodes.measured),
-            "on": f"{datetime.date.today()}, {nodes.per_node} devices of {platform.node()}, {versions}",
-            "error": float(f"{abs(found.errors()).mean():.2g}"),
-        }
+    measured = {
+        **attrs.asdict(nodes.measured),
+        "on": f"{place}, {versions}",
+        "error": float(f"{abs(found.errors()).mean():.2g}"),
     }
+    document["measured"] = {device.name: measured}
     return tomlkit.dumps(document)
 
 
 def _rounded(values: Any, leave: Sequence[str] = ()) -> dict[str, float]:
-    told = attrs.asdict(
+    """Return the numbers of an attrs instance with DIGITS digits, without those in `leave`."""
+    numbers = attrs.asdict(
         values, filter=lambda field, value: field.name not in leave and value is not None
     )
     return {
-        key: float(f"{value:.{DIGITS}g}") if value > 1e-6 else 0.0 for key, value in told.items()
+        key: float(f"{value:.{DIGITS}g}") if value > 1e-6 else 0.0 for key, value in numbers.items()
     }

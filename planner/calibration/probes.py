@@ -1,4 +1,4 @@
-"""What `hybridflow calibrate` runs on a machine: an algorithm whose only step takes the time of its models' verbs."""
+"""The run behind `hybridflow calibrate`: an algorithm whose step times each verb of its models."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ class Sample:
 
     role: str
     verb: str
-    """infer, train, sync or generate."""
+    """One of VERBS."""
     sequences: int
     prompt: int
-    """Tokens of each."""
+    """Tokens of each prompt."""
     response: int
+    """Tokens of each response."""
     seconds: float
-    """The best of the rounds."""
+    """Duration of the fastest round."""
+
+
+Call = tuple[Sample, Callable[[], float]]
+"""What a call does, its seconds still 0, and the function that takes it and returns them."""
 
 
 @attrs.frozen
@@ -41,23 +46,27 @@ class ProbesConfig:
     """[algorithm] of a calibration."""
 
     roles: tuple[str, ...] = ()
+    """Names of the models that are measured."""
     lengths: tuple[tuple[int, int, int], ...] = ((2, 8, 8),)
-    """(sequences, prompt tokens, response tokens) of each call."""
+    """Sequences, prompt tokens and response tokens of each call."""
     rounds: int = 3
-    """The best of so many counts."""
+    """Number of measurements of each call; the fastest counts."""
     seconds: float = 80.0
-    """After so long no further round is begun; the first is always made."""
+    """After this time no further round begins; the first is always complete."""
 
 
 class Likelihood(Loss):
-    """Of the responses; as much work as a policy's loss."""
+    """The negative log-likelihood of the responses; as much work as a policy's loss."""
 
     def __call__(self, batch, outputs):
         return Term("nll", -outputs["logprobs"])
 
 
 class Probes(Algorithm):
-    """Rounds over all roles, verbs and lengths, so that what disturbs the machine for a while disturbs all of them."""
+    """Times all verbs of all roles, round by round.
+
+    A round takes every call once, so that what slows the machine down for a while slows all alike.
+    """
 
     Config: ClassVar[type] = ProbesConfig
 
@@ -72,33 +81,45 @@ class Probes(Algorithm):
         return {name: Likelihood() for name in self.config.roles}
 
     def step(self, ctx: Any) -> None:
-        calls = [call for name in self.config.roles for call in self._calls(ctx, name)]
+        """Fill `samples` with the fastest round of each call."""
+        calls: list[Call] = []
+        for name in self.config.roles:
+            calls += self._calls(ctx, name)
+
+        # First calls allocate and compile: they do not count.
         for _, call in calls:
             call()
+
+        # Then round by round while time is left; a round may end in the middle.
         best = [float("inf")] * len(calls)
         until = time.perf_counter() + self.config.seconds
-        for round_ in range(self.config.rounds):
-            for at, (_, call) in enumerate(calls):
-                if round_ and time.perf_counter() > until:
+        for number in range(self.config.rounds):
+            for i, (_, call) in enumerate(calls):
+                if number and time.perf_counter() > until:
                     break
-                best[at] = min(best[at], call())
+                best[i] = min(best[i], call())
+
         self.samples = [
-            attrs.evolve(what, seconds=s) for (what, _), s in zip(calls, best, strict=True)
+            attrs.evolve(sample, seconds=seconds)
+            for (sample, _), seconds in zip(calls, best, strict=True)
         ]
 
-    def _calls(self, ctx: Any, name: str) -> Iterator[tuple[Sample, Callable[[], float]]]:
+    def _calls(self, ctx: Any, name: str) -> Iterator[Call]:
+        """Yield the calls of a role: all verbs, for each of the lengths."""
         handle = getattr(ctx, name)
         for sequences, prompt, response in self.config.lengths:
             batch = made_up(sequences, prompt, response)
             prompts = batch.select(("prompt_ids", "group", "meta"))
             sampling = attrs.evolve(ctx.sampling, max_tokens=response, ignore_stop=True)
-            for verb in VERBS:  # sync has what train has changed, and so generate nothing to sync
+            # In this order sync has what train has changed, and generate has nothing to sync.
+            for verb in VERBS:
                 call = partial(_timed, handle, verb, batch, prompts, sampling)
                 yield Sample(name, verb, sequences, prompt, response, 0.0), call
 
 
 def _timed(handle: Any, verb: str, batch: Batch, prompts: Batch, sampling: SamplingParams) -> float:
-    """Seconds until the result is there."""
+    """Return the seconds until the result of one call has arrived."""
+    # Results are asked for, as calls return before the work is done.
     started = time.perf_counter()
     if verb == "infer":
         handle.logprobs(batch)[handle.role.column]
@@ -112,20 +133,21 @@ def _timed(handle: Any, verb: str, batch: Batch, prompts: Batch, sampling: Sampl
 
 
 def made_up(sequences: int, prompt: int, response: int) -> Batch:
+    """Return a batch of sequences of random tokens with these lengths, the same each time."""
+    # Token ids from 3 on: special tokens are left out.
     generator = np.random.default_rng(0)
 
     def ids(length: int):
-        return tokens(
-            [torch.from_numpy(generator.integers(3, 9, length)) for _ in range(sequences)],
-            torch.int64,
-        )
+        """Return an int64 column of random token ids, `length` in each row."""
+        rows = [torch.from_numpy(generator.integers(3, 9, length)) for _ in range(sequences)]
+        return tokens(rows, torch.int64)
 
-    ones = tokens([torch.ones(response, dtype=torch.uint8) for _ in range(sequences)], torch.uint8)
+    masks = [torch.ones(response, dtype=torch.uint8) for _ in range(sequences)]
     return Batch(
         {
             "prompt_ids": ids(prompt),
             "response_ids": ids(response),
-            "loss_mask": ones,
+            "loss_mask": tokens(masks, torch.uint8),
             "group": torch.arange(sequences),
             "meta": [{}] * sequences,
         }

@@ -123,9 +123,9 @@ def test_unused_roles_and_sub_tables_are_said_to_be_unused():
 
 def test_docs_prints_what_each_setting_means():
     text = printed(docs=True)
-    assert "# Iterations: calls of the algorithm's step." in text
+    assert "# Number of iterations, each one call of the algorithm's step." in text
     assert "# Discount per token." in text and "# Devices per node." in text
-    assert "# Iterations" not in printed()
+    assert "# Number of iterations" not in printed()
 
 
 def test_stages_are_shown_one_after_the_other_with_the_tokenizer_of_the_earlier_one():

@@ -156,7 +156,7 @@ def test_a_run_restarts_from_its_checkpoint_as_often_as_it_may(here, capsys):
     Path("deaths").write_text("1")
     assert go(*settings, "run.restarts=1", "run.checkpoint_every=1").step == 3
     said = capsys.readouterr().out
-    assert said.count("restart 1 of 1, from the last checkpoint") == 2
+    assert said.count("restart 1 of 1, from the newest checkpoint") == 2
     state = json.loads(Path("runs/tiny/checkpoints/step-00000003/state.json").read_text())
     assert state["algorithm"]["steps"] == 3  # the step that failed is not counted twice
 

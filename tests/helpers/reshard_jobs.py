@@ -15,7 +15,7 @@ from helpers.syncs import transport_config
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.contracts.transport import Link
 from hybridflow.core.plugins import registry
-from hybridflow.core.resharding.exchange import Exchange, Shards
+from hybridflow.core.resharding.exchange import Exchange, ShardReader
 from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.values.weights import Box, WeightLayout
 
@@ -88,7 +88,7 @@ def move_where_rank_0_cannot_read(
     """(what this rank's exchange raised, rounds, those in which it wrote)."""
     plan = plan_reshard(source, target, bucket)
     exchange = Exchange(plan, rank, torch.device("cpu"))
-    read, wrote = Shards(storage(source, rank, True)).read, set()
+    read, wrote = ShardReader(storage(source, rank, True)).read, set()
     of_round = {
         piece: at
         for at, one in enumerate(exchange.rounds)
@@ -120,7 +120,7 @@ def link(rank: int, world: int) -> Link:
 
 def run(plan, rank: int, world: int, transport: str, folder: str):
     have, want = storage(plan.source, rank, True), storage(plan.target, rank, False)
-    read, into = Shards(have), Shards(want)
+    read, into = ShardReader(have), ShardReader(want)
     exchange = Exchange(plan, rank, torch.device("cpu"))
     mover = registry().get("transport", transport)(
         link(rank, world), transport_config(transport, folder)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import reshard_jobs as jobs
 
-from hybridflow.core.resharding.exchange import Shards, checksum, same_storage
+from hybridflow.core.resharding.exchange import ShardReader, checksum, same_storage
 from hybridflow.core.resharding.plan import ReshardError
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
@@ -132,7 +132,7 @@ def test_shards_give_a_view_of_what_lies_within_one_of_them():
     upper, lower = torch.arange(6.0).view(2, 3), torch.arange(6.0, 12.0).view(2, 3)
     made = []
     lazy = LazyShard((1,), lambda: made.append(1) or torch.tensor([7.0]))
-    shards = Shards([
+    shards = ShardReader([
         ("a", Box((0, 0), (2, 3)), upper), ("a", Box((2, 0), (4, 3)), lower), ("b", Box((0,), (1,)), lazy),
     ])  # fmt: skip
     part = shards.read("a", Box((3, 1), (4, 3)))
@@ -143,7 +143,7 @@ def test_shards_give_a_view_of_what_lies_within_one_of_them():
 
 
 def test_what_is_not_held_in_one_piece_is_named_with_what_is():
-    shards = Shards(
+    shards = ShardReader(
         [("a", Box((0,), (2,)), torch.zeros(2)), ("a", Box((2,), (4,)), torch.zeros(2))]
     )
     with pytest.raises(ReshardError, match=r"a \[1:3\] is not held here: \[0:2\], \[2:4\]"):

@@ -7,7 +7,7 @@ import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.resharding.exchange import Shards
+from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.checksums import compare, differing, sums_held, sums_sent
 from hybridflow.core.values.weights import Box, Param, WeightLayout
@@ -50,9 +50,11 @@ def rows(tensor: torch.Tensor, rank: int, ranks: int) -> Box:
     return Box.part(tuple(tensor.shape), 0, *ends)
 
 
-def shards(layout: WeightLayout, rank: int) -> Shards:
+def shards(layout: WeightLayout, rank: int) -> ShardReader:
     held = layout.held[rank].items()
-    return Shards((name, box, reference().parameters[name][box.slices()]) for name, (box,) in held)
+    return ShardReader(
+        (name, box, reference().parameters[name][box.slices()]) for name, (box,) in held
+    )
 
 
 def test_the_sums_of_all_senders_are_those_of_the_receiver_until_an_element_differs(engine):

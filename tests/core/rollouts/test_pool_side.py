@@ -12,7 +12,7 @@ from helpers.syncs import sync
 from hybridflow.core.contracts.transport import Transport
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.plugins import Descriptor, Registry
-from hybridflow.core.resharding.exchange import Shards
+from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.rollouts import transports
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.values.weights import Box
@@ -40,7 +40,7 @@ def sides(spec) -> list[PoolSide]:
 @pytest.mark.parametrize("transport", ["auto", "store", "disk"])
 def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
     every = sides(sync(transport, str(tmp_path), bucket_mb=BUCKET_MB))
-    sources = [Shards(storage(SOURCE, rank, True)) for rank in range(2)]
+    sources = [ShardReader(storage(SOURCE, rank, True)) for rank in range(2)]
     targets = {rank: storage(TARGET, rank, False) for rank in (2, 3)}
     moved = dict.fromkeys(targets, 0)
     rounds = len(every[0].exchange.rounds)
@@ -49,7 +49,7 @@ def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
         posted = [every[rank].post(at, sources[rank].read) for rank in range(2)]
         tickets = {(rank, to): ticket for rank in range(2) for to, ticket in posted[rank].items()}
         for rank, held in targets.items():
-            into = Shards(held)
+            into = ShardReader(held)
 
             def write(name, box, values, into=into):
                 into.read(name, box).copy_(values)
@@ -69,7 +69,7 @@ def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
 
 def test_messages_of_the_last_two_rounds_are_kept(tmp_path):
     side, *_ = sides(sync("disk", str(tmp_path), bucket_mb=BUCKET_MB))
-    read, left = Shards(storage(SOURCE, 0, True)).read, []
+    read, left = ShardReader(storage(SOURCE, 0, True)).read, []
     for at in range(4):
         left.append(set(side.post(at, read).values()))
     assert {str(path) for path in tmp_path.iterdir()} == left[2] | left[3]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.core.errors import CheckpointError
+from hybridflow.core.errors import CheckpointError, WorkerDied
 from hybridflow.core.running.checkpoint import Checkpoints
 
 
@@ -65,6 +65,18 @@ def test_one_that_fails_leaves_the_others_whole_and_nothing_of_itself(checkpoint
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
     assert checkpoints.read(2)["step"] == 2
     assert (checkpoints.path(2) / "model").read_text() == "whole"
+
+
+def test_a_worker_that_dies_while_it_writes_is_no_full_disk(checkpoints):
+    # WorkerDied starts the job again; any other error would end it.
+    def dying(folder):
+        (folder / "model").write_text("half")
+        raise WorkerDied("rank 1 is gone", role="actor", phase="save", rank=1)
+
+    checkpoints.write(2, {"step": 2}, saving("whole"))
+    with pytest.raises(WorkerDied, match="rank 1 is gone"):
+        checkpoints.write(3, {}, dying)
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
 
 
 def test_what_a_killed_process_left_is_no_checkpoint(checkpoints):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from math import prod
-from statistics import mean
 
 import attrs
 import pytest
@@ -55,43 +53,12 @@ def test_the_largest_stage_has_its_layers_and_the_embedding():
     assert ModelSize(DENSE).stage_params(2) == LAYER + 50 * 8
 
 
-def test_a_token_meets_the_layers_and_the_head_but_only_some_experts():
-    assert ModelSize(DENSE).active_params == 2 * LAYER + 50 * 8
-    assert ModelSize(TIED).active_params == 2 * LAYER + 50 * 8
-    one_expert = 64 + 32 + 32 + 64 + 8 + 3 * 48
-    assert ModelSize(MIXTURE).active_params == 2 * one_expert + 50 * 8
-
-
 def test_adapters_on_every_matrix_are_the_trained_share():
     adapters = 2 * 3 * ((8 + 8) + (4 + 8) + (4 + 8) + (8 + 8) + (12 + 8) + (8 + 12))
     size = ModelSize(DENSE, adapter_rank=3)
     assert size.trained_share * size.params == pytest.approx(adapters)
     assert ModelSize(DENSE).trained_share == 1.0
     assert ModelSize(DENSE, adapter_rank=1000).trained_share == 1.0
-
-
-def test_the_operations_of_a_token_are_two_per_weight_and_attention_to_what_is_before_it():
-    length = 1000
-    weights = 2 * (ModelSize(DENSE).active_params - 50 * 8)
-    seen = mean(range(1, length + 1))  # tokens that a token attends to
-    attention = (
-        2 * 4 * (2 * 2 * seen) * 2
-    )  # layers, heads; scores and sums, of two numbers each, an add and a product
-    assert ModelSize(DENSE).trunk_flops(length) == pytest.approx(weights + attention, rel=1e-3)
-    assert ModelSize(DENSE).trunk_flops(0) == weights
-
-
-def test_a_token_leaves_a_key_and_a_value_for_each_head_and_layer():
-    assert ModelSize(DENSE).cache_elements() == 2 * 2 * 2 * 2
-
-
-@pytest.mark.parametrize("sequences", [1, 2, 4])
-def test_the_weights_that_a_step_reads_are_the_mean_over_every_choice_of_experts(sequences):
-    size = ModelSize(MIXTURE)
-    unread = [3 - len(set(choice)) for choice in itertools.product(range(3), repeat=sequences)]
-    read = 1 - 2 * mean(unread) * 3 * 48 / size.params
-    assert size.read_share(sequences) == pytest.approx(read)
-    assert ModelSize(DENSE).read_share(sequences) == 1.0
 
 
 @pytest.mark.parametrize(

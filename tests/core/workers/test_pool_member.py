@@ -11,7 +11,7 @@ from helpers.syncs import sync
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.resharding.exchange import Shards
+from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.rollouts.weight_sync import node_name
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import Box
@@ -53,7 +53,7 @@ def test_a_member_tells_its_node():
 def test_messages_are_forgotten_when_all_have_fetched_them(tmp_path):
     sender, _ = pool(CountingStore())
     sender.connect(TRAINED, SERVED, 0, NODES, sync("disk", str(tmp_path)))
-    sender.side.post(0, Shards(storage(TRAINED, 0, True)).read)
+    sender.side.post(0, ShardReader(storage(TRAINED, 0, True)).read)
     assert len(list(tmp_path.iterdir())) == 1  # both receivers get the same
     sender.forget_messages()
     assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import ModelRole
-from hybridflow.core.resharding.exchange import Shards
+from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.rollouts.checksums import compare, sums_sent
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.rollouts.weight_sync import node_name
@@ -62,8 +62,8 @@ def trained() -> WeightLayout:
     )
 
 
-def shards() -> Shards:
-    return Shards(
+def shards() -> ShardReader:
+    return ShardReader(
         (name, Box.full(tensor.shape), tensor) for name, tensor in reference().parameters.items()
     )
 
