@@ -1,4 +1,7 @@
-"""Losses per token and per pair, and the reduction to one number."""
+"""Losses per token and per pair, and their reduction to one number.
+
+For shapes and masks see `functional`. sg is the stop-gradient operator.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +30,33 @@ def policy_ratio_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """PPO's clipped surrogate -min(rho A, clip(rho, 1 - low, 1 + high) A), rho = exp(logprobs - old_logprobs)
-    (arXiv:1707.06347, eq. 7; low and high apart: arXiv:2503.14476).
+    """Return PPO's clipped surrogate per token (arXiv:1707.06347, eq. 7).
 
-    With `dual_clip` c > 1, where A < 0: min(that, -c A) (arXiv:1912.09729). All tensors and the result: [B, T].
-    Raises ValueError if dual_clip <= 1."""
+        rho = exp(logprobs - old_logprobs)
+        L   = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
+
+    The two limits may differ (arXiv:2503.14476). With `dual_clip` c > 1 it is min(L, -c A) where
+    A < 0 (arXiv:1912.09729). All tensors and the result: [B, T]. Raises ValueError if
+    dual_clip <= 1.
+    """
     same_shape(
         "policy_ratio_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
     )
+
+    # In float32 at least, whatever the dtype of the logprobs.
     rho = ratio(logprobs, old_logprobs)
     return _surrogate(rho, advantages, clip_low, clip_high, dual_clip).to(result_dtype(logprobs))
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """GSPO's ratio: exp of the sequence's mean log ratio (arXiv:2507.18071). Inputs: [B, T]; result: [B], 1 for a row
-    without tokens. For the loss see `sequence_ratio_loss`."""
+    """Return GSPO's ratio, exp of the sequence's mean log ratio (arXiv:2507.18071).
+
+    Inputs: [B, T]; result: [B], 1 for a row without tokens. For the loss see
+    `sequence_ratio_loss`.
+    """
     same_shape("sequence_ratio", logprobs=logprobs, old_logprobs=old_logprobs)
+
+    # The mean over tokens in the exponent is the geometric mean of their ratios.
     mean = masked_mean(wide(logprobs) - wide(old_logprobs), mask, dim=1)
     return mean.clamp(-20, 20).exp().to(result_dtype(logprobs))
 
@@ -56,12 +70,16 @@ def sequence_ratio_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """GSPO's loss per token (the GSPO-token form of arXiv:2507.18071): the surrogate of `policy_ratio_loss`, in which
-    each token carries the value of the sequence's ratio and the gradient of its own logprob: sg(rho_seq) pi / sg(pi).
+    """Return GSPO's loss per token (the GSPO-token form of arXiv:2507.18071).
 
-    All tensors and the result: [B, T]. Reduced by `seq-mean-token-mean`, value and gradient are those of
-    -min(rho_seq A, clip(rho_seq, 1 - low, 1 + high) A) averaged over sequences."""
+    It is the surrogate of `policy_ratio_loss` with the ratio sg(rho_seq) pi / sg(pi): each token
+    has the value of its sequence's ratio, and the gradient of its own logprob. Reduced by
+    `seq-mean-token-mean`, value and gradient are those of
+    -min(rho_seq A, clip(rho_seq, 1 - clip_low, 1 + clip_high) A) averaged over sequences.
+    All tensors and the result: [B, T]. Raises ValueError if dual_clip <= 1.
+    """
     same_shape("sequence_ratio_loss", logprobs=logprobs, advantages=advantages)
+    # own - sg(own) is 0, so that exp of it is 1, with the gradient of own.
     own = wide(logprobs)
     sequence = sequence_ratio(own.detach(), wide(old_logprobs).detach(), mask)
     rho = sequence[:, None] * (own - own.detach()).exp()
@@ -71,10 +89,14 @@ def sequence_ratio_loss(
 def _surrogate(
     rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Tensor:
+    """Return the loss L of `policy_ratio_loss`, with its dual clip, for any ratio [B, T]."""
+    # -min(rho A, clipped A) is the maximum of the two negated.
     clipped = rho.clamp(1 - clip_low, 1 + clip_high)
     loss = torch.maximum(-rho * advantages, -clipped * advantages)
     if dual_clip is None:
         return loss
+
+    # For negative advantages a large ratio makes the loss grow without bound: bound it.
     if not dual_clip > 1:
         raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
     return torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
@@ -83,10 +105,14 @@ def _surrogate(
 def cispo_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """-sg(clip(rho, 1 - low, 1 + high)) A logprob, per token (arXiv:2506.13585): no token loses its gradient.
+    """Return -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A logprob per token (arXiv:2506.13585).
 
-    All tensors and the result: [B, T]. `clip_low` of 1 or more leaves the lower side open."""
+    No token loses its gradient. All tensors and the result: [B, T]. `clip_low` of 1 or more leaves
+    the lower side open.
+    """
     same_shape("cispo_loss", logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+
+    # The weight is a constant: the gradient goes through logprob alone.
     weight = ratio(logprobs, old_logprobs).clamp(1 - clip_low, 1 + clip_high).detach()
     return (-weight * advantages * wide(logprobs)).to(result_dtype(logprobs))
 
@@ -94,13 +120,19 @@ def cispo_loss(
 def value_loss(
     values: Tensor, old_values: Tensor | None, returns: Tensor, clip: float | None
 ) -> Tensor:
-    """0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2), per token (PPO's, arXiv:2005.12729).
+    """Return PPO's clipped value loss per token (arXiv:2005.12729).
 
-    All tensors and the result: [B, T]. `clip=None`: 0.5 (v - R)^2, and old_values is not read.
-    Raises ValueError if there is a clip and no old_values."""
+        0.5 max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2)
+
+    `clip=None` gives 0.5 (v - R)^2, and old_values is not read. All tensors and the result: [B, T].
+    Raises ValueError if there is a clip and no old_values.
+    """
     same_shape("value_loss", values=values, returns=returns)
-    v, target = wide(values), wide(returns)
+    v = wide(values)
+    target = wide(returns)
     error = (v - target).square()
+
+    # A value that has moved far from the old one gains nothing by moving further.
     if clip is not None:
         if old_values is None:
             raise ValueError(
@@ -108,25 +140,33 @@ def value_loss(
             )
         same_shape("value_loss", values=values, old_values=old_values)
         old = wide(old_values)
-        error = torch.maximum(error, (v.clamp(old - clip, old + clip) - target).square())
+        clipped = v.clamp(old - clip, old + clip)
+        error = torch.maximum(error, (clipped - target).square())
     return (0.5 * error).to(result_dtype(values))
 
 
 def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: float | Tensor = 0) -> Tensor:
-    """-log sigmoid(chosen - rejected - margin) per pair (arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2).
+    """Return -log sigmoid(chosen - rejected - margin) per pair (arXiv:2203.02155, eq. 1).
 
-    `chosen`, `rejected`: [P], scores; `margin`: a number or [P]; result: [P]."""
+    The margin is that of arXiv:2307.09288, eq. 2. `chosen`, `rejected`: [P], scores; `margin`: a
+    number or [P]; result: [P].
+    """
     same_shape("bradley_terry_loss", chosen=chosen, rejected=rejected)
+
+    # A number counts for all pairs.
     if isinstance(margin, Tensor) and margin.dim():
         same_shape("bradley_terry_loss", chosen=chosen, margin=margin)
     return -F.logsigmoid(chosen - rejected - margin)
 
 
 def cost_model_loss(cost_w: Tensor, cost_l: Tensor, sign_w: Tensor, sign_l: Tensor) -> Tensor:
-    """Safe RLHF's cost model (arXiv:2310.12773), w the more harmful answer of each pair:
-    -log s(C_w - C_l) - log s(sign_w C_w) - log s(sign_l C_l).
+    """Return the loss of Safe RLHF's cost model per pair (arXiv:2310.12773).
 
-    `cost_w`, `cost_l`: [P]; `sign_w`, `sign_l`: [P], +1 if that answer is harmful, else -1; result: [P]."""
+        -log s(C_w - C_l) - log s(sign_w C_w) - log s(sign_l C_l)
+
+    s is the sigmoid, and w is the more harmful response of the pair. `cost_w`, `cost_l`: [P];
+    `sign_w`, `sign_l`: [P], +1 if that response is harmful, else -1; result: [P].
+    """
     same_shape("cost_model_loss", cost_w=cost_w, cost_l=cost_l, sign_w=sign_w, sign_l=sign_l)
     return (
         -F.logsigmoid(cost_w - cost_l)
@@ -138,43 +178,66 @@ def cost_model_loss(cost_w: Tensor, cost_l: Tensor, sign_w: Tensor, sign_l: Tens
 def dpo_loss(
     policy_w: Tensor, policy_l: Tensor, ref_w: Tensor, ref_l: Tensor, beta: float
 ) -> Tensor:
-    """-log s(beta ((policy_w - ref_w) - (policy_l - ref_l))) per pair (arXiv:2305.18290, eq. 7); w is preferred.
+    """Return the loss of DPO per pair (arXiv:2305.18290, eq. 7).
 
-    All tensors and the result: [P]; each is the sum of the logprobs of one answer."""
+        -log sigmoid(beta ((policy_w - ref_w) - (policy_l - ref_l)))
+
+    w is the preferred response of the pair. All tensors and the result: [P]; each input is the sum
+    of the logprobs of a response.
+    """
     same_shape("dpo_loss", policy_w=policy_w, policy_l=policy_l, ref_w=ref_w, ref_l=ref_l)
     return -F.logsigmoid(beta * ((policy_w - ref_w) - (policy_l - ref_l)))
 
 
 def aggregate(
-    loss: Tensor, mask: Tensor, how: str, counts: Any = None, *, length: float | None = None
+    loss: Tensor,
+    mask: Tensor,
+    how: str,
+    counts: Any = None,
+    *,
+    length: float | None = None,
 ) -> Tensor:
-    """The per-token loss as one number; summed over micro-batches and ranks it is the loss of the whole mini-batch.
+    """Reduce the per-token loss x to one number.
 
-    Denominators, with N tokens and S sequences (rows with at least one token) in the mini-batch:
-    `token-mean`: N. `seq-mean-token-mean`: each sequence's own tokens, then S. `seq-mean-token-sum`: S.
-    `seq-mean-token-sum-norm`: S `length`, a constant such as the longest response allowed (Dr. GRPO, arXiv:2503.20783).
+    Summed over micro-batches and ranks, it is the loss of the complete mini-batch, which has N
+    tokens in S sequences (rows with at least one token):
 
-    `loss`, `mask`: [B, T], or [B] for a loss per row or pair, which counts as one token. `counts`: an object with
-    `tokens` (N) and `sequences` (S) of the whole mini-batch over all ranks; None: this mask is the mini-batch. Result:
-    a scalar, 0 (with a graph) without tokens; rows are never split. Raises ValueError for another `how`, shapes that
-    differ, and a missing `length`."""
-    m = as_bool(mask, loss)
-    x = wide(loss).masked_fill(~m, 0)
+        token-mean                 sum of x / N
+        seq-mean-token-mean        sum over sequences of (mean of its x) / S
+        seq-mean-token-sum         sum of x / S
+        seq-mean-token-sum-norm    sum of x / S / length
+
+    `length` is a constant such as the longest response allowed (Dr. GRPO, arXiv:2503.20783).
+    `loss`, `mask`: [B, T], or [B] for a loss per row or pair, which counts as one token. `counts`:
+    an object with `tokens` (N) and `sequences` (S) of the mini-batch over all ranks; without it,
+    this mask is the mini-batch. Result: a scalar; without tokens 0, with a graph. Rows are never
+    split. Raises ValueError for another `how`, shapes that differ, and a missing `length`.
+    """
+    tokens = as_bool(mask, loss)
+    x = wide(loss).masked_fill(~tokens, 0)
+
+    # A loss per row or pair is one of a single token.
     if loss.dim() == 1:
-        m, x = m[:, None], x[:, None]
-    row_tokens = m.sum(1)
-    tokens = _count(row_tokens.sum() if counts is None else counts.tokens)
+        tokens = tokens[:, None]
+        x = x[:, None]
+
+    # Both counts are at least 1, so that a mini-batch without tokens gives 0.
+    row_tokens = tokens.sum(1)
+    token_count = _count(row_tokens.sum() if counts is None else counts.tokens)
     sequences = _count((row_tokens > 0).sum() if counts is None else counts.sequences)
+
     if how == "token-mean":
-        total = x.sum() / tokens
+        total = x.sum() / token_count
     elif how == "seq-mean-token-mean":
-        total = (x.sum(1) / row_tokens.clamp(min=1)).sum() / sequences
+        row_means = x.sum(1) / row_tokens.clamp(min=1)
+        total = row_means.sum() / sequences
     elif how == "seq-mean-token-sum":
         total = x.sum() / sequences
     elif how == "seq-mean-token-sum-norm":
         if length is None or not length > 0:
             raise ValueError(
-                f"aggregate: 'seq-mean-token-sum-norm' needs a constant length above 0, got {length}"
+                "aggregate: 'seq-mean-token-sum-norm' needs a constant length above 0, "
+                f"got {length}"
             )
         total = x.sum() / sequences / length
     else:
@@ -189,4 +252,5 @@ def aggregate(
 
 
 def _count(n: int | Tensor) -> Tensor:
+    """Return a denominator, which is at least 1."""
     return torch.as_tensor(n).clamp(min=1)

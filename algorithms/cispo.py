@@ -1,5 +1,7 @@
-"""CISPO: the importance weight is clipped instead of the loss, so that no token loses its gradient (MiniMax-M1,
-arXiv:2506.13585)."""
+"""CISPO: the importance weight is clipped instead of the loss, so that no token loses its gradient.
+
+The source is MiniMax-M1 (arXiv:2506.13585).
+"""
 
 from __future__ import annotations
 
@@ -13,32 +15,34 @@ from hybridflow.core.validators import positive
 
 @attrs.frozen
 class CISPOConfig(GRPOConfig):
-    """Clipped importance-sampling policy optimisation."""
+    """GRPO's settings, but the weight new/old is clipped, not the loss (arXiv:2506.13585)."""
 
     clip_low: float = attrs.field(default=1.0, validator=positive)
-    """The weight new/old is at least 1 - clip_low; 1 or more leaves that side open (the paper's)."""
+    """The weight new/old is at least 1 - clip_low; 1 or more, as in the paper, sets no limit."""
     clip_high: float = attrs.field(default=2.0, validator=positive)
-    """The weight is at most 1 + clip_high; the paper tunes this side alone, and names no value."""
+    """The weight is at most 1 + clip_high; the paper tunes this one, and names no value."""
     how: str = attrs.field(default="token-mean", validator=AGGREGATIONS)
     """Mean over all tokens (the paper's); or another."""
 
 
 class CISPOLoss(PolicyLoss):
-    """-sg(clip(ratio)) A logprob of each token."""
+    """The loss -sg(clip(ratio)) A logprob of each token (arXiv:2506.13585)."""
 
     def surrogate(self, logprobs, old, advantages, mask):
+        """Return the loss per token; inputs and result are [B, T]."""
         return F.cispo_loss(logprobs, old, advantages, self.config.clip_low, self.config.clip_high)
 
 
 class CISPO(GRPO):
     """GRPO's step with another loss: the weight is clipped."""
 
-    Config, loss = CISPOConfig, CISPOLoss
+    Config = CISPOConfig
+    loss = CISPOLoss
 
     def problems(self) -> list[str]:
-        found = super().problems()
-        return found + (
-            ["dual_clip has no meaning in CISPO's loss; leave it out"]
-            if self.config.dual_clip
-            else []
-        )
+        """Return what is wrong with the settings; a dual clip is."""
+        # It bounds a surrogate, which this loss has not.
+        problems = super().problems()
+        if self.config.dual_clip:
+            problems.append("dual_clip has no meaning in CISPO's loss; leave it out")
+        return problems

@@ -1,4 +1,7 @@
-"""Coefficients that adapt from step to step: an algorithm keeps one and saves its `state_dict` in every checkpoint."""
+"""Coefficients that adapt from step to step.
+
+An algorithm keeps one and saves its `state_dict` in every checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -13,53 +16,65 @@ import torch
 class AdaptiveKL:
     """Proportional controller of the KL coefficient beta (arXiv:1909.08593, section 2.2).
 
-    beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
+        beta <- beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)
 
-    `init`: the first beta (> 0); `target`: the wanted KL, in nats, in the unit of the KL that `update`
-    gets; `horizon`: sequences over which beta adapts. Raises ValueError if one of them is not a positive finite number.
+    `init`: the first beta; `target`: the wanted KL in nats, per token or per sequence like the KL
+    that `update` gets; `horizon`: the number of sequences over which beta adapts. Raises ValueError
+    if one of them is not a positive finite number.
     """
 
     def __init__(self, init: float, target: float, horizon: float):
         _check_positive("AdaptiveKL", init=init, target=target, horizon=horizon)
         self.value = float(init)
-        self.target, self.horizon = float(target), float(horizon)
+        self.target = float(target)
+        self.horizon = float(horizon)
 
     def update(self, kl: float, n: int) -> float:
-        """`kl`: the measured mean KL of the step, in the unit of `target`; `n`: sequences that it was measured on.
-        Returns the new beta. Raises ValueError if kl is not finite, or if n >= 5 horizon could take beta to 0 or less.
+        """Move beta by the mean KL `kl` of a step, measured on `n` sequences; return the new beta.
+
+        Raises ValueError if kl is not finite, n is negative, or n >= 5 horizon: a step may lower
+        beta by the fraction 0.2 n / horizon, which must stay below 1.
         """
         kl = float(kl)
         if not math.isfinite(kl):
             raise ValueError(f"AdaptiveKL.update: kl must be a finite number, got {kl}")
         if not 0 <= n < 5 * self.horizon:
             raise ValueError(
-                f"AdaptiveKL.update: n must be at least 0 and below 5 * horizon = {5 * self.horizon:g}, got {n}: "
+                "AdaptiveKL.update: n must be at least 0 and below "
+                f"5 * horizon = {5 * self.horizon:g}, got {n}: "
                 "one step could make the coefficient negative; raise horizon"
             )
+
+        # Clipped, so that one odd step moves beta by a fifth of n / horizon at most.
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n / self.horizon
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a checkpoint."""
         self.value = float(state["value"])
 
 
 class LagrangeMultiplier:
-    """The multiplier lam of the cost constraint E[cost] <= limit, ascended in its logarithm (arXiv:2310.12773).
+    """The multiplier lam of the cost constraint E[cost] <= limit (arXiv:2310.12773).
 
-    log l <- min(log l + lr l (mean raw cost over the window - limit), log maximum)
-    lam = min(l exp(damping (mean raw cost over the window - limit)), maximum)
+    It is ascended in its logarithm, by the excess e = mean raw cost over the window - limit:
 
-    Costs answer to lam with a delay, so that l alone swings; the second line is the proportional term of PID Lagrangian
-    methods (arXiv:2007.03964), in the logarithm. 0, its default, leaves lam = l, the paper's.
+        log l <- min(log l + lr l e, log maximum)
+        lam    = min(l exp(damping e), maximum)
 
-    `init`: the first lam, in (0, maximum]; `lr`: step size (> 0); `limit`: the highest acceptable mean cost, any sign;
-    `maximum`: upper bound of lam; `window`: how many of the latest sequences the mean is taken over (>= 1);
-    `damping`: >= 0.
-    Raises ValueError if one of them is out of its range.
+    Costs answer to lam with a delay, so that l alone swings. The damping is the proportional term
+    of PID Lagrangian methods (arXiv:2007.03964), in the logarithm; without it lam = l, as in the
+    paper.
+
+    `init`: the first lam, in (0, maximum]; `lr`: step size (> 0); `limit`: the highest acceptable
+    mean cost, of any sign; `maximum`: upper bound of lam; `window`: how many of the latest
+    sequences the mean is taken over (>= 1); `damping`: >= 0. Raises ValueError if one of them is
+    out of its range.
     """
 
     def __init__(
@@ -71,10 +86,12 @@ class LagrangeMultiplier:
         window: int,
         damping: float = 0.0,
     ):
+        # Checked one after the other, so that the message names the setting.
         _check_positive("LagrangeMultiplier", init=init, lr=lr, maximum=maximum, window=window)
         if init > maximum:
             raise ValueError(
-                f"LagrangeMultiplier: init must not exceed maximum, got init={init}, maximum={maximum}"
+                "LagrangeMultiplier: init must not exceed maximum, "
+                f"got init={init}, maximum={maximum}"
             )
         if window != int(window):
             raise ValueError(
@@ -86,51 +103,68 @@ class LagrangeMultiplier:
             raise ValueError(
                 f"LagrangeMultiplier: damping must be a finite number of at least 0, got {damping}"
             )
+
         self.log_value = math.log(init)
-        self.lr, self.limit, self.maximum, self.damping = (
-            float(lr),
-            float(limit),
-            float(maximum),
-            float(damping),
-        )
+        """log l."""
+        self.lr = float(lr)
+        self.limit = float(limit)
+        self.maximum = float(maximum)
+        self.damping = float(damping)
         self.costs: deque[float] = deque(maxlen=int(window))
+        """The window: raw costs of the latest sequences."""
 
     @property
     def value(self) -> float:
+        """lam."""
+        # The exponent is compared, since exp of a large one overflows.
         exponent = self.log_value + self.damping * self.excess
         return self.maximum if exponent >= math.log(self.maximum) else math.exp(exponent)
 
     @property
     def excess(self) -> float:
-        """Mean cost over the window less the limit; 0 without any."""
-        return math.fsum(self.costs) / len(self.costs) - self.limit if self.costs else 0.0
+        """Mean cost over the window less the limit; 0 while the window is empty."""
+        if not self.costs:
+            return 0.0
+        return math.fsum(self.costs) / len(self.costs) - self.limit
 
     def update(self, costs: torch.Tensor | Iterable[float]) -> float:
-        """`costs`: [B], the raw cost (no KL in it) of each sequence of the step; they join the window. Returns the new
-        lam; without any cost nothing changes. Raises ValueError, and changes nothing, if a cost is not finite."""
+        """Add the raw costs (without KL) of a step's sequences, [B], and return the new lam.
+
+        Without any cost nothing changes. Raises ValueError, and changes nothing, if a cost is not
+        finite.
+        """
         if isinstance(costs, torch.Tensor):
             costs = costs.detach().double().flatten().tolist()
-        new = [float(cost) for cost in costs]
-        bad = [cost for cost in new if not math.isfinite(cost)]
-        if bad:
+
+        # All are checked before any enters the window.
+        values = [float(cost) for cost in costs]
+        infinite = [cost for cost in values if not math.isfinite(cost)]
+        if infinite:
             raise ValueError(
-                f"LagrangeMultiplier.update: costs must be finite, got {len(bad)} that are not: {bad[:3]}"
+                "LagrangeMultiplier.update: costs must be finite, "
+                f"got {len(infinite)} that are not: {infinite[:3]}"
             )
-        if new:
-            self.costs.extend(new)
+
+        # lr l excess is the gradient step on log l, since d l / d log l = l.
+        if values:
+            self.costs.extend(values)
             ascent = self.lr * math.exp(self.log_value) * self.excess
             self.log_value = min(self.log_value + ascent, math.log(self.maximum))
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: log l and the window."""
         return {"log_value": self.log_value, "costs": list(self.costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a checkpoint, within today's maximum and window."""
         self.log_value = min(float(state["log_value"]), math.log(self.maximum))
-        self.costs = deque((float(cost) for cost in state["costs"]), maxlen=self.costs.maxlen)
+        costs = [float(cost) for cost in state["costs"]]
+        self.costs = deque(costs, maxlen=self.costs.maxlen)
 
 
 def _check_positive(owner: str, **values: float) -> None:
+    """Raise ValueError unless all values are positive and finite."""
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{owner}: {name} must be a positive finite number, got {value}")

@@ -1,5 +1,7 @@
-"""Dr. GRPO: GRPO without its two biases, the division by the group's spread and by each response's length
-(arXiv:2503.20783)."""
+"""Dr. GRPO: GRPO without its divisions by a group's spread and by a response's length.
+
+The source is arXiv:2503.20783.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,18 @@ from hybridflow.core.validators import at_least
 
 @attrs.frozen
 class DrGRPOConfig(GRPOConfig):
-    """GRPO done right: scores are centred and not scaled, sums are divided by a constant length."""
+    """Settings of GRPO with centred, unscaled scores and sums divided by a constant length."""
 
     scale: str = attrs.field(default="none", validator=one_of(("std", "none")))
-    """Divide a group's centred scores by their standard deviation, or not (the paper's)."""
+    """Whether a group's centred scores are divided by their standard deviation (std; the paper's is
+    none)."""
     how: str = attrs.field(default="seq-mean-token-sum-norm", validator=AGGREGATIONS)
-    """Sums over responses, divided by `length` (the paper's); or another."""
+    """The paper's sums over responses and divides by `length`; or another."""
     length: int = attrs.field(default=1024, validator=at_least(1))
-    """That constant, in tokens; the paper's is the longest response."""
+    """The constant that sums are divided by, in tokens; the paper's is the longest response."""
 
 
 class DrGRPO(GRPO):
-    """GRPO's step with other settings: no division by the group's spread, sums divided by a constant length."""
+    """GRPO's step with the settings above."""
 
     Config = DrGRPOConfig

@@ -1,11 +1,18 @@
-"""The mathematics of the algorithms: pure functions on torch tensors, each beside the paper that it comes from.
+"""The mathematics of the algorithms: pure functions on torch tensors, each with its source.
 
-Shapes: B sequences, T response tokens, P pairs. `mask` [B, T] (float, bool or int; non-zero is 1) is 1 on tokens that
-the policy produced; it may have holes (tool output). `x[t]` belongs to response token t, `values[t]` to the state
-before it. Results have the floating dtype of the tensor that they stand for (float32 for integers); half precision is
-computed in float32. Inputs are never changed; B = 0, T = 0 and rows without any unmasked token are legal. What lies
-under a 0 of the mask is not read. Log ratios are clamped to [-20, 20] before exp. Rewards, advantages and weights carry
-no graph; losses do. Shapes that do not fit raise ValueError: broadcasting would change silently what is counted.
+Shapes: B sequences, T response tokens, P pairs. `mask` [B, T] (float, bool or int; non-zero is 1)
+is 1 on tokens that the policy produced; it may have holes (the output of tools). x[t] belongs to
+response token t, values[t] to the state before it:
+
+    prompt   prompt   response   tool   response
+                      x[0]       x[1]   x[2]
+                      mask 1     0      1
+
+Results have the floating dtype of the tensor that they stand for (float32 for integers); half
+precision is computed in float32. Inputs are never changed. B = 0, T = 0 and rows without an
+unmasked token are legal. What lies under a 0 of the mask is not read. Log ratios are clamped to
+[-20, 20] before exp. Rewards, advantages and weights carry no graph; losses do. Shapes that do not
+fit raise ValueError, since broadcasting would silently change what is counted.
 """
 
 from __future__ import annotations

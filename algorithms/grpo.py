@@ -1,4 +1,7 @@
-"""GRPO: several responses per prompt, each judged against its group; no critic (DeepSeekMath, arXiv:2402.03300)."""
+"""GRPO: each response is judged against the others of its prompt, without a critic.
+
+The source is DeepSeekMath (arXiv:2402.03300).
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,40 @@ from hybridflow.core.validators import at_least
 
 @attrs.frozen
 class GRPOConfig(PolicyConfig):
-    """Group-relative policy optimisation."""
+    """Settings of group-relative policy optimisation."""
 
     group_size: int = attrs.field(default=8, validator=at_least(2))
     """Responses per prompt, G in the paper."""
     scale: str = attrs.field(default="std", validator=one_of(("std", "none")))
-    """Divide a group's centred scores by their standard deviation, or not."""
+    """Whether a group's centred scores are divided by their standard deviation (std, none)."""
     how: str = attrs.field(default="seq-mean-token-mean", validator=AGGREGATIONS)
     """Mean over each response, then over responses (the paper's); or another."""
 
 
 class GRPO(PolicyGradient):
-    """Advantage of every token: the response's score, normalised within its group (eq. 4 and section 4.1.2)."""
+    """GRPO's step (arXiv:2402.03300, section 4.1)."""
 
     Config: ClassVar[type] = GRPOConfig
 
     def step(self, ctx: StepContext) -> None:
-        c, losses = self.config, self.losses()
-        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        config = self.config
+        losses = self.losses()
+
+        # Generation and inference.
+        prompts = ctx.prompts(config.prompts_per_step)
+        batch = ctx.actor.generate(prompts.repeat(config.group_size))
         batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
         advantages = ctx.compute(self.advantages, batch)
+
+        # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+
+        # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
+        """Give every token the score [B] of its response, normalised within its group."""
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         normalized = F.group_normalized(scores - penalty.sum(1), group, self.config.scale)
         return {"advantages": normalized[:, None] * loss_mask, **figures}

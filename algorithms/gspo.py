@@ -1,4 +1,7 @@
-"""GSPO: GRPO with one importance ratio per response, the geometric mean of its tokens' (arXiv:2507.18071)."""
+"""GSPO: GRPO with one importance ratio per response, the geometric mean of its tokens' ratios.
+
+The source is arXiv:2507.18071.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,35 @@ from hybridflow.core.validators import positive
 
 @attrs.frozen
 class GSPOConfig(GRPOConfig):
-    """Group sequence policy optimisation."""
+    """Settings of group sequence policy optimisation."""
 
     clip_low: float = attrs.field(default=3e-4, validator=positive)
-    """The response's ratio new/old is clipped to [1 - clip_low, 1 + clip_high]."""
+    """Lower limit: the response's ratio new/old is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = attrs.field(default=4e-4, validator=positive)
+    """Upper limit of the response's ratio."""
     how: str = attrs.field(
         default="seq-mean-token-mean", validator=one_of(("seq-mean-token-mean",))
     )
-    """The only mean for which the loss is that of whole responses."""
+    """The only mean for which the loss is that of complete responses."""
 
 
 class SequenceLoss(PolicyLoss):
-    """Each token carries its response's ratio, and the gradient of its own logprob."""
+    """A loss in which each token has its response's ratio, and its own logprob's gradient."""
 
     def surrogate(self, logprobs, old, advantages, mask):
-        c = self.config
-        return F.sequence_ratio_loss(
-            logprobs, old, advantages, mask, c.clip_low, c.clip_high, c.dual_clip
-        )
+        """Return the loss per token; inputs and result are [B, T]."""
+        # The tokens of a response have one ratio, and are clipped together.
+        config = self.config
+        limits = (config.clip_low, config.clip_high, config.dual_clip)
+        return F.sequence_ratio_loss(logprobs, old, advantages, mask, *limits)
 
     def ratio(self, logprobs, old, mask):
+        """Return the response's ratio on each of its tokens, [B, T]."""
         return F.sequence_ratio(logprobs, old, mask)[:, None].expand_as(logprobs)
 
 
 class GSPO(GRPO):
     """GRPO's step with another ratio: the response's."""
 
-    Config, loss = GSPOConfig, SequenceLoss
+    Config = GSPOConfig
+    loss = SequenceLoss

@@ -1,4 +1,4 @@
-"""What the policy-gradient algorithms share beside their steps: roles, sizes, losses, state, and the verbs that steps name."""
+"""The base of the policy-gradient algorithms: roles, losses, sizes, state, and verbs of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from hybridflow.core.values.batch import Batch
 
 
 class PolicyGradient(Algorithm):
-    """A subclass has the step; it samples, scores, computes advantages and updates over mini-batches."""
+    """An algorithm that samples responses, scores them and updates the actor by their advantages.
+
+    A subclass has the step, and `advantages`, a function of columns for ctx.compute.
+    """
 
     Config: ClassVar[type] = PolicyConfig
     loss: type[PolicyLoss] = PolicyLoss
@@ -27,6 +30,7 @@ class PolicyGradient(Algorithm):
         self.kl = ReferenceKL(config)
 
     def roles(self) -> tuple[Role, ...]:
+        """Return the actor, the reference if there is a KL, and the reward."""
         return (
             Role("actor", trained=True, generates=True),
             *self.kl.roles(),
@@ -34,38 +38,55 @@ class PolicyGradient(Algorithm):
         )
 
     def losses(self) -> dict[str, Loss]:
+        """Return the actor's loss, with the KL's coefficient as it is now."""
         return {"actor": self.loss(self.config, self.on_policy, self.kl.in_loss)}
 
-    # Verbs of steps
+    # --- verbs of steps ---
+
     def logprobs(self, ctx: StepContext, batch: Batch) -> list[Batch]:
-        """The reference's, and the policy's own before the update, as far as the KL and the ratio need them."""
-        found = self.kl.logprobs(ctx, batch)
+        """Compute the logprobs that the KL and the ratio need.
+
+        These are the reference's, and the policy's own before the update.
+        """
+        batches = self.kl.logprobs(ctx, batch)
+
+        # With one update per step the loss takes them from its own forward pass.
         if not self.on_policy or self.kl.reads_old_logprobs:
-            found.append(ctx.actor.logprobs(batch))
-        return found
+            batches.append(ctx.actor.logprobs(batch))
+        return batches
 
     def minibatches(self, ctx: StepContext, batch: Batch) -> Iterator[Batch]:
-        """`epochs` passes over the batch, `mini_batch_size` sequences for each optimizer step."""
+        """Yield the batch `epochs` times, `mini_batch_size` sequences per optimizer step."""
         return ctx.minibatches(batch, self.config.mini_batch_size or batch.rows, self.config.epochs)
 
     def pretraining(self, ctx: StepContext) -> list[Pair]:
-        """Rows of [pretrain] with their loss, beside a mini-batch (PPO-ptx, arXiv:2203.02155); none without pretrain_coef."""
-        c = self.config
-        if not c.pretrain_coef:
-            return []
-        return [(ctx.prompts(c.pretrain_batch_size, "pretrain"), NextTokenLoss(c.pretrain_coef))]
+        """Draw rows of [pretrain] and return them with their loss, to join a mini-batch.
 
-    # Sizes, and what is wrong with them
+        This is PPO-ptx (arXiv:2203.02155); without pretrain_coef there are none.
+        """
+        config = self.config
+        if not config.pretrain_coef:
+            return []
+
+        # New rows for each update; the coefficient is the weight of their loss.
+        rows = ctx.prompts(config.pretrain_batch_size, "pretrain")
+        return [(rows, NextTokenLoss(config.pretrain_coef))]
+
+    # --- sizes, and what is wrong with them ---
+
     def problems(self) -> list[str]:
-        c, rows, problems = self.config, self.rows_per_step, []
-        if c.mini_batch_size > rows:
+        config = self.config
+        rows = self.rows_per_step
+        problems = []
+        if config.mini_batch_size > rows:
             problems.append(
-                f"mini_batch_size {c.mini_batch_size} is larger than the {rows} sequences of a step"
+                f"mini_batch_size {config.mini_batch_size} is larger than "
+                f"the {rows} sequences of a step"
             )
-        if c.dual_clip is not None and c.dual_clip <= 1:
-            problems.append(f"dual_clip must be above 1, got {c.dual_clip}")
+        if config.dual_clip is not None and config.dual_clip <= 1:
+            problems.append(f"dual_clip must be above 1, got {config.dual_clip}")
         problems += self.kl.problems(rows)
-        if c.how == "seq-mean-token-sum-norm" and not c.length:
+        if config.how == "seq-mean-token-sum-norm" and not config.length:
             problems.append(
                 'how = "seq-mean-token-sum-norm" needs length, the constant it divides by'
             )
@@ -73,28 +94,33 @@ class PolicyGradient(Algorithm):
 
     @property
     def data_sets(self) -> dict[str, tuple[str, ...]]:
+        """Data beside the prompts -> the columns that it must have."""
         return {"pretrain": ("response_ids",)} if self.config.pretrain_coef else {}
 
     @property
     def rows_per_step(self) -> int:
+        """Number of sequences that a step generates."""
         return self.config.prompts_per_step * self.config.group_size
 
     @property
     def rows_per_update(self) -> int:
+        """Number of sequences in an optimizer step."""
         return min(self.config.mini_batch_size or self.rows_per_step, self.rows_per_step)
 
     def updates_per_step(self) -> int:
-        return (
-            -(-self.rows_per_step // (self.config.mini_batch_size or self.rows_per_step))
-            * self.config.epochs
-        )
+        """Return the number of optimizer steps; the last of an epoch may have fewer sequences."""
+        size = self.config.mini_batch_size or self.rows_per_step
+        return -(-self.rows_per_step // size) * self.config.epochs
 
     @property
     def on_policy(self) -> bool:
+        """Whether a step has one update only, so that its sequences are the policy's own."""
         return self.updates_per_step() == 1
 
-    # State
+    # --- state ---
+
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: the state of the KL's coefficient."""
         return self.kl.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""PPO for language models: a critic, GAE, and a KL penalty in the reward (arXiv:1707.06347, 1909.08593, 2203.02155)."""
+"""PPO for language models: a critic, GAE, and a KL penalty in the reward.
+
+The sources are arXiv:1707.06347, arXiv:1909.08593 and arXiv:2203.02155.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from hybridflow.core.validators import at_least, fraction, positive
 
 @attrs.frozen
 class PPOConfig(RewardKLConfig):
-    """Proximal policy optimisation with a critic."""
+    """Settings of proximal policy optimisation with a critic."""
 
     prompts_per_step: int = attrs.field(default=512, validator=at_least(1))
     """Prompts drawn per step."""
@@ -28,25 +31,32 @@ class PPOConfig(RewardKLConfig):
     lam: float = attrs.field(default=0.95, validator=fraction)
     """lambda of GAE (arXiv:1506.02438)."""
     value_clip: float | None = attrs.field(default=0.2, validator=positive)
-    """New values stay within this distance of the old ones; none: no clipping."""
+    """Distance from the old value at which a new one is clipped; none: no clipping."""
 
 
 class ValueLoss(Loss):
-    """Clipped squared error to the returns, mean over tokens. Column `values` holds the values before the update."""
+    """The clipped squared error of values to returns, as a mean over tokens (arXiv:2005.12729).
+
+    The batch's column `values` holds the values before the update.
+    """
 
     needs = ("values",)
 
     def __init__(self, clip: float | None, values: str = "values", returns: str = "returns"):
-        self.clip, self.values, self.returns = clip, values, returns
+        self.clip = clip
+        self.values = values
+        self.returns = returns
         self.reads = (values, returns)
 
     def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
-        value = F.value_loss(outputs["values"], batch[self.values], batch[self.returns], self.clip)
-        return [Term("value_loss", value), Term("value", outputs["values"].detach(), weight=0.0)]
+        # The second term is a metric: the mean value.
+        values = outputs["values"]
+        loss = F.value_loss(values, batch[self.values], batch[self.returns], self.clip)
+        return [Term("value_loss", loss), Term("value", values.detach(), weight=0.0)]
 
 
 class PPO(PolicyGradient):
-    """GAE on rewards -beta kl, with the score at the last token; whitened advantages; epochs of mini-batches."""
+    """PPO's step: epochs of mini-batches that update actor and critic (arXiv:1707.06347)."""
 
     Config: ClassVar[type] = PPOConfig
 
@@ -57,23 +67,37 @@ class PPO(PolicyGradient):
         return {**super().losses(), "critic": ValueLoss(self.config.value_clip)}
 
     def step(self, ctx: StepContext) -> None:
-        c, losses = self.config, self.losses()
-        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        """Generate, score and value responses, then update actor and critic on mini-batches."""
+        config = self.config
+        losses = self.losses()
+
+        # Generation and inference.
+        prompts = ctx.prompts(config.prompts_per_step)
+        batch = ctx.actor.generate(prompts.repeat(config.group_size))
         batch = batch.join(
             ctx.reward.score(batch), *self.logprobs(ctx, batch), ctx.critic.values(batch)
         )
         advantages = ctx.compute(self.advantages, batch)
+
+        # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
             ctx.critic.update((mini, losses["critic"]))
+
+        # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
 
     def advantages(
         self, scores, values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None
     ):
+        """Compute advantages, whitened, and returns by GAE on rewards score - beta kl.
+
+        The score counts at a response's last token; `token_scores` [B, T], where there are any,
+        take the place of `scores` [B].
+        """
+        # Only the advantages are whitened: returns are what the critic learns.
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(
-            scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0
-        )
+        scores = scores if token_scores is None else token_scores
+        rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
         advantages, returns = F.gae(rewards, values, loss_mask, self.config.gamma, self.config.lam)
         return {"advantages": F.whiten(advantages, loss_mask), "returns": returns, **figures}

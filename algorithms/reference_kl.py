@@ -1,4 +1,7 @@
-"""The KL of the policy to its reference: paid by rewards, or a term of the loss; its coefficient fixed, or adaptive."""
+"""The KL of the policy to its reference.
+
+Rewards pay it, or it is a term of the loss; its coefficient is fixed, or adaptive.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from hybridflow.core.values.batch import Batch
 
 
 class ReferenceKL:
-    """beta KL(policy || reference), as the settings kl_* say; without kl_coef there is none, and no reference."""
+    """beta KL(policy || reference), by the settings kl_*.
+
+    Without kl_coef there is no KL, and no reference.
+    """
 
     def __init__(self, config: PolicyConfig):
         self.config = config
@@ -24,22 +30,26 @@ class ReferenceKL:
             self.adaptive = F.AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon)
 
     def problems(self, rows: int) -> list[str]:
-        """What is wrong with the settings, for steps of so many sequences."""
-        c, problems = self.config, []
-        if c.kl_target and rows >= 5 * c.kl_horizon:
+        """Return what is wrong with the settings, for steps of `rows` sequences."""
+        # AdaptiveKL.update raises in the run what is refused here before it.
+        config = self.config
+        problems = []
+        if config.kl_target and rows >= 5 * config.kl_horizon:
             problems.append(
-                f"kl_horizon {c.kl_horizon:g} is too small for the {rows} sequences of a step: one could make beta negative; "
-                "set it above a fifth of them"
+                f"kl_horizon {config.kl_horizon:g} is too small for the {rows} sequences of a "
+                "step: one could make beta negative; set it above a fifth of them"
             )
-        if c.kl_target and not c.kl_coef:
+        if config.kl_target and not config.kl_coef:
             problems.append("kl_target needs kl_coef > 0, the coefficient to begin with")
-        if c.kl_coef and c.kl_in == "loss" and c.kl_kind == "k1":
+        if config.kl_coef and config.kl_in == "loss" and config.kl_kind == "k1":
             problems.append(
-                'kl_kind "k1" has no gradient on policy as a loss: use "k2" or "k3", or kl_in = "reward"'
+                'kl_kind "k1" has no gradient on policy as a loss: '
+                'use "k2" or "k3", or kl_in = "reward"'
             )
         return problems
 
     def roles(self) -> tuple[Role, ...]:
+        """Return the role of the reference, where there is a KL."""
         return (Role("ref"),) if self.config.kl_coef else ()
 
     @property
@@ -58,7 +68,7 @@ class ReferenceKL:
         return bool(self.config.kl_coef and (self.config.kl_in == "reward" or self.adaptive))
 
     def logprobs(self, ctx: StepContext, batch: Batch) -> list[Batch]:
-        """Those of the reference, where there is one."""
+        """Compute the logprobs of the reference, where there is one."""
         return [ctx.ref.logprobs(batch)] if self.config.kl_coef else []
 
     def penalty(
@@ -67,22 +77,33 @@ class ReferenceKL:
         old: torch.Tensor | None = None,
         ref: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """beta times the KL of each token that its reward pays, [B, T], and figures; 0 where the loss has the KL."""
+        """Return what each token's reward pays, beta kl_t, [B, T], and figures for the metrics.
+
+        It is 0 where the loss has the KL, or where there is none. All inputs are [B, T].
+        """
+        # The columns are missing where kl_coef is 0, or where nothing needs old_logprobs.
         if ref is None or old is None:
             return torch.zeros(loss_mask.shape), {}
         kl = F.kl_estimate(old, ref, self.config.kl_kind)
         figures = {"kl": F.masked_mean(kl, loss_mask), "beta": self.beta}
+
+        # Where the loss has the KL, it is only a figure here.
         paid = self.beta if self.config.kl_in == "reward" else 0.0
         return paid * kl.masked_fill(loss_mask == 0, 0.0), figures
 
     def follow(self, advantages: Batch, rows: int) -> None:
-        """Move beta by the KL that the advantages were computed with, of so many sequences."""
+        """Move an adaptive beta by the KL of the step's `rows` sequences.
+
+        The KL is the metric that came with the advantages.
+        """
         if self.adaptive:
             self.adaptive.update(advantages.metrics["kl"], rows)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs: the adaptive coefficient, where there is one."""
         return {"adaptive": self.adaptive.state_dict()} if self.adaptive else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint."""
         if self.adaptive:
             self.adaptive.load_state_dict(state["adaptive"])

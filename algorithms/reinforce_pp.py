@@ -1,4 +1,7 @@
-"""REINFORCE++: returns whitened over the whole batch instead of a critic or a group's spread (arXiv:2501.03262)."""
+"""REINFORCE++: returns are whitened over the batch, which replaces a critic.
+
+The source is arXiv:2501.03262.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hybridflow.core.validators import at_least, fraction, non_negative
 
 @attrs.frozen
 class ReinforcePPConfig(RewardKLConfig):
-    """REINFORCE++: each token pays its KL, returns are whitened over the batch."""
+    """Settings of REINFORCE++, in which each token pays its KL."""
 
     gamma: float = attrs.field(default=1.0, validator=fraction)
     """Discount per token."""
@@ -24,48 +27,65 @@ class ReinforcePPConfig(RewardKLConfig):
 
 
 class ReinforcePP(PolicyGradient):
-    """Advantage of a token: the rewards from it on, whitened over the batch."""
+    """REINFORCE++'s step (arXiv:2501.03262)."""
 
     Config: ClassVar[type] = ReinforcePPConfig
 
     def step(self, ctx: StepContext) -> None:
-        c, losses = self.config, self.losses()
-        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        config = self.config
+        losses = self.losses()
+
+        # Generation and inference.
+        prompts = ctx.prompts(config.prompts_per_step)
+        batch = ctx.actor.generate(prompts.repeat(config.group_size))
         batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
         advantages = ctx.compute(self.advantages, batch)
+
+        # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+
+        # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
 
     def advantages(
         self, scores, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None
     ):
+        """Return as the advantage of each token its discounted return, whitened over the batch.
+
+        `token_scores` [B, T], where there are any, take the place of `scores` [B].
+        """
+        # Whitening over the batch takes the place of a critic's baseline.
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(
-            scores if token_scores is None else token_scores, penalty, loss_mask, beta=1.0
-        )
+        scores = scores if token_scores is None else token_scores
+        rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, self.config.gamma)
         return {"advantages": F.whiten(returns, loss_mask), **figures}
 
 
 @attrs.frozen
 class ReinforcePPBaselineConfig(PolicyConfig):
-    """REINFORCE++ with the group's mean as the baseline and the KL in the loss."""
+    """Settings of REINFORCE++ with a group's mean as the baseline and the KL in the loss."""
 
     group_size: int = attrs.field(default=8, validator=at_least(2))
     """Responses per prompt."""
     kl_coef: float = attrs.field(default=0.01, validator=non_negative)
     """beta: weight of the KL to the reference; 0 needs no reference."""
     kl_kind: str = attrs.field(default="k2", validator=KL_KINDS)
-    """The estimator of that KL (k2, the paper's: its gradient is the reverse KL's); k1 in the reward only."""
+    """The estimator of that KL; the paper's k2 has the gradient of the reverse KL; k1 in the reward
+    only."""
 
 
 class ReinforcePPBaseline(ReinforcePP):
-    """REINFORCE++'s step with another advantage: the score less its group's mean, whitened over the batch's tokens."""
+    """REINFORCE++-baseline: the same step with the group's mean as the baseline."""
 
     Config = ReinforcePPBaselineConfig
 
-    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):  # type: ignore[override]
+    def advantages(  # type: ignore[override]
+        self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None
+    ):
+        """Give every token its response's score less its group's mean, whitened over tokens."""
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
+        # The group's mean is the baseline; the batch's spread is the scale.
         centred = F.group_normalized(scores - penalty.sum(1), group, "none")
         return {"advantages": F.whiten(centred[:, None] * loss_mask, loss_mask), **figures}

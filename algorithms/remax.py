@@ -1,4 +1,7 @@
-"""ReMax: REINFORCE whose baseline is the score of the greedy response; no critic (arXiv:2310.10505)."""
+"""ReMax: REINFORCE with the score of the greedy response as its baseline, without a critic.
+
+The source is arXiv:2310.10505.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,43 @@ from hybridflow.core.contracts.step import StepContext
 
 @attrs.frozen
 class ReMaxConfig(RewardKLConfig):
-    """REINFORCE with a greedy baseline."""
+    """Settings of a KL penalty in the reward, and the aggregation of the loss."""
 
     how: str = attrs.field(default="seq-mean-token-sum", validator=AGGREGATIONS)
-    """A response's tokens' losses add up (the paper's); or another mean."""
+    """The paper's sums the losses of a response's tokens; or another."""
 
 
 class ReMax(PolicyGradient):
-    """Advantage of a token: the rewards from it on, less the score of the prompt's greedy response."""
+    """ReMax's step, with a greedy response to every prompt as well (arXiv:2310.10505)."""
 
     Config = ReMaxConfig
 
     def step(self, ctx: StepContext) -> None:
-        c, losses = self.config, self.losses()
-        prompts = ctx.prompts(c.prompts_per_step)
-        batch = ctx.actor.generate(prompts.repeat(c.group_size))
+        """Generate sampled and greedy responses, score both, then update the actor."""
+        config = self.config
+        losses = self.losses()
+
+        # Generation and inference of the sampled responses.
+        prompts = ctx.prompts(config.prompts_per_step)
+        batch = ctx.actor.generate(prompts.repeat(config.group_size))
         batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
-        with ctx.aside():  # the metrics are those of the sampled responses
-            greedy = ctx.reward.score(ctx.actor.generate(prompts, greedy=True)).rename(
-                scores="baseline_scores"
-            )
-        batch = batch.join(greedy.repeat(c.group_size))
+
+        # The baseline: one greedy response per prompt, which stays out of the step's metrics.
+        with ctx.aside():
+            greedy = ctx.actor.generate(prompts, greedy=True)
+            baseline = ctx.reward.score(greedy).rename(scores="baseline_scores")
+        batch = batch.join(baseline.repeat(config.group_size))
         advantages = ctx.compute(self.advantages, batch)
+
+        # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
+
+        # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, baseline_scores, loss_mask, old_logprobs=None, ref_logprobs=None):
+        """Give every token the rewards from it on, less the score of the greedy response."""
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, gamma=1.0)

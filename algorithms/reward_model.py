@@ -1,4 +1,7 @@
-"""Reward models: a score per response, learnt from which of two responses is preferred (Bradley-Terry; arXiv:2203.02155)."""
+"""Reward models: a score per response, learnt from which of two responses is preferred.
+
+The loss is that of the Bradley-Terry model (arXiv:2203.02155).
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,33 @@ from hybridflow.core.validators import at_least, non_negative
 
 @attrs.frozen
 class RewardModelConfig:
-    """A score per response, from preferences (data.response over data.rejected)."""
+    """Settings of reward models, from preferences (data.response over data.rejected)."""
 
     pairs_per_step: int = attrs.field(default=64, validator=at_least(1))
     """Pairs per step, which is one optimizer step."""
     margin: float = attrs.field(default=0.0, validator=non_negative)
-    """How much the chosen response's score should exceed the other's beyond being larger (arXiv:2307.09288)."""
+    """Difference that the chosen response's score should have to the other's (arXiv:2307.09288)."""
 
 
 class PreferenceLoss(Loss):
-    """-log sigmoid(chosen - rejected - margin), mean over pairs; and how many pairs are in the right order."""
+    """The mean of -log sigmoid(chosen - rejected - margin) over pairs (arXiv:2203.02155, eq. 1).
 
-    reads, needs, unit = ("preferred",), ("scores",), "pair"
+    The metric accuracy is the share of pairs in the right order.
+    """
+
+    reads = ("preferred",)
+    needs = ("scores",)
+    unit = "pair"
 
     def __init__(self, margin: float = 0.0):
         self.margin = margin
 
     def __call__(self, batch: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
-        best = batch["preferred"].bool()
-        chosen, rejected = outputs["scores"][best], outputs["scores"][~best]
+        # Rows of a pair are neighbours, so both selections have the pairs in one order.
+        preferred = batch["preferred"].bool()
+        chosen = outputs["scores"][preferred]
+        rejected = outputs["scores"][~preferred]
+
         loss = F.bradley_terry_loss(chosen, rejected, self.margin)
         right = (chosen > rejected).float()
         return [
@@ -46,27 +57,28 @@ class PreferenceLoss(Loss):
 
 
 class RewardModel(Algorithm):
-    """One update per step on pairs."""
+    """An algorithm with one update per step, on pairs."""
 
     Config: ClassVar[type] = RewardModelConfig
     data_columns: ClassVar[tuple[str, ...]] = ("response_ids", "preferred")
     role: ClassVar[str] = "reward"
-    """The model that is trained."""
+    """The role whose model is trained."""
 
     def roles(self) -> tuple[Role, ...]:
         return (Role(self.role, "score", trained=True),)
 
     @property
     def rows_per_step(self) -> int:
+        """Number of responses in a step, two per pair."""
         return 2 * self.config.pairs_per_step
 
     def updates_per_step(self) -> int:
         return 1
 
     def step(self, ctx: StepContext) -> None:
-        ctx.roles[self.role].update(
-            (ctx.prompts(self.config.pairs_per_step), self.losses()[self.role])
-        )
+        # The data brings the responses, so nothing is generated.
+        pairs = ctx.prompts(self.config.pairs_per_step)
+        ctx.roles[self.role].update((pairs, self.losses()[self.role]))
 
     def losses(self) -> dict[str, Loss]:
         return {"reward": PreferenceLoss(self.config.margin)}

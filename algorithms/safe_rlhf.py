@@ -1,4 +1,7 @@
-"""Safe RLHF: the reward rises while the expected cost stays under a limit, by a Lagrange multiplier (arXiv:2310.12773)."""
+"""Safe RLHF: the reward rises while the expected cost stays under a limit.
+
+A Lagrange multiplier lambda weighs the cost. The source is arXiv:2310.12773.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +19,37 @@ from hybridflow.core.validators import at_least, non_negative, positive
 
 @attrs.frozen
 class SafeRLHFConfig(PPOConfig):
-    """PPO-Lagrangian with a reward and a cost, each with its critic."""
+    """Settings of PPO-Lagrangian with a reward and a cost, each with its critic."""
 
     cost_limit: float = 0.0
     """d: the highest acceptable mean cost of a response."""
     multiplier: float = attrs.field(default=1.0, validator=positive)
-    """lambda to begin with."""
+    """The first lambda."""
     multiplier_lr: float = attrs.field(default=0.04, validator=positive)
-    """Its step size, in log lambda."""
+    """Step size of log lambda."""
     multiplier_max: float = attrs.field(default=10.0, validator=positive)
+    """Upper bound of lambda."""
     multiplier_window: int = attrs.field(default=1024, validator=at_least(1))
-    """The mean cost is taken over so many of the latest responses."""
+    """Number of latest responses over which the mean cost is taken."""
     multiplier_damping: float = attrs.field(default=0.0, validator=non_negative)
-    """lambda is also multiplied by exp of this times the mean cost's excess, which damps its swings (arXiv:2007.03964)."""
+    """Factor k of exp(k (mean cost - limit)), by which lambda is also multiplied to damp its swings
+    (arXiv:2007.03964)."""
 
 
 class SafeRLHF(PPO):
-    """Advantage (A_reward - lambda A_cost) / (1 + lambda). Rewards pay beta kl, and costs earn it: its weight stays beta."""
+    """PPO's step with a second critic, for costs, and the multiplier lambda."""
 
     Config = SafeRLHFConfig
 
     def __init__(self, config: SafeRLHFConfig):
         super().__init__(config)
-        c = config
         self.multiplier = F.LagrangeMultiplier(
-            c.multiplier,
-            c.multiplier_lr,
-            c.cost_limit,
-            c.multiplier_max,
-            c.multiplier_window,
-            c.multiplier_damping,
+            config.multiplier,
+            config.multiplier_lr,
+            config.cost_limit,
+            config.multiplier_max,
+            config.multiplier_window,
+            config.multiplier_damping,
         )
 
     def roles(self) -> tuple[Role, ...]:
@@ -56,34 +60,62 @@ class SafeRLHF(PPO):
         )
 
     def step(self, ctx: StepContext) -> None:
-        c, losses = self.config, self.losses()
-        batch = ctx.actor.generate(ctx.prompts(c.prompts_per_step).repeat(c.group_size))
+        """Take PPO's step with costs and their values as well, and move lambda by the costs."""
+        config = self.config
+        losses = self.losses()
+
+        # Generation and inference.
+        prompts = ctx.prompts(config.prompts_per_step)
+        batch = ctx.actor.generate(prompts.repeat(config.group_size))
         batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
         batch = batch.join(
             ctx.cost.score(batch), ctx.critic.values(batch), ctx.cost_critic.values(batch)
         )
+
+        # Lambda moves first, so that the advantages are weighted by this step's costs.
         self.multiplier.update(torch.as_tensor(batch["costs"].values))
         advantages = ctx.compute(self.lagrangian_advantages, batch)
+
+        # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
             ctx.critic.update((mini, losses["critic"]))
             ctx.cost_critic.update((mini, losses["cost_critic"]))
+
+        # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
 
     def lagrangian_advantages(
-        self, scores, costs, values, cost_values, loss_mask, old_logprobs=None, ref_logprobs=None, token_scores=None,
+        self,
+        scores,
+        costs,
+        values,
+        cost_values,
+        loss_mask,
+        old_logprobs=None,
+        ref_logprobs=None,
+        token_scores=None,
         token_costs=None,
-    ):  # fmt: skip
-        c, lam, mask = self.config, self.multiplier.value, loss_mask
-        penalty, figures = self.kl.penalty(mask, old_logprobs, ref_logprobs)
-        rewards = F.token_rewards(
-            scores if token_scores is None else token_scores, penalty, mask, 1.0
+    ):
+        """Compute A = (A_reward - lambda A_cost) / (1 + lambda), and the returns of both critics.
+
+        Rewards pay beta kl and costs earn it, so that its weight in A stays beta. `token_scores`
+        and `token_costs` [B, T], where there are any, take the place of `scores` and `costs` [B].
+        """
+        # What each token earns and what it costs, the KL included in both.
+        config = self.config
+        lam = self.multiplier.value
+        penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
+        scores = scores if token_scores is None else token_scores
+        costs = costs if token_costs is None else token_costs
+        rewards = F.token_rewards(scores, penalty, loss_mask, 1.0)
+        charges = F.token_rewards(costs, penalty, loss_mask, -1.0)
+
+        # Each critic's values go with its own rewards. Dividing by 1 + lambda keeps A's size.
+        reward_advantages, returns = F.gae(rewards, values, loss_mask, config.gamma, config.lam)
+        cost_advantages, cost_returns = F.gae(
+            charges, cost_values, loss_mask, config.gamma, config.lam
         )
-        charges = F.token_rewards(
-            costs if token_costs is None else token_costs, penalty, mask, -1.0
-        )
-        reward_advantages, returns = F.gae(rewards, values, mask, c.gamma, c.lam)
-        cost_advantages, cost_returns = F.gae(charges, cost_values, mask, c.gamma, c.lam)
         advantages = (reward_advantages - lam * cost_advantages) / (1 + lam)
         return {
             "advantages": advantages,

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the next-token loss on given responses."""
+"""Supervised fine-tuning by the next-token loss on given responses."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hybridflow.core.validators import at_least
 
 @attrs.frozen
 class SFTConfig:
-    """Next-token loss on the responses."""
+    """Settings of supervised fine-tuning."""
 
     batch_size: int = attrs.field(default=128, validator=at_least(1))
     """Sequences per step, which is one optimizer step."""
 
 
 class NextTokenLoss(Loss):
-    """-log p of each response token, mean over all tokens of the batch."""
+    """The loss -log p of each response token, as a mean over all tokens of the batch."""
 
     def __init__(self, weight: float = 1.0):
         self.weight = weight
@@ -34,7 +34,7 @@ class NextTokenLoss(Loss):
 
 
 class SFT(Algorithm):
-    """One update per step on rows with a response (data.response)."""
+    """An algorithm with one update per step, on rows with a response (data.response)."""
 
     Config = SFTConfig
     data_columns = ("response_ids",)
@@ -50,7 +50,9 @@ class SFT(Algorithm):
         return 1
 
     def step(self, ctx: StepContext) -> None:
-        ctx.actor.update((ctx.prompts(self.config.batch_size), self.losses()["actor"]))
+        # The data brings the responses, so nothing is generated.
+        rows = ctx.prompts(self.config.batch_size)
+        ctx.actor.update((rows, self.losses()["actor"]))
 
     def losses(self):
         return {"actor": NextTokenLoss()}

@@ -8,7 +8,7 @@ import argparse
 def add_config(
     parser: argparse.ArgumentParser, required: bool = True, example: str = "actor.optimizer.lr=1e-5"
 ) -> None:
-    """A config file, and overrides of its keys."""
+    """Add the arguments of a command that reads a config: its file, and overrides of its keys."""
     if required:
         parser.add_argument("config", help="a TOML file")
     else:

@@ -1,4 +1,7 @@
-"""`hybridflow doctor`: what works here, and what to do about the rest. It imports whatever claims to be ready."""
+"""`hybridflow doctor`: says what works on this machine, and what to do about the rest.
+
+It imports every plugin that claims to be ready.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ from hybridflow.core.plugins import registry
 from hybridflow.kit.console import make_console, print_line, print_table
 
 PYTHON = (3, 11)
+"""The oldest version that hybridflow runs on."""
 SMALL_SHM_GB = 1.0
+"""Shared memory below this is small for an object store, in 10^9 bytes."""
 NOT_FOR_USE = ("test", "docs")
 """Extras of hybridflow that a run never needs."""
 
@@ -37,38 +42,46 @@ class DoctorCommand(Command):
 
 
 def doctor(console: Console | None = None) -> int:
-    """Print what is installed and what works on this machine. 0 unless hybridflow itself cannot run here."""
+    """Print what is installed and what works; the exit status, 0 unless hybridflow cannot run."""
     console = console or make_console()
     problems: list[str] = []
+    # The machine and torch, without which nothing runs.
     print_line(console, "machine", "bold")
     _print_pairs(console, machine())
     print_line(console, "torch", "bold")
     _print_pairs(console, torchstate_of(problems))
+
+    # Other packages: what is there, and where another version is wanted.
     print_line(console, "packages", "bold")
     rows = [
-        (f"  {name}", have or "not installed", f"wanted: {want}" if want else "", for_)
-        for name, have, want, for_ in packages()
+        (f"  {name}", have or "not installed", f"wanted: {want}" if want else "", purpose)
+        for name, have, want, purpose in packages()
     ]
     print_table(console, ("package", "version", "wanted", "for"), rows, header=False)
     print_line(console)
+
+    # Plugins, then the reasons of failures, then what plugins know of their own packages.
     print_line(console, "plugins", "bold")
     print_table(console, ("kind", "name", "state", "remedy"), plugin_states(), header=False)
-    failed = [e for e in registry().entries() if e.state.startswith("failed")]
+    failed = [entry for entry in registry().entries() if entry.state.startswith("failed")]
     print_failed(console, failed)
     print_line(console)
-    for title, found in diagnoses():
+    for title, findings in diagnoses():
+        cells = [(f"  {what}", finding, remedy) for what, finding, remedy in findings]
         print_line(console, title, "bold")
-        print_table(
-            console,
-            ("what", "found", "to do"),
-            [(f"  {a}", b, c) for a, b, c in found],
-            header=False,
-        )
+        print_table(console, ("what", "found", "to do"), cells, header=False)
         print_line(console)
+
     problems += core_problems()
+    return _print_verdict(console, problems)
+
+
+def _print_verdict(console: Console, problems: list[str]) -> int:
+    """Print whether hybridflow can run here; the exit status."""
     for problem in problems:
         print_line(console, f"hybridflow cannot run here: {problem}", "bold red")
     lacking = missing_kinds()
+    # Plugins may still be installed: that alone is no failure.
     for kind in lacking:
         print_line(
             console,
@@ -81,28 +94,34 @@ def doctor(console: Console | None = None) -> int:
 
 
 def _print_pairs(console: Console, pairs: Iterator[tuple[str, str]]) -> None:
-    print_table(
-        console, ("what", "value"), [(f"  {name}", value) for name, value in pairs], header=False
-    )
+    """Print a table of names and values, and an empty line."""
+    rows = [(f"  {name}", value) for name, value in pairs]
+    print_table(console, ("what", "value"), rows, header=False)
     print_line(console)
 
 
 def machine() -> Iterator[tuple[str, str]]:
-    """Python, platform, cores, memory, shared memory, disk and open files."""
+    """Python, platform, cores, memory, shared memory, disk and open files: names and values."""
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count()
+
+    # Cores that this process may run on, and in a container the time that it gets.
+    usable = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
-    yield "cores", f"{usable} of {there}" + (f", limited to the time of {quota:g}" if quota else "")
+    limited = f", limited to the time of {quota:g}" if quota else ""
+    yield "cores", f"{usable} of {os.cpu_count()}{limited}"
+
     yield "memory", _memory()
     yield "/dev/shm", _shared_memory()
     yield "disk here", f"{shutil.disk_usage('.').free / 1e9:.1f} GB free in {os.getcwd()}"
+    # Each rank holds sockets and files open.
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = "; low for many processes: ulimit -n 65536" if soft < 4096 else ""
     yield "open files", f"at most {soft}{low}"
 
 
 def _read(path: str) -> str:
+    """Return the text of a file; nothing where it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -110,37 +129,44 @@ def _read(path: str) -> str:
 
 
 def _cpu_quota() -> float | None:
-    """Cores' worth of time that the container may use."""
+    """Return the number of cores whose time the container may use; None: it has no limit."""
     limit, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
     return int(limit) / int(period) if limit.isdigit() and period.isdigit() else None
 
 
 def _memory() -> str:
-    found = re.findall(
+    """Return the machine's memory, what of it is available, and the container's limit."""
+    matches = re.findall(
         r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE
     )
-    sizes = {name: int(kb) * 1024 / 1e9 for name, kb in found}
+    sizes = {name: int(kilobytes) * 1024 / 1e9 for name, kilobytes in matches}
     if not sizes:
         return "unknown"
+
+    # "max", or no file: there is no limit.
     limit = _read("/sys/fs/cgroup/memory.max")
     limited = f", this container at most {int(limit) / 1e9:.1f} GB" if limit.isdigit() else ""
     return f"{sizes['MemTotal']:.1f} GB, {sizes.get('MemAvailable', 0):.1f} GB available{limited}"
 
 
 def _shared_memory() -> str:
+    """Return the size of /dev/shm, and a remedy where it is small."""
     if not os.path.isdir("/dev/shm"):
         return "there is none"
+
+    # Containers often have 64 MB of it.
     usage = shutil.disk_usage("/dev/shm")
-    small = (
-        "; small for an object store (Docker: --shm-size=8g)"
-        if usage.total / 1e9 < SMALL_SHM_GB
-        else ""
-    )
-    return f"{usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB free{small}"
+    remedy = ""
+    if usage.total / 1e9 < SMALL_SHM_GB:
+        remedy = "; small for an object store (Docker: --shm-size=8g)"
+    return f"{usage.total / 1e9:.1f} GB, {usage.free / 1e9:.1f} GB free{remedy}"
 
 
 def torchstate_of(problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Version, threads, devices and collectives; `problems` gets what stops everything."""
+    """Version, threads, devices and collectives of torch: names and values.
+
+    `problems` gets what stops every run.
+    """
     try:
         import torch
         import torch.distributed as dist
@@ -149,51 +175,60 @@ def torchstate_of(problems: list[str]) -> Iterator[tuple[str, str]]:
         yield "torch", reason(error)
         return
     yield "version", f"{torch.__version__}, {torch.get_num_threads()} threads"
+
+    # List the devices; without one, say whether this build of torch could use any.
     if torch.cuda.is_available():
-        for at in range(torch.cuda.device_count()):
-            p = torch.cuda.get_device_properties(at)
-            yield (
-                f"cuda:{at}",
-                f"{p.name}, {p.total_memory / 1e9:.1f} GB, compute capability {p.major}.{p.minor}",
-            )
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            memory = f"{device.total_memory / 1e9:.1f} GB"
+            capability = f"compute capability {device.major}.{device.minor}"
+            yield f"cuda:{i}", f"{device.name}, {memory}, {capability}"
     else:
-        built = (
-            f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-        )
-        yield "cuda", f"no device ({built})"
+        version = torch.version.cuda
+        build = f"built for CUDA {version}" if version else "a build without CUDA"
+        yield "cuda", f"no device ({build})"
+
     if not dist.is_available():
         problems.append("this torch has no torch.distributed: install another build")
         return
-    names = [
-        n
-        for n, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
-        if there
-    ]
+    backends = (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+    names = [name for name, available in backends if available]
     yield "collectives", ", ".join(names) or "none"
 
 
 def packages() -> Iterator[tuple[str, str, str, str]]:
-    """(name, installed version, what hybridflow wants if that is another, for what) of all that it can make use of."""
+    """Yield the packages that hybridflow can make use of, itself first.
+
+    Each is a tuple of its name, its installed version, the versions that hybridflow wants where
+    that is none of them, and the extras that it is for.
+    """
     try:
         required = importlib.metadata.requires("hybridflow") or []
         yield "hybridflow", importlib.metadata.version("hybridflow"), "", ""
     except importlib.metadata.PackageNotFoundError:
         return
-    seen: dict[str, tuple[str, list[str]]] = {}
+
+    # Requirements look like `ray[default]>=2.9; extra == "ray"`; one package may be in several.
+    wishes: dict[str, tuple[str, list[str]]] = {}
     for line in required:
         text, _, marker = line.partition(";")
         extra = (re.findall(r"extra\s*==\s*['\"]([^'\"]+)", marker) or [""])[0]
         match = re.match(r"([\w.-]+)\s*(?:\[[^]]*\])?\s*(.*)", text.strip())
         if match is None or match[1] == "hybridflow" or extra in NOT_FOR_USE:
             continue
-        seen.setdefault(match[1], (match[2], []))[1].append(extra)
-    for name, (wanted, extras) in seen.items():
+        _, extras = wishes.setdefault(match[1], (match[2], []))
+        extras.append(extra)
+
+    # A version is named only where the installed one is not wanted.
+    for name, (wanted, extras) in wishes.items():
         have = _version(name)
         wrong = have is not None and not _satisfies(have, wanted)
-        yield name, have or "", wanted if wrong else "", ", ".join(e for e in extras if e)
+        purpose = ", ".join(extra for extra in extras if extra)
+        yield name, have or "", wanted if wrong else "", purpose
 
 
 def _version(package: str) -> str | None:
+    """Return the installed version of a package; None where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -201,6 +236,7 @@ def _version(package: str) -> str | None:
 
 
 def _satisfies(version: str, wanted: str) -> bool:
+    """Return whether a version is among those wanted, such as ">=2.9,<3"."""
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:  # it comes with many packages, not with ours
@@ -209,7 +245,10 @@ def _satisfies(version: str, wanted: str) -> bool:
 
 
 def plugin_states() -> list[tuple[str, str, str, str]]:
-    """(kind, name, state, remedy) of every plugin, after those that say they are ready were imported."""
+    """Kind, name, state and remedy of every plugin.
+
+    Those that claim to be ready are imported first, which shows whether they are.
+    """
     for entry in registry().entries():
         if entry.state == "ready":
             try:
@@ -221,32 +260,38 @@ def plugin_states() -> list[tuple[str, str, str, str]]:
 
 
 def diagnoses() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Of the plugins that can say more of their packages: (kind and name, rows of what, found, what to type)."""
+    """Yield what plugins find out about their own packages: a title, and rows.
+
+    A row has what was looked at, the finding, and the remedy.
+    """
     for kind, name, path in registry().diagnoses():
+        # One diagnosis that fails must not hide the others.
         try:
             module, _, function = path.partition(":")
-            yield f"{kind} {name}", list(getattr(importlib.import_module(module), function)())
+            diagnose = getattr(importlib.import_module(module), function)
+            yield f"{kind} {name}", list(diagnose())
         except Exception as error:
             yield f"{kind} {name}", [("diagnosis", f"failed: {reason(error)}", "tell its author")]
 
 
 def core_problems() -> list[str]:
-    """What stops every run."""
+    """Problems that stop every run."""
     problems = []
     if sys.version_info < PYTHON:
-        problems.append(
-            f"python {platform.python_version()}; {'.'.join(map(str, PYTHON))} or newer is needed"
-        )
+        oldest = ".".join(map(str, PYTHON))
+        problems.append(f"python {platform.python_version()}; {oldest} or newer is needed")
+    # The door to all of the core.
     try:
         import hybridflow.core.launch  # noqa: F401
     except Exception as error:
         problems.append(
-            f"hybridflow.core does not import: {reason(error)}; pip install --force-reinstall hybridflow"
+            f"hybridflow.core does not import: {reason(error)}; "
+            "pip install --force-reinstall hybridflow"
         )
     return problems
 
 
 def missing_kinds() -> list[str]:
-    """Kinds that every training run needs and that have no plugin that is ready."""
+    """Kinds of plugins that every training run needs, and of which none is ready."""
     ready = {entry.kind for entry in registry().entries() if entry.state == "ready"}
     return [kind for kind in ("runtime", "training_backend", "algorithm") if kind not in ready]

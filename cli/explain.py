@@ -1,4 +1,4 @@
-"""A plan's figures as text."""
+"""The figures of a resharding plan as text, rank by rank."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ COLUMNS = ("rank", "receives", "sends", "aliased", "copied locally", "peak weigh
 
 
 def explain(plan: ReshardPlan, limit: int = 16) -> str:
+    """Return the table of print_explained, as text."""
+    # Wide enough that no row is broken.
     text = io.StringIO()
     console = Console(file=text, width=160, highlight=False, markup=False, emoji=False)
     print_explained(console, plan, limit)
@@ -21,25 +23,36 @@ def explain(plan: ReshardPlan, limit: int = 16) -> str:
 
 
 def print_explained(console: Console, plan: ReshardPlan, limit: int = 16) -> None:
-    """One line for each of the first `limit` ranks, then the largest of each figure and the totals."""
+    """Print a row for each of the first `limit` ranks, then the largest figures and the totals."""
 
     def cells(rank: int) -> tuple[int, ...]:
-        local = plan.bytes_local[rank] - plan.bytes_aliased[rank]
+        """Return the bytes of a rank, in the order of COLUMNS."""
         return (
-            plan.bytes_received[rank], plan.bytes_sent[rank], plan.bytes_aliased[rank], local, plan.peak_bytes[rank],
+            plan.bytes_received[rank],
+            plan.bytes_sent[rank],
+            plan.bytes_aliased[rank],
+            plan.bytes_local[rank] - plan.bytes_aliased[rank],
+            plan.peak_bytes[rank],
             plan.bytes_redundant[rank],
-        )  # fmt: skip
+        )
 
     figures = {rank: cells(rank) for rank in plan.ranks}
-    rows = [(str(rank), *map(amount, figures[rank])) for rank in plan.ranks[:limit]]
+    rows = []
+    for rank in plan.ranks[:limit]:
+        rows.append((str(rank), *map(amount, figures[rank])))
     if len(plan.ranks) > limit:
         rows.append(("...", *[""] * (len(COLUMNS) - 1)))
-    rows.append(("most", *(amount(max(column)) for column in zip(*figures.values(), strict=True))))
+
+    # The largest of all ranks, also of those that are not listed.
+    columns = zip(*figures.values(), strict=True)
+    rows.append(("most", *(amount(max(column)) for column in columns)))
     print_table(console, COLUMNS, rows)
+
+    # What goes over the network in all.
     moved = sum(plan.bytes_received.values())
     print_line(console)
     print_line(
         console,
-        f"{amount(moved)} over {len(plan.transfers):,} transfers of {len(plan.wire):,} parameters, in buckets of at most "
-        f"{amount(plan.bucket_bytes)}; buckets come on top of the peak",
+        f"{amount(moved)} over {len(plan.transfers):,} transfers of {len(plan.wire):,} parameters, "
+        f"in buckets of at most {amount(plan.bucket_bytes)}; buckets come on top of the peak",
     )

@@ -1,22 +1,32 @@
-"""What follows from a job: rows per rank, optimizer steps, devices, schedules; and what is legal but hardly meant."""
+"""Figures that follow from a job: rows per rank, optimizer steps, devices, schedules.
+
+`remarks` finds settings that are legal and probably unintended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from hybridflow.core.job.job import Job, PlacedModel
 
+UNKNOWN = "the algorithm decides at run time"
+"""The value of a figure that an algorithm does not state."""
+
 
 def figures(job: Job) -> Iterator[tuple[str, str]]:
-    """(what, value) pairs for `hybridflow show`."""
+    """Pairs of a name and a value, in the order in which `hybridflow show` prints them."""
     yield "devices", _devices(job)
-    rows, mini = job.algorithm.rows_per_step, job.algorithm.rows_per_update
-    updates = job.algorithm.updates_per_step()
-    yield "sequences per step", _count(rows)
+
+    # The amount of work, as far as the algorithm states it.
+    rows = job.algorithm.rows_per_step
+    mini = job.algorithm.rows_per_update
+    yield "sequences per step", UNKNOWN if rows is None else f"{rows:,}"
     if mini is not None:
         yield "sequences per optimizer step", f"{mini:,}"
+    updates = job.algorithm.updates_per_step()
     if updates is None:
-        yield "optimizer steps", "the algorithm decides at run time"
+        yield "optimizer steps", UNKNOWN
     else:
         yield "optimizer steps per step", f"{updates:,}"
         yield "optimizer steps in all", f"{updates * job.run.steps:,}"
@@ -24,16 +34,16 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
         yield "sequences in all", f"{rows * job.run.steps:,}"
         limit = job.data.max_prompt_tokens + job.sampling.max_tokens
         if job.data.max_prompt_tokens and any(
-            m.spec.engine and m.role.generates for m in job.models.values()
+            model.spec.engine and model.role.generates for model in job.models.values()
         ):
             yield "tokens per step, at most", f"{rows * limit:,} ({rows:,} x {limit:,})"
+
+    # Roles, and what runs beside them.
     for name, model in job.models.items():
         yield name, _role(job, model, rows, mini)
     for name, reward in job.scorers.items():
-        yield (
-            name,
-            f"{_sum(reward.parts)}, on the {_ranks(job.pools[job.main_pool].world)} of pool {job.main_pool}",
-        )
+        ranks = _ranks(job.pools[job.main_pool].world)
+        yield name, f"{_sum(reward.parts)}, on the {ranks} of pool {job.main_pool}"
     yield "data", f"drawn on rank 0 of pool {job.main_pool}"
     yield "tokenizer", _tokenizer(job)
     yield "checkpoints", _checkpoints(job)
@@ -42,15 +52,21 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _role(job: Job, model: PlacedModel, rows: int | None, mini: int | None) -> str:
-    layout, does = model.layout, "trained" if model.role.trained else "frozen"
+    """Return a model in a line: its ranks, its share of a step's rows and of a mini-batch, its
+    engine.
+    """
+    layout = model.layout
+    state = "trained" if model.role.trained else "frozen"
     parts = [
-        f"{model.role.kind}, {does}",
+        f"{model.role.kind}, {state}",
         f"{_ranks(layout.world)} of pool {model.pool}, layout {layout}",
     ]
+    # A role's rows are shared among its dp ranks.
     if rows is not None:
         parts.append(f"{_share(rows, layout.dp)} sequences per step and dp rank")
     if mini is not None and mini != rows and model.role.trained:
         parts.append(f"{_share(mini, layout.dp)} per optimizer step and dp rank")
+    # How it computes, and with what it generates.
     parts.append(f"micro-batches of {model.spec.micro_batch_tokens:,} tokens")
     if model.spec.engine:
         parts.append(f"generates with {model.spec.engine}")
@@ -58,7 +74,9 @@ def _role(job: Job, model: PlacedModel, rows: int | None, mini: int | None) -> s
 
 
 def _share(rows: int, dp: int) -> str:
-    low, high = rows // dp, -(-rows // dp)
+    """Return the rows of one of `dp` ranks: "4", or "4 to 5" where they do not divide."""
+    low = rows // dp
+    high = -(-rows // dp)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
@@ -66,24 +84,27 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
-def _count(rows: int | None) -> str:
-    return "the algorithm decides at run time" if rows is None else f"{rows:,}"
-
-
-def _sum(parts) -> str:
+def _sum(parts: Sequence[Any]) -> str:
+    """Return a reward's functions with their weights: "exact + 0.5 x short"."""
     return " + ".join(
-        p.function if p.weight == 1 else f"{p.weight:g} x {p.function}" for p in parts
+        part.function if part.weight == 1 else f"{part.weight:g} x {part.function}"
+        for part in parts
     )
 
 
 def _devices(job: Job) -> str:
-    pools = ", ".join(
-        f"{n} {' + '.join(map(str, p.devices_per_node))}" for n, p in job.pools.items()
-    )
-    return f"{sum(p.world for p in job.pools.values())} x {job.device} (pools: {pools}), runtime {job.runtime}"
+    """Return all devices, and those of each pool, node by node."""
+    texts = []
+    for name, pool in job.pools.items():
+        nodes = " + ".join(map(str, pool.devices_per_node))
+        texts.append(f"{name} {nodes}")
+    total = sum(pool.world for pool in job.pools.values())
+    return f"{total} x {job.device} (pools: {', '.join(texts)}), runtime {job.runtime}"
 
 
 def _tokenizer(job: Job) -> str:
+    """Return where the tokenizer comes from."""
+    # A folder's, or the model's own; one of given characters; or one that the run trains.
     config = job.tokenizer
     if config.path or (config.characters is None and config.train is None):
         return f"from {config.path or job.tokenizer_path}"
@@ -93,21 +114,30 @@ def _tokenizer(job: Job) -> str:
 
 
 def _checkpoints(job: Job) -> str:
+    """When checkpoints are written, and how many are kept."""
     every = job.run.checkpoint_every
     if not every:
         return "only when the run is told to stop (run.checkpoint_every is 0)"
-    return f"every {_steps(every)}, {job.run.steps // every} in all; the newest {job.run.keep_checkpoints} are kept"
+    count = job.run.steps // every
+    return f"every {_steps(every)}, {count} in all; the newest {job.run.keep_checkpoints} are kept"
 
 
 def _validation(job: Job) -> str:
+    """When validation runs, and what it stops the run for."""
     section = job.validation
     if section is None:
         return "none"
-    times = ["before the first step"] if section.at_start else []
+
+    # The last step is validated in any case.
+    times = []
+    if section.at_start:
+        times.append("before the first step")
     between = (job.run.steps - 1) // section.every if section.every else 0
-    times += [f"every {_steps(section.every)} ({between} times)"] if between else []
-    goal = [f"until the score reaches {section.stop_at}"] if section.stop_at is not None else []
-    return f"{section.name}: " + ", ".join([*times, *goal, "at the end"])
+    if between:
+        times.append(f"every {_steps(section.every)} ({between} times)")
+    if section.stop_at is not None:
+        times.append(f"until the score reaches {section.stop_at}")
+    return f"{section.name}: " + ", ".join([*times, "at the end"])
 
 
 def _steps(every: int) -> str:
@@ -115,23 +145,39 @@ def _steps(every: int) -> str:
 
 
 def remarks(job: Job) -> Iterator[str]:
-    """What works, and is hardly meant."""
-    run, updates = job.run, job.algorithm.updates_per_step()
+    """Legal settings that are probably unintended, a sentence each."""
+    # Checkpoints that a run relies on, or never reaches.
+    run = job.run
     if run.restarts and not 0 < run.checkpoint_every < run.steps:
-        yield "run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted begins again"
+        yield (
+            "run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted "
+            "begins again"
+        )
     if run.checkpoint_every > run.steps:
-        yield f"run.checkpoint_every: is {run.checkpoint_every} and the run has {run.steps} steps: there will be none"
-    if job.sampling.temperature == 0 and any(m.role.generates for m in job.models.values()):
+        yield (
+            f"run.checkpoint_every: is {run.checkpoint_every} and the run has {run.steps} steps: "
+            "there will be none"
+        )
+
+    # Greedy decoding leaves a group of responses nothing to compare.
+    generates = any(model.role.generates for model in job.models.values())
+    if job.sampling.temperature == 0 and generates:
         yield "sampling.temperature: 0 is greedy, so all responses to a prompt are the same"
+
+    # Schedules that end at another step than the run does.
+    updates = job.algorithm.updates_per_step()
     for name, model in job.models.items():
         optimizer = model.spec.optimizer
         if optimizer is None or updates is None:
             continue
-        in_all = updates * run.steps
-        if optimizer.schedule != "constant" and optimizer.total_steps != in_all:
+        total = updates * run.steps
+        if optimizer.schedule != "constant" and optimizer.total_steps != total:
             yield (
-                f"{name}.optimizer.total_steps: is {optimizer.total_steps}, and the run has {in_all} optimizer steps: "
-                f"the {optimizer.schedule} schedule ends at another step"
+                f"{name}.optimizer.total_steps: is {optimizer.total_steps}, and the run has "
+                f"{total} optimizer steps: the {optimizer.schedule} schedule ends at another step"
             )
-        if optimizer.warmup_steps >= in_all:
-            yield f"{name}.optimizer.warmup_steps: is {optimizer.warmup_steps}, and the run has {in_all} steps of it"
+        if optimizer.warmup_steps >= total:
+            yield (
+                f"{name}.optimizer.warmup_steps: is {optimizer.warmup_steps}, and the run has "
+                f"{total} steps of it"
+            )

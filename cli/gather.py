@@ -1,9 +1,14 @@
-"""The engines that others have, for comparison: whole parameters on every rank, then each slices what it generates with."""
+"""Plans of the engines that resharding is compared with: they gather whole parameters.
+
+Every rank of a group receives all of a parameter, then slices the part that it generates with
+(arXiv:2409.19256, table 2).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import attrs
 import numpy as np
@@ -21,7 +26,7 @@ class GatherPlan(ReshardPlan):
 
     @cached_property
     def bytes_redundant(self) -> dict[int, int]:
-        """Bytes of the source that stand beside the generation shard."""
+        """For each rank, bytes of the source that are not part of its generation shard."""
         return plan_reshard(self.source, self.final, self.bucket_bytes).bytes_redundant
 
 
@@ -31,47 +36,69 @@ def gather_plan(
     groups: Sequence[Sequence[int]],
     bucket_bytes: int = BUCKET_BYTES,
 ) -> GatherPlan:
-    """Every rank of a group gets the whole model from the group's ranks, which hold all of it together.
+    """Return the plan by which every rank of a group gets the whole model from the group's ranks.
 
-    One group of all ranks is DeepSpeed-Chat's engine, a group for each training replica HybridFlow-V's (paper, table 2).
-    Raises ReshardError as plan_reshard does.
+    The ranks of each group hold all of it together. One group of all ranks is DeepSpeed-Chat's
+    engine, a group for each training replica HybridFlow-V's (arXiv:2409.19256, table 2). Raises
+    ReshardError as plan_reshard does.
     """
     flows: list[Flow] = []
     held = source.shards()
     plan = None
+    # A plan for each group, as if there were no other ranks.
     for group in groups:
         members = set(group)
-        mine = {
-            name: {r: b for r, b in shards.items() if r in members} for name, shards in held.items()
-        }
-        plan = plan_reshard(
-            WeightLayout.by_name(source.params, mine, group, source.ties),
-            _whole(source, group),
-            bucket_bytes,
-        )
+        own = {name: _within(shards, members) for name, shards in held.items()}
+        start = WeightLayout.by_name(source.params, own, group, source.ties)
+        plan = plan_reshard(start, _whole(source, group), bucket_bytes)
         flows += plan.flows
     assert plan is not None, "no groups"
-    everyone = [rank for group in groups for rank in group]
-    return GatherPlan(
-        source, _whole(source, everyone), bucket_bytes, tuple(flows), plan.wire, plan.origin, target
-    )
+
+    # All of them together are one plan.
+    everyone: list[int] = []
+    for group in groups:
+        everyone += group
+    final = _whole(source, everyone)
+    return GatherPlan(source, final, bucket_bytes, tuple(flows), plan.wire, plan.origin, target)
+
+
+def _within(shards: Mapping[int, Any], members: set[int]) -> dict[int, Any]:
+    """Return the shards of a parameter that these ranks hold."""
+    return {rank: boxes for rank, boxes in shards.items() if rank in members}
 
 
 def _whole(source: WeightLayout, ranks: Sequence[int]) -> WeightLayout:
-    shapes = {p.shape: dict.fromkeys(ranks, (Box.full(p.shape),)) for p in source.params.values()}
-    return WeightLayout.by_name(
-        source.params, {n: shapes[p.shape] for n, p in source.params.items()}, ranks, source.ties
-    )
+    """Return the layout in which each of these ranks holds every parameter in full."""
+    # Parameters of one shape share their boxes.
+    by_shape = {
+        param.shape: dict.fromkeys(ranks, (Box.full(param.shape),))
+        for param in source.params.values()
+    }
+    shards = {name: by_shape[param.shape] for name, param in source.params.items()}
+    return WeightLayout.by_name(source.params, shards, ranks, source.ties)
 
 
 def lower_bound(source: WeightLayout, target: WeightLayout, rank: int) -> int:
-    """|target \\ held| of a rank in wire bytes, straight from the boxes: what no plan can go below."""
-    held, total = source.held.get(rank, {}), 0
+    """Return the bytes that a rank must receive in any plan: |target \\ held|, straight from the
+    boxes.
+
+    Each parameter counts in the narrower of its two dtypes, in which it is sent.
+    """
+    # Box by box, without a plan: a check on the plans themselves.
+    held = source.held.get(rank, {})
+    total = 0
     for name, boxes in target.held.get(rank, {}).items():
+        # A tied parameter is held under another name.
         origin = name if name in source.params else source.ties[name]
         size = min(source.params[origin].dtype.itemsize, target.params[name].dtype.itemsize)
-        rest = [box for box in boxes if box.numel]
-        for mine in held.get(origin, ()):
-            rest = [part for one in rest for part in one.minus(mine)]
-        total += size * int(np.sum([part.numel for part in rest], dtype=np.int64))
+
+        # What is left of the target's boxes without the boxes that the rank holds.
+        missing = [box for box in boxes if box.numel]
+        for own in held.get(origin, ()):
+            parts: list[Box] = []
+            for box in missing:
+                parts += box.minus(own)
+            missing = parts
+        numbers = np.sum([box.numel for box in missing], dtype=np.int64)
+        total += size * int(numbers)
     return total

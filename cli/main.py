@@ -1,4 +1,7 @@
-"""The command `hybridflow`: its subcommands are plugins of kind "command", ours too."""
+"""The command `hybridflow`. Its subcommands are plugins of kind "command", our own ones too.
+
+Only the command that is asked for is imported: the others show their summary alone.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,16 @@ from hybridflow.core.plugins import registry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and turn errors meant for the user into a message and exit status 1."""
+    """Parse the arguments and run the command; its exit status.
+
+    Errors meant for the user become a message and status 1, an interruption status 130.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
+
+    # So that "my_file:my_reward" is found here; last, so that it hides no package.
     if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(
-            os.getcwd()
-        )  # so that "my_file:my_reward" is found; last, so that it hides no package
+        sys.path.append(os.getcwd())
+
     try:
         command, arguments = _parse(given)
         return command.run(arguments)
@@ -39,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
-    """The command and its arguments. Overrides may stand before, between and after options, which argparse alone does not
-    take. Raises PluginError for a command that does not load; ends the process for --help and for a wrong usage."""
+    """Return the command and its arguments.
+
+    Overrides may stand before, between and after options, which argparse alone does not take.
+    Raises PluginError for a command that does not load; ends the process for --help and for wrong
+    usage.
+    """
     parser = argparse.ArgumentParser(
         prog="hybridflow",
         description="Reinforcement learning of language models.",
@@ -50,37 +61,51 @@ def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
         "--version", action="version", version=f"hybridflow {version('hybridflow')}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    # The first word that is not an option names the command. It alone is loaded, to declare its
+    # arguments.
     name = next((text for text in given if not text.startswith("-")), None)
     command = _load(parser, name) if name is not None else None
-    for there in registry().names("command"):
-        text = summary(there).replace("%", "%%")  # argparse puts figures into its texts
-        own = commands.add_parser(there, help=text, description=text, allow_abbrev=False)
-        if there == name and command is not None:
+    for registered in registry().names("command"):
+        text = summary(registered).replace("%", "%%")  # argparse puts figures into its texts
+        own = commands.add_parser(registered, help=text, description=text, allow_abbrev=False)
+        if registered == name and command is not None:
             _started(name, partial(command.add_arguments, own))
+
+    # What argparse leaves over are overrides, if the command takes any.
     arguments, rest = parser.parse_known_args(given)
-    strange = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
-    if strange:
-        hint = f"; overrides have no dashes: {strange[0].lstrip('-')}" if "=" in strange[0] else ""
-        parser.error(f"unknown argument {strange[0]}{hint}")
+    unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
+    if unknown:
+        hint = ""
+        if "=" in unknown[0]:
+            hint = f"; overrides have no dashes: {unknown[0].lstrip('-')}"
+        parser.error(f"unknown argument {unknown[0]}{hint}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
+
     assert command is not None  # argparse requires one
     return command, arguments
 
 
 def _load(parser: argparse.ArgumentParser, name: str) -> Command:
-    """Raises PluginError for a command that is there and does not load."""
-    every = {entry.name for entry in registry().entries() if entry.kind == "command"}
-    if name not in every:
+    """Return the command of this name. Raises PluginError for one that is registered and does not
+    load.
+    """
+    names = {entry.name for entry in registry().entries() if entry.kind == "command"}
+    if name not in names:
         parser.error(
-            f"unknown command {name!r}{did_you_mean(name, every)} (commands: {', '.join(sorted(every))})"
+            f"unknown command {name!r}{did_you_mean(name, names)} "
+            f"(commands: {', '.join(sorted(names))})"
         )
+    # Only now is the command's own module imported.
     command_class: type[Command] = registry().get("command", name)
     return _started(name, command_class)
 
 
 def _started(name: str, work: Callable[[], Any]) -> Any:
-    """What `work` of a command gives. Raises PluginError where it raises: a stranger's command is not ours to trace."""
+    """Return what `work` of a command gives. Raises PluginError where it raises: a stranger's
+    command is not ours to trace.
+    """
     try:
         return work()
     except Exception as error:
@@ -88,7 +113,7 @@ def _started(name: str, work: Callable[[], Any]) -> Any:
 
 
 def summary(name: str) -> str:
-    """What a command does, in a sentence; of one that does not load, why."""
+    """Return what a command does, in a sentence; for one that does not load, why."""
     try:
         can = registry().capabilities("command", name)
     except HybridFlowError as error:

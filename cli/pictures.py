@@ -1,4 +1,4 @@
-"""Pictures of plans; matplotlib draws them (the extra `plot`)."""
+"""Pictures of plans, drawn by matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from hybridflow.core.contracts.planner import Plan
 from hybridflow.core.errors import ConfigError
 
 COLOURS = ("#4878a8", "#e0a458", "#6aa56e", "#b5697a", "#8a78b0", "#7f8c8d")
+SETTINGS: Any = {
+    "svg.hashsalt": "hybridflow",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+"""Settings of matplotlib; with the salt, equal plans give equal files."""
 
 
 def draw_steps(target: str | Path, plans: Mapping[str | None, Plan]) -> None:
-    """A row per pool, a bar per role and stage, over the seconds of a step; one below the other for several stages of a
-    config. Raises ConfigError for a file that is neither .svg nor .png, and without matplotlib."""
-    if Path(target).suffix not in (".svg", ".png"):
+    """Draw the step of each plan: a row per pool, a bar per role and step stage, over its seconds.
+
+    The run stages of a config, by which `plans` go, stand one below the other. Raises ConfigError
+    for a file that is neither .svg nor .png or cannot be written, and without matplotlib.
+    """
+    suffix = Path(target).suffix
+    if suffix not in (".svg", ".png"):
         raise ConfigError(f"--timeline {str(target)!r}: give a file that ends in .svg or .png")
     try:
         import matplotlib
@@ -25,14 +36,9 @@ def draw_steps(target: str | Path, plans: Mapping[str | None, Plan]) -> None:
     from matplotlib import pyplot
     from matplotlib.patches import Patch
 
+    # Each run stage has one area; the figure grows with the number of pools in all.
     rows = sum(len(_pools(plan)) for plan in plans.values())
-    settings: Any = {
-        "svg.hashsalt": "hybridflow",
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with pyplot.rc_context(settings):
+    with pyplot.rc_context(SETTINGS):
         figure, axes = pyplot.subplots(
             len(plans),
             1,
@@ -40,21 +46,26 @@ def draw_steps(target: str | Path, plans: Mapping[str | None, Plan]) -> None:
             layout="constrained",
             squeeze=False,
         )
-        names = sorted({bar.role for plan in plans.values() for bar in plan.bars})
+
+        # A role has the same colour in all plans.
+        roles: set[str] = set()
+        for plan in plans.values():
+            roles.update(bar.role for bar in plan.bars)
+        names = sorted(roles)
         colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
         for (stage, plan), area in zip(plans.items(), axes[:, 0], strict=True):
             _draw(area, plan, colour)
             area.set(xlabel="seconds of a step", title=stage or "")
         figure.legend(
-            handles=[Patch(color=colour[n], label=n) for n in names],
+            handles=[Patch(color=colour[name], label=name) for name in names],
             loc="outside lower center",
             ncols=6,
             frameon=False,
         )
+
         try:
-            figure.savefig(
-                target, metadata={"Date": None} if Path(target).suffix == ".svg" else None
-            )
+            # Without a date, equal plans give equal files.
+            figure.savefig(target, metadata={"Date": None} if suffix == ".svg" else None)
         except OSError as error:
             raise ConfigError(f"--timeline {str(target)!r}: {error.strerror or error}") from error
         finally:
@@ -62,12 +73,14 @@ def draw_steps(target: str | Path, plans: Mapping[str | None, Plan]) -> None:
 
 
 def _pools(plan: Plan) -> list[str]:
-    """The rows of a picture, in their order."""
+    """Return the rows of a picture, from top to bottom."""
     return list(dict.fromkeys(bar.pool for bar in plan.bars))
 
 
 def _draw(area: Any, plan: Plan, colour: Mapping[str, str]) -> None:
+    """Draw one step, with a line at the end of each step stage."""
     pools = _pools(plan)
+    # A bar without length would still draw its edge.
     for bar in plan.bars:
         if bar.seconds:
             row = pools.index(bar.pool)
@@ -79,7 +92,8 @@ def _draw(area: Any, plan: Plan, colour: Mapping[str, str]) -> None:
                 height=0.6,
                 edgecolor="white",
             )
+
     for end in plan.ends:
         area.axvline(end, color="#999999", linewidth=0.6)
     area.set_yticks(range(len(pools)), pools)
-    area.invert_yaxis()
+    area.invert_yaxis()  # the first pool at the top

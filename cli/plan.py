@@ -1,9 +1,12 @@
-"""`hybridflow plan`: where everything goes, how long a step takes and whether it fits, before anything runs."""
+"""`hybridflow plan`: the best placement of a config's models on a cluster, before anything runs.
+
+It says where every model goes, how long a step takes, and whether the memory is enough.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -52,7 +55,7 @@ class PlanCommand(Command):
 
 
 def read_sizes(text: str | None) -> list[int]:
-    """ "devices=64,128" as numbers. Raises ConfigError."""
+    """Return the numbers of "devices=64,128"; none for None. Raises ConfigError."""
     if text is None:
         return []
     key, _, rest = text.partition("=")
@@ -63,10 +66,20 @@ def read_sizes(text: str | None) -> list[int]:
 
 
 def plan(
-    path: str | Path, overrides: Sequence[str] = (), cluster: str | None = None, write: str | None = None,
-    what_if: Sequence[int] = (), timeline: str | None = None, console: Console | None = None,
-) -> None:  # fmt: skip
-    """Print the best placement of each stage of a config. Raises HybridFlowError where nothing fits; starts nothing."""
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    cluster: str | None = None,
+    write: str | None = None,
+    what_if: Sequence[int] = (),
+    timeline: str | None = None,
+    console: Console | None = None,
+) -> None:
+    """Print the best placement of each run stage of a config; starts nothing.
+
+    `write` and `timeline` are files for the config with this placement, and for a picture of the
+    step. With `what_if` it prints a table of these numbers of devices instead. Raises
+    HybridFlowError where nothing fits.
+    """
     console = console or make_console()
     if what_if and (write or timeline):
         raise ConfigError(
@@ -74,61 +87,88 @@ def plan(
         )
     if write and overrides:
         raise ConfigError(
-            "--write keeps the file's own settings: put the overrides into it first, or leave them out"
+            "--write keeps the file's own settings: put the overrides into it first, or leave "
+            "them out"
         )
+
+    # Every run stage needs a cluster, of the command line or of its own.
     jobs, auto = unplaced_jobs(path, overrides)
     clusters = {job.stage: cluster or job.placement.cluster or "" for job in jobs}
     if "" in clusters.values():
         raise ConfigError(
-            "which cluster? Give --cluster, or placement.cluster in the config: a TOML file (docs/mapping.md), or a known "
-            "device, nodes and devices of each, as in a100-80gb:2x8"
+            "which cluster? Give --cluster, or placement.cluster in the config: a TOML file "
+            "(docs/mapping.md), or a known device, nodes and devices of each, as in a100-80gb:2x8"
         )
+
+    # Tables of other numbers of devices ...
     if what_if:
         for job in jobs:
             _head(console, job)
             _print(console, planner_of(job).scaling(job, clusters[job.stage], what_if))
         return
-    plans: dict[str | None, Plan] = {}
-    said = ""
-    for job in jobs:
-        found = planner_of(job).plan(job, clusters[job.stage], placed=job.stage not in auto)
-        if found.cluster != said:
-            print_line(console, found.cluster)
-            said = found.cluster
-        _head(console, job)
-        _print(console, found.explanation)
-        plans[job.stage] = found
+
+    # Otherwise print the plans; write and draw them if asked.
+    plans = _print_plans(console, jobs, clusters, auto)
     if write is not None:
-        kept = write_config(
-            path, write, {stage: found.settings for stage, found in plans.items()}, cluster
-        )
+        settings = {stage: best.settings for stage, best in plans.items()}
+        kept = write_config(path, write, settings, cluster)
+        remark = "" if kept else " (its comments could not be kept)"
         print_line(console)
-        print_line(
-            console, f"written: {write}{'' if kept else ' (its comments could not be kept)'}"
-        )
+        print_line(console, f"written: {write}{remark}")
     if timeline is not None:
         draw_steps(timeline, plans)
         print_line(console, f"drawn: {timeline}")
 
 
+def _print_plans(
+    console: Console,
+    jobs: Sequence[Job],
+    clusters: Mapping[str | None, str],
+    auto: Sequence[str | None],
+) -> dict[str | None, Plan]:
+    """Plan each job, print the explanations, and return the plans by run stage.
+
+    The cluster is printed where it is another than that of the run stage before.
+    """
+    # A plan compares itself with the config's own placement, where there is one.
+    plans: dict[str | None, Plan] = {}
+    printed = ""
+    for job in jobs:
+        best = planner_of(job).plan(job, clusters[job.stage], placed=job.stage not in auto)
+        if best.cluster != printed:
+            print_line(console, best.cluster)
+            printed = best.cluster
+        _head(console, job)
+        _print(console, best.explanation)
+        plans[job.stage] = best
+    return plans
+
+
 def unplaced_jobs(path: str | Path, overrides: Sequence[str]) -> tuple[list[Job], list[str | None]]:
-    """(the jobs of a config that is to run elsewhere, the stages whose places are to be found)."""
+    """Return the jobs of a config that is to run elsewhere, and the run stages with placement =
+    "auto".
+    """
     tables, provenance = read_config(path, overrides, SHORTHAND)
-    every, auto = without_places(tables, SHORTHAND)
-    if problems := shadowed_overrides(tables, provenance):
+    unplaced, auto = without_places(tables, SHORTHAND)
+    problems = shadowed_overrides(tables, provenance)
+    if problems:
         raise ConfigError(problems)
-    return resolve_jobs(
-        whole(every), Path(path).stem, SHORTHAND, elsewhere=True, unplaced=auto
-    ), auto
+
+    # A plugin that is missing here may be installed where the job will run.
+    name = Path(path).stem
+    jobs = resolve_jobs(whole(unplaced), name, SHORTHAND, elsewhere=True, unplaced=auto)
+    return jobs, auto
 
 
 def _head(console: Console, job: Job) -> None:
+    """Print the name of the job's run stage, if it has one."""
     print_line(console)
     if job.stage:
         print_line(console, f"stage {job.stage}", "bold underline")
 
 
 def _print(console: Console, blocks: Iterable[Block]) -> None:
+    """Print the blocks of an explanation."""
     for block in blocks:
         if isinstance(block, Line):
             print_line(console, block.text, block.style)

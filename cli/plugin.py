@@ -1,4 +1,4 @@
-"""Registers our commands."""
+"""The plugins of the command line: the commands of `hybridflow` itself."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ COMMANDS = {
         "Say what is installed, what works on this machine, and what each plugin still needs.",
     ),
 }
+"""Name -> where the command is, and its summary."""
 
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
+    """Register each command with its summary; imports none."""
     return [
         Descriptor(
             "command",

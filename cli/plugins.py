@@ -1,4 +1,7 @@
-"""`hybridflow plugins`: what there is, and what to do about what is not ready. It imports neither a plugin nor torch."""
+"""`hybridflow plugins`: lists the plugins, and what to do about those that are not ready.
+
+It imports neither a plugin nor torch.
+"""
 
 from __future__ import annotations
 
@@ -30,45 +33,69 @@ class PluginsCommand(Command):
 def list_plugins(
     kind: str | None = None, capabilities: bool = False, console: Console | None = None
 ) -> None:
-    """Print a table of the plugins (of one kind), then why some failed. Raises PluginError for an unknown kind."""
+    """Print a table of the plugins, of one kind or of all, then why some failed.
+
+    Raises PluginError for an unknown kind.
+    """
     if kind is not None:
         check_kind(kind)
     console = console or make_console()
+
     entries = registry().entries()
-    shown = [e for e in entries if kind in (None, e.kind) and e.kind in KINDS]
-    rows = [(e.kind, e.name, e.package, e.version, *state_of(e)) for e in shown]
+    shown = [entry for entry in entries if kind in (None, entry.kind) and entry.kind in KINDS]
+    rows = []
+    for entry in shown:
+        state, remedy = state_of(entry)
+        rows.append((entry.kind, entry.name, entry.package, entry.version, state, remedy))
     if rows:
         print_table(console, ("kind", "name", "package", "version", "state", "remedy"), rows)
     else:
         print_line(console, f"there is no plugin of kind {kind}" if kind else "there is no plugin")
-    able = [(e.kind, e.name, spell(e.capabilities)) for e in shown if e.capabilities is not None]
+
+    # Most kinds of plugins state no capabilities.
+    able = [
+        (entry.kind, entry.name, spell(entry.capabilities))
+        for entry in shown
+        if entry.capabilities is not None
+    ]
     if capabilities and able:
         print_line(console)
         print_table(console, ("kind", "name", "can do"), able)
-    print_failed(console, [e for e in entries if e.kind in (kind, "module") or kind is None])
+
+    # Modules of plugins that could not be read are of no kind, and always shown.
+    print_failed(
+        console,
+        [entry for entry in entries if kind in (None, entry.kind) or entry.kind == "module"],
+    )
 
 
 def state_of(entry: Entry) -> tuple[str, str]:
-    """(state, remedy) as the table has them; what failed has its story below."""
+    """Return the state and the remedy of a plugin, as the table has them; failures are explained
+    below.
+    """
     if entry.state.startswith("failed"):
         return "failed", "see below"
     return entry.state, entry.remedy
 
 
 def print_failed(console: Console, entries: Sequence[Entry]) -> None:
+    """Print the reason and the remedy of each plugin that failed."""
     for entry in entries:
         if entry.state.startswith("failed"):
-            of = "module of" if entry.kind == "module" else entry.kind
+            what = "module of" if entry.kind == "module" else entry.kind
             print_line(console)
-            print_line(console, f"{of} {entry.name} ({entry.owner}) failed", "bold red")
+            print_line(console, f"{what} {entry.name} ({entry.owner}) failed", "bold red")
             print_line(console, f"  reason: {entry.state.removeprefix('failed: ')}")
             print_line(console, f"  remedy: {entry.remedy}")
 
 
 def spell(capabilities: Capabilities | None) -> str:
-    """What differs from nothing: "abort; devices: cpu, cuda"."""
+    """Return the capabilities that a plugin has, in a line: "abort; devices: cpu, cuda"."""
+    if capabilities is None:
+        return ""
+    # False, None and empty sets are left out: they say what a plugin has not.
     words = []
-    for field in attrs.fields(type(capabilities)) if capabilities is not None else ():
+    for field in attrs.fields(type(capabilities)):
         value = getattr(capabilities, field.name)
         if value is True:
             words.append(field.name)

@@ -1,4 +1,8 @@
-"""`hybridflow reshard`: what moving a model's weights from a training layout to a rollout layout costs, engine by engine."""
+"""`hybridflow reshard`: what it costs to move a model's weights to the rollout engine.
+
+It compares the planned transfers with engines that gather whole parameters first
+(arXiv:2409.19256, table 2), for a training layout and a rollout layout.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,15 @@ from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
 from hybridflow.core.values.units import amount
-from hybridflow.core.values.weights import WeightLayout
+from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.kit.console import make_console, print_line, print_table
 from hybridflow.kit.huggingface.shapes import PUBLISHED, read_fields
 from hybridflow.kit.layouts import zero3_layout
 
 SIZES = ("pp", "tp", "dp", "cp", "ep")
+"""Sizes that --from may have; --to has pp and tp."""
 SHOWN = 16
-"""Groups and ranks that are listed one by one."""
+"""Number of groups and of ranks that are listed one by one."""
 
 
 class ReshardCommand(Command):
@@ -43,7 +48,8 @@ class ReshardCommand(Command):
             dest="source",
             required=True,
             metavar="LAYOUT",
-            help='"backend=NAME,pp=2,tp=4,dp=2", also cp, ep, order=tp-cp-dp-pp, and settings of the backend',
+            help='"backend=NAME,pp=2,tp=4,dp=2", also cp, ep, order=tp-cp-dp-pp, '
+            "and settings of the backend",
         )
         parser.add_argument(
             "--to",
@@ -79,33 +85,37 @@ class ReshardCommand(Command):
 
 @attrs.frozen
 class Source:
-    """--from: a training layout and the backend that cuts the weights by it."""
+    """--from: a training layout, and the backend that shards the weights by it."""
 
     layout: ParallelLayout
     backend: str
     settings: TrainingSettings
 
     def shape(self, model: str) -> ModelShape:
-        """A published name, else the fields of a config as the backend reads them."""
-        return (
-            PUBLISHED[model]
-            if model in PUBLISHED
-            else self.settings.model_shape(read_fields(model))
-        )
+        """Return the shape of a published model, else of the config that `model` names.
+
+        The backend reads the fields of a config. Raises ConfigError.
+        """
+        if model in PUBLISHED:
+            return PUBLISHED[model]
+        return self.settings.model_shape(read_fields(model))
 
     def weights(self, shape: ModelShape, dtype: torch.dtype) -> WeightLayout:
+        """Return what each rank holds of a model's weights. Raises ConfigError for a layout not
+        taken.
+        """
         planned = self.settings.planned_layout(shape, self.layout, dtype)
         if not self.settings.takes(shape, self.layout):
             raise ConfigError(
-                f"--from: backend {self.backend} takes no layout {self.layout} of this model; change its sizes, or name "
-                "another backend"
+                f"--from: backend {self.backend} takes no layout {self.layout} of this model; "
+                "change its sizes, or name another backend"
             )
         return planned
 
 
 @attrs.frozen
 class Target:
-    """--to: sizes of a rollout engine, and the engine."""
+    """--to: the sizes of a rollout engine, and the engine."""
 
     pp: int
     tp: int
@@ -114,17 +124,21 @@ class Target:
 
 
 def read_table(text: str, option: str) -> dict[str, str]:
-    """ "pp=2,tp=4" as a table. Raises ConfigError."""
-    found: dict[str, str] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
+    """Return the table that a text such as "pp=2,tp=4" writes.
+
+    Raises ConfigError, which names `option`.
+    """
+    table: dict[str, str] = {}
+    for part in filter(None, (word.strip() for word in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals:
             raise ConfigError(f"{option} {text!r}: {part!r} is no key=value")
-        found[key] = value
-    return found
+        table[key] = value
+    return table
 
 
 def _sizes(table: dict[str, str], option: str, keys: Sequence[str]) -> dict[str, int]:
+    """Return the numbers under these keys, which leave the table. Raises ConfigError."""
     problems = [
         f"{option}: {key} is {table[key]!r}, not a whole number of at least 1"
         for key in keys
@@ -138,23 +152,32 @@ def _sizes(table: dict[str, str], option: str, keys: Sequence[str]) -> dict[str,
 def _settings(
     kind: str, name: str, table: Mapping[str, str], option: str, sizes: Sequence[str]
 ) -> Any:
-    """What is no size is a setting of the plugin. Raises ConfigError, PluginError."""
+    """Return the settings of a plugin: what the table has beside sizes; None where it has no
+    settings.
+
+    Raises ConfigError for a key that is neither, and PluginError for a plugin that does not load.
+    """
     config_class = registry().config_class(kind, name)
+    # A plugin without settings takes sizes alone.
     known = [*sizes, *(attrs.fields_dict(config_class) if config_class else ())]
-    if strange := [key for key in table if key not in known]:
+    unknown = [key for key in table if key not in known]
+    if unknown:
         raise ConfigError(
-            f"{option}: {strange[0]!r} is neither a size nor a setting of {kind} {name!r}"
-            f"{did_you_mean(strange[0], known)} (there are {', '.join(known)})"
+            f"{option}: {unknown[0]!r} is neither a size nor a setting of {kind} {name!r}"
+            f"{did_you_mean(unknown[0], known)} (there are {', '.join(known)})"
         )
-    return (
-        structure({key: parse_value(value) for key, value in table.items()}, config_class, option)
-        if config_class
-        else None
-    )
+
+    if not config_class:
+        return None
+    values = {key: parse_value(value) for key, value in table.items()}
+    return structure(values, config_class, option)
 
 
 def read_source(text: str) -> Source:
-    """--from. Raises ConfigError, PluginError for a backend that there is not."""
+    """Return the source that --from names. Raises ConfigError, and PluginError for an unknown
+    backend.
+    """
+    # Sizes, backend and order leave the table; what remains are the backend's settings.
     table = read_table(text, "--from")
     sizes = _sizes(table, "--from", SIZES)
     name = table.pop("backend", "") or registry().default("training_backend")
@@ -169,13 +192,15 @@ def read_source(text: str) -> Source:
         f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in has
     ]:
         raise ConfigError(
-            f"--from {text!r}: backend {name} has no {', '.join(lacking)}; its axes are {', '.join(sorted(has))}"
+            f"--from {text!r}: backend {name} has no {', '.join(lacking)}; its axes are "
+            f"{', '.join(sorted(has))}"
         )
     return Source(layout, name, training_settings(config))
 
 
 def read_target(text: str) -> Target:
-    """--to. Raises ConfigError, PluginError for an engine that there is not."""
+    """Return the target that --to names. Raises ConfigError, and PluginError for an unknown engine."""
+    # Sizes and engine leave the table; what remains are the engine's settings.
     table = read_table(text, "--to")
     sizes = _sizes(table, "--to", ("pp", "tp"))
     name = table.pop("engine", "") or registry().default("rollout_engine")
@@ -193,43 +218,53 @@ def read_target(text: str) -> Target:
 
 
 def reshard(
-    source: str, target: str, model: str, dtype: str = "bfloat16", grouping: str = "zero-redundancy",
-    ranks: bool = False, console: Console | None = None,
-) -> None:  # fmt: skip
-    """Print the table. Raises ConfigError for layouts that cannot be; reads a config, moves nothing."""
+    source: str,
+    target: str,
+    model: str,
+    dtype: str = "bfloat16",
+    grouping: str = "zero-redundancy",
+    ranks: bool = False,
+    console: Console | None = None,
+) -> None:
+    """Print the comparison; `ranks`: also the figures of every rank.
+
+    Raises ConfigError for layouts that cannot be. It reads a config at the most, and moves nothing.
+    """
+    # What is asked for; an engine with fixed groups decides the grouping.
     console = console or make_console()
-    origin, wanted = read_source(source), read_target(target)
-    shape, layout = origin.shape(model), origin.layout
+    origin = read_source(source)
+    wanted = read_target(target)
+    shape = origin.shape(model)
+    layout = origin.layout
     if registry().engine_capabilities(wanted.engine).grouping == "consecutive":
         grouping = "consecutive"
     try:
-        asked, ordinary = (
-            generation_layout(layout, wanted.pp, wanted.tp, kind)
-            for kind in (grouping, "consecutive")
-        )
+        asked = generation_layout(layout, wanted.pp, wanted.tp, grouping)
+        ordinary = generation_layout(layout, wanted.pp, wanted.tp, "consecutive")
     except ValueError as error:
         raise ConfigError(f"--to {target!r}: {error}") from error
+
+    # Our plan: shard to shard.
     weights = getattr(torch, dtype)
     held = origin.weights(shape, weights)
     plan = plan_reshard(held, wanted.settings.planned_layout(shape, asked, weights))
     _head(console, model, shape, origin, wanted, asked, weights)
+
+    # Engines to compare with gather whole parameters, and have consecutive ranks in their groups.
     everything = zero3_layout(shape.params(weights), layout.world, shape.ties)
     sliced = wanted.settings.planned_layout(shape, ordinary, weights)
+    over_all = gather_plan(everything, sliced, [list(range(layout.world))])
+    over_replica = gather_plan(held, sliced, _replicas(held, layout))
     rows = [
-        ("gather over everything", gather_plan(everything, sliced, [list(range(layout.world))])),
-        (
-            "gather over a replica, ordinary groups",
-            gather_plan(held, sliced, _replicas(held, layout)),
-        ),
-        (f"planned, {grouping} groups", plan),
+        ("gather over everything", *_worst(over_all)),
+        ("gather over a replica, ordinary groups", *_worst(over_replica)),
+        (f"planned, {grouping} groups", *_worst(plan)),
     ]
-    print_table(
-        console,
-        ("engine", "bytes received", "peak memory of weights", "redundant copy"),
-        [(name, *_worst(made)) for name, made in rows],
-    )
+    columns = ("method", "bytes received", "peak memory of weights", "redundant copy")
+    print_table(console, columns, rows)
     print_line(console, "each figure: of the worst rank, buckets not counted")
     print_line(console)
+
     _groups(console, plan, asked)
     if ranks:
         print_line(console)
@@ -237,21 +272,34 @@ def reshard(
 
 
 def _replicas(held: WeightLayout, layout: ParallelLayout) -> list[list[int]]:
-    """The smallest groups of ranks that hold everything together: replicas, or all where dp shares the weights too."""
+    """Return the smallest groups of ranks that hold the whole model together.
+
+    These are the replicas, or all ranks where the weights are sharded over dp too.
+    """
+    # It is enough to look at one replica: all are sharded alike.
     groups = layout.groups("tp-cp-pp")
     first = set(groups[0])
     for name, shards in held.shards().items():
-        boxes = {box for rank, own in shards.items() if rank in first for box in own}
+        boxes: set[Box] = set()
+        for rank, own in shards.items():
+            if rank in first:
+                boxes.update(own)
         if sum(box.numel for box in boxes) < held.params[name].numel:
             return layout.groups("tp-cp-pp-dp")
     return groups
 
 
 def _head(
-    console: Console, model: str, shape: ModelShape, source: Source, target: Target, asked: GenerationLayout,
+    console: Console,
+    model: str,
+    shape: ModelShape,
+    source: Source,
+    target: Target,
+    asked: GenerationLayout,
     dtype: torch.dtype,
-) -> None:  # fmt: skip
-    total = sum(p.numel for p in shape.params().values())
+) -> None:
+    """Print the model's size, and the two layouts."""
+    total = sum(param.numel for param in shape.params().values())
     layout = source.layout
     print_line(
         console,
@@ -260,54 +308,63 @@ def _head(
     )
     print_line(
         console,
-        f"from {source.backend} {layout} ({layout.world} ranks, {layout.order}) to {len(asked.replicas)} replicas of "
-        f"{target.engine} pp {asked.pp} x tp {asked.tp}",
+        f"from {source.backend} {layout} ({layout.world} ranks, {layout.order}) to "
+        f"{len(asked.replicas)} replicas of {target.engine} pp {asked.pp} x tp {asked.tp}",
     )
     print_line(console)
 
 
 def _worst(plan: ReshardPlan) -> tuple[str, str, str]:
-    return tuple(
-        amount(max(f.values()))
-        for f in (plan.bytes_received, plan.peak_bytes, plan.bytes_redundant)
-    )  # type: ignore[return-value]
+    """Return the largest bytes received, peak bytes and redundant bytes of a rank, as text."""
+    return (
+        amount(max(plan.bytes_received.values())),
+        amount(max(plan.peak_bytes.values())),
+        amount(max(plan.bytes_redundant.values())),
+    )
 
 
 def _groups(console: Console, plan: ReshardPlan, asked: GenerationLayout) -> None:
+    """Print the process groups of generation, and from whom each rank receives."""
     names = {
         "tp": "generation tp groups",
         "pp": "generation pp groups",
         "micro_dp": "micro-dp groups",
     }
+    # Groups of one rank say nothing.
     for kind, name in names.items():
         groups = asked.groups(kind)
-        if all(len(g) == 1 for g in groups):
+        if all(len(group) == 1 for group in groups):
             continue
-        shown = " ".join(str(g).replace(" ", "") for g in groups[:SHOWN])
+        shown = " ".join(str(group).replace(" ", "") for group in groups[:SHOWN])
         print_line(console, f"{name:<22}{shown}{' ...' if len(groups) > SHOWN else ''}")
     print_line(console)
-    peers = talkers(plan)
+
+    # Who talks to whom.
+    senders = talkers(plan)
     for rank in plan.ranks[:SHOWN]:
-        print_line(console, f"rank {rank} receives from {_runs(sorted(peers.get(rank, ())))}")
+        runs = _runs(sorted(senders.get(rank, ())))
+        print_line(console, f"rank {rank} receives from {runs}")
     if len(plan.ranks) > SHOWN:
         print_line(console, f"... and {len(plan.ranks) - SHOWN} ranks more")
 
 
 def talkers(plan: ReshardPlan) -> dict[int, set[int]]:
-    """Receiver -> the ranks that send to it."""
-    found: dict[int, set[int]] = {}
+    """For each rank that receives, the ranks that send to it."""
+    senders: dict[int, set[int]] = {}
     for flow in plan.flows:
         for sender, receiver in flow.pairs():
-            found.setdefault(receiver, set()).add(sender)
-    return found
+            senders.setdefault(receiver, set()).add(sender)
+    return senders
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    """0-3, 7."""
+    """Ascending ranks as text, consecutive ones as a range: "0-3, 7"."""
+    # [first, last] of each range.
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "nobody"
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(texts) or "nobody"

@@ -1,4 +1,4 @@
-"""`hybridflow run`: all stages of a config, to the end."""
+"""`hybridflow run`: runs all stages of a config, to the end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ class RunCommand(Command):
         parser.add_argument(
             "--resume",
             action="store_true",
-            help="go on from the last checkpoint of this run's folder",
+            help="go on from the newest checkpoint of this run's folder",
         )
         parser.add_argument(
             "--overwrite", action="store_true", help="replace the run that is in the folder"
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
+        """Run the config; status 0 when it has finished, 3 when it was stopped before."""
+        # Here, so that the command's help does not import torch.
         from hybridflow.core.launch import run
 
         if arguments.resume and arguments.overwrite:

@@ -1,4 +1,7 @@
-"""`hybridflow show`: every value of a config as it counts, where it came from, and what follows from all of them."""
+"""`hybridflow show`: every resolved value of a config, its source, and what follows from them.
+
+A source is a file, an override, "default", "derived", or the table that a value is inherited from.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.kit.console import make_console, print_line, print_table
 
 DERIVED = "derived"
+"""The source of values that are computed from others."""
 KEPT = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
 """Settings of [sampling] that requests have as they are."""
 
@@ -43,7 +47,7 @@ class ShowCommand(Command):
 
 @attrs.frozen
 class Value:
-    """One line: a dotted key, its value, where it came from, and the docstring under the field."""
+    """One line: a dotted key, its value, its source, and the docstring under the field."""
 
     key: str
     value: Any
@@ -53,7 +57,7 @@ class Value:
 
 @attrs.frozen
 class Block:
-    """The values of one section, or the note why there are none."""
+    """Holds the values of one section and a note on it; either of them may be empty."""
 
     title: str
     values: tuple[Value, ...] = ()
@@ -66,7 +70,10 @@ def show(
     docs: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Print a config. Raises ConfigError with all of its problems, as `run` does; starts nothing."""
+    """Print a config, run stage by run stage; starts nothing.
+
+    `docs`: with the meaning of each setting. Raises ConfigError with all problems, as `run` does.
+    """
     console = console or make_console()
     tables, provenance = read_config(path, overrides, SHORTHAND)
     for job in resolve_placed(tables, Path(path).stem, SHORTHAND, provenance):
@@ -75,96 +82,112 @@ def show(
             print_line(console)
         for block in blocks(job, provenance):
             _print(console, block, docs)
+
+        # What follows from all of them.
+        rows = [(f"  {name}", text) for name, text in figures(job)]
         print_line(console, "derived", "bold")
-        print_table(
-            console,
-            ("what", "value"),
-            [(f"  {name}", text) for name, text in figures(job)],
-            header=False,
-        )
+        print_table(console, ("what", "value"), rows, header=False)
         print_line(console)
         for remark in remarks(job):
             print_line(console, f"note: {remark}", "yellow")
 
 
 def _print(console: Console, block: Block, docs: bool) -> None:
+    """Print a section; with `docs` the meaning of each value below it."""
     print_line(console, f"{block.title}{': ' if block.note else ''}{block.note}", "bold")
     if block.values:
-        rows = [(f"  {v.key}", render(v.value), v.source) for v in block.values]
-        meanings = [" ".join(v.doc.split()) for v in block.values] if docs else []
+        rows = [(f"  {value.key}", render(value.value), value.source) for value in block.values]
+        meanings = []
+        if docs:
+            meanings = [" ".join(value.doc.split()) for value in block.values]
         print_table(console, ("key", "value", "from"), rows, header=False, below=meanings)
     print_line(console)
 
 
 def render(value: Any) -> str:
-    """A value as TOML writes it; - where there is none."""
+    """Return a value as TOML writes it; "-" for None, which TOML cannot write."""
     if value is None:
         return "-"
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(render(v) for v in value) + "]"
+        return "[" + ", ".join(render(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{k} = {render(v)}" for k, v in value.items()) + " }"
-            if value
-            else "{}"
-        )
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
+        items = ", ".join(f"{key} = {render(item)}" for key, item in value.items())
+        return f"{{ {items} }}" if value else "{}"
+    # JSON and TOML write these alike.
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
 
 
 def walk(thing: Any, path: str, doc: str = "") -> Iterator[tuple[str, Any, str]]:
-    """(dotted key, value, docstring) of the leaves of a config instance or a table; `doc`: of the field it is in."""
+    """Yield the leaves of a config instance or a table: dotted key, value and docstring of each.
+
+    `path` is the key of `thing`, `doc` the docstring of the field that it is in.
+    """
+    # Instances, tables and lists of them have leaves; all else, lists of numbers too, is one.
     cls: Any = type(thing)
     if attrs.has(cls):
         docs = field_docs(cls)
         inner = [
-            (f.alias, getattr(thing, f.name), docs.get(f.name, ""))
-            for f in attrs.fields(cls)
-            if f.init
+            (field.alias, getattr(thing, field.name), docs.get(field.name, ""))
+            for field in attrs.fields(cls)
+            if field.init
         ]
     elif isinstance(thing, Mapping) and thing:
         inner = [(str(key), value, doc) for key, value in thing.items()]
     elif isinstance(thing, list | tuple) and any(
-        isinstance(v, Mapping) or attrs.has(type(v)) for v in thing
+        isinstance(value, Mapping) or attrs.has(type(value)) for value in thing
     ):
-        inner = [(str(at), value, doc) for at, value in enumerate(thing)]
+        inner = [(str(i), value, doc) for i, value in enumerate(thing)]
     else:
         yield path, thing, doc
         return
+
     for key, value, text in inner:
         yield from walk(value, f"{path}.{key}", text)
 
 
 class Sources:
-    """Where the values of one job came from: the stage's own tables first, then the common ones."""
+    """Finds the sources of one job's values: its run stage's own tables come before common ones."""
 
     def __init__(self, job: Job, provenance: Provenance):
-        self.job, self.provenance = job, provenance
+        self.job = job
+        self.provenance = provenance
 
     def of(self, *keys: str) -> str | None:
-        """The source of the first of these dotted keys that is given; None when none is."""
+        """Return the source of the first of these dotted keys that is given; None where none is."""
         for key in keys:
+            # A run stage's tables are the common ones with its own on top: ask for its own first.
             if _is_given(self.job.tables, key):
                 own = f"stages.{self.job.stage}.{key}"
-                found = self.provenance.of(own) if self.job.stage else DEFAULT
-                return found if found != DEFAULT else self.provenance.of(key)
+                source = self.provenance.of(own) if self.job.stage else DEFAULT
+                return source if source != DEFAULT else self.provenance.of(key)
         return None
 
     def values(self, thing: Any, path: str, *places: str) -> Iterator[Value]:
-        """The values of a config instance at `path`; `places`: where they may stand too, looked at first."""
+        """Yield the values of a config instance at `path`.
+
+        `places` are other dotted keys under which they may stand, and which are looked at first.
+        """
         for key, value, doc in walk(thing, path):
             rest = key.removeprefix(path)
-            yield Value(
-                key, value, self.of(*(place + rest for place in places), key) or DEFAULT, doc
-            )
+            keys = [place + rest for place in places]
+            yield Value(key, value, self.of(*keys, key) or DEFAULT, doc)
 
     def plugin(self, path: str, name: str, config: Any) -> Iterator[Value]:
-        """The name of a plugin and its settings: those of its own sub-table first, then those of the table."""
+        """Yield the name of a plugin and its settings.
+
+        Settings of its own sub-table come before those of the table at `path`.
+        """
         yield Value(f"{path}.name", name, self.of(f"{path}.name") or DEFAULT)
         if config is not None:
             yield from self.values(config, path, f"{path}.{name}")
 
 
 def _is_given(tables: Mapping[str, Any], key: str) -> bool:
+    """Return whether the tables have a value at a dotted key, in which numbers are indices of
+    lists.
+    """
     here: Any = tables
     for part in key.split("."):
         if isinstance(here, list) and part.isdigit() and int(part) < len(here):
@@ -177,41 +200,48 @@ def _is_given(tables: Mapping[str, Any], key: str) -> bool:
 
 
 def blocks(job: Job, provenance: Provenance) -> list[Block]:
-    """The sections of a job in the order of a file, then the roles, then what is not used."""
+    """Return the sections of a job in the order of a file, then its roles, then what is not used."""
     sources = Sources(job, provenance)
     of = sources.values
-    found = [
+
+    # What every job has.
+    sections = [
         Block("run", tuple(_run(job, of(job.run, "run")))),
         Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
         Block("placement", tuple(of(job.placement, "placement"))),
         Block("pools", tuple(_pools(job, sources))),
         Block("data", tuple(of(job.data, "data"))),
-        *(Block(name, tuple(of(config, name))) for name, config in job.more_data.items()),
+    ]
+    for name, config in job.more_data.items():
+        sections.append(Block(name, tuple(of(config, name))))
+    sections += [
         _tokenizer(job, sources),
         Block("sampling", tuple(of(_sampling(job.sampling), "sampling"))),
         _rollout(job, sources),
-        *(
-            [Block("environment", tuple(of(job.environment, "environment")))]
-            if job.environment
-            else []
-        ),
-        _algorithm(job, sources),
     ]
+    if job.environment:
+        sections.append(Block("environment", tuple(of(job.environment, "environment"))))
+    sections.append(_algorithm(job, sources))
+
+    # The algorithm's roles, then other scorers.
     for role in job.algorithm.roles():
         placed = job.models.get(role.name) or job.scorers.get(role.name)
         if placed is not None:
-            found.append(_role(job, sources, placed))
+            sections.append(_role(job, sources, placed))
     shown = {role.name for role in job.algorithm.roles()}
-    found += [
-        _role(job, sources, scorer) for name, scorer in job.scorers.items() if name not in shown
-    ]
-    found.append(_validation(job, sources))
+    for name, scorer in job.scorers.items():
+        if name not in shown:
+            sections.append(_role(job, sources, scorer))
+    sections.append(_validation(job, sources))
+
+    # Tables of roles that the algorithm does not have.
     roles = ", ".join(sorted(shown))
     unused = f"unused: algorithm {job.algorithm_name} has the roles {roles}"
-    return found + [Block(name, note=unused) for name in job.unused]
+    return sections + [Block(name, note=unused) for name in job.unused]
 
 
 def _run(job: Job, values: Iterable[Value]) -> Iterator[Value]:
+    """Yield the values of [run]; the name of a run without one comes from its file."""
     for value in values:
         if value.key == "run.name" and value.value is None:
             value = attrs.evolve(value, value=job.name, source=DERIVED)
@@ -225,17 +255,19 @@ def _pools(job: Job, sources: Sources) -> Iterator[Value]:
 
 
 def _algorithm(job: Job, sources: Sources) -> Block:
+    """Return the algorithm's settings, and a note that names unused tables of other algorithms."""
+    # A file may have the tables of several algorithms, to choose from by name.
     values = sources.plugin("algorithm", job.algorithm_name, job.algorithm.config)
+    tables = job.tables["algorithm"]
     others = [
-        n
-        for n in registry().names("algorithm")
-        if isinstance(job.tables["algorithm"].get(n), Mapping)
+        name for name in registry().names("algorithm") if isinstance(tables.get(name), Mapping)
     ]
     unused = ", ".join(f"[algorithm.{name}]" for name in others if name != job.algorithm_name)
     return Block("algorithm", tuple(values), f"unused: {unused}" if unused else "")
 
 
 def _rollout(job: Job, sources: Sources) -> Block:
+    """Return the engine's settings, of the first model that has an engine."""
     for model in job.models.values():
         if model.spec.engine is not None:
             values = sources.plugin("rollout", model.spec.engine, model.spec.engine_config)
@@ -244,7 +276,7 @@ def _rollout(job: Job, sources: Sources) -> Block:
 
 
 def _sampling(params: SamplingParams) -> SamplingSection:
-    """What a file would say."""
+    """Return the [sampling] table that gives these parameters."""
     given = {name: getattr(params, name) for name in KEPT}
     biases = {str(token): bias for token, bias in params.logit_bias}
     return SamplingSection(**given, logit_bias=biases, stop_tokens=params.stop_token_ids)
@@ -257,40 +289,58 @@ def _tokenizer(job: Job, sources: Sources) -> Block:
 
 
 def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
-    """A role's own table; what it inherits is "actor"."""
-    name = placed.role.name
+    """Return the settings of a role; what it inherits has the source "actor"."""
     if isinstance(placed, Rewards):
-        kept = {
-            key: getattr(placed.section, key) for key in REWARD_KEYS if getattr(placed.section, key)
-        }
-        docs = field_docs(RoleSection)
-        values = [
-            attrs.evolve(v, doc=docs.get(v.key.split(".")[1], v.doc))
-            for v in sources.values(kept, name)
-        ]
-        return Block(name, tuple(values), "reward")
-    hidden = [*REWARD_KEYS, "backend", *([] if placed.role.trained else ["optimizer"])]
-    values = [v for v in sources.values(placed.section, name) if v.key.split(".")[1] not in hidden]
+        return _scorer(sources, placed)
+
+    # Its section, without what has no effect or follows below, then its backend.
+    name = placed.role.name
+    hidden = [*REWARD_KEYS, "backend"]
+    if not placed.role.trained:
+        hidden.append("optimizer")
+    every = sources.values(placed.section, name)
+    values = [value for value in every if value.key.split(".")[1] not in hidden]
     values += sources.plugin(f"{name}.backend", placed.spec.backend, placed.spec.backend_config)
+
+    # What the role's own table does not give, and the merged one does, comes from the actor's.
     merged = {name: role_table(job.tables, placed.role)}
-    for at, value in enumerate(values):
+    for i, value in enumerate(values):
         inside = value.key.replace(f"{name}.backend", f"{name}.backend.{placed.spec.backend}", 1)
         if value.source == DEFAULT and (_is_given(merged, value.key) or _is_given(merged, inside)):
-            values[at] = attrs.evolve(value, source="actor")
+            values[i] = attrs.evolve(value, source="actor")
         if value.key == f"{name}.layout.dp" and value.value is None:
-            values[at] = attrs.evolve(value, value=placed.layout.dp, source=DERIVED)
-    trained = "trained" if placed.role.trained else "frozen, so without an optimizer"
-    return Block(name, tuple(values), f"{placed.role.kind} model, {trained}")
+            values[i] = attrs.evolve(value, value=placed.layout.dp, source=DERIVED)
+
+    state = "trained" if placed.role.trained else "frozen, so without an optimizer"
+    return Block(name, tuple(values), f"{placed.role.kind} model, {state}")
+
+
+def _scorer(sources: Sources, placed: Rewards) -> Block:
+    """Return a role that reward functions fill: the settings that a model has no use for."""
+    name = placed.role.name
+    # Of a role's settings, those that rewards have and that are set.
+    kept = {}
+    for key in REWARD_KEYS:
+        setting = getattr(placed.section, key)
+        if setting:
+            kept[key] = setting
+
+    docs = field_docs(RoleSection)
+    values = []
+    for value in sources.values(kept, name):
+        doc = docs.get(value.key.split(".")[1], value.doc)
+        values.append(attrs.evolve(value, doc=doc))
+    return Block(name, tuple(values), "reward")
 
 
 def _validation(job: Job, sources: Sources) -> Block:
+    """Return the settings of validation; those of its data that it does not give are the data's."""
     if job.validation is None:
         return Block("validation", note="none: there is no [validation]")
-    values = [
-        v
-        for v in sources.values(job.validation, "validation")
-        if not v.key.startswith("validation.data")
-    ]
+
+    # Its data was resolved apart, with what [data] says where it says nothing.
+    every = sources.values(job.validation, "validation")
+    values = [value for value in every if not value.key.startswith("validation.data")]
     for value in sources.values(job.validation_data, "validation.data"):
         if value.key == "validation.data.shuffle":
             value = attrs.evolve(value, source=DERIVED)

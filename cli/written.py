@@ -1,4 +1,7 @@
-"""A config file with settings put into it; what it says otherwise, its comments too, stays as it is."""
+"""Puts settings into a config file; all else in it, comments too, stays as it is.
+
+The file's tables are changed to what they should say, then the text is edited until it says that.
+"""
 
 from __future__ import annotations
 
@@ -23,85 +26,117 @@ def write_config(
     stages: Mapping[str | None, Mapping[str, Any]],
     cluster: str | None,
 ) -> bool:
-    """`target` becomes `source` with the pools and the roles' layouts of each stage (None: of a file without stages) in place
-    of its own; a `placement` then says that they are given, for `cluster` (None: for its own).
-    False where comments could not be kept. Raises ConfigError where `target` cannot be written."""
+    """Write `source` to `target` with other pools and layouts.
+
+    `stages` has them for each run stage (None: for a file without stages); they replace the file's
+    own. A `placement` then says that they are given, for `cluster` (None: for its own). False where
+    comments could not be kept. Raises ConfigError where `target` cannot be written.
+    """
+    # The line ends of the file stay as they are.
     with open(source, newline="") as file:
         text = file.read()
     wanted = tomllib.loads(text)
     _settle(wanted, stages, cluster)
-    written = _edited(text.replace("\r\n", "\n"), wanted)
+    edited = _edited(text.replace("\r\n", "\n"), wanted)
+
+    newline = "\r\n" if "\r\n" in text else "\n"
+    # Where the text cannot be edited, the tables are written anew.
     try:
-        newline = "\r\n" if "\r\n" in text else "\n"
-        Path(target).write_text(
-            tomlkit.dumps(wanted) if written is None else written, newline=newline
-        )
+        content = tomlkit.dumps(wanted) if edited is None else edited
+        Path(target).write_text(content, newline=newline)
     except OSError as error:
         raise ConfigError(f"--write {str(target)!r}: {error.strerror or error}") from error
-    return written is not None
+    return edited is not None
 
 
 def _settle(
     tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None
 ) -> None:
+    """Put the placements into a config's tables."""
+    # Of all tables that may have a placement: the common one, and each run stage's.
     for table in (tables, *tables.get("stages", {}).values()):
-        if "placement" in table:
-            own = table["placement"] if isinstance(table["placement"], Mapping) else {}
-            named = {"cluster": cluster} if cluster else {}
-            table["placement"] = {**own, **named, "name": "given"}
+        if "placement" not in table:
+            continue
+        own = table["placement"] if isinstance(table["placement"], Mapping) else {}
+        named = {"cluster": cluster} if cluster else {}
+        table["placement"] = {**own, **named, "name": "given"}
+
+    # Each run stage has its own pools; one that is left over for all would be started.
     if None not in stages:
-        forget_places(tables)  # each stage has its own; a pool that is left over would be started
-    for stage, settled in stages.items():
-        replace_places(
-            tables if stage is None else tables["stages"][stage], deepcopy(dict(settled))
-        )
+        forget_places(tables)
+    for stage, places in stages.items():
+        table = tables if stage is None else tables["stages"][stage]
+        replace_places(table, deepcopy(dict(places)))
 
 
 def _edited(text: str, wanted: Mapping[str, Any]) -> str | None:
-    """The text changed where it must be to say `wanted`; None where tomlkit cannot (some dotted keys)."""
+    """Return the text, changed where it must be to say `wanted`.
+
+    None where tomlkit cannot do that, as with some dotted keys.
+    """
+    # Read the result again: tomlkit does not always write what was meant.
     document = tomlkit.parse(text)
     try:
         _become(document, wanted)
-        written = tomlkit.dumps(document)
-        return written if tomllib.loads(written) == wanted else None
+        edited = tomlkit.dumps(document)
+        return edited if tomllib.loads(edited) == wanted else None
     except (TOMLKitError, tomllib.TOMLDecodeError, LookupError):
         return None
 
 
 def _become(table: Any, wanted: Mapping[str, Any], depth: int = 0) -> None:
+    """Change a table of tomlkit to say `wanted`."""
     for key in [key for key in table if key not in wanted]:
         _remove(table, key)
+
+    # Comments at the end of a table belong to what comes next: they stay behind new keys.
     body = _body(table)
     tail: list[Any] = []
-    while depth and body and body[-1][0] is None:  # belongs to what comes next
+    while depth and body and body[-1][0] is None:
         tail.insert(0, body.pop())
+
     for key, value in wanted.items():
-        there = table.get(key)
-        if isinstance(there, Mapping) and isinstance(value, Mapping):
-            _become(there, value, depth + 1)
-        elif key not in table or there != value:
+        current = table.get(key)
+        if isinstance(current, Mapping) and isinstance(value, Mapping):
+            _become(current, value, depth + 1)
+        elif key not in table or current != value:
             table[key] = _inline(value) if depth or key == "placement" else value
     body.extend(tail)
 
 
 def _remove(table: Any, key: str) -> None:
-    """And the comments in it, without those at its end: they belong to what comes next."""
-    body, inner, tail = _body(table), _body(table[key]), ""
-    at = next((i for i, (k, _) in enumerate(body) if k is not None and k.key == key), None)
+    """Remove a key with the comments in its table, but not those at the end of it.
+
+    The latter belong to what comes next, and take the key's place.
+    """
+    body = _body(table)
+    inner = _body(table[key])
+    keys = [item is not None and item.key == key for item, _ in body]
+    position = keys.index(True) if True in keys else None
+
+    # Take the comments at the end, the last one first.
+    tail = ""
     while inner and inner[-1][0] is None:
         tail = inner.pop()[1].as_string() + tail
+
     table.pop(key)
-    if tail and at is not None and body[at][0] is None:  # its place is kept, empty
-        body[at] = (None, Whitespace(tail))
+    if (
+        tail and position is not None and body[position][0] is None
+    ):  # tomlkit keeps the place, empty
+        body[position] = (None, Whitespace(tail))
 
 
 def _body(table: Any) -> list[Any]:
-    """What tomlkit keeps of a table, in order: (key, value), and comments and empty lines without key."""
+    """Return the items of a table of tomlkit, in order.
+
+    They are pairs of a key and a value; comments and empty lines have the key None.
+    """
     container = table if isinstance(table, Container) else getattr(table, "value", None)
     return getattr(container, "body", [])
 
 
 def _inline(value: Any) -> Any:
+    """Return a mapping as an inline table, nested ones included; any other value as it is."""
     if not isinstance(value, Mapping):
         return value
     table = tomlkit.inline_table()

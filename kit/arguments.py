@@ -1,9 +1,12 @@
-"""Settings that go to a library as they are, checked by the names that its installed version has, without importing it."""
+"""Checks settings that go to a library as they are.
+
+Their names are compared with those of the installed version, without importing it.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,32 +17,47 @@ from hybridflow.core.names import did_you_mean
 
 
 def package_folder(package: str) -> Path | None:
-    """Where an installed package lies; None where there is none."""
+    """Return the folder of an installed package, or None if it is not installed."""
+    # A module of a single file has no folder of its own.
     spec = find_spec(package)
-    return (
-        Path(spec.submodule_search_locations[0])
-        if spec and spec.submodule_search_locations
-        else None
-    )
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
 
 
 def annotated_fields(
     files: Iterable[Path], classes: Sequence[str] | None = None
 ) -> tuple[str, ...]:
-    """The annotated names in the bodies of these classes (of all, if none are named), read from the source."""
-    found: dict[str, None] = {}
+    """Return the annotated names in the bodies of these classes, read from the source.
+
+    Without `classes` all classes count. Files that do not exist are skipped.
+    """
+    # The source is parsed, not imported: importing such a library takes seconds.
+    names: dict[str, None] = {}  # a set that keeps its order
     for file in files:
-        for node in ast.parse(file.read_text()).body if file.is_file() else ():
+        if not file.is_file():
+            continue
+        for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.ClassDef) and (classes is None or node.name in classes):
-                targets = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
-                found |= dict.fromkeys(t.id for t in targets if isinstance(t, ast.Name))
-    return tuple(found)
+                names |= dict.fromkeys(_annotated(node))
+    return tuple(names)
+
+
+def _annotated(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the annotated names in the body of a class."""
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id
 
 
 def known_arguments(
     title: str, names: Callable[[], Sequence[str]], ours: frozenset[str]
 ) -> Callable[[Any, attrs.Attribute, dict[str, Any]], None]:
-    """A validator. `ours`: names that follow from the rest of the config; `names`: all there are, () if it is not known."""
+    """Return an attrs validator for a dict of arguments; it raises ValueError for a bad name.
+
+    `title` is the library's name. `names` gives all arguments that it has, () if that is not known.
+    `ours` are arguments that follow from the rest of the config, and must not be given.
+    """
 
     def check(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
         for name in value:
@@ -47,9 +65,11 @@ def known_arguments(
                 raise ValueError(
                     f"{field.name}: {name} follows from the rest of the config; remove it"
                 )
-            if (there := names()) and name not in there:
+            # Asked only once there is an argument to compare.
+            if (known := names()) and name not in known:
                 raise ValueError(
-                    f"{field.name}: the installed {title} has no argument {name!r}{did_you_mean(name, there)}"
+                    f"{field.name}: the installed {title} has no argument {name!r}"
+                    f"{did_you_mean(name, known)}"
                 )
 
     return check

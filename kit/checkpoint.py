@@ -1,7 +1,11 @@
-"""A training backend's state in files, by boxes: what one layout or backend wrote, another reads.
+"""Saves a training backend's state by boxes: what one layout or backend wrote, another reads.
 
-torch.distributed.checkpoint has the files; entries are "model.NAME", "optimizer.exp_avg.NAME" and
-"optimizer.exp_avg_sq.NAME", NAME and shape being canonical (Hugging Face).
+torch.distributed.checkpoint writes the files. Entries are "model.NAME", "optimizer.exp_avg.NAME"
+and "optimizer.exp_avg_sq.NAME", where NAME and shape are canonical (Hugging Face):
+
+    rank 0   boxes of each entry \\                          / boxes of rank 0'
+    rank 1   boxes of each entry  > files, by entry and box <  boxes of rank 1'
+    rank 2   boxes of each entry /                          \\ ...
 """
 
 from __future__ import annotations
@@ -18,64 +22,78 @@ from hybridflow.core.errors import CheckpointError
 from hybridflow.core.values.weights import Box
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's running means of the gradient and of its square, as entries name them."""
 COUNTERS = "counters.json"
+"""The file with the version of the weights."""
 
 
 @attrs.frozen(eq=False)
 class StatePart:
-    """What this rank has of one entry. `values` has the box's elements and is written into when loading."""
+    """What this rank has of one entry."""
 
     entry: str
     shape: tuple[int, ...]
-    """Of the whole entry."""
+    """Shape of the whole entry."""
     box: Box
     values: torch.Tensor
+    """The box's elements; loading writes into them."""
 
 
 def flat_parts(
     pieces: Iterable[tuple[str, tuple[int, ...], Box, int]], start: int, stop: int
 ) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
-    """(name, shape, box, offset) for the elements start..stop of a flat storage.
+    """Yield (name, shape, box, offset) for the elements start..stop of a flat storage.
 
-    `pieces`: (name, shape, box, place) of the storage's contents; place is where the box's elements, in row-major
-    order, begin in it. offset: where those of the given box begin, counted from `start`. How optimizers that cut
-    flat buffers (ZeRO, Megatron's distributed optimizer) say which boxes they hold.
+    Optimizers that cut flat buffers (ZeRO, Megatron's distributed optimizer) say in this way which
+    boxes they hold.
+
+    pieces: (name, shape, box, place) of what the storage contains; at `place` the box's elements
+        begin in it, in row-major order.
+    offset: where the elements of the yielded box begin, counted from `start`.
     """
     for name, shape, box, place in pieces:
-        first, last = max(start, place), min(stop, place + box.numel)
-        at = first - start
+        # The part of the piece that lies between start and stop, if any does.
+        first = max(start, place)
+        last = min(stop, place + box.numel)
+        offset = first - start
         for part in box.flat_range(first - place, last - place):
-            yield name, shape, part, at
-            at += part.numel
+            yield name, shape, part, offset
+            offset += part.numel
 
 
 def save_state(parts: Iterable[StatePart], version: int, folder: Path, rank: int) -> None:
-    """Each element once, whoever holds copies. A collective call; `folder` is there and empty."""
+    """Write each element once, whoever holds copies, into an empty folder. A collective call."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.save({}, checkpoint_id=folder, planner=_planners()[0](list(parts)))
+    save_boxes, _ = _planners()
+    dcp.save({}, checkpoint_id=folder, planner=save_boxes(list(parts)))
+
+    # torch's files are for tensors alone.
     if rank == 0:
         (folder / COUNTERS).write_text(json.dumps({"version": version}))
 
 
 def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
-    """Fill the parts; the version. A collective call.
+    """Fill the parts from files, and return the version of the weights. A collective call.
 
     Raises CheckpointError when an entry is missing, has another shape, or a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp
 
-    try:
-        version = int(json.loads((folder / COUNTERS).read_text())["version"])
-        dcp.load({}, checkpoint_id=folder, planner=_planners()[1](list(parts)))
-    except (
+    # Whatever is wrong with the files shows as one of these, here or on another rank.
+    unreadable = (
         OSError,
         KeyError,
         ValueError,
         TypeError,
         RuntimeError,
         dcp.api.CheckpointException,
-    ) as error:
+    )
+    try:
+        version = int(json.loads((folder / COUNTERS).read_text())["version"])
+        _, load_boxes = _planners()
+        dcp.load({}, checkpoint_id=folder, planner=load_boxes(list(parts)))
+    except unreadable as error:
         raise CheckpointError(
             f"the checkpoint {folder} of role {role!r} cannot be read: {_first_cause(error)}"
         ) from error
@@ -83,7 +101,10 @@ def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
 
 
 def _planners() -> tuple[type, type]:
-    """The planners of torch's checkpoints for boxes; importing it takes a second."""
+    """Return the (save, load) planners of torch's checkpoints for boxes.
+
+    They are made here because importing torch's planners takes a second.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -100,13 +121,18 @@ def _planners() -> tuple[type, type]:
     )
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+    # torch calls a box a chunk, and names it by its offset and its sizes.
     def chunk(box: Box) -> Any:
         return ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
 
     class Boxes:
         def __init__(self, parts: Sequence[StatePart]):
             super().__init__()
-            self.parts = {(p.entry, torch.Size(p.box.start)): p for p in parts if p.box.numel}
+            # torch asks for values by entry and offset.
+            self.parts = {}
+            for part in parts:
+                if part.box.numel:
+                    self.parts[part.entry, torch.Size(part.box.start)] = part
 
         def _values(self, index: Any) -> torch.Tensor:
             part = self.parts[index.fqn, torch.Size(index.offset)]
@@ -114,13 +140,13 @@ def _planners() -> tuple[type, type]:
 
     class SaveBoxes(Boxes, DefaultSavePlanner):
         def create_local_plan(self) -> Any:
+            # One item per box; torch leaves out those that another rank writes too.
             items = []
             for (entry, offset), part in self.parts.items():
                 properties = TensorProperties.create_from_tensor(part.values)
                 data = TensorWriteData(chunk(part.box), properties, torch.Size(part.shape))
-                items.append(
-                    WriteItem(MetadataIndex(entry, offset), WriteItemType.SHARD, tensor_data=data)
-                )
+                place = MetadataIndex(entry, offset)
+                items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
             self.plan = SavePlan(items, planner_data={})
             return self.plan
 
@@ -131,17 +157,17 @@ def _planners() -> tuple[type, type]:
         def create_local_plan(self) -> Any:
             items = []
             for (entry, _), part in self.parts.items():
-                saved = (
-                    self.metadata.state_dict_metadata.get(entry)
-                    if self.metadata is not None
-                    else None
-                )
+                saved = None
+                if self.metadata is not None:
+                    saved = self.metadata.state_dict_metadata.get(entry)
                 if not isinstance(saved, TensorStorageMetadata):
                     raise ValueError(f"it has no {entry}")
                 if tuple(saved.size) != part.shape:
                     raise ValueError(
                         f"{entry} has shape {tuple(saved.size)} there, {part.shape} here"
                     )
+
+                # torch finds the saved boxes that overlap this one, however they were cut.
                 items += create_read_items_for_chunk_list(entry, saved, [chunk(part.box)])
             return LoadPlan(items)
 
@@ -152,7 +178,11 @@ def _planners() -> tuple[type, type]:
 
 
 def _first_cause(error: BaseException) -> str:
-    """torch's checkpoint errors hold those of the ranks, with tracebacks; the first one says why."""
+    """Return the first line of what one rank raised.
+
+    torch's checkpoint errors hold those of all ranks, with tracebacks.
+    """
+    # An error of this rank alone has no `failures`.
     failures = getattr(error, "failures", None)
     cause = next(iter(failures.values()))[0] if failures else error
     return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]

@@ -1,4 +1,7 @@
-"""Engines that take requests while others run."""
+"""Engines that take requests while others run.
+
+add, submit -> enter -> running -> advance, leave -> completions -> step, the stream
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,20 @@ from hybridflow.core.errors import HybridFlowError
 
 
 class ContinuousEngine(RolloutEngine):
-    """Give `enter`, `advance` and `leave`; this class has the rest: checks, prefixes, streams, and aborts."""
+    """A base for engines that batch continuously.
+
+    Implement `enter`, `advance` and `leave`. This class has the rest: checks, prefixes of responses
+    that are continued, streams, and aborts.
+    """
 
     continuous = True
     inflight: bool = False
-    """Whether weights may be updated while sequences run: their later tokens carry the new version."""
+    """Whether weights may be updated while sequences run: their later tokens carry the new
+    version."""
     max_positions: int | None
-    """Tokens of a prompt with its response; set by `start`."""
+    """Largest number of tokens of a prompt with its response; set by `start`."""
     vocab: int
-    """Token ids are below it; set by `start`."""
+    """Size of the vocabulary; set by `start`."""
 
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
@@ -28,30 +36,44 @@ class ContinuousEngine(RolloutEngine):
         """Requests that have entered and are not answered, by id."""
         self.asleep = False
         self._done: list[Completion] = []
+        """Completions that `step` has not returned yet."""
         self._stream_number = 0
+        """The number of the latest stream; earlier ones have ended."""
         self._free = True
-        """Whether a sleep or an update need not mind the stream: it was not begun, was closed, or failed."""
+        """Whether nobody reads what runs: its stream was not begun, was closed, or failed."""
 
     @abstractmethod
     def enter(self, request: Request) -> None:
-        """Take a request that was checked and lacks tokens. It is in `running` already."""
+        """Accept a request that was checked and lacks tokens. It is in `running` already."""
 
     @abstractmethod
     def advance(self) -> Iterable[Completion]:
-        """Work on the running requests for a while; what has ended. Called only while requests run."""
+        """Work on the running requests for a while; return the completions of those that ended.
+
+        It is called only while requests run.
+        """
 
     @abstractmethod
     def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
-        """End these running requests early: their completions ("abort"), or () where `advance` will give them."""
+        """End these running requests early; return their completions ("abort").
+
+        Return () where `advance` will give them.
+        """
 
     def add(self, request: Request) -> None:
-        """Raises HybridFlowError for a request that cannot be served, or when the engine sleeps or lacks weights."""
+        """Accept a request beside those that run.
+
+        Raises HybridFlowError for a request that cannot be served, and when the engine sleeps or
+        has no weights.
+        """
         if self.asleep:
             raise HybridFlowError("the rollout engine sleeps; wake it before generating")
         self.check_ready()
         check_requests([request], self.max_positions, self.vocab)
         if request.id in self.running and not self._free:
             raise HybridFlowError(f"request {request.id}: a request with this id is running")
+
+        # Nobody will read what still runs, and its completions must not reach this caller.
         if self._free:
             self._end_old_stream()
         self._free = False
@@ -59,35 +81,43 @@ class ContinuousEngine(RolloutEngine):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do that somebody waits for."""
+        """Whether `step` has work that somebody waits for."""
         return bool(self._done or (self.running and not self._free))
 
     def disown(self) -> None:
-        """Nobody waits for what runs any more: it ends before the next request enters."""
+        """Give up all running requests: they end before the next request enters."""
         self._done.clear()
         self._free = True
 
     def step(self) -> list[Completion]:
-        """What has ended since the last call; works on the running requests for a while."""
-        done, self._done = self._done, []
+        """Return the completions since the last call; without any, work for a while first."""
+        done = self._done
+        self._done = []
         if done or not self.running:
             return done
+
         self.check_ready()
         return self._ended(self.advance())
 
     def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """A new `submit` ends an earlier one that was not read to its end."""
+        """Yield completions as they end; an earlier stream that was not read to its end ends."""
         if self.asleep:
             raise HybridFlowError("the rollout engine sleeps; wake it before generating")
         self.check_ready()
+
+        # Checks run when submit is called, not when the first completion is asked for.
         requests = list(requests)
         check_requests(requests, self.max_positions, self.vocab)
+
+        # Only now that all requests are known to be good does the stream before them end.
         self._end_old_stream()
         for request in requests:
             self._take(request)
         return self._stream(self._stream_number, len(requests))
 
     def _take(self, request: Request) -> None:
+        """Let a request enter, or answer one at once whose prefix is complete already."""
+        # Its prefix may end with a stop token, or fill max_tokens.
         if reason := request.ended_before():
             self._done.append(Completion(request.id, *request.prefix(), reason))
         else:
@@ -95,6 +125,8 @@ class ContinuousEngine(RolloutEngine):
             self.enter(request)
 
     def _end_old_stream(self) -> None:
+        """Abort what runs, wait for it and drop it. The reader of its stream gets an error."""
+        # The number goes first: whoever reads the old stream finds that it has ended.
         self._stream_number += 1
         self.abort()
         while self.running:
@@ -103,6 +135,7 @@ class ContinuousEngine(RolloutEngine):
         self._free = True
 
     def _stream(self, number: int, left: int) -> Iterator[Completion]:
+        """Yield the completions of `left` requests while this is the latest stream."""
         self._check_current(number)
         self._free = False
         try:
@@ -112,44 +145,73 @@ class ContinuousEngine(RolloutEngine):
                 left -= len(done)
                 yield from done
         finally:
+            # Closed, failed or read to its end: nobody reads what may still run of it.
             if number == self._stream_number:
                 self._free = True
 
     def _check_current(self, number: int) -> None:
+        """Raise HybridFlowError when this stream is not the latest one."""
         if number != self._stream_number:
             raise HybridFlowError(
                 "this stream of completions was ended by a later submit or by sleep"
             )
 
     def abort(self, ids: Iterable[int] | None = None) -> None:
-        """What they have so far comes out of `step`, or of their stream, with finish_reason "abort"."""
-        wanted = list(self.running) if ids is None else [i for i in ids if i in self.running]
-        if wanted:
-            self._done += self._ended(self.leave(wanted))
+        """End running requests early, without `ids` all of them.
+
+        What they have so far comes out of `step`, or of their stream, with finish_reason "abort".
+        """
+        # Ids that do not run have been answered already, and are no error.
+        running = self.running
+        aborted = list(running) if ids is None else [number for number in ids if number in running]
+        if aborted:
+            self._done += self._ended(self.leave(aborted))
 
     def _ended(self, completions: Iterable[Completion]) -> list[Completion]:
-        return [c for c in completions if self.running.pop(c.id, None) is not None]
+        """Take these requests out of `running`; return those that were still in it."""
+        # A request that is not in it has been answered before.
+        return [
+            completion
+            for completion in completions
+            if self.running.pop(completion.id, None) is not None
+        ]
 
     def completion(
-        self, request: Request, ids: Sequence[int], logprobs: Sequence[float], reason: str,
+        self,
+        request: Request,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        reason: str,
         versions: np.ndarray | None = None,
-    ) -> Completion:  # fmt: skip
-        """`ids`, `logprobs`: of the tokens behind the request's prefix; `versions`: theirs, by default this engine's."""
+    ) -> Completion:
+        """Return the completion of a request whose new tokens are `ids`, put behind its prefix.
+
+        `logprobs` are those of the new tokens. `versions` are the weights' versions that drew them,
+        by default this engine's.
+        """
+        # The prefix was made earlier, perhaps by other weights: it keeps its own versions.
         assert self.version is not None
-        before, values, stamps = request.prefix()
+        prefix_ids, prefix_logprobs, prefix_versions = request.prefix()
         if versions is None:
             versions = np.full(len(ids), self.version, np.int64)
         return Completion(
             request.id,
-            np.concatenate([before, np.asarray(ids, np.int64)]),
-            np.concatenate([values, np.asarray(logprobs, np.float32)]),
-            np.concatenate([stamps, np.asarray(versions, np.int64)]),
+            np.concatenate([prefix_ids, np.asarray(ids, np.int64)]),
+            np.concatenate([prefix_logprobs, np.asarray(logprobs, np.float32)]),
+            np.concatenate([prefix_versions, np.asarray(versions, np.int64)]),
             reason,
         )
 
     def begin_update(self, version: int) -> None:
+        """Begin an update; requests that nobody reads end first.
+
+        Raises HybridFlowError when the engine sleeps, and when others run, unless the engine
+        updates in flight.
+        """
         if self.asleep:
             raise HybridFlowError("the rollout engine sleeps; wake it before a weight update")
+
+        # What nobody reads may be thrown away; what somebody reads must not change its weights.
         if self._free and not self.inflight:
             self._end_old_stream()
         if self.running and not self.inflight:
@@ -159,9 +221,10 @@ class ContinuousEngine(RolloutEngine):
         super().begin_update(version)
 
     def check_idle(self) -> None:
-        """Raise when sequences run that somebody waits for; end those that nobody reads."""
+        """End sequences that nobody reads; raise HybridFlowError for those that somebody does."""
         if self.running and not self._free:
             raise HybridFlowError(
-                "the rollout engine cannot sleep while sequences run; abort them and read their stream to its end"
+                "the rollout engine cannot sleep while sequences run; abort them and read their "
+                "stream to its end"
             )
         self._end_old_stream()

@@ -1,4 +1,4 @@
-"""What `hybridflow doctor` asks a plugin about its packages: rows of (what, what was found, what to type)."""
+"""Helpers for plugins that tell `hybridflow doctor` about their packages."""
 
 from __future__ import annotations
 
@@ -10,32 +10,43 @@ import time
 from collections.abc import Mapping, Sequence
 
 Row = tuple[str, str, str]
+"""A line of the report: (what was checked, what was found, what to type, or "")."""
 TIMEOUT_S = 180.0
+"""Seconds that a tried piece of code may take."""
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
-    """Those of the packages that are installed, with their versions."""
-    found = {}
+    """Return name -> version of those packages that are installed."""
+    # The metadata alone is read; nothing is imported.
+    versions = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def has_gpu() -> bool:
+    """Return whether torch sees a GPU."""
     import torch
 
     return torch.cuda.is_available()
 
 
-def tries(code: str, environment: Mapping[str, str] | None = None) -> tuple[float, str | None]:
-    """(seconds, None or the last line of the error) of a piece of Python in an interpreter of its own."""
+def tries(
+    code: str,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[float, str | None]:
+    """Run a piece of Python in an interpreter of its own.
+
+    Returns (seconds, None if it ended well, else the last line of its error).
+    """
+    # A process of its own: a broken library may end it, and ours must not import it.
     started = time.perf_counter()
     variables = {**os.environ, **(environment or {})}
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             env=variables,
             capture_output=True,
@@ -44,13 +55,17 @@ def tries(code: str, environment: Mapping[str, str] | None = None) -> tuple[floa
         )
     except subprocess.TimeoutExpired:
         return TIMEOUT_S, f"no answer within {TIMEOUT_S:.0f} s"
-    lines = [line for line in ran.stderr.splitlines() if line.strip()]
-    failed = (lines[-1] if lines else f"exit code {ran.returncode}") if ran.returncode else None
-    return time.perf_counter() - started, failed
+
+    # The last line of a traceback says what went wrong.
+    error = None
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()]
+        error = lines[-1] if lines else f"exit code {process.returncode}"
+    return time.perf_counter() - started, error
 
 
 def import_row(module: str, environment: Mapping[str, str] | None, remedy: str) -> Row:
-    """Whether a module can be imported; `remedy`: what to type if it cannot."""
+    """Return a row that says whether a module can be imported; `remedy` is what to type if not."""
     seconds, error = tries(f"import {module}", environment)
     if error is None:
         return (f"import {module}", f"works ({seconds:.0f} s)", "")

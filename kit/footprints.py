@@ -1,7 +1,18 @@
-"""Footprints of known ways to spread a model: Megatron's 3D parallelism, ZeRO 1 to 3 (arXiv:1910.02054), FSDP2.
+"""Footprints of known ways to spread a model: Megatron's 3D parallelism, ZeRO 1 to 3, FSDP2.
 
-A backend's settings derive from KnownSettings and name the one that is theirs; one with a way of its own returns its own
-Footprint instead.
+A backend's settings derive from KnownSettings and name the way that is theirs; a backend with a way
+of its own returns its own Footprint instead. What each way cuts over the data-parallel ranks:
+
+                            weights     gradients   optimizer
+    ThreeD                     -            -        option       arXiv:2104.04473
+    Zero, stage 1              -            -           x         arXiv:1910.02054
+    Zero, stage 2              -            x           x
+    Zero, stage 3              x            x           x
+    FullyShardedLayers         x            x           x         arXiv:2304.11277
+
+All ways cut over tp and pp besides. With W, G and K bytes per parameter for weights, gradients and
+optimizer, N parameters and S ranks that share one copy, a rank holds N / (tp pp) times W, G and K,
+each divided by S where the table has an x.
 """
 
 from __future__ import annotations
@@ -28,7 +39,7 @@ from hybridflow.kit.huggingface.shapes import shape_of
 
 @attrs.frozen
 class Held:
-    """Bytes of one rank's weights, gradients and optimizer."""
+    """Bytes of one rank's weights, gradients and optimizer state."""
 
     weights: float
     gradients: float
@@ -37,37 +48,47 @@ class Held:
 
 @attrs.frozen(kw_only=True, slots=False)
 class Sharding(ABC):
-    """What all have in common: the bytes of a parameter, and the ranks that share what is spread."""
+    """What all ways have in common: bytes per parameter, and the ranks that share one copy."""
 
+    # Bytes of numbers
     weight_bytes: int = attrs.field(default=2, validator=at_least(1))
-    """Of a parameter, as the backend keeps it between steps."""
+    """Bytes of a parameter as the backend keeps it between steps."""
     gradient_bytes: int = attrs.field(default=4, validator=at_least(1))
+    """Bytes of a gradient's element."""
     optimizer_bytes: int = attrs.field(default=12, validator=non_negative)
-    """Of a parameter: Adam's two moments, and a master copy where there is one."""
+    """Bytes of optimizer state per parameter: Adam's two moments, and a master copy if there is
+    one."""
     compute_bytes: int = attrs.field(default=2, validator=at_least(1))
-    """Of an activation, and of a gathered parameter."""
+    """Bytes of an element of an activation, and of a gathered parameter."""
+
+    # What is kept, and where
     recompute: bool = False
-    """Keep the layers' inputs alone, and run a layer again for its gradients."""
+    """Only the inputs of layers are kept; a layer runs again for its gradients."""
     replicas: int = attrs.field(default=1, validator=at_least(1))
-    """Groups that dp is cut into; what is spread is spread inside a group."""
+    """Groups that dp is cut into; states are spread inside a group, and groups hold copies."""
     keeps_gradients: bool = False
-    """Gradients, and the buffer below, stay between steps."""
+    """Gradients stay between steps, and so does the buffer of `bucket_elements`."""
     bucket_elements: int = attrs.field(default=0, validator=non_negative)
-    """Gradients are reduced, and weights fetched ahead, so many at a time, in a buffer."""
+    """Elements of the buffer in which gradients are reduced and weights are fetched ahead."""
     on_host: bool = False
     """Weights, gradients and optimizer are in the host's memory all the time."""
+
+    # What is computed
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
-    """LoRA: gradients and optimizer are those of adapters of this rank; 0: of all weights."""
+    """LoRA: only adapters of this rank have gradients and an optimizer; 0: all weights have."""
     gathers_logits: bool = False
     """Every tp rank has the logits of the whole vocabulary."""
     logits_at_once: int = attrs.field(default=LOGITS_AT_ONCE, validator=at_least(1))
-    """Logits of a micro-batch that a rank has at the same time; those of a longer one are made in pieces."""
+    """Logits (tokens times vocabulary) that a rank computes at once; more are made in pieces."""
+
+    # Beside other models on the device
     moves: bool = True
     """Models with `offload` leave the device."""
     shares_weights: bool = False
-    """What is the same in the engine's weights, of the same dtype, is kept once."""
+    """Shards that trainer and engine hold identically (same box and dtype) share one storage."""
 
     def execution(self, trained: bool) -> Execution:
+        """Return how passes are computed, whatever the layout."""
         return Execution(
             weight_bytes=self.weight_bytes,
             compute_bytes=self.compute_bytes,
@@ -84,77 +105,112 @@ class Sharding(ABC):
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
-        """As TrainingSettings.footprint."""
+        """Return what a rank holds and moves, as TrainingSettings.footprint does."""
 
-    # What the formulas share
+    # --- formulas that the ways share ---
+
     def shards(self, dp: int) -> int:
-        """Ranks that share one copy of what is spread over dp."""
+        """Return the number of ranks that share one copy of what is spread over dp."""
         return max(1, dp // self.replicas)
 
     def held(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, over_dp: tuple[int, int, int]
     ) -> Held:
-        """`over_dp`: whether weights, gradients and the optimizer are spread over dp, 1 or 0 each."""
+        """Return the bytes that one rank holds on its device.
+
+        `over_dp` says of weights, gradients and optimizer whether they are spread over dp: 1 or 0.
+        """
         if self.on_host:
             return Held(0.0, 0.0, 0.0)
-        mine, shards = size.stage_params(layout.pp) / layout.tp, self.shards(layout.dp)
-        learnt = mine * size.trained_share * trained
-        weights, gradients, optimizer = (
-            parameters * width / shards**spread
-            for parameters, width, spread in zip(
-                (mine, learnt, learnt),
-                (self.weight_bytes, self.gradient_bytes, self.optimizer_bytes),
-                over_dp,
-                strict=True,
-            )
+        shards = self.shards(layout.dp)
+
+        def per_rank(nbytes: float, spread: int) -> float:
+            return nbytes / shards if spread else nbytes
+
+        # The largest pipeline stage counts, since its ranks are the first to run out of memory.
+        parameters = size.stage_params(layout.pp) / layout.tp
+        learnt = parameters * size.trained_share if trained else 0.0
+        weights_spread, gradients_spread, optimizer_spread = over_dp
+        return Held(
+            weights=per_rank(parameters * self.weight_bytes, weights_spread),
+            gradients=per_rank(learnt * self.gradient_bytes, gradients_spread),
+            optimizer=per_rank(learnt * self.optimizer_bytes, optimizer_spread),
         )
-        return Held(weights, gradients, optimizer)
 
     def bucket(self, size: ModelSize) -> float:
-        """Bytes of the buffer in which gradients are reduced, and weights fetched ahead."""
+        """Return the bytes of the buffer for reduced gradients and weights fetched ahead."""
         return min(self.bucket_elements, size.params) * self.compute_bytes
 
     def resident(self, size: ModelSize, held: Held, trained: bool, gradients_stay: bool) -> float:
+        """Return the bytes on the device between calls."""
+        # Gradients are dropped after an update, unless the backend keeps them.
         resident = held.weights + held.optimizer
         if gradients_stay:
-            resident += held.gradients + self.bucket(size) * trained
+            buffer = self.bucket(size) if trained else 0.0
+            resident += held.gradients + buffer
         return resident
 
     def reduction(
         self, size: ModelSize, layout: ParallelLayout, times: int = 1, gathers: bool = True
     ) -> tuple[Collective, ...]:
-        """Gradients scattered over a replica's ranks (`times` in an update), weights gathered after the step where they are
-        whole on every rank, gradients summed over replicas."""
-        mine = size.stage_params(layout.pp) / layout.tp * size.trained_share
-        step, shards = layout.tp * layout.pp, self.shards(layout.dp)
-        found = [Collective("reduce_scatter", mine * self.gradient_bytes, shards, step, times)]
+        """Return the collectives for the gradients of one update.
+
+        Gradients are reduce-scattered over a replica's ranks (`times` in an update). Then they are
+        summed over replicas. With `gathers`, for ways with whole weights on every rank, the weights
+        are gathered after the optimizer's step.
+        """
+        # dp ranks are tp pp apart: tp and pp run faster in the usual order of the axes.
+        learnt = size.stage_params(layout.pp) / layout.tp * size.trained_share
+        stride = layout.tp * layout.pp
+        shards = self.shards(layout.dp)
+        replicas = layout.dp // shards
+
+        inside = [Collective("reduce_scatter", learnt * self.gradient_bytes, shards, stride, times)]
         if gathers:
-            found.append(Collective("all_gather", mine * self.compute_bytes, shards, step))
-        between = Collective(
-            "all_reduce", mine / shards * self.gradient_bytes, layout.dp // shards, step * shards
-        )
-        return (*found, between)
+            inside.append(Collective("all_gather", learnt * self.compute_bytes, shards, stride))
+
+        # Each rank sums its own part with the ranks that have that part in other replicas.
+        shard_bytes = learnt / shards * self.gradient_bytes
+        between = Collective("all_reduce", shard_bytes, replicas, stride * shards)
+        return (*inside, between)
 
     def step_traffic(self, size: ModelSize, layout: ParallelLayout, shards: int) -> float:
-        """Moments and masters read and written, gradients read, weights read and written."""
+        """Return the bytes that the optimizer's step reads and writes in the device's memory.
+
+        For each parameter that a rank steps, with K, G and W its bytes of optimizer state, gradient
+        and weight: 2 K + G + 2 W, for K and W are read and written, and G is read.
+        """
         owned = size.stage_params(layout.pp) / layout.tp * size.trained_share / shards
         return owned * (2 * self.optimizer_bytes + self.gradient_bytes + 2 * self.weight_bytes)
 
     def whole_weights_phases(
         self, size: ModelSize, held: Held, micro_batches: int, gradients_stay: bool, share: int = 1
     ) -> tuple[Phase, ...]:
-        """Of an update with whole weights on every rank: gradients from the first backward pass on, then their reduction, in
-        which `share` ranks keep a part each."""
+        """Return the moments of an update with whole weights on every rank.
+
+        Gradients exist from the first backward pass on, so they meet the forward pass of every
+        micro-batch but the first. Then follows their reduction, of which each of `share` ranks
+        keeps a part.
+        """
+        # Gradients that stay are resident already, and count no second time.
         unreduced = 0.0 if gradients_stay else held.gradients
-        early = unreduced * (micro_batches > 1)
+        early = unreduced if micro_batches > 1 else 0.0
         reduced = 2.0 * self.bucket(size) + unreduced / share
         return Phase(early, "forward"), Phase(early, "backward"), Phase(reduced)
+
+    def _weight_gather(self, size: ModelSize, layout: ParallelLayout) -> Collective:
+        """Return the all-gather of one tp rank's weights over the ranks that share them."""
+        nbytes = size.params / layout.tp * self.compute_bytes
+        return Collective("all_gather", nbytes, self.shards(layout.dp), layout.tp)
 
 
 @attrs.frozen(kw_only=True, slots=False)
 class ThreeD(Sharding):
-    """Weights, gradients and optimizer over tp and pp, whole on every dp rank (arXiv:2104.04473); gradients have buffers of
-    their own, which stay."""
+    """Megatron's 3D parallelism (arXiv:2104.04473).
+
+    Weights, gradients and optimizer are cut over tp and pp, and whole on every dp rank. Gradients
+    have buffers of their own, which stay between steps.
+    """
 
     distributed_optimizer: bool = False
     """The optimizer's state is spread over dp too."""
@@ -162,18 +218,24 @@ class ThreeD(Sharding):
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
+        """Return what a rank holds and moves, as TrainingSettings.footprint does."""
+        # As in the table of the module's docstring.
         over_dp = (0, 0, 1) if self.distributed_optimizer else (0, 0, 0)
         held = self.held(size, layout, trained, over_dp)
         resident = self.resident(size, held, trained, gradients_stay=True)
         ranks = layout.tp * layout.pp
         if not trained:
             return Footprint(resident=resident, weight_ranks=ranks)
+
+        # Without a distributed optimizer every rank steps all parameters, after one all-reduce.
         if self.distributed_optimizer:
-            update, shards = self.reduction(size, layout), self.shards(layout.dp)
+            update = self.reduction(size, layout)
+            shards = self.shards(layout.dp)
         else:
-            mine = size.stage_params(layout.pp) / layout.tp * size.trained_share
-            update = (Collective("all_reduce", mine * self.gradient_bytes, layout.dp, ranks),)
+            learnt = size.stage_params(layout.pp) / layout.tp * size.trained_share
+            update = (Collective("all_reduce", learnt * self.gradient_bytes, layout.dp, ranks),)
             shards = 1
+
         return Footprint(
             resident=resident,
             training=self.whole_weights_phases(size, held, micro_batches, gradients_stay=True),
@@ -185,29 +247,40 @@ class ThreeD(Sharding):
 
 @attrs.frozen(kw_only=True, slots=False)
 class Zero(Sharding):
-    """ZeRO: the optimizer over dp (stage 1), gradients too (2), weights too (3)."""
+    """ZeRO (arXiv:1910.02054): the optimizer over dp, then gradients, then weights."""
 
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
+    """1 spreads the optimizer, 2 gradients too, 3 weights too."""
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
-        over_dp = {1: (0, 0, 1), 2: (0, 1, 1), 3: (1, 1, 1)}[self.stage]
+        """Return what a rank holds and moves, as TrainingSettings.footprint does."""
+        spreads = {
+            1: (0, 0, 1),
+            2: (0, 1, 1),
+            3: (1, 1, 1),
+        }
+        over_dp = spreads[self.stage]
         held = self.held(size, layout, trained, over_dp)
         resident = self.resident(size, held, trained, self.keeps_gradients)
         if self.stage == 3:
             return self._spread(size, layout, trained, micro_batches, resident)
+
         ranks = layout.tp * layout.pp
         if not trained:
             return Footprint(resident=resident, weight_ranks=ranks)
+
+        # Stage 1 reduces once in an update, stage 2 after every backward pass.
         share = layout.dp if self.stage == 1 else 1
+        reductions = micro_batches if self.stage == 2 else 1
         return Footprint(
             resident=resident,
             training=self.whole_weights_phases(
                 size, held, micro_batches, self.keeps_gradients, share
             ),
             weight_ranks=ranks,
-            update=self.reduction(size, layout, micro_batches if self.stage == 2 else 1),
+            update=self.reduction(size, layout, reductions),
             step_traffic=self.step_traffic(size, layout, self.shards(layout.dp)),
         )
 
@@ -219,12 +292,15 @@ class Zero(Sharding):
         micro_batches: int,
         resident: float,
     ) -> Footprint:
-        """Weights are fetched ahead by the buffer, or a layer; in a forward pass what they were fetched in is there too."""
+        """Return the footprint of stage 3.
+
+        Weights are fetched ahead: as many as the buffer holds, or one layer. In a forward pass the
+        buffer into which they are fetched counts besides.
+        """
+        # Every micro-batch gathers the weights twice: for its forward and its backward pass.
         shards = self.shards(layout.dp)
         ahead = max(self.bucket(size), size.layer_params * self.compute_bytes)
-        gather = Collective(
-            "all_gather", size.params / layout.tp * self.compute_bytes, shards, layout.tp
-        )
+        gather = self._weight_gather(size, layout)
         spread: dict[str, Any] = {
             "resident": resident,
             "reading": 2.0 * ahead,
@@ -245,31 +321,37 @@ class Zero(Sharding):
 
 @attrs.frozen(kw_only=True, slots=False)
 class FullyShardedLayers(Sharding):
-    """FSDP2: everything over tp and dp, gathered layer by layer; unsharded gradients while micro-batches add up."""
+    """FSDP2: everything is spread over tp and dp, and weights are gathered layer by layer.
+
+    Gradients stay unsharded while micro-batches add up.
+    """
 
     keeps_gathered: bool = False
-    """Weights that were gathered for the forward stay until the backward."""
+    """Weights that were gathered for the forward pass stay until the backward pass."""
     whole_below: int = attrs.field(default=0, validator=non_negative)
     """Layers of fewer parameters are gathered all at once and stay until the end of the call."""
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
+        """Return what a rank holds and moves, as TrainingSettings.footprint does."""
+        # Everything is spread over dp.
         held = self.held(size, layout, trained, (1, 1, 1))
-        shards, at_once = self.shards(layout.dp), size.layer_params < self.whole_below
+        shards = self.shards(layout.dp)
+        at_once = size.layer_params < self.whole_below
         forward, backward = self._gathered(size, layout, shards, at_once)
-        gather = Collective(
-            "all_gather", size.params / layout.tp * self.compute_bytes, shards, layout.tp
-        )
+
+        # Weights come once in a call where they stay, else in every pass of every micro-batch.
+        gather = (self._weight_gather(size, layout),)
         once = at_once or self.keeps_gathered
         spread: dict[str, Any] = {
             "resident": self.resident(size, held, trained, self.keeps_gradients),
             "reading": forward,
             "weight_ranks": layout.pp * layout.tp * shards,
             "spread_over_dp": True,
-            "call": (gather,) if once else (),
-            "forward": () if once else (gather,),
-            "backward": () if once else (gather,),
+            "call": gather if once else (),
+            "forward": () if once else gather,
+            "backward": () if once else gather,
         }
         if not trained:
             return Footprint(**spread)
@@ -283,42 +365,64 @@ class FullyShardedLayers(Sharding):
     def _gathered(
         self, size: ModelSize, layout: ParallelLayout, shards: int, at_once: bool
     ) -> tuple[float, float]:
-        """Bytes of whole weights in a forward pass, and in a backward pass."""
-        whole = size.params / layout.tp * self.compute_bytes
-        ranks = shards > 1  # one alone copies its weights, and fetches nothing
+        """Return the bytes of gathered weights in a forward pass, and in a backward pass.
+
+        One rank alone copies its weights and fetches nothing. Several ranks need besides what they
+        gather into: all weights at once, or the next layer while one is at work.
+        """
+        # All weights at once
+        weights = size.params / layout.tp * self.compute_bytes
+        alone = shards == 1
         if at_once:
-            return (
-                1.0 + ranks
-            ) * whole, whole  # in a forward pass what they were gathered in is there too
+            forward = weights if alone else 2.0 * weights
+            return forward, weights
+
+        # Layer by layer, beside what lies outside the layers: embedding and head.
         layer = size.layer_params / layout.tp * self.compute_bytes
         if self.keeps_gathered:
-            return whole + ranks * layer, whole + ranks * layer
-        others = whole - size.shape.layers * layer
-        return others + (1.0 + ranks) * layer, others + (
-            1.0 + ranks
-        ) * layer  # one at work and the next
+            most = weights if alone else weights + layer
+        else:
+            outside_layers = weights - size.shape.layers * layer
+            most = outside_layers + layer if alone else outside_layers + 2.0 * layer
+        return most, most
 
     def _phases(
-        self, size: ModelSize, layout: ParallelLayout, held: Held, micro_batches: int, at_once: bool,
-        forward: float, backward: float,
-    ) -> tuple[Phase, ...]:  # fmt: skip
-        """The ends of the forward and the beginning of the backward pass; its end, with a gradient of the embedding and of
-        the head; the reduction of gradients."""
-        whole = size.params / layout.tp * size.trained_share
+        self,
+        size: ModelSize,
+        layout: ParallelLayout,
+        held: Held,
+        micro_batches: int,
+        at_once: bool,
+        forward: float,
+        backward: float,
+    ) -> tuple[Phase, ...]:
+        """Return the moments of an update at which a rank may hold most.
+
+        These are the end of the forward pass, the beginning of the backward pass, its end (with a
+        gradient of the embedding and one of the head), and the reduction of gradients.
+        """
+        # Gradients of several micro-batches add up unsharded; a single one's are sharded at once.
+        learnt = size.params / layout.tp * size.trained_share
         embedding = size.embedding_params / layout.tp * self.compute_bytes * size.trained_share
-        unreduced = whole * self.compute_bytes if micro_batches > 1 or at_once else held.gradients
+        several = micro_batches > 1
+        whole_gradients = several or at_once
+        unreduced = learnt * self.compute_bytes if whole_gradients else held.gradients
+
         phases = [
             Phase(forward, "forward"),
             Phase(backward, "backward"),
             Phase(backward + unreduced + 2.0 * embedding),
         ]
-        if micro_batches > 1:
+        if several:
             phases.append(Phase(backward + unreduced, "backward"))
-        if layout.dp > 1 and (micro_batches > 1 or at_once):  # gloo reduces in a copy
+
+        # gloo reduces a group of parameters (a layer, the head or the model) in a copy.
+        if layout.dp > 1 and whole_gradients:
             group = 1.0 if at_once else max(size.layer_params, size.head_params) / size.params
-            sent = group * whole * self.gradient_bytes
-            kept_back = unreduced if group < 1.0 else 0.0
-            phases += [Phase(unreduced + sent), Phase(kept_back + sent * (2.0 + 1.0 / layout.dp))]
+            sent = group * learnt * self.gradient_bytes
+            remaining = unreduced if group < 1.0 else 0.0
+            phases.append(Phase(unreduced + sent))
+            phases.append(Phase(remaining + sent * (2.0 + 1.0 / layout.dp)))
         return tuple(phases)
 
 
@@ -327,14 +431,19 @@ class KnownSettings(TrainingSettings, ABC):
 
     @abstractmethod
     def sharding(self, trained: bool) -> Sharding:
-        """The way, with these settings."""
+        """Return the way in which the backend spreads a model, with these settings."""
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
+        """Return the shape of a Llama-like model; raises ConfigError for any other."""
         return shape_of(hf_config)
 
     def example_config(
         self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int
     ) -> dict[str, Any]:
+        """Return the fields of a small Qwen2 config, for measurements.
+
+        The intermediate size is 8/3 hidden, a usual ratio, rounded down to a multiple of 64.
+        """
         return {
             "model_type": "qwen2",
             "vocab_size": vocab,
@@ -348,22 +457,27 @@ class KnownSettings(TrainingSettings, ABC):
         }
 
     def execution(self, trained: bool) -> Execution:
+        """Return how the sharding computes passes."""
         return self.sharding(trained).execution(trained)
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
+        """Return what the sharding holds and moves on a rank."""
         return self.sharding(trained).footprint(size, layout, trained, micro_batches)
 
 
 @attrs.frozen
 class Spread(KnownSettings):
-    """One of the ways by itself, whatever the layout: for plans without a backend, and for tests."""
+    """One of the ways by itself, whatever the layout: for plans without a backend, and tests."""
 
     way: Sharding = attrs.field(factory=ThreeD)
+    """The way to spread the model."""
 
     def sharding(self, trained: bool) -> Sharding:
+        """Return the same sharding for trained and frozen models."""
         return self.way
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
+        """Return True: nothing is built."""
         return True

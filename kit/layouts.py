@@ -1,10 +1,13 @@
-"""Layouts of weights as pure functions of shapes: Megatron's 3D and expert parallelism, rollout engines' tensor and
-pipeline parallelism, FSDP2's shards, ZeRO's flat ranges. No backend is needed to plan with them."""
+"""Layouts of weights as pure functions of shapes.
+
+They cover Megatron's 3D and expert parallelism, rollout engines' tensor and pipeline parallelism,
+FSDP2's shards, and ZeRO's flat ranges. Planning with them needs no backend.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -15,6 +18,8 @@ from hybridflow.core.values.weights import Box, Param, Shards, WeightLayout
 
 _LAYER = re.compile(r"^(?:.*\.)?layers\.(\d+)\.(.*)$")
 _EXPERT = re.compile(r"experts\.(\d+)\.(.*)$")
+
+# How tensor parallelism cuts a parameter, by the last two parts of its name.
 _HEADS = ("q_proj.weight", "q_proj.bias")
 _KV_HEADS = ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")
 _ROWS = ("gate_proj.weight", "up_proj.weight", "w1.weight", "w3.weight")
@@ -24,46 +29,75 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 @attrs.frozen
 class Place:
-    """Which part of the model a rank has: pipeline stage, tensor-parallel and expert-parallel rank."""
+    """The part of the model that a rank has: its pipeline stage, tensor and expert rank."""
 
     pp: int = 0
+    """Pipeline stage."""
     tp: int = 0
+    """Tensor rank."""
     ep: int = 0
+    """Expert rank."""
 
 
 def tensor_shard(
-    name: str, shape: Sequence[int], shape_of: ModelShape, tp: int, at: int, vocab_multiple: int = 1
+    name: str,
+    shape: Sequence[int],
+    shape_of: ModelShape,
+    tp: int,
+    at: int,
+    vocab_multiple: int = 1,
 ) -> Box:
-    """Rank `at`'s part of a parameter under Megatron's tensor parallelism (arXiv:1909.08053), which vLLM and SGLang share.
+    """Return the box that tensor rank `at` of `tp` holds of a parameter.
 
-    Projections into heads and intermediate units are cut by rows, those out of them by columns, embedding and head over
-    the vocabulary (which may be padded to a multiple; no box reaches into the padding), the rest is on every rank. With
-    fewer key/value heads than ranks, neighbouring ranks hold the same head.
+    This is Megatron's cut (arXiv:1909.08053), which vLLM and SGLang share. Projections into heads
+    and intermediate units are cut by rows, those out of them by columns. Embedding and head are cut
+    over the vocabulary, padded to a multiple of `vocab_multiple` on each rank (no box reaches into
+    the padding). The rest is on every rank. With fewer key/value heads than ranks, neighbouring
+    ranks hold the same head.
     """
     tail = name.rsplit(".", 2)
     key = ".".join(tail[-2:])
-    whole = Box.full(shape)
+    full = Box.full(shape)
     if tp == 1:
-        return whole
+        return full
+
     if key in _KV_HEADS and shape_of.kv_heads < tp:
+        # Fewer heads than ranks: a whole head each, which neighbours share.
         head = at * shape_of.kv_heads // tp
-        return Box.part(shape, 0, head * shape_of.head_dim, (head + 1) * shape_of.head_dim)
+        width = shape_of.head_dim
+        return Box.part(shape, 0, head * width, (head + 1) * width)
+
     if key in _HEADS or key in _KV_HEADS or key in _ROWS:
         size = shape[0] // tp
-        return Box.part(shape, 0, at * size, (at + 1) * size)
+        start = at * size
+        return Box.part(shape, 0, start, start + size)
+
     if key in _COLUMNS:
         size = shape[1] // tp
-        return Box.part(shape, 1, at * size, (at + 1) * size)
+        start = at * size
+        return Box.part(shape, 1, start, start + size)
+
     if key in _VOCABULARY:
+        # The last ranks may hold less than `size` rows, or none: the rest is padding.
         size = -(-shape[0] // (vocab_multiple * tp)) * vocab_multiple
-        return Box.part(shape, 0, min(at * size, shape[0]), min((at + 1) * size, shape[0]))
-    return whole
+        start = min(at * size, shape[0])
+        stop = min((at + 1) * size, shape[0])
+        return Box.part(shape, 0, start, stop)
+
+    return full
 
 
 def stage_of_layer(layers: int, pp: int, vpp: int = 1) -> list[int]:
-    """Layer -> pipeline stage. With `vpp` virtual stages, chunk c of the layers is on stage c % pp (interleaved)."""
+    """Return the pipeline stage of each layer.
+
+    With `vpp` virtual stages the layers are cut into pp * vpp chunks, and chunk c is on pipeline
+    stage c % pp (the interleaved schedule of arXiv:2104.04473). Raises ConfigError where the chunks
+    would differ in size.
+    """
     if layers % (pp * vpp):
         raise ConfigError([f"{layers} layers do not divide into {pp} stages of {vpp} chunks"])
+
+    # Chunks of `size` layers are dealt out to the pipeline stages in turn.
     size = layers // (pp * vpp)
     return [layer // size % pp for layer in range(layers)]
 
@@ -80,42 +114,55 @@ def placed_layout(
     vocab_multiple: int = 1,
     opaque: Iterable[str] = (),
 ) -> WeightLayout:
-    """The layout of a transformer whose ranks have the given places. Raises ConfigError for sizes that do not divide.
+    """Return the layout of a transformer whose ranks have the given places.
 
-    A tied embedding is held by the first and the last stage (which computes the logits with it).
+    A tied embedding is held by the first and the last pipeline stage, which computes the logits
+    with it. Raises ConfigError for sizes that do not divide.
     """
     problems = shape.tensor_parallel_problems(tp)
     if shape.experts and shape.experts % ep:
         problems.append(f"ep {ep} does not divide the {shape.experts} experts")
     if problems:
         raise ConfigError(problems)
+
+    # Ranks at one place hold the same boxes, so shards are computed per place.
     stages = stage_of_layer(shape.layers, pp, vpp)
     ranks_at: dict[Place, list[int]] = {}
     for rank, place in places.items():
         ranks_at.setdefault(place, []).append(rank)
+
+    def holders(name: str) -> tuple[str, tuple[int, ...], int | None]:
+        """Return (name inside layer and expert, pipeline stages, expert rank or None for all)."""
+        # Layers are spread over the pipeline stages; the rest is on the first or the last one.
+        match = _LAYER.match(name)
+        inner = match[2] if match else name
+        if match:
+            on_stages: tuple[int, ...] = (stages[int(match[1])],)
+        elif "embed_tokens" in name:
+            on_stages = (0, pp - 1) if shape.tied else (0,)
+        else:
+            on_stages = (pp - 1,)
+
+        # Neighbouring experts are on one expert rank.
+        owner = None
+        if expert := _EXPERT.search(inner):
+            owner = int(expert[1]) * ep // shape.experts
+            inner = expert[2]
+        return inner, on_stages, owner
+
+    # Layers repeat, so most parameters find their shards here.
     memo: dict[tuple, Shards] = {}
 
     def shards(name: str, param: Param) -> Shards:
-        match = _LAYER.match(name)
-        rest = match[2] if match else name
-        if match:
-            on: tuple[int, ...] = (stages[int(match[1])],)
-        elif "embed_tokens" in name:
-            on = (0, pp - 1) if shape.tied else (0,)
-        else:
-            on = (pp - 1,)
-        owner = None
-        if expert := _EXPERT.search(rest):
-            owner, rest = int(expert[1]) * ep // shape.experts, expert[2]
-        key = (rest, param.shape, on, owner)
+        inner, on_stages, owner = holders(name)
+        key = (inner, param.shape, on_stages, owner)
         if key not in memo:
-            memo[key] = {
-                rank: (box,) if box.numel else ()
-                for place, ranks in ranks_at.items()
-                if place.pp in on and owner in (None, place.ep)
-                for box in (tensor_shard(rest, param.shape, shape, tp, place.tp, vocab_multiple),)
-                for rank in ranks
-            }
+            boxes: dict[int, tuple[Box, ...]] = {}
+            for place, ranks in ranks_at.items():
+                if place.pp in on_stages and owner in (None, place.ep):
+                    box = tensor_shard(inner, param.shape, shape, tp, place.tp, vocab_multiple)
+                    boxes |= dict.fromkeys(ranks, (box,) if box.numel else ())
+            memo[key] = boxes
         return memo[key]
 
     held = {name: shards(name, param) for name, param in params.items()}
@@ -129,16 +176,27 @@ def megatron_layout(
     vpp: int = 1,
     vocab_multiple: int = 128,
 ) -> WeightLayout:
-    """Megatron's training layout: fused `linear_qkv` (interleaved by key/value group) and `linear_fc1` (gate, then up) hold
-    contiguous rows of the canonical projections; dp and cp ranks hold copies, experts are spread over ep."""
+    """Return Megatron's training layout, in canonical names.
+
+    Its fused `linear_qkv` (interleaved by key/value group) and `linear_fc1` (gate, then up) hold
+    contiguous rows of the canonical projections. dp and cp ranks hold copies; experts are spread
+    over ep.
+    """
+    # dp and cp ranks share a place: they hold copies.
     places = {}
     for rank in range(layout.world):
-        at = layout.coords(rank)
-        places[rank] = Place(at.pp, at.tp, at.ep)
+        coords = layout.coords(rank)
+        places[rank] = Place(coords.pp, coords.tp, coords.ep)
     return placed_layout(
-        shape, params or shape.params(), places, pp=layout.pp, tp=layout.tp, ep=layout.ep, vpp=vpp,
+        shape,
+        params or shape.params(),
+        places,
+        pp=layout.pp,
+        tp=layout.tp,
+        ep=layout.ep,
+        vpp=vpp,
         vocab_multiple=vocab_multiple,
-    )  # fmt: skip
+    )
 
 
 def engine_layout(
@@ -148,23 +206,40 @@ def engine_layout(
     vocab_multiple: int = 1,
     opaque: Iterable[str] = (),
 ) -> WeightLayout:
-    """What a rollout engine with tensor and pipeline parallelism holds on the ranks of a generation layout."""
-    places = {
-        rank: Place(stage, at)
-        for replica in generation.replicas
-        for stage, ranks in enumerate(replica)
-        for at, rank in enumerate(ranks)
-    }
+    """Return what a rollout engine holds on the ranks of a generation layout.
+
+    `opaque` names parameters whose storage the engine does not show.
+    """
+    # Replicas hold the same, pipeline stage by pipeline stage.
+    places = {}
+    for replica in generation.replicas:
+        for stage, ranks in enumerate(replica):
+            for position, rank in enumerate(ranks):
+                places[rank] = Place(stage, position)
     return placed_layout(
-        shape, params or shape.params(), dict(sorted(places.items())), pp=generation.pp, tp=generation.tp,
-        vocab_multiple=vocab_multiple, opaque=opaque,
-    )  # fmt: skip
+        shape,
+        params or shape.params(),
+        dict(sorted(places.items())),
+        pp=generation.pp,
+        tp=generation.tp,
+        vocab_multiple=vocab_multiple,
+        opaque=opaque,
+    )
 
 
-def chunked(box: Box, dim: int, parts: int, at: int) -> Box:
-    """Part `at` of `parts` of a box along `dim`, cut as torch.chunk does: the last parts may be smaller, or nothing."""
+def chunked(
+    box: Box,
+    dim: int,
+    parts: int,
+    at: int,
+) -> Box:
+    """Return part `at` of a box that is cut into `parts` along `dim`.
+
+    The cut is that of torch.chunk: the last parts may be smaller, or empty.
+    """
     size = -(-box.shape[dim] // parts)
-    start, stop = (min(box.start[dim] + size * i, box.stop[dim]) for i in (at, at + 1))
+    start = min(box.start[dim] + size * at, box.stop[dim])
+    stop = min(box.start[dim] + size * at + size, box.stop[dim])
     return Box(
         (*box.start[:dim], start, *box.start[dim + 1 :]),
         (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
@@ -178,60 +253,101 @@ def fsdp_layout(
     tensor: Callable[[str, int], Box] | None = None,
     ties: Mapping[str, str] | None = None,
 ) -> WeightLayout:
-    """FSDP2: dim 0 of every parameter over the dp ranks of an HSDP replica, after tensor parallelism (`tensor(name, tp)`)."""
+    """Return FSDP2's layout: each parameter's dim 0 over the dp ranks of an HSDP replica.
+
+    `tensor(name, tp_rank)` gives the box that tensor parallelism leaves to a rank, which FSDP cuts;
+    without it tp ranks hold copies.
+    """
+    # Ranks of one HSDP replica that cut a parameter; further replicas hold copies.
     shard = layout.dp // replicas
     memo: dict[tuple, Shards] = {}
 
+    def tensor_boxes(name: str, param: Param) -> tuple[Box, ...]:
+        """Return one box per tp rank."""
+        if tensor is None:
+            return (Box.full(param.shape),) * layout.tp
+        return tuple(tensor(name, tp_rank) for tp_rank in range(layout.tp))
+
     def shards(name: str, param: Param) -> Shards:
-        cut = (
-            tuple(tensor(name, t) for t in range(layout.tp))
-            if tensor
-            else (Box.full(param.shape),) * layout.tp
-        )
-        if (param.shape, cut) not in memo:
+        cut = tensor_boxes(name, param)
+        key = (param.shape, cut)
+        if key not in memo:
             held = {}
             for rank in range(layout.world):
-                at = layout.coords(rank)
-                box = chunked(cut[at.tp], 0, shard, at.dp % shard) if param.shape else cut[at.tp]
-                held[rank] = (box,) if box.numel else ()
-            memo[param.shape, cut] = held
-        return memo[param.shape, cut]
+                coords = layout.coords(rank)
 
-    return WeightLayout.by_name(
-        params, {n: shards(n, p) for n, p in params.items()}, range(layout.world), ties
-    )
+                # A scalar has no dim 0 to cut: every rank holds it.
+                box = cut[coords.tp]
+                if param.shape:
+                    box = chunked(box, 0, shard, coords.dp % shard)
+                held[rank] = (box,) if box.numel else ()
+            memo[key] = held
+        return memo[key]
+
+    held_by_name = {name: shards(name, param) for name, param in params.items()}
+    return WeightLayout.by_name(params, held_by_name, range(layout.world), ties)
 
 
 def zero3_layout(
-    params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None
+    params: Mapping[str, Param],
+    world: int,
+    ties: Mapping[str, str] | None = None,
 ) -> WeightLayout:
-    """DeepSpeed's ZeRO-3: each parameter's elements in `world` equal flat ranges, the last of them padded."""
+    """Return DeepSpeed's ZeRO-3 layout: each parameter's elements in `world` equal flat ranges.
+
+    The last range is padded.
+    """
+    # Every parameter is cut by itself, so equal shapes have equal shards.
     memo: dict[tuple[int, ...], Shards] = {}
     for param in params.values():
         if param.shape not in memo:
-            whole, size = Box.full(param.shape), -(-param.numel // world)
-            memo[param.shape] = {
-                r: tuple(
-                    whole.flat_range(min(r * size, param.numel), min((r + 1) * size, param.numel))
-                )
-                for r in range(world)
-            }
-    return WeightLayout.by_name(
-        params, {n: memo[p.shape] for n, p in params.items()}, range(world), ties
-    )
+            size = -(-param.numel // world)
+            ranges = _equal_ranges(size, range(world))
+            memo[param.shape] = _flat_shards(param, ranges)
+    held = {name: memo[param.shape] for name, param in params.items()}
+    return WeightLayout.by_name(params, held, range(world), ties)
 
 
 def flat_layout(
-    params: Mapping[str, Param], world: int, ties: Mapping[str, str] | None = None
+    params: Mapping[str, Param],
+    world: int,
+    ties: Mapping[str, str] | None = None,
 ) -> WeightLayout:
-    """One flat buffer of all parameters, one behind the other, in `world` equal ranges (ZeRO-1/2's master weights)."""
-    size = -(-sum(p.numel for p in params.values()) // world)
-    held, at = {}, 0
+    """Return the layout of one flat buffer of all parameters, cut into `world` equal ranges.
+
+    The parameters stand one behind the other. ZeRO-1 and ZeRO-2 keep master weights like this.
+    """
+    # The buffer is cut, not each parameter: a range may begin within one and end within another.
+    total = sum(param.numel for param in params.values())
+    size = -(-total // world)
+    held = {}
+    offset = 0
     for name, param in params.items():
-        whole = Box.full(param.shape)
-        held[name] = {
-            r: tuple(whole.flat_range(max(r * size - at, 0), min((r + 1) * size - at, param.numel)))
-            for r in range(at // size, min(-(-(at + param.numel) // size), world))
-        }
-        at += param.numel
+        # The ranks whose ranges overlap with this parameter.
+        first = offset // size
+        last = min(-(-(offset + param.numel) // size), world)
+        ranges = _equal_ranges(size, range(first, last), offset)
+        held[name] = _flat_shards(param, ranges)
+        offset += param.numel
     return WeightLayout.by_name(params, held, range(world), ties)
+
+
+def _equal_ranges(
+    size: int,
+    ranks: Iterable[int],
+    offset: int = 0,
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, start, stop) of equal ranges, counted from `offset`."""
+    for rank in ranks:
+        yield rank, rank * size - offset, (rank + 1) * size - offset
+
+
+def _flat_shards(param: Param, ranges: Iterable[tuple[int, int, int]]) -> Shards:
+    """Return rank -> boxes of the parameter's elements in its range, clipped to the parameter."""
+    full = Box.full(param.shape)
+    shards = {}
+    for rank, start, stop in ranges:
+        first = max(start, 0)
+        last = min(stop, param.numel)
+        shards[rank] = tuple(full.flat_range(first, last))
+    return shards

@@ -1,4 +1,4 @@
-"""Freed memory that a process keeps."""
+"""Lets a process keep the memory that it frees."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import contextlib
 import ctypes
 
 KEPT_BYTES = 1 << 30
-"""Allocations from this size on still go back to the system when they are freed, and so does what is free beyond it."""
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of glibc's malloc.h."""
+"""Larger allocations still go back to the system when freed, as do free bytes beyond this."""
+
+# Options of mallopt, from glibc's malloc.h.
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> bool:
-    """For this process, from now on; false where the C library is not glibc.
+    """Keep freed memory in this process from now on; return False where libc is not glibc.
 
-    By default every tensor from 32 MB on is a mapping of its own, whose pages the kernel clears, again, when they are first
-    written: reading a column of 128 MB took 20 to 500 ms, and 15 ms with memory that was there before.
+    By default every tensor of at least 32 MB is a mapping of its own, whose pages the kernel clears
+    when they are first written. Reading a column of 128 MB took 20 to 500 ms, and 15 ms with memory
+    that was there before.
     """
+    # Either option alone would leave one of the two ways back to the system open.
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         return all(

@@ -1,7 +1,8 @@
-"""Drawing tokens from (seed, position), without the state of a generator: what engines share that use our random numbers.
+"""Draws tokens from (seed, position), without the state of a generator.
 
-A sequence's tokens so depend on its seed, its prompt and the weights alone, not on the batch, the ranks, or on where it
-was cut and gone on with.
+Engines that use our random numbers share it. A sequence's tokens then depend on its seed, its
+prompt and the weights alone: not on the batch, the ranks, or on where it was interrupted and
+continued.
 """
 
 from __future__ import annotations
@@ -9,31 +10,36 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+# Constants of splitmix64 (Steele, Lea, Flood 2014), as int64 with the same bits.
 _GOLDEN, _MIX1, _MIX2 = (
-    int(np.uint64(c).astype(np.int64))
-    for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    int(np.uint64(constant).astype(np.int64))
+    for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014), on int64 with wrap-around. Works in place."""
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """Apply splitmix64's finaliser to int64 in place, with wrap-around.
+
+    Each round is bits ^= bits >> shift; bits *= factor. A shift of int64 copies the sign, and the
+    mask makes it logical.
+    """
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
-        x ^= (x >> shift) & (
-            (1 << (64 - shift)) - 1
-        )  # >> on int64 copies the sign; the mask makes it logical
-        x *= factor
-    x ^= (x >> 31) & ((1 << 33) - 1)
-    return x
+        mask = (1 << (64 - shift)) - 1
+        bits ^= (bits >> shift) & mask
+        bits *= factor
+    bits ^= (bits >> 31) & ((1 << 33) - 1)
+    return bits
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """float32 in [0, 1) with 24 random bits, one for each (seed, position).
+    """Return float32 in [0, 1) with 24 random bits, one for each (seed, position).
 
-    `seeds`, `positions`: int64, shapes that broadcast. Any numbering of positions does that gives a token the same one
-    however its sequence was cut.
+    `seeds` and `positions` are int64, of shapes that broadcast. Positions may be numbered in any
+    way that gives a token the same one however its sequence was interrupted.
     """
     state = _mix(seeds + _GOLDEN) + positions * _GOLDEN
-    return ((_mix(state) >> 40) & 0xFFFFFF).float() * 2.0**-24
+    bits = (_mix(state) >> 40) & 0xFFFFFF
+    return bits.float() * 2.0**-24
 
 
 def draw(
@@ -43,19 +49,26 @@ def draw(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens int64 [R] from `logprobs` float32 [R, V] and `uniform` [R].
+    """Return one token per row, int64 [R], from `logprobs` float32 [R, V] and `uniform` [R].
 
-    Of each row's distribution stay the tokens with at least `min_p` [R] times the largest probability (0: all), of these
-    the `top_k` [R] most likely (0: all, 1: the argmax), of these the smallest set that has `top_p` [R] of what is left.
+    Filters apply to each row one after the other. `min_p` [R] keeps tokens with at least that share
+    of the largest probability (0: all). Of these `top_k` [R] keeps the most likely (0: all, 1: the
+    argmax). Of these `top_p` [R] keeps the smallest set with that share of what is left.
     """
     probs = logprobs.exp()
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    chosen = None
+
+    # Rows with a filter are sorted, so they are drawn apart; the others draw what they draw alone.
+    # First of all, because the cumulative sum below overwrites `probs`.
+    filtered_tokens = None
     if bool(filtered.any()):
-        chosen = _filtered(*(rows[filtered] for rows in (probs, uniform, top_k, top_p, min_p)))
+        filtered_tokens = _filtered(
+            probs[filtered], uniform[filtered], top_k[filtered], top_p[filtered], min_p[filtered]
+        )
+
     tokens = invert(probs.cumsum_(-1), uniform[:, None])[:, 0]
-    if chosen is not None:
-        tokens[filtered] = chosen  # the others draw what they draw alone
+    if filtered_tokens is not None:
+        tokens[filtered] = filtered_tokens
     return tokens
 
 
@@ -66,21 +79,36 @@ def _filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """`draw` of rows that all have a filter: the most likely tokens come first, not those of the lowest number."""
+    """Return `draw` of rows that all have a filter.
+
+    Here the most likely tokens come first in the cumulative distribution, not the lowest ids.
+    """
     probs, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
+
+    # min_p, then top_k
     probs = probs.masked_fill(probs < min_p[:, None] * probs[:, :1], 0.0)
-    probs = probs.masked_fill((rank >= top_k[:, None]) & (top_k > 0)[:, None], 0.0)
-    below = probs.cumsum(-1)
-    kept = (below - probs < top_p[:, None] * below[:, -1:]) & (probs > 0)
-    return order.gather(1, invert(probs.masked_fill(~kept, 0.0).cumsum(-1), uniform[:, None]))[:, 0]
+    beyond_k = (rank >= top_k[:, None]) & (top_k > 0)[:, None]
+    probs = probs.masked_fill(beyond_k, 0.0)
+
+    # top_p: a token stays if the more likely ones have less than that share of the total.
+    cumulated = probs.cumsum(-1)
+    inside_p = cumulated - probs < top_p[:, None] * cumulated[:, -1:]
+    remaining = inside_p & (probs > 0)
+    probs = probs.masked_fill(~remaining, 0.0)
+
+    places = invert(probs.cumsum(-1), uniform[:, None])
+    return order.gather(1, places)[:, 0]
 
 
 def invert(
     cumulated: torch.Tensor, uniform: torch.Tensor, total: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The first column whose cumulated weight exceeds uniform * total: [R, V], [R, 1] -> int64 [R, 1]."""
+    """Return the first column whose cumulated weight exceeds uniform * total, int64 [R, 1].
+
+    `cumulated` is [R, V]; `uniform` and `total` are [R, 1]. The total is the last column if not
+    given.
+    """
     total = cumulated[:, -1:] if total is None else total
-    return torch.searchsorted(cumulated, uniform * total, right=True).clamp_(
-        max=cumulated.shape[-1] - 1
-    )
+    columns = torch.searchsorted(cumulated, uniform * total, right=True)
+    return columns.clamp_(max=cumulated.shape[-1] - 1)

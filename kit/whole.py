@@ -1,8 +1,12 @@
-"""For engines that take whole parameters alone: boxes are put together, and handed over as soon as one is whole."""
+"""For engines that take whole parameters alone.
+
+Boxes are put together, and a parameter is handed over as soon as it is whole.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import gt
 from typing import Any
 
 import torch
@@ -12,64 +16,96 @@ from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.huggingface.models import saved_parameters
 
 Load = Callable[[str, torch.Tensor], None]
+"""Hands over a whole parameter: (name, values)."""
 
 
 class WholeParameters:
-    """The account of an update. `load(name, values)` gets each parameter once it is whole, in whatever order that is.
+    """Collects the boxes of a weight update.
 
-    `values` is what was received, or put together here; it stays as it is until the update ends.
+    `load(name, values)` gets each parameter once it is whole, in the order in which they become so.
+    `values` was received, or put together here; it stays as it is until the update ends.
     """
 
     def __init__(
-        self, params: Mapping[str, Param], ties: Mapping[str, str], device: torch.device, load: Load
+        self,
+        params: Mapping[str, Param],
+        ties: Mapping[str, str],
+        device: torch.device,
+        load: Load,
     ):
-        self.params, self.ties, self.device, self.load = dict(params), dict(ties), device, load
+        self.params = dict(params)
+        self.ties = dict(ties)
+        self.device = device
+        self.load = load
         self.complete = False
         """Whether every parameter has arrived, in this update or an earlier one."""
         self._parts: dict[str, torch.Tensor] = {}
+        """Parameters of which a part has arrived in this update."""
         self._lacks: dict[str, int] = {}
+        """The number of elements that each of these lacks."""
         self._loaded: set[str] = set()
+        """Parameters that this update has handed over."""
 
     @classmethod
-    def of(cls, hf_config: Any, dtype: str, device: torch.device, load: Load) -> WholeParameters:
-        """For every parameter of a Hugging Face model, stored as `dtype` ("float32", "bfloat16")."""
+    def of(
+        cls,
+        hf_config: Any,
+        dtype: str,
+        device: torch.device,
+        load: Load,
+    ) -> WholeParameters:
+        """Collect the parameters of a Hugging Face model, as `dtype` ("float32", "bfloat16")."""
         shapes, ties = saved_parameters(hf_config)
-        params = {name: Param(shape, getattr(torch, dtype)) for name, shape in shapes.items()}
+        torch_dtype = getattr(torch, dtype)
+        params = {name: Param(shape, torch_dtype) for name, shape in shapes.items()}
         return cls(params, ties, device, load)
 
     def layout(self, ranks: int) -> WeightLayout:
-        """Every rank holds everything, and gives no view of it."""
-        held = {name: (Box.full(p.shape),) for name, p in self.params.items()}
-        return WeightLayout(
-            self.params, dict.fromkeys(range(ranks), held), self.ties, frozenset(self.params)
-        )
+        """Return a layout in which every rank holds everything, and gives no view of it."""
+        held = {}
+        for name, param in self.params.items():
+            held[name] = (Box.full(param.shape),)
+
+        by_rank = dict.fromkeys(range(ranks), held)
+        return WeightLayout(self.params, by_rank, self.ties, frozenset(self.params))
 
     def begin(self) -> None:
+        """Begin an update; parts of an earlier one that was not ended are dropped."""
         self._parts.clear()
         self._lacks.clear()
         self._loaded.clear()
 
     @torch.no_grad()
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Boxes of a parameter do not overlap. Raises HybridFlowError for what is not of this model."""
+        """Add a box of a parameter; boxes of one update do not overlap.
+
+        Raises HybridFlowError for a name or shape that is not of this model.
+        """
+        # A tied parameter has no values of its own.
         param = self.params.get(name)
         if param is None:
             if name in self.ties:
                 raise HybridFlowError(f"{name} is tied to {self.ties[name]}; send that one alone")
             raise HybridFlowError(f"the rollout model has no parameter {name!r}")
+
+        # The box must have the tensor's shape, and lie inside the parameter.
         full = Box.full(param.shape)
-        if tuple(tensor.shape) != box.shape or any(
-            b > s for b, s in zip(box.stop, param.shape, strict=True)
-        ):
+        fits = tuple(tensor.shape) == box.shape
+        if not fits or any(map(gt, box.stop, full.stop)):
             raise HybridFlowError(
-                f"{name} has shape {param.shape}; got a tensor of shape {tuple(tensor.shape)} for the box {box.start} to "
-                f"{box.stop}"
+                f"{name} has shape {param.shape}; got a tensor of shape {tuple(tensor.shape)} "
+                f"for the box {box.start} to {box.stop}"
             )
+
+        # The whole parameter at once needs no buffer.
         if box == full:
             self._hand_over(name, tensor.to(self.device))
             return
+
+        # A part: copy it to its place, and hand the parameter over with the last one.
         if name not in self._parts:
-            self._parts[name] = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+            empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+            self._parts[name] = empty
             self._lacks[name] = full.numel
         self._parts[name][box.slices()].copy_(tensor)
         self._lacks[name] -= box.numel
@@ -77,20 +113,28 @@ class WholeParameters:
             self._hand_over(name, self._parts.pop(name))
 
     def _hand_over(self, name: str, whole: torch.Tensor) -> None:
+        """Load a whole parameter and note it."""
         self.load(name, whole)
         self._loaded.add(name)
         self._lacks.pop(name, None)
 
     def end(self) -> None:
-        """Raises HybridFlowError when a parameter is half here, or one has never arrived."""
+        """End the update. A later update may bring some of the parameters alone.
+
+        Raises HybridFlowError when a part of a parameter lacks, or one has never arrived.
+        """
+        # What has begun to arrive must arrive in full.
         if self._lacks:
-            names = ", ".join(
-                f"{n} ({self.params[n].numel - lacks} elements)" for n, lacks in self._lacks.items()
-            )
-            raise HybridFlowError(f"the weight update brought only a part of {names}")
+            parts = []
+            for name, lacks in self._lacks.items():
+                parts.append(f"{name} ({self.params[name].numel - lacks} elements)")
+            raise HybridFlowError(f"the weight update brought only a part of {', '.join(parts)}")
+
+        # Parameters of an earlier update stay; only the first one must bring them all.
         missing = [name for name in self.params if name not in self._loaded]
         if missing and not self.complete:
             raise HybridFlowError(
-                f"the first weight update lacks {len(missing)} of {len(self.params)} parameters: {', '.join(missing)}"
+                f"the first weight update lacks {len(missing)} of {len(self.params)} parameters: "
+                f"{', '.join(missing)}"
             )
         self.complete = True

@@ -1,4 +1,4 @@
-"""`hybridflow new`: a package of one's own that passes its tests as it is."""
+"""`hybridflow new`: writes a package with a plugin, which passes its tests as it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
     "tracker": 'run.trackers = ["$name"]',
     "command": "hybridflow $name",
 }
-"""Kind of plugin -> how it is used once it is installed."""
+"""Kind of plugin -> the setting or the command that uses it once it is installed."""
 
 
 class NewCommand(Command):
@@ -32,28 +32,36 @@ class NewCommand(Command):
         parser.add_argument("name", help="its name, and its module's: my_grpo")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        kind, name = arguments.kind, arguments.name
+        kind = arguments.kind
+        name = arguments.name
         for file in new_package(kind, name, Path()):
             print(f"wrote {file}")
+
         use = Template(KINDS[kind]).substitute(name=name)
-        print(
-            f"\ncd {name}\npython -m pytest     # it passes as it is\npip install -e .      # then: {use}"
-        )
+        print(f"\ncd {name}")
+        print("python -m pytest     # it passes as it is")
+        print(f"pip install -e .      # then: {use}")
         return 0
 
 
 def new_package(kind: str, name: str, folder: Path) -> list[Path]:
-    """Write the package `name` into `folder`/`name`; its files. Raises ConfigError, and writes nothing, when the name is no
-    module's or the folder is there."""
+    """Write the package `name` into `folder`/`name`, and return its files.
+
+    Raises ConfigError, and writes nothing, where the name is no module's or the folder exists.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(
-            f"new {kind}: {name!r} must be a module's name: lower-case letters, digits and _, such as my_grpo"
+            f"new {kind}: {name!r} must be a module's name: lower-case letters, digits and _, "
+            "such as my_grpo"
         )
+    # Nothing is overwritten.
     target = folder / name
     if target.exists():
         raise ConfigError(
             f"new {kind}: {str(target)!r} is there already; choose another name, or remove it"
         )
+
+    # What the templates leave open, and the files that they become.
     words = {
         "kind": kind,
         "name": name,
@@ -67,5 +75,6 @@ def new_package(kind: str, name: str, folder: Path) -> list[Path]:
     }
     target.mkdir(parents=True)
     for file, template in files.items():
-        (target / file).write_text(Template(template.read_text()).substitute(words))
+        text = Template(template.read_text()).substitute(words)
+        (target / file).write_text(text)
     return [target / file for file in files]

@@ -1,6 +1,15 @@
-"""The process of one engine: `python -m hybridflow.kit.hosting.child FD` talks with its worker over a socket.
+"""The process of one engine, which talks with its worker over a socket.
 
-It ends with the worker, however that ends, and takes every process that the engine has started with it.
+It is started by `python -m hybridflow.kit.hosting.child FD`, with the socket's descriptor.
+
+It ends with the worker, however that ends, and takes every process that the engine started with it.
+
+    worker -> child:  (name, *arguments)         handled by on_NAME
+    child -> worker:  ("answer", value)          to every message but add and abort
+                      ("done", completion)       of a request
+                      ("error", text)            generation went wrong
+                      ("alive", steps)           every ALIVE_S seconds
+                      ("failed", text)           the engine did not start
 """
 
 from __future__ import annotations
@@ -20,49 +29,59 @@ from typing import Any
 from hybridflow.kit.hosting.group import end_own_group
 
 ALIVE_S = 1.0
+"""Seconds between two signs of life."""
 
 
 class Child:
-    """Runs the engine's steps and the worker's messages in the main thread; a second thread reads."""
+    """Runs the engine's steps and the worker's messages in the main thread.
+
+    A second thread reads messages, a third one sends signs of life.
+    """
 
     def __init__(self, connection: Connection):
         self.connection = connection
         self.inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
         self.steps = 0
+        """Steps of the engine so far: the worker sees from them whether it makes progress."""
         self._sending = threading.Lock()
 
     def say(self, *message: Any) -> None:
+        """Send a message to the worker; several threads do."""
         with self._sending:
             self.connection.send(message)
 
     def read(self) -> None:
-        """In a thread of its own."""
+        """Put the worker's messages into the inbox. Runs in a thread of its own."""
         try:
             while True:
                 self.inbox.put(self.connection.recv())
         except (EOFError, OSError):
-            shutil.rmtree(
-                os.environ["TMPDIR"], ignore_errors=True
-            )  # the supervisor's, for this process alone
-            end_own_group()  # the worker is gone: so are we, and the engine's own processes
+            # The worker is gone: so are this process, its scratch folder (which the worker made for
+            # it alone), and the engine's own processes.
+            shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+            end_own_group()
 
     def tell_alive(self) -> None:
-        """In a thread of its own."""
+        """Send signs of life until the connection ends. Runs in a thread of its own."""
         with contextlib.suppress(OSError):
             while True:
                 time.sleep(ALIVE_S)
                 self.say("alive", self.steps)
 
     def run(self) -> None:
+        """Start the engine with the first message, then serve for ever."""
         setup = self.connection.recv()
+        # Signs of life are sent while the engine loads, too.
         threading.Thread(target=self.read, daemon=True).start()
         threading.Thread(target=self.tell_alive, daemon=True).start()
+
         try:
             self.start(**setup)
         except BaseException as error:
             traceback.print_exc()
             self.say("failed", f"{type(error).__name__}: {error}")
             sys.exit(1)
+
         self.say("answer", os.getpid())
         while True:
             self.turn()
@@ -70,6 +89,10 @@ class Child:
     def start(
         self, engine_class: type, model: Any, config: Any, place: dict[str, Any], bucket: Any
     ) -> None:
+        """Build and start the engine; what takes seconds to import is imported here.
+
+        `place` has role, device, seed and tp. `bucket` is a Bucket's handle.
+        """
         import torch
 
         from hybridflow.core.contracts.worker import RankContext
@@ -77,19 +100,24 @@ class Child:
         from hybridflow.core.values.parallel import ParallelLayout, generation_layout
         from hybridflow.kit.hosting.bucket import Assembler, open_bucket
 
+        # The engine drives all devices of its replica, as if it were rank 0 of a pool of its own.
         tp = place["tp"]
         layout = ParallelLayout(dp=tp)
         generation = generation_layout(layout, tp=tp, grouping="consecutive") if tp > 1 else None
         context = RankContext(
             place["role"], 0, layout, torch.device(place["device"]), place["seed"], generation
         )
+
         self.engine = engine_class(model, config, context)
         self.engine.start()
         self.stepper = Stepper(self.engine)
         self.assembler = Assembler(open_bucket(bucket))
 
     def turn(self) -> None:
-        """Every waiting message, then a step of the engine; during a weight update messages alone."""
+        """Handle every waiting message, then take a step of the engine.
+
+        Without requests, and during a weight update, it waits for messages.
+        """
         from hybridflow.core.errors import HybridFlowError
 
         while not self.stepper.busy or not self.inbox.empty() or self.engine.updating:
@@ -98,22 +126,26 @@ class Child:
                 value = getattr(self, f"on_{name}")(*arguments)
             except HybridFlowError as error:
                 value = error
+            # What becomes of added and aborted requests is told by events.
             if name not in ("add", "abort"):
                 self.say("answer", value)
             elif value is not None:
                 self.say("error", str(value))
+
+        # After a failed step all requests end, and the process lives on.
         try:
             done = self.stepper.step()
         except HybridFlowError as error:
             self.say("error", str(error))
             self.stepper.abort()
             return
+
         self.steps += 1
         for completion in done:
             self.say("done", completion)
 
     def on_add(self, requests: Any) -> None:
-        """A request that is refused is answered too: whoever asked counts on it."""
+        """Add requests. One that is refused is answered too, with what it has: the worker waits."""
         from hybridflow.core.contracts.rollout import Completion
         from hybridflow.core.errors import HybridFlowError
 
@@ -126,30 +158,38 @@ class Child:
                 self.say("done", Completion(request.id, ids, logprobs, versions, "abort"))
 
     def on_abort(self, ids: Any) -> None:
+        """End requests early; their completions come with a later step."""
         self.stepper.abort(ids)
 
     def on_begin_update(self, version: int) -> None:
+        """Begin a weight update."""
         self.engine.begin_update(version)
 
     def on_load(self, pieces: Any) -> None:
+        """Take these pieces out of the bucket, and give the engine what is whole now."""
         from hybridflow.core.values.weights import Box
 
         for name, whole in self.assembler.take(pieces):
             self.engine.receive(name, Box.full(tuple(whole.shape)), whole)
 
     def on_end_update(self) -> None:
+        """End a weight update."""
         self.engine.end_update()
 
     def on_sleep(self) -> None:
+        """Free the engine's device memory."""
         self.engine.sleep()
 
     def on_wake(self) -> None:
+        """Take the device memory again."""
         self.engine.wake()
 
 
 def main() -> None:
+    """Serve the worker at the other end of the socket whose descriptor is the first argument."""
+    # Ctrl-C is the worker's to answer.
     with contextlib.suppress(AttributeError, OSError):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to answer
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     Child(Connection(int(sys.argv[1]))).run()
 
 

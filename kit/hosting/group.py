@@ -1,4 +1,7 @@
-"""The processes of an engine: a process group, and the files under /dev/shm that carry their numbers in their names."""
+"""Ends the processes of an engine: a process group, and its files under /dev/shm.
+
+The files are known by the processes' numbers in their names, or because a process has mapped them.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,39 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")
+"""The folder of Linux's shared memory."""
 
 
 def members(group: int) -> set[int]:
-    """The living processes of a process group."""
-    found = set()
+    """Return the living processes of a process group."""
+    pids = set()
     for folder in Path("/proc").iterdir():
+        # Processes end while we read, and not every folder is one's.
         with suppress(OSError, ValueError, IndexError):
+            # Behind the command in parentheses: state, parent, process group (man 5 proc).
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[2]) == group and fields[0] != "Z":
-                found.add(int(folder.name))
-    return found
+                pids.add(int(folder.name))
+    return pids
 
 
 def end_group(group: int, known: Iterable[int] = (), patience_s: float = 5.0) -> None:
-    """SIGKILL the group until nothing of it is left, and unlink what it leaves under /dev/shm. Not called by one of it.
+    """Send SIGKILL until nothing of the group is left, and unlink its files under /dev/shm.
 
-    `known`: processes that were of it. Python's resource trackers may live for `patience_s`: they unlink semaphores, whose
-    names say nothing, and end when nobody is left whom they serve.
+    No process of the group may call it (see `end_own_group`). `known` are processes that were of
+    the group earlier. Python's resource trackers may live for `patience_s`: they unlink semaphores,
+    whose names say nothing, and end when nobody is left whom they serve.
     """
-    numbers, started = {group, *known}, time.monotonic()
+    numbers = {group, *known}
+    started = time.monotonic()
     mapped: set[Path] = set()
+    # Processes may be started meanwhile, until none is left that could.
     while pids := members(group):
+        # What a process has mapped is only known while it lives.
         numbers |= pids
-        mapped |= {path for pid in pids for path in _mapped(pid)}
+        for pid in pids:
+            mapped |= _mapped(pid)
+
         waited = time.monotonic() - started
         for pid in pids:
             if waited > patience_s or not _tracks(pid):
@@ -43,12 +55,17 @@ def end_group(group: int, known: Iterable[int] = (), patience_s: float = 5.0) ->
         if waited > 2 * patience_s:
             break
         time.sleep(0.02)
+
     _sweep({str(pid) for pid in numbers}, mapped)
 
 
 def end_own_group() -> None:
-    """End the group that this process is of. A process outside does it: while we live, more may be started."""
+    """End the group that this process is of.
+
+    A new process outside the group does it: while this one lives, more may be started.
+    """
     group = os.getpgrp()
+    # The new process leaves the group, so that it does not end itself first.
     if os.fork() == 0:
         os.setsid()
         try:
@@ -58,9 +75,13 @@ def end_own_group() -> None:
 
 
 def _mapped(pid: int) -> set[Path]:
-    """Files under /dev/shm that a process has mapped. An engine's processes share them with each other alone."""
+    """Return the files under /dev/shm that a process has mapped.
+
+    An engine's processes share them with each other alone.
+    """
     with suppress(OSError):
         lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
+        # The sixth field of a line is the file.
         return {
             Path(line.split(maxsplit=5)[5])
             for line in lines
@@ -70,6 +91,8 @@ def _mapped(pid: int) -> set[Path]:
 
 
 def _sweep(numbers: set[str], mapped: set[Path]) -> None:
+    """Unlink this user's files that were mapped, or have one of the numbers in their names."""
+    # A number is a part of the name by itself: 12 does not match `sem-123`.
     for path in SHARED.iterdir() if SHARED.is_dir() else ():
         if path in mapped or numbers & set(re.split(r"[_.-]", path.name)):
             with suppress(OSError):
@@ -78,9 +101,8 @@ def _sweep(numbers: set[str], mapped: set[Path]) -> None:
 
 
 def _tracks(pid: int) -> bool:
+    """Return whether a process is a resource tracker of Python's multiprocessing."""
     with suppress(OSError):
-        return (
-            b"multiprocessing.resource_tracker"
-            in (Path("/proc") / str(pid) / "cmdline").read_bytes()
-        )
+        command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+        return b"multiprocessing.resource_tracker" in command
     return False

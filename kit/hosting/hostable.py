@@ -11,14 +11,16 @@ from hybridflow.kit.hosting.hosted import HostedEngine
 
 
 class Hostable(RolloutEngine):
-    """A base for an engine whose settings derive from ProcessConfig: hosted where they say so."""
+    """A base for an engine whose settings derive from ProcessConfig.
+
+    The engine runs in a process of its own where `own_process` says so.
+    """
 
     @classmethod
     def build(
         cls, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None
     ) -> RolloutEngine:
-        return (
-            HostedEngine(cls, model, config, context, logs)
-            if config.own_process
-            else cls(model, config, context)
-        )
+        """Return an engine of this class, or a HostedEngine that runs one elsewhere."""
+        if config.own_process:
+            return HostedEngine(cls, model, config, context, logs)
+        return cls(model, config, context)

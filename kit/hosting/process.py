@@ -1,9 +1,10 @@
-"""The worker's side of an engine's process: started with a deadline, listened to, and ended for certain."""
+"""The worker's side of an engine's process: started with a deadline, and ended for certain."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import shutil
 import signal
@@ -22,7 +23,9 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.kit.hosting.group import end_group, members
 
 TAIL_LINES = 20
+"""Lines of the log's end in messages."""
 PROGRESS_S = 10.0
+"""Seconds between two calls of `waiting`."""
 
 
 class EngineDied(HybridFlowError):
@@ -30,32 +33,46 @@ class EngineDied(HybridFlowError):
 
 
 class EngineProcess:
-    """One child process with an engine in it. What it says comes in two queues: answers to calls, and completions."""
+    """One child process with an engine in it.
+
+    A thread reads what it says into two queues: `answers` to calls, and `events` (completions and
+    errors). Both get ("gone", None) when the connection ends. See child.py for the messages.
+    """
 
     def __init__(self, log: Path, environment: Mapping[str, str], pass_fds: tuple[int, ...] = ()):
+        """Start the process; it inherits `pass_fds`, and its output is appended to `log`."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
+        # Its temporary files go into a folder of its own, which is removed with it.
         self.scratch = tempfile.mkdtemp(prefix="hybridflow-engine-")
+
+        # A session of its own makes it the leader of a process group, which `end` can kill.
         ours, theirs = socket.socketpair()
         with theirs, log.open("ab") as out:
-            out.write(
-                f"--- engine started {time.strftime('%Y-%m-%d %H:%M:%S')} by process {os.getpid()}\n".encode()
-            )
+            moment = time.strftime("%Y-%m-%d %H:%M:%S")
+            out.write(f"--- engine started {moment} by process {os.getpid()}\n".encode())
             out.flush()
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hybridflow.kit.hosting.child", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
                 pass_fds=(theirs.fileno(), *pass_fds),
                 env={
-                    **os.environ, **environment, "PYTHONPATH": os.pathsep.join(_paths(environment)),
-                    "PYTHONUNBUFFERED": "1", "TMPDIR": self.scratch,
+                    **os.environ,
+                    **environment,
+                    "PYTHONPATH": os.pathsep.join(_paths(environment)),
+                    "PYTHONUNBUFFERED": "1",
+                    "TMPDIR": self.scratch,
                 },
-            )  # fmt: skip
+            )
+
         self.connection = Connection(ours.detach())
         self.answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.moved = time.monotonic()
-        """When it last showed progress."""
+        """When it last showed progress, by time.monotonic."""
         self.ended: str | None = None
         """How it ended, once that is known."""
         self._steps = -1
@@ -65,49 +82,61 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
+        """The process's number, which is its process group's too."""
         return self.process.pid
 
     def _listen(self) -> None:
+        """Put messages into the queues until the connection ends. Runs in a thread of its own."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 kind, value = self.connection.recv()
+
+                # A sign of life without a new step is no progress.
                 if kind == "alive" and value == self._steps:
                     continue
                 self.moved = time.monotonic()
                 if kind == "alive":
                     self._steps = value
+                elif kind in ("answer", "failed"):
+                    self.answers.put((kind, value))
                 else:
-                    (self.answers if kind in ("answer", "failed") else self.events).put(
-                        (kind, value)
-                    )
+                    self.events.put((kind, value))
+
         self.answers.put(("gone", None))
         self.events.put(("gone", None))
 
     def send(self, name: str, *arguments: Any) -> None:
-        """Raises EngineDied."""
+        """Send a message. Raises EngineDied when the process is gone."""
         if self.ended is not None:
             raise EngineDied(self.ended)
+        # As bytes: `Connection.send` leaves a view of a BytesIO in the frames of a BrokenPipeError,
+        # and Python 3.12's garbage collector crashes on the two.
         try:
-            self.connection.send((name, *arguments))
+            self.connection.send_bytes(pickle.dumps((name, *arguments)))
         except OSError as error:
             raise self.died() from error
 
     def ask(self, name: str, *arguments: Any, timeout_s: float) -> Any:
-        """Send, and wait for the answer. Raises EngineDied, or the HybridFlowError of the engine."""
+        """Send a message and wait for the answer, as `answer` does."""
         self.send(name, *arguments)
         return self.answer(name, timeout_s)
 
     def started(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
-        """Wait until the engine has started."""
+        """Wait until the engine has started, as `answer` does, and note what it started."""
         self.answer("start", timeout_s, waiting)
         self._members = members(self.pid)
 
     def answer(
         self, what: str, timeout_s: float, waiting: Callable[[float], None] | None = None
     ) -> Any:
-        """`waiting` is called with the seconds so far now and then."""
+        """Return the answer to `what`; `waiting` is called with the seconds so far now and then.
+
+        Raises EngineDied when the process ends, fails, or is silent for `timeout_s`, and the
+        HybridFlowError with which the engine answered.
+        """
         started = time.monotonic()
         while True:
+            # Each wait is short, so that `waiting` is called now and then.
             left = timeout_s - (time.monotonic() - started)
             if left <= 0:
                 raise self.died(f"gave no answer to {what} within {timeout_s:.0f} s")
@@ -117,6 +146,7 @@ class EngineProcess:
                 if waiting is not None:
                     waiting(time.monotonic() - started)
                 continue
+
             if kind == "gone":
                 raise self.died()
             if kind == "failed":
@@ -126,35 +156,44 @@ class EngineProcess:
             return value
 
     def died(self, how: str | None = None) -> EngineDied:
-        """End what is left of it, and say how it ended, with the tail of its log."""
+        """End what is left of the process; return an error that says how it ended, with its log.
+
+        `how` is known where this side gives it up; else the exit code says it.
+        """
         if self.ended is None:
             if how is None:
+                # The exit code may come a moment after the end of the connection.
                 _alive(self.process, 5.0)
                 code = self.process.poll()
                 how = "closed its connection" if code is None else _ending(code)
             self.end()
+
             who = f"the process of the rollout engine (pid {self.pid})"
             self.ended = f"{who} {how}; the end of its log {self.log}:\n{self.tail()}"
         return EngineDied(self.ended)
 
     def tail(self) -> str:
+        """Return the last lines of the log, indented."""
         try:
+            # So many bytes have TAIL_LINES lines of any usual length.
             lines = self.log.read_bytes()[-20_000:].decode(errors="replace").splitlines()
         except OSError as error:
             return f"  (not readable: {error})"
         return "\n".join(f"  | {line}" for line in lines[-TAIL_LINES:])
 
     def end(self) -> None:
-        """Kill it and whatever it has started; wait until it is gone. Safe to call twice."""
+        """Kill the process and whatever it started, and wait for it. Safe to call twice."""
         end_group(self.pid, self._members)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10.0)
         shutil.rmtree(self.scratch, ignore_errors=True)
+        # The listener ends when nobody holds the other end of the connection.
         self._listener.join(5.0)
         self.connection.close()
 
 
 def _alive(process: subprocess.Popen, wait_s: float) -> bool:
+    """Return whether a process still runs after `wait_s` seconds."""
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
@@ -163,6 +202,7 @@ def _alive(process: subprocess.Popen, wait_s: float) -> bool:
 
 
 def _ending(code: int) -> str:
+    """Say how a process ended by its return code, which is -N after signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
@@ -171,6 +211,7 @@ def _ending(code: int) -> str:
 
 
 def _paths(environment: Mapping[str, str]) -> list[str]:
-    """What this process can import, the child can."""
-    first = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return first + [os.path.abspath(p) for p in sys.path if p not in first]
+    """Return the child's import path: it can import what this process can."""
+    # The environment's own paths come first. An empty entry of sys.path is this folder.
+    first = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return first + [os.path.abspath(path) for path in sys.path if path not in first]

@@ -1,4 +1,7 @@
-"""Settings of rollout engines that can run in a process of their own; their configs inherit these."""
+"""Settings of rollout engines that can run in a process of their own.
+
+Their configs inherit these.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,23 @@ from hybridflow.core.validators import at_least, positive
 
 @attrs.frozen
 class ProcessConfig(EngineSettings):
-    """How an engine in a process of its own is watched. An engine that need not have one also has `own_process: bool`."""
+    """How an engine in a process of its own is watched.
+
+    An engine that need not have such a process also has the field `own_process: bool`.
+    """
 
     restarts: int = attrs.field(default=0, validator=at_least(0))
-    """How often, in a run, a worker starts its engine's own process anew when that has died. Unfinished requests are
-    retried. Above 0 the worker keeps a copy of the weights in host memory."""
+    """How often, in a run, a worker restarts its engine's own process after that has died.
+    Unfinished requests are retried. Above 0 the worker keeps a copy of the weights in host
+    memory."""
     start_timeout_s: float = attrs.field(default=600.0, validator=positive)
     """Seconds until an engine in a process of its own must have started."""
     hang_timeout_s: float = attrs.field(default=600.0, validator=positive)
-    """Seconds without any progress after which an engine in a process of its own, with requests to answer, counts as
-    dead."""
+    """Seconds without any progress after which an engine in a process of its own, with requests to
+    answer, counts as dead."""
 
     def problems(self) -> list[str]:
+        """Refuse restarts where there is no process to restart."""
         if self.restarts and not self.own_process:
             return [
                 "restarts: is for an engine in a process of its own; set rollout.own_process = true"

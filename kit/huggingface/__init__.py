@@ -1,1 +1,4 @@
-"""Hugging Face's models as roles: what training backends that run them share. Nothing here is imported to check a config."""
+"""Hugging Face models as roles: what the training backends that run them share.
+
+Checking a config imports `config`, `models` and `shapes` alone, which do not import transformers.
+"""

@@ -9,18 +9,21 @@ import attrs
 
 @attrs.frozen
 class LoRAConfig:
-    """Low-rank adapters (arXiv:2106.09685), by peft. A frozen role has none: a reference is the model without them."""
+    """Low-rank adapters (arXiv:2106.09685), by peft.
+
+    A frozen role has none: a reference is the model without them.
+    """
 
     rank: int = attrs.field(default=16, validator=attrs.validators.ge(1))
-    """Of each adapter: W [out, in] learns B [out, rank] times A [rank, in]."""
+    """Rank of each adapter: W [out, in] learns B [out, rank] times A [rank, in]."""
     alpha: float = attrs.field(default=32.0, validator=attrs.validators.gt(0))
-    """The product is scaled by alpha / rank."""
+    """The product of B and A is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ()
     """Names of linear layers, or their ends ("q_proj"); none: every linear layer but the head."""
 
 
 def lora_problems(config: LoRAConfig | None) -> list[str]:
-    """What is missing for it."""
+    """Return what is missing on this machine to train the adapters of a config."""
     if config is not None and find_spec("peft") is None:
         return ["backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"]
     return []

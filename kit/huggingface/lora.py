@@ -1,7 +1,8 @@
 """LoRA (arXiv:2106.09685) on Hugging Face models by peft, for backends that train those.
 
-The linear layers that are adapted compute W x + scale B A x, scale = alpha / rank. Adapters are trained (and a value
-or score head, which is new); engines and exported folders get the merged weights W + scale B A.
+An adapted linear layer computes W x + scale B A x, with scale = alpha / rank. Only the adapters A
+and B are trained (and a value or score head, which is new). Engines and exported folders get the
+merged weights W + scale B A.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from hybridflow.kit.huggingface.modeling import ADAPTER, RoleModel, canonical
 
 
 class Adapters:
-    """The adapters of a role's model. `whole`: their values, by canonical name, as `merged` and `export` need them.
+    """The adapters of a role's model.
 
-    Canonical names are those of peft's own files, less their prefix: LAYER.lora_A.weight, LAYER.lora_B.weight.
+    Their canonical names are those of peft's own files, less their prefix: LAYER.lora_A.weight and
+    LAYER.lora_B.weight. Methods take `whole`: the adapters' values by canonical name.
     """
 
     def __init__(self, role: RoleModel, config: LoRAConfig, seed: int):
-        """Put them into the model; B is zeros, A drawn from `seed`, both float32. Raises ModelError."""
+        """Put adapters into the model: B is zeros, A is drawn from `seed`, both float32.
+
+        Raises ModelError where the model has no layers to adapt.
+        """
         targets = _targets(role, config)
+        # A is equal on every rank, and the caller's random state stays as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.config = _inject(role.hf, config, targets)
@@ -36,23 +42,36 @@ class Adapters:
             f"{name}.weight": (f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in targets
         }
         """Adapted parameter -> its A [rank, in] and B [out, rank]."""
-        self.names = {name for pair in self.of.values() for name in pair}
-        trained = [p for name, p in role.hf.named_parameters() if canonical(name) in self.names]
+        self.names: set[str] = set()
+        """The names of all A and B."""
+        for pair in self.of.values():
+            self.names.update(pair)
+
+        # Freeze everything but adapters and a new head, which get float32 masters.
+        parameters = role.hf.named_parameters()
+        trained = [p for name, p in parameters if canonical(name) in self.names]
+        if role.kind != "policy":
+            trained += role.head.parameters()
         role.requires_grad_(False)
-        for parameter in (*trained, *(role.head.parameters() if role.kind != "policy" else ())):
+        for parameter in trained:
             parameter.requires_grad_(True)
             parameter.data = parameter.data.float()
 
     def merged(
         self, name: str, box: Box, values: torch.Tensor, whole: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """W + scale B A of `box` (its values are `values`), added in float32; `values` itself of other parameters.
+        """Return W + scale B A of a box whose values of W are `values`, added in float32.
 
-        Its bits depend on the box: who compares or sends parts takes them from one box's result.
+        A parameter that is not adapted comes back as it is. The bits depend on the box: who
+        compares or sends parts takes them from one box's result.
         """
         if name not in self.of or not box.numel:
             return values
-        a, b = (whole[n].to(values.device, torch.float32) for n in self.of[name])
+        name_a, name_b = self.of[name]
+        a = whole[name_a].to(values.device, torch.float32)
+        b = whole[name_b].to(values.device, torch.float32)
+
+        # A box of B A takes its rows of B and its columns of A.
         rows, columns = box.slices()
         delta = b[rows].contiguous() @ a[:, columns].contiguous()
         return torch.add(values.float(), delta, alpha=self.scale).to(values.dtype)
@@ -60,17 +79,21 @@ class Adapters:
     def shard(
         self, name: str, box: Box, values: torch.Tensor, whole: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | LazyShard:
-        """`merged`, when it is read: no second model is in memory."""
+        """Return `merged`, computed when it is read: no second model is in memory."""
         if name not in self.of:
             return values
         return LazyShard(box.shape, lambda: self.merged(name, box, values, whole))
 
     def export(self, whole: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """adapter_config.json and adapter_model.safetensors, as peft.PeftModel.from_pretrained reads them."""
+        """Write adapter_config.json and adapter_model.safetensors.
+
+        peft.PeftModel.from_pretrained reads them.
+        """
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         self.config.save_pretrained(folder)
+        # peft finds its parameters behind this prefix.
         tensors = {
             f"base_model.model.{name}": whole[name].detach().cpu().clone()
             for name in sorted(self.names)
@@ -79,47 +102,64 @@ class Adapters:
 
 
 def _targets(role: RoleModel, config: LoRAConfig) -> list[str]:
-    """Full names of the linear layers to adapt: those of the trunk, or those that the config names."""
-    trunk = {id(m) for m in role.hf.base_model.modules()}
-    linear = {name: m for name, m in role.hf.named_modules() if isinstance(m, nn.Linear)}
-    inner = [name for name, module in linear.items() if id(module) in trunk]
-    if not config.target_modules:
-        found = inner
-    else:
-        found = [
-            n for n in inner if any(n == t or n.endswith(f".{t}") for t in config.target_modules)
-        ]
-        lost = [
-            t
-            for t in config.target_modules
-            if not any(n == t or n.endswith(f".{t}") for n in found)
-        ]
-        if lost:
-            raise ModelError(f"backend.lora.target_modules: no linear layer of the model is named {_list(lost)}; "
-                             f"it has {_list(dict.fromkeys(n.rpartition('.')[2] for n in inner))}")  # fmt: skip
-    if not found:
+    """Return the full names of the linear layers to adapt.
+
+    These are all of the trunk, or those that the config names. Raises ModelError for a name of the
+    config without a layer, and a model without linear layers.
+    """
+    # The head is no part of the trunk, and is not adapted.
+    trunk = {id(module) for module in role.hf.base_model.modules()}
+    inner = [
+        name
+        for name, module in role.hf.named_modules()
+        if isinstance(module, nn.Linear) and id(module) in trunk
+    ]
+    targets = inner
+    if config.target_modules:
+        targets = [name for name in inner if _named(name, config.target_modules)]
+        # Each of the config's names must be that of a layer.
+        missing = [end for end in config.target_modules if not _names_any(end, targets)]
+        if missing:
+            known = dict.fromkeys(name.rpartition(".")[2] for name in inner)
+            raise ModelError(
+                f"backend.lora.target_modules: no linear layer of the model is named "
+                f"{_list(missing)}; it has {_list(known)}"
+            )
+    if not targets:
         raise ModelError(
             f"backend.lora: a {role.hf.config.model_type!r} model has no linear layers to adapt"
         )
-    return found
+    return targets
+
+
+def _named(name: str, ends: Iterable[str]) -> bool:
+    """Return whether a layer's name is one of `ends`, or ends with one of them behind a dot."""
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _names_any(end: str, names: Iterable[str]) -> bool:
+    """Return whether `end` names one of the layers."""
+    return any(_named(name, (end,)) for name in names)
 
 
 def _inject(hf: nn.Module, config: LoRAConfig, targets: list[str]) -> Any:
-    """peft's layers in place of the targets; peft's config of them."""
+    """Put peft's layers in place of the targets, and return peft's config of them."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    made: Any = LoraConfig(
+    # peft declares lora_alpha as an int, and takes any number.
+    peft_config: Any = LoraConfig(
         r=config.rank,
         lora_alpha=cast(int, config.alpha),
         target_modules=targets,
         lora_dropout=0.0,
         bias="none",
     )
-    inject_adapter_in_model(made, hf, ADAPTER)
-    made.target_modules = set(
-        config.target_modules or [name.rpartition(".")[2] for name in targets]
-    )
-    return made
+    inject_adapter_in_model(peft_config, hf, ADAPTER)
+
+    # An exported config has the short names, as people write them.
+    ends = [name.rpartition(".")[2] for name in targets]
+    peft_config.target_modules = set(config.target_modules or ends)
+    return peft_config
 
 
 def _list(names: Iterable[str]) -> str:

@@ -1,4 +1,11 @@
-"""The Hugging Face model of a role, wrapped so that one forward gives what the role is asked for."""
+"""The Hugging Face model of a role, wrapped so that one forward pass gives the outputs asked for.
+
+ids [B, S]  ->  trunk  ->  hidden [B, S, H]
+                              |  pick the states before the N response tokens
+                           states [N, H]  ->  head  ->  logits [N, V]  ->  outputs [N, ...]
+                                                                              |  spread
+                                                                       outputs [B, T, ...]
+"""
 
 from __future__ import annotations
 
@@ -32,10 +39,15 @@ DROPOUTS = (
     "hidden_dropout",
     "classifier_dropout",
 )
+"""Fields of Hugging Face configs that hold a probability of dropout."""
 
 
 def hf_config(spec: ModelSpec) -> PretrainedConfig:
-    """The model's config as it is exported. Raises ModelError when transformers does not accept it."""
+    """Return the model's config as it is exported.
+
+    Raises ModelError when transformers does not accept it.
+    """
+    # A folder's config is read by transformers itself, else the fields say everything.
     fields = dict(spec.hf_config)
     model_type = fields.pop("model_type")
     try:
@@ -48,6 +60,8 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
         raise ModelError(
             f"transformers does not accept the model config of type {model_type!r}: {error}"
         ) from error
+
+    # Value and score models are classifiers with one label, which need a token for padding.
     if spec.kind != "policy":
         config.num_labels = 1
         config.pad_token_id = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
@@ -55,7 +69,10 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def running_config(config: PretrainedConfig) -> PretrainedConfig:
-    """The config to train with: a dropped unit would make old and new logprobs of equal weights differ."""
+    """Return the config to train with: without dropout, with torch's attention kernels.
+
+    Dropout would make old and new log-probabilities of equal weights differ.
+    """
     config = copy.deepcopy(config)
     config._attn_implementation = "sdpa"
     for name in DROPOUTS:
@@ -65,16 +82,23 @@ def running_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, PretrainedConfig]:
-    """The model with its weights, from the folder or drawn from `init_seed`, equal on every rank; and its config."""
+    """Return the model with its weights, equal on every rank, and its config.
+
+    Weights come from the folder, or are drawn from `init_seed`. Raises ModelError when transformers
+    cannot build the model.
+    """
+    # `config` stays as it is exported; the model runs with another one.
     config = hf_config(spec)
     running = running_config(config)
     auto = AutoModelForCausalLM if spec.kind == "policy" else AutoModelForSequenceClassification
+
+    # Silence the warning of a value head that the checkpoint lacks (it is new on purpose), and the
+    # progress bar that every rank would show.
     level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(
-        logging.ERROR
-    )  # a value head that the checkpoint lacks is meant to be new
-    hf_logging.disable_progress_bar()  # every rank would show one
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
     try:
+        # New weights are equal on every rank, and the caller's random state stays as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.init_seed)
             if spec.path is not None:
@@ -95,88 +119,109 @@ ADAPTER = "default"
 
 
 def canonical(name: str) -> str:
-    """A parameter's name without what RoleModel and peft put into it."""
+    """Return a parameter's name without what RoleModel and peft put into it."""
     return name.removeprefix("hf.").replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
 
 
 def ties_of(role: RoleModel) -> dict[str, str]:
-    """Canonical name -> the name whose parameter it shares."""
-    kept = {id(p): canonical(name) for name, p in role.hf.named_parameters()}
-    every = [(canonical(name), p) for name, p in role.hf.named_parameters(remove_duplicate=False)]
-    return {name: kept[id(p)] for name, p in every if name != kept[id(p)]}
+    """Return tied name -> the name whose parameter it shares, in canonical names."""
+    owners = {id(p): canonical(name) for name, p in role.hf.named_parameters()}
+    ties = {}
+    # By default a shared parameter comes once, under its owner's name; here under all of them.
+    for name, parameter in role.hf.named_parameters(remove_duplicate=False):
+        owner = owners[id(parameter)]
+        if canonical(name) != owner:
+            ties[canonical(name)] = owner
+    return ties
 
 
 class RoleModel(nn.Module):
-    """Calls the trunk on right-padded rows and the head on the positions that are needed, and on no other.
+    """A model that runs its trunk on right-padded rows, and its head only where it is needed.
 
     Rows start at position 0 and padding is on their right, so causal attention needs no mask.
     """
 
-    hf: Any  # a PreTrainedModel; nn.Module's own types would make every attribute a Tensor | Module
+    hf: Any
+    """A PreTrainedModel. (nn.Module's own types would make every attribute a Tensor | Module.)"""
 
     def __init__(self, hf: nn.Module, kind: str):
         super().__init__()
-        self.hf, self.kind = hf, kind
+        self.hf = hf
+        self.kind = kind
 
     @property
     def head(self) -> nn.Module:
+        """The layer from hidden states to logits, values or scores."""
         return self.hf.get_output_embeddings() if self.kind == "policy" else self.hf.score
 
     def forward(
         self, micro: MicroBatch, needs: Sequence[str], temperature: float
     ) -> dict[str, torch.Tensor]:
+        """Return the outputs in `needs`, float32, 0 behind each response's end.
+
+        See TrainingBackend for their names and shapes: [B, T, ...], scores [B].
+        """
+        # The last token of a row predicts nothing, but a score is read at it.
         last = "scores" in needs
-        ids = (
-            micro.ids if last or micro.ids.shape[1] == 1 else micro.ids[:, :-1]
-        )  # the last token predicts nothing
+        width = micro.ids.shape[1]
+        ids = micro.ids if last or width == 1 else micro.ids[:, :-1]
         hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
         if last:
-            ends = (
-                torch.arange(len(ids)) * ids.shape[1]
-                + micro.prompt_lengths
-                + micro.response_lengths
-                - 1
-            )
-            return {
-                "scores": self.head(pick(hidden, ends.to(ids.device))).float().sum(-1)
-            }  # FSDP wants no view
+            return {"scores": self._scores(micro, ids, hidden)}
+
+        # Flat places in [B, S] of the state before each response token, and of the token itself.
         rows, at = micro.places
         before = rows * ids.shape[1] + micro.prompt_lengths[rows] + at - 1
-        target = before + 1 + rows * (micro.ids.shape[1] - ids.shape[1])
-        rows, at, before, target = torch.stack([rows, at, before, target]).to(
-            ids.device, non_blocking=True
-        )
-        states, shape = pick(hidden, before), (len(ids), micro.width)
+        target = before + 1 + rows * (width - ids.shape[1])
+        indices = torch.stack([rows, at, before, target])
+        rows, at, before, target = indices.to(ids.device, non_blocking=True)
+        states = pick(hidden, before)
+        shape = (len(ids), micro.width)
+
+        # A value is the head's only output. A policy's outputs are computed from its logits.
         if "values" in needs:
-            return {"values": spread(self.head(states)[:, 0].float(), rows, at, shape)}
-        wanted = micro.ids.flatten().index_select(0, target)
-        topk = None if micro.topk_ids is None else micro.topk_ids[rows, at]
-        outputs = self._token_outputs(states, wanted, needs, temperature, topk)
+            values = self.head(states)[:, 0].float()
+            return {"values": spread(values, rows, at, shape)}
+        targets = micro.ids.flatten().index_select(0, target)
+        topk_ids = None if micro.topk_ids is None else micro.topk_ids[rows, at]
+        outputs = self._token_outputs(states, targets, needs, temperature, topk_ids)
         return {name: spread(value, rows, at, shape) for name, value in outputs.items()}
+
+    def _scores(self, micro: MicroBatch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the head's output at each row's last token, float32 [B]."""
+        # Flat places in [B, S] of the last tokens.
+        starts = torch.arange(len(ids)) * ids.shape[1]
+        ends = starts + micro.prompt_lengths + micro.response_lengths - 1
+        scores = self.head(pick(hidden, ends.to(ids.device)))
+
+        # A sum over the one label: FSDP wants no view of the head's output.
+        return scores.float().sum(-1)
 
     def _token_outputs(
         self, states, targets, needs, temperature, topk_ids
     ) -> dict[str, torch.Tensor]:
-        """Logits in pieces when they are many, made again in the backward instead of kept."""
+        """Return `token_outputs` of states [N, H], in pieces where there are many logits.
+
+        The logits of a piece are computed again in the backward pass instead of kept.
+        """
 
         def piece(states, targets, topk_ids):
-            return dict(token_outputs(self.head(states), targets, needs, temperature, topk_ids))
+            logits = self.head(states)
+            return dict(token_outputs(logits, targets, needs, temperature, topk_ids))
 
+        # So many states have at most LOGITS_AT_ONCE logits.
         size = max(LOGITS_AT_ONCE // self.hf.config.vocab_size, 1)
         if len(states) <= size:
             return piece(states, targets, topk_ids)
-        cuts = [slice(start, start + size) for start in range(0, len(states), size)]
-        found = [
-            checkpoint(
-                piece,
-                states[c],
-                targets[c],
-                topk_ids if topk_ids is None else topk_ids[c],
-                use_reentrant=False,
-            )
-            for c in cuts
-        ]
-        return {name: torch.cat([f[name] for f in found]) for name in found[0]}
+
+        pieces = []
+        for start in range(0, len(states), size):
+            part = slice(start, start + size)
+            topk_part = topk_ids if topk_ids is None else topk_ids[part]
+            outputs = checkpoint(piece, states[part], targets[part], topk_part, use_reentrant=False)
+            pieces.append(outputs)
+        names = list(pieces[0])
+        return {name: torch.cat([outputs[name] for outputs in pieces]) for name in names}
 
 
 def token_outputs(
@@ -186,13 +231,22 @@ def token_outputs(
     temperature: float,
     topk_ids: torch.Tensor | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, [N, ...]) for each need, from logits [N, V] at the N response tokens, targets [N], topk_ids [N, K]."""
+    """Yield (name, float32 [N, ...]) for each need.
+
+    `logits` [N, V] stand at the N response tokens, `targets` [N] are these tokens, `topk_ids`
+    [N, K] the tokens whose log-probabilities are asked for. With p = softmax(logits / temperature):
+    logprobs = log p[target], entropy = -sum p log p.
+    """
     logits = logits.float()
+    # At temperature 0 (greedy decoding) log-probabilities are those of temperature 1.
     if temperature not in (0.0, 1.0):
         logits = logits / temperature
+
+    # The usual case, in one call.
     if list(needs) == ["logprobs"]:
         yield "logprobs", -F.cross_entropy(logits, targets, reduction="none")
         return
+
     log_p = logits.log_softmax(-1)
     if "logprobs" in needs:
         yield "logprobs", log_p.gather(-1, targets[:, None])[:, 0]
@@ -201,20 +255,22 @@ def token_outputs(
     if "topk_logprobs" in needs:
         assert topk_ids is not None
         yield "topk_logprobs", log_p.gather(-1, topk_ids)
+    # "topk:K" asks for the K most likely tokens, whichever they are.
     for need in needs:
         if need.startswith("topk:"):
-            values, ids = log_p.topk(min(int(need[5:]), log_p.shape[-1]), dim=-1)
+            count = int(need[5:])
+            values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
             yield "topk_ids", ids
             yield "topk_logprobs", values
 
 
 def pick(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """hidden [B, S, H], flat places [N] in [B, S], each at most once -> [N, H]."""
+    """Return the states [N, H] of hidden [B, S, H] at flat places [N], each at most once."""
     return _Pick.apply(hidden, places)
 
 
 class _Pick(torch.autograd.Function):
-    """index_select whose backward copies instead of adding up (no place occurs twice)."""
+    """An index_select whose backward copies instead of adding up, as no place occurs twice."""
 
     @staticmethod
     def forward(ctx, hidden, places):
@@ -225,13 +281,17 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (places,) = ctx.saved_tensors
-        out = grad.new_zeros(ctx.shape)
-        out.flatten(0, 1).index_copy_(0, places, grad)
-        return out, None
+        hidden_grad = grad.new_zeros(ctx.shape)
+        hidden_grad.flatten(0, 1).index_copy_(0, places, grad)
+        return hidden_grad, None
 
 
 def spread(
     flat: torch.Tensor, rows: torch.Tensor, at: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """[N, ...] to the places (rows, at) of [B, T, ...], 0 elsewhere; differentiable."""
-    return flat.new_zeros((*shape, *flat.shape[1:])).index_put((rows, at), flat)
+    """Return [B, T, ...] with flat [N, ...] at the places (rows, at), and 0 elsewhere.
+
+    `shape` is (B, T). Gradients flow back to `flat`.
+    """
+    zeros = flat.new_zeros((*shape, *flat.shape[1:]))
+    return zeros.index_put((rows, at), flat)

@@ -1,4 +1,4 @@
-"""Hugging Face's side of a ModelSpec: its config object, its folder, and the parameters that it saves."""
+"""Hugging Face's side of a ModelSpec: its config object, its folder, and the saved parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridflow.core.values.model import ModelSpec
 
 
 def hf_config_of(model: ModelSpec) -> Any:
-    """The Hugging Face config of a ModelSpec."""
+    """Return the Hugging Face config of a ModelSpec."""
     from transformers import AutoConfig
 
     if model.path is not None:
@@ -18,7 +18,10 @@ def hf_config_of(model: ModelSpec) -> Any:
 
 
 def policy_config(model: ModelSpec) -> Any:
-    """The Hugging Face config of what a rollout engine generates with. Raises ModelError for a model that is no policy."""
+    """Return the Hugging Face config of a model that a rollout engine generates with.
+
+    Raises ModelError for a model that is no policy.
+    """
     if model.kind != "policy":
         raise ModelError(
             f"a rollout engine generates with a policy; this model is a {model.kind!r} model"
@@ -27,20 +30,28 @@ def policy_config(model: ModelSpec) -> Any:
 
 
 def write_config(hf_config: Any, folder: str) -> None:
-    """config.json, which names the class of the model, for engines that read a folder."""
+    """Write config.json with the name of the model's class, for engines that read a folder."""
     from transformers import AutoModelForCausalLM
 
+    # Engines choose their own class of model by this name.
     model_class: Any = AutoModelForCausalLM._model_mapping[type(hf_config)]
     hf_config.architectures = hf_config.architectures or [model_class.__name__]
     hf_config.save_pretrained(folder)
 
 
 def saved_parameters(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Names and shapes of the parameters that `save_pretrained` writes, and the ties: tied name -> saved name."""
+    """Return the parameters that `save_pretrained` writes, name -> shape, and the ties.
+
+    Ties are tied name -> saved name. The model is built without memory for its weights.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Tensors on this device have shapes alone.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     ties = {name: source for name, source in model.all_tied_weights_keys.items() if name != source}
-    return {n: tuple(v.shape) for n, v in model.state_dict().items() if n not in ties}, ties
+    shapes = {
+        name: tuple(values.shape) for name, values in model.state_dict().items() if name not in ties
+    }
+    return shapes, ties

@@ -1,4 +1,7 @@
-"""Shapes of Llama-like models (Llama, Qwen2, Qwen3, Mistral; Mixtral and Qwen-MoE) from their Hugging Face config alone."""
+"""Shapes of Llama-like models from the fields of their Hugging Face config alone.
+
+Known are Llama, Qwen2, Qwen3 and Mistral, and the mixtures Mixtral and Qwen-MoE.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from hybridflow.core.values.model_shape import ModelShape, Shape
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose shapes are known."""
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Model types with a mixture of experts in every layer."""
 SIZES = (
     "hidden_size",
     "num_hidden_layers",
@@ -22,12 +26,17 @@ SIZES = (
     "intermediate_size",
     "vocab_size",
 )
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+"""Fields that a config must have."""
+
+# Names of the parameters outside the layers.
+EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
 
 
 @attrs.frozen
 class Layer:
-    """What decides the parameters of one layer."""
+    """The sizes and options that decide the parameters of one layer."""
 
     hidden: int
     heads: int
@@ -40,28 +49,31 @@ class Layer:
     experts: int = 0
     expert_intermediate: int = 0
     expert_names: str = "mlp"
-    """"mlp" (Qwen: mlp.experts.N.gate_proj) or "block_sparse_moe" (Mixtral: block_sparse_moe.experts.N.w1)."""
+    """"mlp" (Qwen: mlp.experts.N.gate_proj) or "block_sparse_moe" (Mixtral, with w1, w2, w3)."""
     shared_intermediate: int = 0
+    """Intermediate size of an expert that every token sees; 0: none."""
 
     def parameters(self) -> dict[str, Shape]:
-        """Of one layer, without its prefix."""
-        return (
-            self._attention() | self._norms() | (self._experts() if self.experts else self._dense())
-        )
+        """Return name -> shape of the layer's parameters, without the layer's prefix."""
+        feed_forward = self._experts() if self.experts else self._dense()
+        return self._attention() | self._norms() | feed_forward
 
     def _attention(self) -> dict[str, Shape]:
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found: dict[str, Shape] = {}
+        # With grouped-query attention there are fewer keys and values than queries.
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        shapes: dict[str, Shape] = {}
         for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            found[f"self_attn.{name}_proj.weight"] = (rows, self.hidden)
+            shapes[f"self_attn.{name}_proj.weight"] = (rows, self.hidden)
             if self.qkv_bias:
-                found[f"self_attn.{name}_proj.bias"] = (rows,)
-        found["self_attn.o_proj.weight"] = (self.hidden, queries)
+                shapes[f"self_attn.{name}_proj.bias"] = (rows,)
+
+        shapes["self_attn.o_proj.weight"] = (self.hidden, queries)
         if self.out_bias:
-            found["self_attn.o_proj.bias"] = (self.hidden,)
+            shapes["self_attn.o_proj.bias"] = (self.hidden,)
         if self.qk_norm:
-            found |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
-        return found
+            shapes |= {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"}
+        return shapes
 
     def _norms(self) -> dict[str, Shape]:
         return {
@@ -75,18 +87,27 @@ class Layer:
     def _experts(self) -> dict[str, Shape]:
         sparse = self.expert_names == "block_sparse_moe"
         parts = ("w1", "w2", "w3") if sparse else ("gate_proj", "down_proj", "up_proj")
-        found: dict[str, Shape] = {f"{self.expert_names}.gate.weight": (self.experts, self.hidden)}
+
+        # The router, then the experts, then the one that every token sees.
+        router = f"{self.expert_names}.gate.weight"
+        shapes: dict[str, Shape] = {router: (self.experts, self.hidden)}
         for expert in range(self.experts):
-            found |= self._matrices(
-                f"{self.expert_names}.experts.{expert}.", parts, self.expert_intermediate
-            )
+            prefix = f"{self.expert_names}.experts.{expert}."
+            shapes |= self._matrices(prefix, parts, self.expert_intermediate)
         if self.shared_intermediate:
             shared = ("gate_proj", "down_proj", "up_proj")
-            found |= self._matrices("mlp.shared_expert.", shared, self.shared_intermediate)
-            found["mlp.shared_expert_gate.weight"] = (1, self.hidden)
-        return found
+            shapes |= self._matrices("mlp.shared_expert.", shared, self.shared_intermediate)
+            shapes["mlp.shared_expert_gate.weight"] = (1, self.hidden)
+        return shapes
 
-    def _matrices(self, prefix: str, parts: tuple[str, str, str], size: int) -> dict[str, Shape]:
+    def _matrices(
+        self,
+        prefix: str,
+        parts: tuple[str, str, str],
+        size: int,
+    ) -> dict[str, Shape]:
+        """Return name -> shape of the three matrices of a gated feed-forward block."""
+        # y = down (silu(gate x) * (up x))
         gate, down, up = parts
         return {
             f"{prefix}{gate}.weight": (size, self.hidden),
@@ -108,9 +129,16 @@ def llama_shape(
     experts_per_token: int = 0,
     **more: Any,
 ) -> ModelShape:
-    """A model of equal layers, under the names of Hugging Face's Llama. `more`: further fields of Layer (qkv_bias, ...)."""
+    """Return the shape of a model of equal layers, under the names of Hugging Face's Llama.
+
+    `more` has further fields of Layer (qkv_bias, experts, ...).
+    """
     layer = Layer(hidden, heads, kv_heads, head_dim, intermediate, **more)
-    head: dict[str, tuple[int, ...]] = {} if tied else {HEAD: (vocab, hidden)}
+
+    # A tied head has no parameter of its own.
+    head: dict[str, Shape] = {}
+    if not tied:
+        head[HEAD] = (vocab, hidden)
     return ModelShape(
         hidden=hidden,
         layers=layers,
@@ -132,17 +160,28 @@ def llama_shape(
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """From config.json's fields. Raises ConfigError for fields that lack, and model types that are not Llama-like."""
+    """Return the shape of a model by the fields of its config.json.
+
+    Raises ConfigError for missing fields, and for model types that are not Llama-like.
+    """
     kind = config.get("model_type")
     if kind not in KNOWN:
         raise ConfigError([f"model_type is {kind!r}; shapes are known of {', '.join(KNOWN)}"])
-    if lacking := [name for name in SIZES if not isinstance(config.get(name), int)]:
-        raise ConfigError([f"the model's config lacks {name}" for name in lacking])
-    heads, mixture, bias = (
-        config["num_attention_heads"],
-        kind in MIXTURES,
-        config.get("attention_bias", False),
-    )
+    if missing := [name for name in SIZES if not isinstance(config.get(name), int)]:
+        raise ConfigError([f"the model's config lacks {name}" for name in missing])
+
+    # Only mixtures have experts, whatever else a config says.
+    experts = 0
+    experts_per_token = 0
+    if kind in MIXTURES:
+        experts = config.get("num_local_experts") or config.get("num_experts") or 0
+        experts_per_token = config.get("num_experts_per_tok") or 2
+    shared = config.get("shared_expert_intermediate_size", 0) if kind == "qwen2_moe" else 0
+
+    # Absent fields: every head has its own keys and values, and heads divide the hidden size. Qwen2
+    # has biases of queries, keys and values, whatever its config says.
+    heads = config["num_attention_heads"]
+    bias = config.get("attention_bias", False)
     return llama_shape(
         config["hidden_size"],
         config["num_hidden_layers"],
@@ -155,36 +194,38 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         qkv_bias=bool(bias or kind in ("qwen2", "qwen2_moe")),
         out_bias=bool(bias) and kind in ("llama", "qwen3", "qwen3_moe"),
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        experts=(config.get("num_local_experts") or config.get("num_experts") or 0)
-        if mixture
-        else 0,
+        experts=experts,
         expert_intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
         expert_names="block_sparse_moe" if kind == "mixtral" else "mlp",
-        shared_intermediate=config.get("shared_expert_intermediate_size", 0)
-        if kind == "qwen2_moe"
-        else 0,
-        experts_per_token=(config.get("num_experts_per_tok") or 2) if mixture else 0,
+        shared_intermediate=shared,
+        experts_per_token=experts_per_token,
     )
 
 
 def read_shape(where: str | Path) -> ModelShape:
-    """Of a published name (`llama-70b`), a config.json, or a folder with one."""
+    """Return the shape by a published name (`llama-70b`), a config.json, or a folder with one.
+
+    Raises ConfigError where none of them is there, or the shape is not known.
+    """
     if str(where) in PUBLISHED:
         return PUBLISHED[str(where)]
     return shape_of(read_fields(where))
 
 
 def read_fields(where: str | Path) -> dict[str, Any]:
-    """The fields of a config.json, or of a folder's."""
+    """Return the fields of a config.json, given by its path or its folder's.
+
+    Raises ConfigError where it cannot be read.
+    """
     path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
     try:
         return json.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(
-            [
-                f"{where!s} is neither a model's folder, nor a config.json, nor one of {', '.join(PUBLISHED)}"
-            ]
-        ) from error
+        problem = (
+            f"{where!s} is neither a model's folder, nor a config.json, nor one of "
+            f"{', '.join(PUBLISHED)}"
+        )
+        raise ConfigError([problem]) from error
     except json.JSONDecodeError as error:
         raise ConfigError([f"{path} is not JSON: {error}"]) from error
 

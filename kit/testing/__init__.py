@@ -1,4 +1,9 @@
-"""The conformance kit: subclass, give one fixture, and pytest tests your part like ours (docs/conformance.md)."""
+"""The conformance kit: one class of pytest tests for each contract that a plugin can fulfil.
+
+A plugin's author subclasses the class of their contract, gives one fixture that makes their part,
+and pytest tests it by the same invariants as the project's own parts. Flags of the class leave out
+what a part cannot do. docs/conformance.md lists the classes, fixtures and flags.
+"""
 
 from hybridflow.kit.testing.algorithms import AlgorithmConformance
 from hybridflow.kit.testing.commands import CommandConformance

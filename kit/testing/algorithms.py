@@ -1,4 +1,7 @@
-"""AlgorithmConformance: its losses keep the invariants, it trains, and it goes on from a checkpoint bit for bit."""
+"""AlgorithmConformance: checks an Algorithm's losses, and runs it on tiny models.
+
+A run must train the trained roles alone, and continue from a checkpoint bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,53 @@ from hybridflow.kit.testing.checks import missing_fixture, require
 from hybridflow.kit.testing.losses import LossConformance
 from hybridflow.kit.testing.runs import TinyRun
 
+TAKEN = {
+    *SECTIONS,
+    *vars(StepContext),
+    "tasks",
+    "sampling",
+    "seed",
+    "counters",
+    "roles",
+    "step",
+}
+"""Names that no role can have: the sections of a configuration and the attributes of ctx."""
+
 
 class AlgorithmConformance(LossConformance):
-    """Give a fixture `algorithm`: an instance with a small config (a few prompts per step); its class stands at the top
-    level of a module.
+    """Subclass it and give a fixture `algorithm`: an instance with a small config.
 
-    All of LossConformance is tested on `algorithm.losses()`. Then it runs, on models of two layers in this process; say
-    in `tables` what its run needs beside hybridflow.kit.testing.runs.TABLES.
+    A few prompts per step are enough; the algorithm's class stands at the top level of a module.
+    All of LossConformance is tested on `algorithm.losses()`. Then it runs, on models of two layers
+    in this process; override `tables` with what its run needs beside
+    hybridflow.kit.testing.runs.TABLES.
     """
 
     steps = 2
-    """Steps of a run. Its first ones must change the weights of every trained role."""
+    """Number of steps of a run. They must change the weights of every trained role."""
     moves = True
     """Whether each trained role's weights change within `steps`."""
 
     @pytest.fixture
     def algorithm(self) -> Algorithm:
+        """The author's algorithm."""
         return missing_fixture(self, "algorithm", "an instance of your Algorithm")
 
     @pytest.fixture
     def losses(self, algorithm) -> Mapping[str, Loss]:
+        """The algorithm's losses by role, which LossConformance checks."""
         return algorithm.losses()
 
     def tables(self) -> dict[str, Any]:
-        """Tables of the run's configuration over the kit's: {"data": {...}, "critic": {...}}."""
+        """Return tables of the run's configuration that override the kit's.
+
+        For example {"data": {...}, "critic": {...}}.
+        """
         return {}
 
-    # What it says of itself
+    # What the algorithm declares
     def test_its_roles_can_be_used(self, algorithm):
+        """Roles have different names, which ctx and the configuration can have."""
         roles = list(algorithm.roles())
         names = [role.name for role in roles]
         require(
@@ -57,38 +79,32 @@ class AlgorithmConformance(LossConformance):
             expected="Role instances, at least one, no name twice",
             likely="roles() returns names, or adds a role twice under some settings",
         )
-        taken = {
-            *SECTIONS,
-            *vars(StepContext),
-            "tasks",
-            "sampling",
-            "seed",
-            "counters",
-            "roles",
-            "step",
-        }
-        bad = [name for name in names if not name.isidentifier() or name in taken]
+
+        bad = [name for name in names if not name.isidentifier() or name in TAKEN]
+        public = sorted(name for name in TAKEN if name[0] != "_")
         require(
             not bad,
             got=f"roles named {bad}",
             expected="names that ctx.<name> and a table [<name>] of the configuration can have",
-            likely="taken are the sections and what ctx has itself: "
-            f"{', '.join(sorted(t for t in taken if t[0] != '_'))}",
+            likely=f"taken are the sections and what ctx has itself: {', '.join(public)}",
         )
 
     def test_its_losses_are_those_of_its_trained_roles(self, algorithm):
+        """A role without trained=True has no loss, and some trained role has one."""
         trained = {role.name for role in algorithm.roles() if role.trained}
         losses = dict(algorithm.losses())
         require(
             set(losses) <= trained
             and (losses or not trained)
-            and all(isinstance(v, Loss) for v in losses.values()),
+            and all(isinstance(loss, Loss) for loss in losses.values()),
             got=f"losses() of {sorted(losses)}, trained roles {sorted(trained)}",
             expected="role -> Loss for the roles with trained=True",
-            likely="losses() is not overridden (validation and these tests need it), or a Role lacks trained=True",
+            likely="losses() is not overridden (validation and these tests need it), or a Role "
+            "lacks trained=True",
         )
 
     def test_its_config_is_a_frozen_attrs_class_with_checks(self, algorithm):
+        """The config is frozen and without problems, and its number of updates is known or None."""
         config = type(algorithm).Config
         frozen = attrs.has(config) and config.__setattr__ is not object.__setattr__
         require(
@@ -97,7 +113,9 @@ class AlgorithmConformance(LossConformance):
             expected="a class under @attrs.frozen, whose fields have defaults: the vetted recipe",
             likely="a plain class or a dataclass; configurations are structured by attrs fields",
         )
-        problems, updates = algorithm.problems(), algorithm.updates_per_step()
+
+        problems = algorithm.problems()
+        updates = algorithm.updates_per_step()
         require(
             problems == [],
             got=f"problems() of the config under test: {problems!r}",
@@ -111,20 +129,24 @@ class AlgorithmConformance(LossConformance):
             likely="an integer division of sizes rounds down to 0",
         )
 
-    # What it does
+    # What its steps do
     def test_it_trains(self, algorithm):
+        """Metrics are finite, trained roles' weights change, and frozen ones stay."""
         with TinyRun(algorithm, self.tables()) as run:
             before = run.checksums()
             metrics = [run.step() for _ in range(self.steps)]
-            after, trained = run.checksums(), run.session.trained
-        for at, values in enumerate(metrics):
+            after = run.checksums()
+            trained = run.session.trained
+
+        for step, values in enumerate(metrics, start=1):
             bad = {name: value for name, value in values.items() if not math.isfinite(value)}
             require(
                 not bad and values,
-                got=f"metrics of step {at + 1}: {bad or 'none'}",
+                got=f"metrics of step {step}: {bad or 'none'}",
                 expected="finite numbers",
                 likely="a mean over no rows, or results that were not passed through ctx",
             )
+
         moved = {name for name in after if after[name] != before[name]}
         frozen = set(after) - set(trained)
         require(
@@ -137,35 +159,44 @@ class AlgorithmConformance(LossConformance):
             not self.moves or moved == set(trained),
             got=f"weights of {sorted(moved) or 'no role'} moved in {self.steps} steps",
             expected=f"those of {sorted(trained)}",
-            likely="step() never calls ctx.<role>.update, or the loss is 0 on this data (override tables(), or say "
-            "moves = False)",
+            likely="step() never calls ctx.<role>.update, or the loss is 0 on this data (override "
+            "tables(), or say moves = False)",
         )
 
     def test_a_resumed_run_goes_on_bit_for_bit(self, algorithm, tmp_path):
+        """A step after loading a checkpoint equals the step that followed saving it."""
         with TinyRun(algorithm, self.tables()) as run:
             run.step()
             self._survives_json(run.algorithm)
             run.save(tmp_path)
             run.step()
-            expected, state = run.checksums(), run.algorithm.state_dict()
+            expected = run.checksums()
+            expected_state = run.algorithm.state_dict()
+
+        # A new run continues from the checkpoint, and takes the same second step.
         with TinyRun(algorithm, self.tables()) as run:
             run.load(tmp_path)
             run.step()
-            found, state_found = run.checksums(), run.algorithm.state_dict()
-        differing = sorted(name for name in expected if found[name] != expected[name])
+            weights = run.checksums()
+            state = run.algorithm.state_dict()
+
+        # Weights are compared by their checksums.
+        differing = sorted(name for name in expected if weights[name] != expected[name])
         require(
-            not differing and state_found == state,
-            got=f"weights of {differing or 'no role'} differ, state {state_found!r:.300}",
-            expected=f"the weights of a run that was not cut, and state {state!r:.300}",
-            likely="something that step() changes is not in state_dict (a coefficient, leftovers, a counter), or "
-            "random numbers "
-            "come from a generator of the algorithm's own instead of ctx",
+            not differing and state == expected_state,
+            got=f"weights of {differing or 'no role'} differ, state {state!r:.300}",
+            expected=f"the weights of an uninterrupted run, and state {expected_state!r:.300}",
+            likely="something that step() changes is not in state_dict (a coefficient, leftovers, "
+            "a counter), or random numbers come from a generator of the algorithm's own instead of "
+            "ctx",
         )
 
     def test_its_state_survives_json(self, algorithm):
+        """A fresh instance that loads the state from JSON has the same state."""
         self._survives_json(algorithm)
 
     def _survives_json(self, algorithm: Algorithm) -> None:
+        """Require that JSON can hold the state, and that load_state_dict restores all of it."""
         state: dict[str, Any] = algorithm.state_dict()
         written: dict[str, Any] = {}
         try:
@@ -177,6 +208,8 @@ class AlgorithmConformance(LossConformance):
                 expected="dicts with string keys, lists, numbers, strings",
                 likely="tensors or arrays: use .tolist()",
             )
+
+        # A resumed run makes the algorithm anew and gives it the state as JSON had it.
         fresh = type(algorithm)(algorithm.config)
         fresh.load_state_dict(written)
         require(

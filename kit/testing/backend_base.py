@@ -1,4 +1,4 @@
-"""What the tests of training backends share, and what an author says of theirs."""
+"""The part that all tests of training backends share: an author's flags, and comparisons."""
 
 from __future__ import annotations
 
@@ -10,68 +10,105 @@ from hybridflow.core.contracts.training import TrainingBackend
 from hybridflow.kit.testing.checks import missing_fixture, require, require_close
 from hybridflow.kit.testing.models import Reference, reference
 
-LENGTHS = ((3, 5), (1, 1), (6, 2), (2, 7), (4, 0))
-"""(prompt, response) tokens of the rows that outputs are compared on."""
-TOKEN_OUTPUTS = {"policy": ("logprobs", "entropy"), "value": ("values",), "score": ("scores",)}
+LENGTHS = (
+    (3, 5),
+    (1, 1),
+    (6, 2),
+    (2, 7),
+    (4, 0),
+)
+"""(prompt, response) tokens of the rows that outputs are compared on; one response is empty."""
+TOKEN_OUTPUTS = {
+    "policy": ("logprobs", "entropy"),
+    "value": ("values",),
+    "score": ("scores",),
+}
+"""Outputs that are compared, by the kind of model."""
+
+
+def first_output(ref: Reference) -> list[str]:
+    """Return the output that a test needs where one is enough to show a fault."""
+    return [TOKEN_OUTPUTS[ref.spec.kind][0]]
 
 
 class BackendBase:
-    """Flags, the fixture `build`, and helpers."""
+    """Flags of the backend under test, the fixture `build`, and helpers."""
 
     architectures: Sequence[str] = ("qwen2", "llama")
+    """Model types, of Hugging Face's configs, that the tests build."""
     kinds: Sequence[str] = ("policy", "value", "score")
-    """Kinds of model that it builds."""
+    """Kinds of model that the backend builds."""
     trains = True
-    """Whether it takes an optimizer; False for a backend that only scores."""
+    """Whether the backend takes an optimizer; False for a backend that only scores."""
     topk = True
-    """Whether it gives topk_logprobs and topk:K."""
+    """Whether the backend has the outputs topk_logprobs and topk:K."""
     tolerance = 2e-4
-    """Of outputs, absolute, in nats or values."""
+    """Absolute tolerance of outputs: in nats, or in the units of values and scores."""
     gradient_tolerance = 2e-3
-    """Of gradients, relative to the largest entry of their parameter."""
+    """Tolerance of gradients, relative to the largest entry of their parameter."""
     weight_tolerance = 0.0
-    """Of weights after loading: 0 where they are kept in float32."""
+    """Tolerance of loaded weights, relative to the largest entry of their parameter.
+
+    It is 0 where weights are stored in float32.
+    """
 
     @pytest.fixture
     def build(self) -> Callable[..., TrainingBackend]:
+        """The author's function that builds a backend."""
         return missing_fixture(
             self, "build", "a function (ModelSpec, OptimizerConfig or None) -> a built backend"
         )
 
     def references(self, *kinds: str) -> Iterator[Reference]:
+        """Yield the reference models of these kinds (default: all) that the flags allow."""
         for architecture in self.architectures:
             for kind in kinds or self.kinds:
                 if kind in self.kinds:
                     yield reference(architecture, kind)
 
     def _needs_training(self) -> None:
+        """Skip the test where the backend takes no optimizer."""
         if not self.trains:
             pytest.skip("it does not train")
 
     def _name(self, ref: Reference) -> str:
+        """Return a model's name in messages, such as "qwen2 policy"."""
         return f"{ref.spec.hf_config['model_type']} {ref.spec.kind}"
 
     def _names(self, found, ref: Reference, where: str) -> None:
-        missing, extra = (
-            sorted(set(ref.parameters) - set(found)),
-            sorted(set(found) - set(ref.parameters)),
-        )
+        """Require that `found` has the model's canonical names and no others."""
+        missing = sorted(set(ref.parameters) - set(found))
+        extra = sorted(set(found) - set(ref.parameters))
         require(
             not missing and not extra,
             got=f"{where} of {self._name(ref)} lacks {missing[:3]} and has {extra[:3]} beside",
-            expected="the names of the safetensors that Hugging Face saves; tied parameters once, the other name in "
-            "layout().ties",
-            likely="wrapper prefixes, fused parameters, or a tied head listed as a parameter of its own",
+            expected="the names of the safetensors that Hugging Face saves; tied parameters once, "
+            "the other name in layout().ties",
+            likely="wrapper prefixes, fused parameters, or a tied head listed as a parameter of "
+            "its own",
         )
 
     def _same(self, found: dict, expected: dict, what: str, likely: str) -> None:
-        largest = max(float(e.abs().max()) for e in expected.values())
-        for name, value in expected.items():
+        """Require that tensors are equal, by name, within `gradient_tolerance`.
+
+        A parameter whose expected entries are all tiny would ask for more than rounding allows: its
+        scale is at least a thousandth of the largest entry of all parameters.
+        """
+        largest = max(float(values.abs().max()) for values in expected.values())
+
+        for name, values in expected.items():
             require(
                 name in found,
                 got=f"no {name} in {what} (there are {', '.join(list(found)[:4])}, ...)",
                 expected=name,
                 likely="a parameter is missing from full_parameters",
             )
-            room = self.gradient_tolerance * max(float(value.abs().max()), 1e-3 * largest)
-            require_close(found[name].float(), value, room, what=f"{name}: {what}", likely=likely)
+
+            scale = max(float(values.abs().max()), 1e-3 * largest)
+            require_close(
+                found[name].float(),
+                values,
+                self.gradient_tolerance * scale,
+                what=f"{name}: {what}",
+                likely=likely,
+            )

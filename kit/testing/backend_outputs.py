@@ -1,4 +1,7 @@
-"""A backend computes what Hugging Face computes, however rows are put into micro-batches."""
+"""BackendOutputs: a training backend computes what Hugging Face's model computes.
+
+The outputs of a row must not depend on the micro-batches that the rows are put into.
+"""
 
 from __future__ import annotations
 
@@ -7,67 +10,85 @@ import torch
 
 from hybridflow.kit.testing.backend_base import LENGTHS, TOKEN_OUTPUTS, BackendBase
 from hybridflow.kit.testing.checks import require, require_close
-from hybridflow.kit.testing.models import Sequences
+from hybridflow.kit.testing.models import Reference, Sequences
 from hybridflow.kit.testing.passes import Passes, memoryless
+
+PLAN = ([4], [2, 0], [1], [3])
+"""The rows of four micro-batches, in an order that differs from that of the rows."""
 
 
 class BackendOutputs(BackendBase):
-    """Log-probabilities, entropy, top-k, values and scores."""
+    """Tests of log-probabilities, entropy, top-k, values and scores."""
 
     def test_outputs_are_those_of_hugging_face(self, build):
+        """Each row's outputs equal those of the reference on that row alone."""
         for ref in self.references():
             rows = Sequences.random(LENGTHS, seed=1)
+            # Only a policy's outputs depend on the temperature.
             for temperature in (1.0, 0.6) if ref.spec.kind == "policy" else (1.0,):
                 passes = Passes(build(ref.spec, None), rows, temperature=temperature)
                 for name in TOKEN_OUTPUTS[ref.spec.kind]:
-                    found = passes.outputs([name])[name]
-                    for row, value in enumerate(found):
-                        expected = passes.expected(ref, row)[name]
-                        require_close(
-                            value,
-                            expected,
-                            self.tolerance,
-                            what=f"{name} of row {row} ({LENGTHS[row]} prompt and response tokens, temperature "
-                            f"{temperature}), {self._name(ref)}",
-                            likely="outputs are off by one position (x[t] belongs to response token t, given what "
-                            "precedes it), the "
-                            "temperature is left out, padding is attended to, or positions do not start at 0",
-                        )
+                    self._rows_are_those_of(ref, passes, name)
+
+    def _rows_are_those_of(self, ref: Reference, passes: Passes, name: str) -> None:
+        """Require that this output equals the reference's on each row."""
+        outputs = passes.outputs([name])[name]
+        for row, values in enumerate(outputs):
+            require_close(
+                values,
+                passes.expected(ref, row)[name],
+                self.tolerance,
+                what=f"{name} of row {row} ({LENGTHS[row]} prompt and response tokens, temperature "
+                f"{passes.temperature}), {self._name(ref)}",
+                likely="outputs are off by one position (x[t] belongs to response token t, given "
+                "what precedes it), the temperature is left out, padding is attended to, or "
+                "positions do not start at 0",
+            )
 
     def test_the_largest_logprobs_and_those_of_given_tokens_are_those_of_hugging_face(self, build):
+        """topk_logprobs are those of the tokens in topk_ids, and topk:K are the K largest."""
         if not self.topk or "policy" not in self.kinds:
             pytest.skip("it gives no top-k")
+
         for ref in self.references("policy"):
             rows = Sequences.random(LENGTHS, seed=2)
-            ids = [torch.randint(0, ref.spec.vocab_size, (len(r), 3)) for r in rows.responses]
+            ids = [
+                torch.randint(0, ref.spec.vocab_size, (len(response), 3))
+                for response in rows.responses
+            ]
             passes = Passes(build(ref.spec, None), rows, topk_ids=ids)
-            given, largest = (
-                passes.outputs(["topk_logprobs"])["topk_logprobs"],
-                passes.outputs(["topk:3"]),
-            )
+
+            # The first takes the tokens from the micro-batch, the second finds them itself.
+            of_given = passes.outputs(["topk_logprobs"])["topk_logprobs"]
+            of_largest = passes.outputs(["topk:3"])["topk_logprobs"]
+
             for row in range(len(rows)):
                 log_p = passes.expected(ref, row)["log_softmax"]
                 require_close(
-                    given[row],
+                    of_given[row],
                     log_p.gather(-1, ids[row]),
                     self.tolerance,
                     what=f"topk_logprobs of row {row}",
                     likely="topk_ids [B, T, K] are not those of the same position",
                 )
                 require_close(
-                    largest["topk_logprobs"][row],
+                    of_largest[row],
                     log_p.topk(3, -1).values,
                     self.tolerance,
                     what=f"topk:3 of row {row}",
-                    likely="the K largest log-probabilities, in order, of the distribution that made response token t",
+                    likely="the K largest log-probabilities, in order, of the distribution that "
+                    "made response token t",
                 )
 
     def test_outputs_do_not_depend_on_the_micro_batches(self, build):
+        """Rows in another order, with dummies between, have the outputs of one micro-batch."""
         for ref in self.references():
             rows = Sequences.random(LENGTHS, seed=3)
-            passes, names = Passes(build(ref.spec, None), rows), list(TOKEN_OUTPUTS[ref.spec.kind])
+            passes = Passes(build(ref.spec, None), rows)
+            names = list(TOKEN_OUTPUTS[ref.spec.kind])
             together = passes.outputs(names)
-            apart = passes.outputs(names, plan=[[4], [2, 0], [1], [3]], dummies=2)
+            apart = passes.outputs(names, plan=PLAN, dummies=2)
+
             for name in names:
                 for row in range(len(rows)):
                     require_close(
@@ -75,19 +96,21 @@ class BackendOutputs(BackendBase):
                         together[name][row],
                         self.tolerance,
                         what=f"{name} of row {row} in other micro-batches, {self._name(ref)}",
-                        likely="padding or the neighbouring rows leak into a row, or outputs come in another order",
+                        likely="padding or the neighbouring rows leak into a row, or outputs come "
+                        "in another order",
                     )
 
     def test_a_forward_keeps_no_graph_and_gives_float32(self, build):
         for ref in self.references():
             backend = build(ref.spec, memoryless() if self.trains else None)
-            outputs = Passes(backend, Sequences.random(LENGTHS, seed=4)).raw(
-                TOKEN_OUTPUTS[ref.spec.kind]
-            )
-            for name, value in outputs[0].items():
+            passes = Passes(backend, Sequences.random(LENGTHS, seed=4))
+            outputs = passes.raw(TOKEN_OUTPUTS[ref.spec.kind])
+
+            for name, values in outputs[0].items():
                 require(
-                    value.dtype == torch.float32 and not value.requires_grad,
-                    got=f"{name} of dtype {value.dtype}, requires_grad {value.requires_grad}",
+                    values.dtype == torch.float32 and not values.requires_grad,
+                    got=f"{name} of dtype {values.dtype}, requires_grad {values.requires_grad}",
                     expected="float32 without a graph",
-                    likely="forward runs outside torch.no_grad, or logits are not widened before log_softmax",
+                    likely="forward runs outside torch.no_grad, or logits are not widened before "
+                    "log_softmax",
                 )

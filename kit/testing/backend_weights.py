@@ -1,7 +1,12 @@
-"""A backend's weights are where it says, under Hugging Face's names, and survive files and offloading bit for bit."""
+"""BackendWeights: a training backend's weights have canonical names, and survive files.
+
+Canonical names and shapes are those of the safetensors that Hugging Face saves. Weights must come
+back bit for bit from a checkpoint and from offloading.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,85 +16,102 @@ from hybridflow.core.contracts.training import OptimizerConfig, TrainingBackend
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig
-from hybridflow.kit.testing.backend_base import LENGTHS, TOKEN_OUTPUTS, BackendBase
+from hybridflow.kit.testing.backend_base import LENGTHS, BackendBase, first_output
 from hybridflow.kit.testing.checks import require, require_close, require_raises
-from hybridflow.kit.testing.models import Sequences, tiny_config
+from hybridflow.kit.testing.models import Reference, Sequences, tiny_config
 from hybridflow.kit.testing.passes import Passes, memoryless, whole_weights
 
 
 class BackendWeights(BackendBase):
-    """Names, layout, shards, checkpoints, export, offloading."""
+    """Tests of names, layout, shards, checkpoints, export and offloading."""
 
     def test_weights_are_those_of_the_folder_under_their_names(self, build):
+        """full_parameters has the names and values of the model's folder."""
         for ref in self.references():
             backend = build(ref.spec, None)
-            found = whole_weights(backend)
-            self._names(found, ref, "full_parameters")
+            weights = whole_weights(backend)
+            self._names(weights, ref, "full_parameters")
+
             for name, expected in ref.parameters.items():
                 require_close(
-                    found[name].float(),
+                    weights[name].float(),
                     expected,
                     self.weight_tolerance * float(expected.abs().max()),
                     what=name,
-                    likely="the weights were converted wrongly (fused projections, transposed, padded vocabulary) or "
-                    "not loaded",
+                    likely="the weights were converted wrongly (fused projections, transposed, "
+                    "padded vocabulary) or not loaded",
                 )
 
     def test_random_weights_follow_from_the_seed(self, build):
+        """Equal values of init_seed give equal weights, and another value gives others."""
         kind = self.kinds[0]
 
         def weights(seed: int) -> dict[str, torch.Tensor]:
-            spec = resolve_model(
-                ModelConfig(config=tiny_config(self.architectures[0]), init_seed=seed), kind, "test"
-            )
+            """Return the initial weights of a backend that has no folder to load."""
+            model = ModelConfig(config=tiny_config(self.architectures[0]), init_seed=seed)
+            spec = resolve_model(model, kind, "test")
             return whole_weights(build(spec, None))
 
-        first, again, other = weights(0), weights(0), weights(1)
-        equal, differ = (
-            all(torch.equal(first[n], again[n]) for n in first),
-            any(first[n].ne(other[n]).any() for n in first),
-        )
+        first = weights(0)
+        again = weights(0)
+        other = weights(1)
+        equal = all(torch.equal(first[name], again[name]) for name in first)
+        # Constants, such as the weights of norms, are equal for all seeds.
+        differ = any(first[name].ne(other[name]).any() for name in first)
+
         require(
             equal and differ,
             got=f"equal seeds {'the same' if equal else 'different'} weights, other seeds "
             f"{'others' if differ else 'the same'}",
             expected="weights that init_seed determines, on every rank",
-            likely="the model is initialised from torch's global generator without seeding it by ModelSpec.init_seed",
+            likely="the model is initialised from torch's global generator without seeding it by "
+            "ModelSpec.init_seed",
         )
 
     def test_the_layout_and_the_shards_agree(self, build):
+        """Shards hold their boxes' values, and the layout lists these boxes."""
         for ref in self.references():
             backend = build(ref.spec, None)
-            layout, whole = backend.layout(), whole_weights(backend)
+            layout = backend.layout()
+            weights = whole_weights(backend)
             self._names(layout.params, ref, "layout().params")
-            shards: dict[str, list] = {}
+
+            boxes: dict[str, list] = {}
             for name, box, tensor in backend.named_shards():
-                shards.setdefault(name, []).append(box)
+                boxes.setdefault(name, []).append(box)
                 require(
                     tuple(tensor.shape) == box.shape
-                    and torch.equal(tensor, whole[name][box.slices()]),
+                    and torch.equal(tensor, weights[name][box.slices()]),
                     got=f"the shard of {name} at {box} has shape {tuple(tensor.shape)}",
                     expected=f"the values of that box of {name}, shape {box.shape}",
-                    likely="boxes are in canonical (Hugging Face) coordinates and reach into no padding",
+                    likely="boxes are in canonical (Hugging Face) coordinates and reach into no "
+                    "padding",
                 )
+
+            # A test runs on one rank, which therefore holds each parameter completely.
             for name, param in layout.params.items():
+                shape = tuple(weights[name].shape)
                 held = layout.held[backend.context.rank].get(name, ())
+                yielded = boxes.get(name, ())
                 require(
-                    sorted(map(str, held)) == sorted(map(str, shards.get(name, ())))
-                    and param.shape == tuple(whole[name].shape)
-                    and sum(box.numel for box in held) == whole[name].numel(),
-                    got=f"{name}: layout holds {held}, named_shards gives {shards.get(name)}",
-                    expected=f"the same boxes, which on one rank make up the whole shape {tuple(whole[name].shape)}",
-                    likely="layout() and named_shards() are computed in two ways, or a tied or padded parameter is "
-                    "listed twice",
+                    sorted(map(str, held)) == sorted(map(str, yielded))
+                    and param.shape == shape
+                    and sum(box.numel for box in held) == weights[name].numel(),
+                    got=f"{name}: layout holds {held}, named_shards gives {boxes.get(name)}",
+                    expected=f"the same boxes, which on one rank make up the whole shape {shape}",
+                    likely="layout() and named_shards() are computed in two ways, or a tied or "
+                    "padded parameter is listed twice",
                 )
 
     def test_shards_are_views_of_the_storage(self, build):
+        """A value written into every shard shows in full_parameters."""
         backend = build(next(self.references()).spec, None)
         with torch.no_grad():
             for _, _, tensor in backend.named_shards():
                 tensor.fill_(0.5)
-        changed = all(bool((p == 0.5).all()) for _, p in backend.full_parameters())
+
+        weights = backend.full_parameters()
+        changed = all(bool((values == 0.5).all()) for _, values in weights)
         require(
             changed,
             got="a value written into a shard that full_parameters does not see",
@@ -98,69 +120,82 @@ class BackendWeights(BackendBase):
         )
 
     def test_an_adopted_storage_holds_the_weights_from_then_on(self, build):
-        """Skipped by a backend that adopts nothing."""
+        """`adopt` copies the weights into the storage, and later steps change them there.
+
+        A backend that adopts no storage is skipped.
+        """
         self._needs_training()
         ref = next(self.references())
         backend = build(ref.spec, OptimizerConfig(lr=1e-2))
-        device, before = (
-            backend.context.device,
-            {n: p.clone() for n, p in whole_weights(backend).items()},
-        )
-        offered = {n: torch.zeros(p.shape, dtype=p.dtype, device=device) for n, p in before.items()}
-        adopted = {n: storage for n, storage in offered.items() if backend.adopt(n, storage)}
+        before = {name: values.clone() for name, values in whole_weights(backend).items()}
+        adopted = _adopted_storages(backend, before)
         if not adopted:
             pytest.skip("it adopts no storage")
-        wrong = [
-            n for n, storage in adopted.items() if not torch.equal(storage.cpu(), before[n].cpu())
-        ]
-        Passes(backend, Sequences.random(LENGTHS, seed=5), seed=5).backward(
-            [TOKEN_OUTPUTS[ref.spec.kind][0]]
-        )
+
+        # The storage must have the weights at once, and what a step makes of them.
+        wrong = list(_differing(adopted, before))
+        rows = Sequences.random(LENGTHS, seed=5)
+        Passes(backend, rows, seed=5).backward(first_output(ref))
         backend.optim_step()
         after = whole_weights(backend)
-        behind = [
-            n for n, storage in adopted.items() if not torch.equal(storage.cpu(), after[n].cpu())
-        ]
-        moved = any(not torch.equal(after[n].cpu(), before[n].cpu()) for n in adopted)
+        behind = list(_differing(adopted, after))
+
+        # The comparisons mean nothing if the step changed no weight.
+        initial = {name: before[name] for name in adopted}
+        moved = any(_differing(initial, after))
         require(
             not wrong and not behind and moved,
-            got=f"{len(wrong)} adopted storages without the weights' values {wrong[:3]}; after a step {len(behind)} differ "
-            f"from the weights {behind[:3]}; the step changed {'them' if moved else 'none of them'}",
+            got=f"{len(wrong)} adopted storages without the weights' values {wrong[:3]}; after a "
+            f"step {len(behind)} differ from the weights {behind[:3]}; the step changed "
+            f"{'them' if moved else 'none of them'}",
             expected="the present values in the storage, and every later change",
-            likely="adopt copies the storage instead of using it, or the optimizer goes on with the old one",
+            likely="adopt copies the storage instead of using it, or the optimizer goes on with "
+            "the old one",
         )
 
     def test_a_saved_backend_goes_on_bit_for_bit(self, build, tmp_path):
+        """Two steps, a checkpoint and two steps give the weights of four steps."""
         self._needs_training()
         ref = next(self.references())
         config = OptimizerConfig(lr=1e-2, warmup_steps=4, weight_decay=0.01)
-        needs, rows = [TOKEN_OUTPUTS[ref.spec.kind][0]], Sequences.random(LENGTHS, seed=11)
+        needs = first_output(ref)
+        rows = Sequences.random(LENGTHS, seed=11)
 
         def train(backend: TrainingBackend, steps: int) -> TrainingBackend:
+            """Take `steps` steps on the same rows, and return the backend."""
             for _ in range(steps):
                 Passes(backend, rows, seed=11).backward(needs)
                 backend.optim_step()
             return backend
 
-        first = train(build(ref.spec, config), 2)
+        # The schedule still warms up when the checkpoint is written.
+        uninterrupted = train(build(ref.spec, config), 2)
         (tmp_path / "saved").mkdir()
-        first.save(tmp_path / "saved")
-        train(first, 2)
-        second = build(ref.spec, config)
-        second.load(tmp_path / "saved")
-        restored = second.version
-        train(second, 2)
-        there = whole_weights(second)
-        differing = [n for n, p in first.full_parameters() if not torch.equal(p, there[n])]
+        uninterrupted.save(tmp_path / "saved")
+        train(uninterrupted, 2)
+
+        resumed = build(ref.spec, config)
+        resumed.load(tmp_path / "saved")
+        version = resumed.version
+        train(resumed, 2)
+
+        weights = whole_weights(resumed)
+        differing = [
+            name
+            for name, expected in uninterrupted.full_parameters()
+            if not torch.equal(expected, weights[name])
+        ]
         require(
-            restored == 2 and not differing,
-            got=f"version {restored} after load; after two more steps {len(differing)} parameters differ: "
-            f"{differing[:3]}",
+            version == 2 and not differing,
+            got=f"version {version} after load; after two more steps {len(differing)} parameters "
+            f"differ: {differing[:3]}",
             expected="version 2, and the same bits as without the interruption",
-            likely="the optimizer's moments or step count, the schedule's position or the version are not saved",
+            likely="the optimizer's moments or step count, the schedule's position or the version "
+            "are not saved",
         )
 
     def test_loading_what_is_not_there_says_so(self, build, tmp_path):
+        """`load` of a missing folder raises a CheckpointError that names the folder."""
         backend = build(next(self.references()).spec, None)
         error = require_raises(
             lambda: backend.load(tmp_path / "nothing"),
@@ -176,22 +211,18 @@ class BackendWeights(BackendBase):
         )
 
     def test_the_export_loads_in_hugging_face(self, build, tmp_path):
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-        for at, ref in enumerate(self.references()):
-            backend, folder = build(ref.spec, None), tmp_path / str(at)
+        """transformers' auto classes read the names and values of the reference back."""
+        for i, ref in enumerate(self.references()):
+            backend = build(ref.spec, None)
+            folder = tmp_path / str(i)
             backend.export_hf(folder)
-            auto = (
-                AutoModelForCausalLM
-                if ref.spec.kind == "policy"
-                else AutoModelForSequenceClassification
-            )
-            loaded = dict(auto.from_pretrained(Path(folder)).named_parameters())
+
+            loaded = _hugging_face_parameters(ref, folder)
             for name, expected in ref.parameters.items():
                 require(
                     name in loaded,
-                    got=f"an export of {self._name(ref)} that has no {name} (it has {', '.join(list(loaded)[:4])}, "
-                    "...)",
+                    got=f"an export of {self._name(ref)} that has no {name} (it has "
+                    f"{', '.join(list(loaded)[:4])}, ...)",
                     expected="Hugging Face's names",
                     likely="wrapper prefixes are left in the names (module., _orig_mod., hf.)",
                 )
@@ -200,17 +231,22 @@ class BackendWeights(BackendBase):
                     expected,
                     self.weight_tolerance * float(expected.abs().max()),
                     what=f"exported {name}",
-                    likely="weights are converted wrongly on their way out, or the export holds one rank's shard",
+                    likely="weights are converted wrongly on their way out, or the export holds "
+                    "one rank's shard",
                 )
 
     def test_weights_survive_offloading(self, build):
+        """Weights are equal bit for bit after offload and onload."""
         ref = next(self.references())
         backend = build(ref.spec, memoryless() if self.trains else None)
         before = whole_weights(backend)
         backend.offload()
         backend.onload()
+
         differing = [
-            n for n, p in backend.full_parameters() if not torch.equal(p.detach(), before[n])
+            name
+            for name, values in backend.full_parameters()
+            if not torch.equal(values.detach(), before[name])
         ]
         require(
             not differing,
@@ -218,3 +254,31 @@ class BackendWeights(BackendBase):
             expected="the same bits",
             likely="offload drops what onload does not bring back",
         )
+
+
+def _adopted_storages(
+    backend: TrainingBackend, weights: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Offer the backend zeros as storage of each parameter, and return those that it adopts."""
+    device = backend.context.device
+    offered = {}
+    for name, values in weights.items():
+        offered[name] = torch.zeros(values.shape, dtype=values.dtype, device=device)
+    return {name: storage for name, storage in offered.items() if backend.adopt(name, storage)}
+
+
+def _differing(
+    storages: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """Yield the names of the storages that do not have the weights' values."""
+    for name, storage in storages.items():
+        if not torch.equal(storage.cpu(), weights[name].cpu()):
+            yield name
+
+
+def _hugging_face_parameters(ref: Reference, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the named parameters of the model that transformers loads from the folder."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    auto = AutoModelForCausalLM if ref.spec.kind == "policy" else AutoModelForSequenceClassification
+    return dict(auto.from_pretrained(Path(folder)).named_parameters())

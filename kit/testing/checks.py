@@ -1,4 +1,4 @@
-"""How the kit fails: what was got, what is expected, and the likely cause, so that an author knows what to change."""
+"""How the kit fails: each message says what was got, what is expected, and the likely cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def require(holds: Any, *, got: Any, expected: Any, likely: str) -> None:
-    """Raise AssertionError with the three unless `holds`."""
+    """Raise AssertionError, with the other three arguments as its message, unless `holds`."""
     __tracebackhide__ = True
     if not holds:
         raise AssertionError(f"\n  got: {got}\n  expected: {expected}\n  likely cause: {likely}")
@@ -26,7 +26,11 @@ def require_close(
     likely: str,
     relative: bool = False,
 ) -> None:
-    """Equal shapes, and no entry farther away than `tolerance` (times the largest expected entry if `relative`)."""
+    """Require that two tensors have the same shape and that no two entries differ by more.
+
+    The allowed absolute difference is `tolerance`, or with `relative` `tolerance` times the largest
+    expected entry. The message names the worst entry, by its index in the flattened tensor.
+    """
     __tracebackhide__ = True
     require(
         tuple(got.shape) == tuple(expected.shape),
@@ -36,20 +40,29 @@ def require_close(
     )
     if not got.numel():
         return
-    a, b = got.detach().double().cpu(), expected.detach().double().cpu()
-    allowed = tolerance * (float(b.abs().max()) + 1e-12) if relative else tolerance
-    off = (a - b).abs().nan_to_num(nan=torch.inf)
-    worst = int(off.argmax())
+
+    values = got.detach().double().cpu()
+    references = expected.detach().double().cpu()
+    allowed = tolerance
+    if relative:
+        # The constant lets a tensor of zeros be compared with itself.
+        allowed = tolerance * (float(references.abs().max()) + 1e-12)
+
+    # A NaN is infinitely far away, so that argmax names it.
+    distances = (values - references).abs().nan_to_num(nan=torch.inf)
+    worst = int(distances.argmax())
+    value = float(values.flatten()[worst])
+    reference = float(references.flatten()[worst])
     require(
-        float(off.max()) <= allowed,
-        got=f"{what}: {float(a.flatten()[worst]):.7g} at entry {worst} of shape {tuple(got.shape)}",
-        expected=f"{float(b.flatten()[worst]):.7g} within {allowed:.2g}",
+        float(distances.max()) <= allowed,
+        got=f"{what}: {value:.7g} at entry {worst} of shape {tuple(got.shape)}",
+        expected=f"{reference:.7g} within {allowed:.2g}",
         likely=likely,
     )
 
 
 def require_raises(call: Callable[[], Any], kind: type[E], *, what: str, likely: str) -> E:
-    """The error of `kind` that `call()` raises."""
+    """Require that `call()` raises an error of `kind`, and return the error."""
     __tracebackhide__ = True
     try:
         result = call()
@@ -63,12 +76,14 @@ def require_raises(call: Callable[[], Any], kind: type[E], *, what: str, likely:
             likely=likely,
         )
         raise AssertionError from error
+
     require(False, got=f"{what} gave {result!r:.200}", expected=f"a {kind.__name__}", likely=likely)
+    # require has raised; this line tells the type checker that nothing is returned here.
     raise AssertionError
 
 
 def missing_fixture(owner: object, name: str, gives: str) -> Any:
-    """What a base class's fixture raises until the author gives it."""
+    """Raise NotImplementedError for a fixture that the author of the subclass must define."""
     raise NotImplementedError(
         f"{type(owner).__name__} needs a pytest fixture `{name}` that gives {gives}"
     )

@@ -11,40 +11,48 @@ from hybridflow.kit.testing.checks import missing_fixture, require
 
 
 class CommandConformance:
-    """Give a fixture `command`: an instance of your Command."""
+    """Subclass it and give a fixture `command`: an instance of your Command."""
 
     @pytest.fixture
     def command(self) -> Command:
+        """The author's command."""
         return missing_fixture(self, "command", "an instance of your Command")
 
     @staticmethod
     def call(command: Command, *arguments: str) -> int:
-        """The exit status of `hybridflow NAME ARGUMENTS`."""
+        """Run `hybridflow NAME ARGUMENTS` in this process, and return its exit status."""
         parser = argparse.ArgumentParser(allow_abbrev=False)
         command.add_arguments(parser)
         return command.run(parser.parse_args(arguments))
 
     def summary(self, command: Command) -> str:
-        """What `hybridflow --help` prints of it; override it where a Descriptor has the capabilities."""
+        """Return the line that `hybridflow --help` prints for the command.
+
+        Override it where a Descriptor has the capabilities.
+        """
         return type(command).capabilities.summary
 
     def test_it_says_what_it_does(self, command):
-        said = self.summary(command)
+        """The summary is one line and ends with a full stop."""
+        summary = self.summary(command)
         require(
-            said and said.endswith(".") and "\n" not in said,
-            got=repr(said),
+            summary and summary.endswith(".") and "\n" not in summary,
+            got=repr(summary),
             expected="one sentence in capabilities = CommandCapabilities(summary=...)",
             likely="`hybridflow --help` prints it",
         )
 
     def test_its_arguments_can_be_shown_and_parsed(self, command):
+        """argparse accepts the arguments, and each of them has a help text."""
         parser = argparse.ArgumentParser(prog="hybridflow", allow_abbrev=False)
         command.add_arguments(parser)
-        shown = parser.format_help()
-        undocumented = [a.dest for a in parser._actions if a.help is None]
+        page = parser.format_help()
+
+        # argparse has no public list of a parser's arguments.
+        undocumented = [action.dest for action in parser._actions if action.help is None]
         require(
             not undocumented,
-            got=f"no help for {', '.join(undocumented)} in\n{shown}",
+            got=f"no help for {', '.join(undocumented)} in\n{page}",
             expected="help=... for each argument",
             likely="an argument was added without it",
         )

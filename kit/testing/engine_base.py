@@ -1,4 +1,4 @@
-"""What the tests of rollout engines share: weights for an engine, requests, and what an author says of theirs."""
+"""The part that all tests of rollout engines share: weights, requests, and an author's flags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.checks import missing_fixture, require_close
 from hybridflow.kit.testing.models import Reference, reference
 
-PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7], [9, 9, 30], [5, 17, 11, 2])
+PROMPTS = (
+    [5],
+    [1, 2, 3, 4, 5, 6, 7],
+    [9, 9, 30],
+    [5, 17, 11, 2],
+)
+"""Token ids of the prompts that most tests use; their lengths differ, so a batch is ragged."""
 
 
 def give_weights(
@@ -24,14 +30,22 @@ def give_weights(
     pieces: int = 1,
     end: bool = True,
 ) -> None:
-    """An update with these canonical parameters, each in `pieces` boxes along its first dimension."""
+    """Update the engine's weights with these canonical parameters.
+
+    Each parameter goes in `pieces` boxes along its first dimension (fewer where it is shorter).
+    Without `end` the update stays open.
+    """
     engine.begin_update(version)
     for name in engine.layout().params:
-        whole = parameters[name]
-        cuts = np.linspace(0, len(whole), min(pieces, len(whole)) + 1).astype(int).tolist()
-        for start, stop in pairwise(cuts):
-            box = Box((start, *(0 for _ in whole.shape[1:])), (stop, *whole.shape[1:]))
-            engine.receive(name, box, whole[start:stop])
+        values = parameters[name]
+        others = values.shape[1:]
+        count = min(pieces, len(values))
+        ends = np.linspace(0, len(values), count + 1).astype(int)
+
+        # A box covers all of the other dimensions.
+        for start, stop in pairwise(ends.tolist()):
+            box = Box((start, *(0 for _ in others)), (stop, *others))
+            engine.receive(name, box, values[start:stop])
     if end:
         engine.end_update()
 
@@ -39,24 +53,23 @@ def give_weights(
 def requests(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams, first_seed: int = 100
 ) -> list[Request]:
-    """One per prompt, ids in no particular order, each with a seed of its own."""
-    return [
-        Request(
-            7 * ((at * 5 + 3) % 101) + at,
-            np.asarray(p, dtype=np.int64),
-            sampling,
-            seed=first_seed + at,
-        )
-        for at, p in enumerate(prompts)
-    ]
+    """Return one request per prompt, with unordered ids and a seed of its own each."""
+    batch = []
+    for i, prompt in enumerate(prompts):
+        # These do not rise with i, and no two of them are equal.
+        identity = 7 * ((i * 5 + 3) % 101) + i
+        ids = np.asarray(prompt, dtype=np.int64)
+        batch.append(Request(identity, ids, sampling, seed=first_seed + i))
+    return batch
 
 
 class EngineBase:
-    """Flags, the fixture `start`, and helpers."""
+    """Flags of the engine under test, the fixture `start`, and helpers."""
 
     architectures: Sequence[str] = ("qwen2", "llama")
+    """Model types, of Hugging Face's configs, that the tests start the engine with."""
     width = 32
-    """Of the models: heads have a quarter of it, and not every kernel takes heads of 8."""
+    """Hidden size of the models. A head has a quarter of it; some kernels take no heads of 8."""
     aborts = True
     """Whether `abort` ends running requests."""
     sleeps = True
@@ -64,46 +77,54 @@ class EngineBase:
     prefixes = True
     """Whether a request may carry a response prefix (partial rollouts, turns)."""
     filters = True
-    """Whether top_k, top_p and min_p are followed."""
+    """Whether the engine follows top_k, top_p and min_p."""
     biases = True
-    """Whether logit_bias is followed."""
+    """Whether the engine follows logit_bias."""
     boxes = True
-    """Whether `receive` takes parts of a parameter (False: whole parameters alone)."""
+    """Whether `receive` takes parts of a parameter; False: only complete parameters."""
     tolerance = 2e-3
-    """Of logprobs, in nats: what the rollout engine and the trainer may compute differently."""
+    """Absolute tolerance of logprobs, in nats: rollout engines and trainers round differently."""
     samples = 2000
-    """Sequences drawn for the tests of distributions."""
+    """Number of sequences that the tests of distributions draw."""
 
     @pytest.fixture
     def start(self) -> Callable[..., RolloutEngine]:
+        """The author's function that starts an engine without weights."""
         return missing_fixture(self, "start", "a function ModelSpec -> your engine, started")
 
     def speaking(
         self, start: Callable[..., RolloutEngine], ref: Reference, version: int = 3
     ) -> RolloutEngine:
+        """Return a started engine with the reference's weights, as version `version`."""
         engine = start(ref.spec)
         give_weights(engine, ref.parameters, version)
         return engine
 
     def references(self) -> Iterator[Reference]:
+        """Yield a policy of each of the architectures, of hidden size `width`."""
         for architecture in self.architectures:
             yield reference(architecture, width=self.width)
 
     def _logprobs(
         self, ref: Reference, prompt, done: Completion, temperature: float, more: str = ""
     ) -> None:
+        """Require that a completion's logprobs are those of one forward pass of the reference.
+
+        `more` is the likely cause in the message, where it is not the usual one.
+        """
+        response = torch.from_numpy(done.response_ids)
         with torch.no_grad():
-            expected = ref.outputs(
-                torch.tensor(prompt), torch.from_numpy(done.response_ids), temperature
-            )["logprobs"]
+            outputs = ref.outputs(torch.tensor(prompt), response, temperature)
+
         require_close(
             torch.as_tensor(done.logprobs),
-            expected,
+            outputs["logprobs"],
             self.tolerance,
             what=f"logprobs after {list(prompt)} at temperature {temperature}",
             likely=more
-            or "logprobs are of another position, of other weights, or of logits before the temperature (they are of "
-            "softmax(logits / temperature); at temperature 0 of softmax(logits))",
+            or "logprobs are of another position, of other weights, or of logits before the "
+            "temperature (they are of softmax(logits / temperature); at temperature 0 of "
+            "softmax(logits))",
         )
 
     def _run(
@@ -114,11 +135,13 @@ class EngineBase:
         max_tokens: int = 12,
         **sampling,
     ) -> list[Completion]:
-        return engine.generate(
-            requests(prompts, SamplingParams(max_tokens=max_tokens, **sampling), first_seed)
-            if prompts
-            else []
-        )
+        """Return the completions of these prompts; `sampling` are fields of SamplingParams."""
+        batch = []
+        if prompts:
+            params = SamplingParams(max_tokens=max_tokens, **sampling)
+            batch = requests(prompts, params, first_seed)
+        return engine.generate(batch)
 
     def _ids(self, done: Sequence[Completion]) -> list[list[int]]:
-        return [c.response_ids.tolist() for c in done]
+        """Return the response tokens of each completion."""
+        return [completion.response_ids.tolist() for completion in done]

@@ -1,4 +1,4 @@
-"""An engine says what the model says, with the weights that it was given."""
+"""EngineTokens: an engine's tokens and logprobs are the model's, with the weights it was given."""
 
 from __future__ import annotations
 
@@ -10,137 +10,145 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.checks import require, require_raises
 from hybridflow.kit.testing.engine_base import PROMPTS, EngineBase, give_weights
-from hybridflow.kit.testing.models import reference
+from hybridflow.kit.testing.models import Reference, reference
 
 
 class EngineTokens(EngineBase):
-    """Tokens, logprobs, updates of the weights, and their layout."""
+    """Tests of tokens, logprobs, updates of the weights, and their layout."""
 
     def test_greedy_tokens_are_those_of_hugging_face(self, start):
+        """At temperature 0 the engine gives what Hugging Face's generate gives."""
         for ref in self.references():
             engine = self.speaking(start, ref)
-            for done, prompt in zip(
-                self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True
-            ):
+            completions = self._run(engine, PROMPTS, temperature=0.0)
+            for done, prompt in zip(completions, PROMPTS, strict=True):
                 expected = ref.greedy(np.asarray(prompt), 12)
                 require(
                     done.response_ids.tolist() == expected,
                     got=f"greedy tokens {done.response_ids.tolist()} after {prompt}, "
                     f"{ref.spec.hf_config['model_type']}",
                     expected=f"{expected}, from Hugging Face's generate",
-                    likely="positions, the causal mask or the KV cache are wrong, weights are stale or converted "
-                    "wrongly, or "
-                    "temperature 0 samples",
+                    likely="positions, the causal mask or the KV cache are wrong, weights are "
+                    "stale or converted wrongly, or temperature 0 samples",
                 )
 
     def test_logprobs_are_those_of_a_forward_over_the_whole_sequence(self, start):
+        """They agree with the reference, which has no KV cache, at several temperatures."""
         for ref in self.references():
             engine = self.speaking(start, ref)
             for temperature in (1.0, 0.7, 0.0):
-                for done, prompt in zip(
-                    self._run(engine, PROMPTS, temperature=temperature), PROMPTS, strict=True
-                ):
-                    self._logprobs(ref, prompt, done, temperature or 1.0)
+                completions = self._run(engine, PROMPTS, temperature=temperature)
+                # Logprobs of greedy tokens are of the logits as they are.
+                self._all_logprobs(ref, completions, temperature or 1.0)
 
     def test_logprobs_are_those_before_filters(self, start):
+        """They are of the whole distribution: what a filter removes is not renormalised away."""
         if not self.filters:
             pytest.skip("it has no top_k, top_p and min_p")
+
         ref = next(self.references())
-        for chosen in (dict(top_k=3), dict(top_p=0.5), dict(min_p=0.3)):
-            done = self._run(self.speaking(start, ref), PROMPTS, **chosen)
-            for one, prompt in zip(done, PROMPTS, strict=True):
-                self._logprobs(
-                    ref,
-                    prompt,
-                    one,
-                    1.0,
-                    "they are renormalised over what top_k, top_p and min_p leave",
-                )
+        filters = (dict(top_k=3), dict(top_p=0.5), dict(min_p=0.3))
+        for chosen in filters:
+            completions = self._run(self.speaking(start, ref), PROMPTS, **chosen)
+            self._all_logprobs(
+                ref,
+                completions,
+                1.0,
+                "they are renormalised over what top_k, top_p and min_p leave",
+            )
 
     def test_logprobs_are_those_before_biases(self, start):
+        """They are of the model's own logits, as a trainer computes them."""
         if not self.biases:
             pytest.skip("it has no logit_bias")
+
         ref = next(self.references())
         engine = self.speaking(start, ref)
-        bias = dict.fromkeys(range(10), -1e9) | {17: -100.0, 30: 4.0}
-        for temperature in (0.7, 0.0):
-            done = self._run(engine, PROMPTS, temperature=temperature, logit_bias=bias)
-            for one, prompt in zip(done, PROMPTS, strict=True):
-                self._logprobs(
-                    ref, prompt, one, temperature or 1.0,
-                    "they are of the logits with the biases added, or biases are taken off again: 1e9 leaves nothing of "
-                    "a float32 logit",
-                )  # fmt: skip
 
-    # Weights
-    def test_after_an_update_the_new_weights_speak(self, start):
-        for architecture in self.architectures:
-            first, second = (
-                reference(architecture, seed=seed, width=self.width) for seed in (0, 1)
+        # Some tokens are forbidden by a bias so large that a float32 logit is lost in the sum.
+        bias = dict.fromkeys(range(10), -1e9)
+        bias |= {17: -100.0, 30: 4.0}
+        for temperature in (0.7, 0.0):
+            completions = self._run(engine, PROMPTS, temperature=temperature, logit_bias=bias)
+            self._all_logprobs(
+                ref,
+                completions,
+                temperature or 1.0,
+                "they are of the logits with the biases added, or biases are taken off again: 1e9 "
+                "leaves nothing of a float32 logit",
             )
+
+    # Updates of the weights
+    def test_after_an_update_the_new_weights_speak(self, start):
+        """Tokens and logprobs are those of the second update's weights alone."""
+        for architecture in self.architectures:
+            first = reference(architecture, seed=0, width=self.width)
+            second = reference(architecture, seed=1, width=self.width)
             engine = self.speaking(start, first, version=1)
+            # The engine generates once with the first weights, so that its caches are filled.
             self._run(engine, PROMPTS, temperature=0.0)
+
             give_weights(engine, second.parameters, version=2)
-            for done, prompt in zip(
-                self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True
-            ):
+            completions = self._run(engine, PROMPTS, temperature=0.0)
+            for done, prompt in zip(completions, PROMPTS, strict=True):
                 require(
                     done.response_ids.tolist() == second.greedy(np.asarray(prompt), 12),
                     got=f"greedy tokens {done.response_ids.tolist()} after {list(prompt)}",
                     expected="what the weights of the second update say",
-                    likely="a cache survives the update (prefix cache, fused or captured weights, a tied head's own "
-                    "copy)",
+                    likely="a cache survives the update (prefix cache, fused or captured weights, "
+                    "a tied head's own copy)",
                 )
                 self._logprobs(second, prompt, done, 1.0)
 
     def test_parts_of_a_parameter_make_up_the_whole(self, start):
+        """Parameters that arrive in three boxes each are put together correctly."""
         if not self.boxes:
             pytest.skip("it takes whole parameters alone")
+
         for ref in self.references():
             engine = start(ref.spec)
             give_weights(engine, ref.parameters, 1, pieces=3)
-            for done, prompt in zip(
-                self._run(engine, PROMPTS, temperature=0.0), PROMPTS, strict=True
-            ):
-                self._logprobs(
-                    ref,
-                    prompt,
-                    done,
-                    1.0,
-                    "a box is written to the wrong place of a fused or sharded parameter",
-                )
+            completions = self._run(engine, PROMPTS, temperature=0.0)
+            self._all_logprobs(
+                ref,
+                completions,
+                1.0,
+                "a box is written to the wrong place of a fused or sharded parameter",
+            )
 
     def test_it_refuses_before_it_has_weights(self, start):
+        """Generating before the first update raises a HybridFlowError."""
         engine = start(next(self.references()).spec)
         self._refuses(
             engine, "without weights", "call check_ready() in submit: fresh storage holds anything"
         )
 
     def test_it_refuses_during_an_update(self, start):
+        """Generating in an open update raises; after end_update the engine generates."""
         ref = next(self.references())
         engine = self.speaking(start, ref)
-        give_weights(
-            engine,
-            reference(ref.spec.hf_config["model_type"], seed=1, width=self.width).parameters,
-            4,
-            end=False,
-        )
+        other = reference(ref.spec.hf_config["model_type"], seed=1, width=self.width)
+        give_weights(engine, other.parameters, 4, end=False)
         self._refuses(
             engine,
             "between begin_update and end_update",
             "call check_ready() in submit: weights are mixed now",
         )
+
         engine.end_update()
         self._run(engine, PROMPTS)
 
     def test_it_refuses_after_a_first_update_that_lacked_a_parameter(self, start):
+        """The end of the incomplete update, or generating after it, raises a HybridFlowError."""
         ref = next(self.references())
         engine = start(ref.spec)
 
         def update_and_generate() -> list[Completion]:
+            """Update all parameters but the last, and generate."""
             engine.begin_update(1)
             for name in list(engine.layout().params)[:-1]:
-                engine.receive(name, Box.full(ref.parameters[name].shape), ref.parameters[name])
+                values = ref.parameters[name]
+                engine.receive(name, Box.full(values.shape), values)
             engine.end_update()
             return self._run(engine, PROMPTS)
 
@@ -148,35 +156,48 @@ class EngineTokens(EngineBase):
             update_and_generate,
             HybridFlowError,
             what="an update without one of the parameters, and generate",
-            likely="the first update is not checked for completeness; what is missing stays uninitialised",
+            likely="the first update is not checked for completeness; what is missing stays "
+            "uninitialised",
         )
 
     def test_every_token_carries_the_version_of_its_weights(self, start):
+        """weight_version and engine.version are the number that begin_update was given."""
         engine = self.speaking(start, next(self.references()), version=7)
         for done in self._run(engine, PROMPTS):
+            versions = np.asarray(done.weight_version).tolist()
             require(
-                np.asarray(done.weight_version).tolist() == [7] * len(done.response_ids)
-                and engine.version == 7,
-                got=f"weight_version {np.asarray(done.weight_version).tolist()}, engine.version {engine.version}",
+                versions == [7] * len(done.response_ids) and engine.version == 7,
+                got=f"weight_version {versions}, engine.version {engine.version}",
                 expected="7, as begin_update said, for each token",
                 likely="versions are counted by the engine instead of taken from begin_update",
             )
 
     def test_the_layout_has_the_canonical_names_and_shapes(self, start):
+        """layout().params lists the parameters of the model's safetensors, with their shapes."""
         for ref in self.references():
             layout = start(ref.spec).layout()
-            expected = {n: tuple(p.shape) for n, p in ref.parameters.items()}
-            found = {n: tuple(p.shape) for n, p in layout.params.items()}
-            differing = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
+            expected = {name: tuple(values.shape) for name, values in ref.parameters.items()}
+            shapes = {name: tuple(param.shape) for name, param in layout.params.items()}
+            names = {*shapes, *expected}
+            differing = sorted(n for n in names if shapes.get(n) != expected.get(n))
+
             require(
                 not differing,
-                got=f"layout().params differs at {[(n, found.get(n)) for n in differing[:3]]}",
+                got=f"layout().params differs at {[(n, shapes.get(n)) for n in differing[:3]]}",
                 expected=f"{[(n, expected.get(n)) for n in differing[:3]]}, as in the safetensors",
-                likely="the engine's own (fused, padded or prefixed) names; tied parameters are listed once, and in "
-                "ties",
+                likely="the engine's own (fused, padded or prefixed) names; tied parameters are "
+                "listed once, and in ties",
             )
 
+    def _all_logprobs(
+        self, ref: Reference, completions: list[Completion], temperature: float, more: str = ""
+    ) -> None:
+        """Require `_logprobs` of the completions of PROMPTS."""
+        for done, prompt in zip(completions, PROMPTS, strict=True):
+            self._logprobs(ref, prompt, done, temperature, more)
+
     def _refuses(self, engine: RolloutEngine, when: str, likely: str) -> None:
+        """Require that generating raises a HybridFlowError now."""
         require_raises(
             lambda: self._run(engine, PROMPTS),
             HybridFlowError,

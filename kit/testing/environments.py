@@ -1,4 +1,8 @@
-"""EnvironmentConformance: episodes end, answers are what the contract says, equal episodes are alike, and nothing is shared."""
+"""EnvironmentConformance: checks the episodes of an Environment.
+
+Episodes end, their answers keep the contract, equal episodes get equal answers, and instances share
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +16,51 @@ from hybridflow.core.contracts.environment import Answer, Environment, Start, Tu
 from hybridflow.kit.testing.checks import missing_fixture, require
 
 TEXTS = ("42", "no idea", "", "\u2603 <calc>1+1</calc>", "4" * 200)
+"""Texts of a model's turns: right, wrong, empty, with a call of a tool, and long."""
 
 
 class EnvironmentConformance:
-    """Give a fixture `make`: a function () -> a new instance of your Environment."""
+    """Subclass it and give a fixture `make`.
+
+    It is a function () -> a new instance of your Environment.
+    """
 
     most_turns = 50
-    """An episode that is not done after so many turns is taken to go on for ever; [environment] has max_turns for that."""
+    """Number of turns after which an unfinished episode is left; [environment] has max_turns."""
 
     @pytest.fixture
     def make(self) -> Callable[[], Environment]:
+        """The author's function that makes a new instance."""
         return missing_fixture(self, "make", "a function () -> a new instance of your Environment")
 
     @staticmethod
     def start(prompt: str = "6*7=", seed: int = 0, **meta: Any) -> Start:
-        """What an episode begins with; `meta` beside the answer "42"."""
+        """Return what an episode begins with; `meta` adds fields to answer = "42"."""
         return Start(prompt, {"answer": "42", **meta}, seed)
 
     @staticmethod
     def turn(text: str, number: int = 0, ended: bool = True) -> Turn:
-        ids = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
-        return Turn(number, text, ids, ended)
+        """Return a turn of the model; its token ids are the bytes of the text."""
+        characters = np.frombuffer(text.encode(), dtype=np.uint8)
+        return Turn(number, text, characters.astype(np.int64), ended)
 
     def episode(self, environment: Environment, texts: tuple[str, ...] = TEXTS) -> list[Answer]:
-        """The answers to turns with these texts, again and again, until it is done."""
+        """Return the answers of one episode: first that of reset, then one for each turn.
+
+        The turns take these texts in order, again and again, until the episode is done.
+        """
         answers = [environment.reset(self.start())]
         for number in range(self.most_turns):
-            answers.append(environment.step(self.turn(texts[number % len(texts)], number)))
+            text = texts[number % len(texts)]
+            answers.append(environment.step(self.turn(text, number)))
             if not isinstance(answers[-1], Answer) or answers[-1].done:
                 break
+
         environment.close()
         return answers
 
     def test_every_answer_is_one_to_go_on_with(self, make):
+        """Answers have a finite reward, and after a turn a text unless the episode is done."""
         for answer in self.episode(make()):
             require(
                 isinstance(answer, Answer) and np.isfinite(answer.reward),
@@ -52,6 +68,8 @@ class EnvironmentConformance:
                 expected="an Answer with a finite reward",
                 likely="reset or step returns something else, or divides by nothing",
             )
+
+        # The answer of reset may be empty, for the prompt alone can begin an episode.
         for answer in self.episode(make())[1:]:
             require(
                 answer.done or answer.text,
@@ -61,7 +79,9 @@ class EnvironmentConformance:
             )
 
     def test_equal_episodes_get_equal_answers(self, make):
-        one, other = self.episode(make()), self.episode(make())
+        """Two instances answer the same turns and seed alike."""
+        one = self.episode(make())
+        other = self.episode(make())
         require(
             one == other,
             got=f"{other}",
@@ -70,8 +90,12 @@ class EnvironmentConformance:
         )
 
     def test_a_second_episode_knows_nothing_of_the_first(self, make):
+        """An unfinished episode of one instance changes no answer of another."""
         alone = self.episode(make())
-        first, second = make(), make()
+
+        # The first episode is still open while the second one runs.
+        first = make()
+        second = make()
         first.reset(self.start())
         first.step(self.turn("between"))
         after = self.episode(second)
@@ -84,7 +108,9 @@ class EnvironmentConformance:
         )
 
     def test_it_can_be_closed_before_and_after_an_episode(self, make):
+        """close() raises nothing on a fresh instance, nor during an episode."""
         make().close()
+
         environment = make()
         environment.reset(self.start())
         environment.close()

@@ -1,9 +1,15 @@
-"""Random ragged mini-batches, and a loss on them as the core computes it: over any split, with gradients."""
+"""Random ragged mini-batches, and a loss on them as the core computes it.
+
+MiniBatch  --  plan: rows of each micro-batch
+                 |  per micro-batch: pad the columns and outputs, call the loss, reduce its terms
+                 v
+               Result: the loss, its gradients to the outputs, its metrics, and what it used
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import attrs
@@ -18,19 +24,25 @@ from hybridflow.kit.testing.random_columns import Shape, standard_output
 
 
 class Undeclared(Exception):
-    """A loss asked for what it does not declare."""
+    """A loss asked for a column or an output that it does not declare."""
 
     def __init__(self, what: str, field: str):
-        self.what, self.field = what, field
+        self.what = what
+        self.field = field
         super().__init__(f"{what} is not in `{field}`")
 
 
 class Declared(dict):
-    """What a loss may use; remembers what it used."""
+    """The columns or outputs that a loss may use; it remembers which were used.
+
+    Asking for another one raises Undeclared, by `in` and `get` too: an optional column is never
+    there in a run.
+    """
 
     def __init__(self, values: dict[str, Any], kind: str, field: str):
         super().__init__(values)
-        self.kind, self.field = kind, field
+        self.kind = kind
+        self.field = field
         self.used: set[str] = set()
 
     def __getitem__(self, name):
@@ -40,26 +52,32 @@ class Declared(dict):
         return super().__getitem__(name)
 
     def __contains__(self, name):
-        self[name]
+        self[name]  # raises for a name that is not declared
         return True
 
     def get(self, name, default=None):
+        """Return the value of `name`; there is no default. Raises Undeclared."""
         return self[name]
 
 
 @attrs.frozen(eq=False)
 class Result:
-    """What a loss gave, over all micro-batches."""
+    """A loss over all micro-batches of a plan."""
 
     total: float
+    """The loss: the sum of its terms times their weights."""
     gradients: dict[str, list[torch.Tensor]]
-    """Output -> per row, without padding."""
+    """Output -> the gradient of `total`, one tensor per row without padding."""
     term_gradients: dict[str, list[torch.Tensor]]
-    """Term -> of its sum, all outputs and rows one after the other."""
+    """Term -> the gradient of its sum at weight 1, one tensor per output and row."""
     metrics: dict[str, float]
+    """The reported figures, merged over the micro-batches."""
     read: set[str]
+    """Columns that were read, loss_mask left out."""
     needed: set[str]
+    """Outputs that were used."""
     changed: set[str]
+    """Columns that the loss changed in place."""
 
 
 @attrs.frozen(eq=False)
@@ -69,42 +87,64 @@ class MiniBatch:
     shape: Shape
     columns: dict[str, Column]
     outputs: dict[str, list[torch.Tensor]]
+    """Output -> one tensor per row without padding, [T, ...]; of scores, []."""
 
     @classmethod
-    def make(cls, loss: Loss, shape: Shape, columns: Callable[[str, Shape], Any]) -> MiniBatch:
+    def make(
+        cls,
+        loss: Loss,
+        shape: Shape,
+        columns: Callable[[str, Shape], Any],
+    ) -> MiniBatch:
+        """Return random columns and outputs that the loss declares.
+
+        `columns` makes one column by its name, as `standard_column` does.
+        """
         names = dict.fromkeys(("loss_mask", *loss.reads))
         if loss.unit != "row":
             names[loss.unit] = None
+
+        # Top-k log-probabilities are asked for at given ids.
         made = {name: as_column(columns(name, shape)) for name in names}
         if "topk_logprobs" in loss.needs and "topk_ids" not in made:
             made["topk_ids"] = as_column(columns("topk_ids", shape))
-        return cls(shape, made, {name: standard_output(name, shape, made) for name in loss.needs})
+        outputs = {name: standard_output(name, shape, made) for name in loss.needs}
+        return cls(shape, made, outputs)
 
     @property
     def masks(self) -> list[torch.Tensor]:
-        """bool [T] per row."""
-        return [m.bool() for m in self.columns["loss_mask"]]
+        """The rows of loss_mask, bool [T]."""
+        return [mask.bool() for mask in self.columns["loss_mask"]]
 
     def units_rows(self) -> list[int]:
+        """Return the numbers of all rows: the only micro-batch of the plan in one piece."""
         return list(range(self.shape.rows))
 
     def plans(self) -> Iterator[list[list[int]]]:
-        """Splits that keep units whole: each alone, in halves, backwards, and two at random."""
-        units = [
-            np.flatnonzero(self.shape.units == u).tolist() for u in np.unique(self.shape.units)
-        ]
+        """Yield splits that keep units whole: each alone, in halves, backwards, two at random."""
+        numbers = np.unique(self.shape.units)
+        units = [np.flatnonzero(self.shape.units == number).tolist() for number in numbers]
+        half = len(units) // 2
         yield units
-        yield [_rows(units[: len(units) // 2]), _rows(units[len(units) // 2 :])]
+        yield [_rows(units[:half]), _rows(units[half:])]
         yield [_rows(units[::-1])]
+
+        # Two random plans: the units shuffled, and cut at three random places.
         for seed in (1, 2):
             order = np.random.default_rng(seed).permutation(len(units)).tolist()
             cuts = sorted({0, len(units), *(order[:3])})
-            yield [_rows([units[i] for i in order[a:b]]) for a, b in pairwise(cuts)]
+            shuffled = [units[i] for i in order]
+            yield [_rows(shuffled[start:stop]) for start, stop in pairwise(cuts)]
 
     def with_garbage(self, value: float, column_value: float) -> MiniBatch:
-        """Other numbers wherever loss_mask is 0: in the outputs, and in the float columns per token."""
+        """Return a copy with other numbers wherever loss_mask is 0.
+
+        They are `value` in the outputs but scores, and `column_value` in the float columns per
+        token.
+        """
         masks = self.masks
         hidden = ~torch.cat(masks)
+        # Integer columns, ids for instance, must stay in their range.
         columns = {}
         for name, column in self.columns.items():
             values = column.values
@@ -116,89 +156,131 @@ class MiniBatch:
                 values = values.clone()
                 values[hidden] = column_value
             columns[name] = Column(values, column.lengths)
+
+        # Scores are per row: no token's mask hides one.
         outputs = {}
         for name, rows in self.outputs.items():
-            outputs[name] = (
-                rows
-                if name == "scores"
-                else [_replaced(r, ~m, value) for r, m in zip(rows, masks, strict=True)]
-            )
+            outputs[name] = rows
+            if name != "scores":
+                pairs = zip(rows, masks, strict=True)
+                outputs[name] = [_replaced(row, ~mask, value) for row, mask in pairs]
         return attrs.evolve(self, columns=columns, outputs=outputs)
 
     def with_column(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> MiniBatch:
+        """Return a copy in which `change` was applied to the values of one column."""
         column = self.columns[name]
         changed = Column(change(torch.as_tensor(column.values)), column.lengths)
         return attrs.evolve(self, columns={**self.columns, name: changed})
 
     def with_outputs_moved(self, by: float) -> MiniBatch:
-        """Outputs `by` away from where they were; logprobs stay below 0, so the old ones move where it is positive."""
+        """Return a copy whose outputs lie `by` away from where they were; entropy stays.
+
+        Logprobs are at most 0: where `by` is positive, the old ones move down instead.
+        """
         if by <= 0:
             moved = {
-                n: [r + by for r in rows] for n, rows in self.outputs.items() if n != "entropy"
+                name: _moved(rows, by) for name, rows in self.outputs.items() if name != "entropy"
             }
             return attrs.evolve(self, outputs={**self.outputs, **moved})
+
         mini = self
         for name in self.columns:
             if name.endswith("logprobs"):
                 mini = mini.with_column(name, lambda values: values - by)
         moved = {
-            n: [r + by for r in rows]
-            for n, rows in self.outputs.items()
-            if n in ("values", "scores")
+            name: _moved(rows, by)
+            for name, rows in self.outputs.items()
+            if name in ("values", "scores")
         }
         return attrs.evolve(mini, outputs={**mini.outputs, **moved})
 
 
 def _rows(units: Sequence[Sequence[int]]) -> list[int]:
-    return [row for unit in units for row in unit]
+    return list(chain.from_iterable(units))
+
+
+def _moved(rows: Sequence[torch.Tensor], by: float) -> list[torch.Tensor]:
+    return [row + by for row in rows]
 
 
 def _replaced(row: torch.Tensor, where: torch.Tensor, value: float) -> torch.Tensor:
+    """Return a copy of a row [T, ...] with `value` where the bool tensor [T] is true."""
     row = row.clone()
     row[where] = value
     return row
 
 
 def count(masks: Sequence[torch.Tensor], units: np.ndarray) -> Counts:
-    per_row = [float(m.sum()) for m in masks]
-    present = np.array([n > 0 for n in per_row], dtype=bool)
-    return Counts(sum(per_row), float(present.sum()), float(len(np.unique(units[present]))))
+    """Return the tokens with mask 1, and the rows and units that have one.
+
+    `masks` has bool [T] per row, `units` is int64 [rows].
+    """
+    per_row = [float(mask.sum()) for mask in masks]
+    present = np.array([tokens > 0 for tokens in per_row], dtype=bool)
+    units_present = np.unique(units[present])
+    return Counts(sum(per_row), float(present.sum()), float(len(units_present)))
 
 
-def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: int = 0) -> Result:
-    """The loss over the micro-batches of `plan`, each padded to its longest row and `extra` columns more."""
-    leaves = {n: [r.clone().requires_grad_() for r in rows] for n, rows in mini.outputs.items()}
-    flat = [leaf for rows in leaves.values() for leaf in rows]
+def evaluate(
+    loss: Loss,
+    mini: MiniBatch,
+    plan: Sequence[Sequence[int]],
+    extra: int = 0,
+) -> Result:
+    """Return the loss over the micro-batches of `plan`, each a list of rows.
+
+    A micro-batch is padded to its longest row and `extra` columns more. Raises Undeclared.
+    """
+    leaves = {name: _leaves(rows) for name, rows in mini.outputs.items()}
+    flat = list(chain.from_iterable(leaves.values()))
+    # The denominators are those of the whole mini-batch, however it is split.
     counts = count(mini.masks, mini.shape.units)
-    total, figures = torch.zeros(()), []
+
+    # What is gathered over the micro-batches.
+    total = torch.zeros(())
+    figures = []
     sums: dict[str, torch.Tensor] = {}
     read: set[str] = set()
     needed: set[str] = set()
     changed: set[str] = set()
+
     for rows in plan:
+        # Pad this micro-batch's columns and outputs.
         index = np.asarray(rows, dtype=np.int64)
         width = int(mini.shape.lengths[index].max()) + extra
         batch = Declared(_padded(mini, loss, index, width), "batch", "reads")
-        outputs = Declared(
-            {n: _stacked([r[i] for i in rows], width) for n, r in leaves.items()},
-            "outputs",
-            "needs",
-        )
-        before = {n: v.clone() for n, v in batch.items() if isinstance(v, torch.Tensor)}
-        terms = loss(batch, outputs)
-        terms = [terms] if isinstance(terms, Term) else list(terms)
-        changed |= {n for n, v in before.items() if not torch.equal(v, dict.__getitem__(batch, n))}
+        stacked = {name: _stacked(leaf, rows, width) for name, leaf in leaves.items()}
+        outputs = Declared(stacked, "outputs", "needs")
+
+        # Call the loss, and see which columns it wrote to.
+        before = {
+            name: values.clone()
+            for name, values in batch.items()
+            if isinstance(values, torch.Tensor)
+        }
+        returned = loss(batch, outputs)
+        terms = [returned] if isinstance(returned, Term) else list(returned)
+        for name, values in before.items():
+            if not torch.equal(values, dict.__getitem__(batch, name)):
+                changed.add(name)
+
+        # Reduce its terms: together, and each one that is trained on by itself.
         mask = dict.__getitem__(batch, "loss_mask")
-        local = count([mini.masks[i] for i in rows], mini.shape.units[index])
+        masks = mini.masks
+        local = count([masks[row] for row in rows], mini.shape.units[index])
         share, metrics = reduce_terms(terms, mask, counts, local)
         total = total + share
         figures.append(metrics)
+
+        # A term of weight 0 is only reported.
         for term in terms:
             if term.weight:
-                one, _ = reduce_terms(attrs.evolve(term, weight=1.0), mask, counts, local)
+                unweighted = attrs.evolve(term, weight=1.0)
+                one, _ = reduce_terms(unweighted, mask, counts, local)
                 sums[term.name] = sums.get(term.name, torch.zeros(())) + one
         read |= batch.used - {"loss_mask"}
         needed |= outputs.used
+
     return Result(
         float(total.detach()),
         _by_row(leaves, _gradients(total, flat)),
@@ -210,39 +292,69 @@ def evaluate(loss: Loss, mini: MiniBatch, plan: Sequence[Sequence[int]], extra: 
     )
 
 
-def _padded(mini: MiniBatch, loss: Loss, rows: np.ndarray, width: int) -> dict[str, Any]:
-    """What the core gives a loss: the declared columns."""
+def _leaves(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of the rows by which the loss is differentiated."""
+    return [row.clone().requires_grad_() for row in rows]
+
+
+def _padded(
+    mini: MiniBatch,
+    loss: Loss,
+    rows: np.ndarray,
+    width: int,
+) -> dict[str, Any]:
+    """Return the declared columns as the core gives them to a loss, [B, width] per token."""
     names = dict.fromkeys((*loss.reads, "loss_mask"))
-    return padded_rows(
-        {name: mini.columns[name] for name in names}, rows, torch.device("cpu"), width
-    )
+    columns = {name: mini.columns[name] for name in names}
+    return padded_rows(columns, rows, torch.device("cpu"), width)
 
 
-def _stacked(rows: list[torch.Tensor], width: int) -> torch.Tensor:
-    """[B] of numbers, else [B, width, ...] filled with 0."""
-    if rows[0].dim() == 0:
-        return torch.stack(rows)
-    filled = [torch.cat([r, r.new_zeros((width - len(r), *r.shape[1:]))]) for r in rows]
+def _stacked(
+    leaves: Sequence[torch.Tensor],
+    rows: Sequence[int],
+    width: int,
+) -> torch.Tensor:
+    """Return an output of these rows: [B] of numbers, else [B, width, ...] filled with 0."""
+    chosen = [leaves[row] for row in rows]
+    if chosen[0].dim() == 0:
+        return torch.stack(chosen)
+
+    # Padded by hand, so that gradients flow back to the leaves.
+    filled = []
+    for leaf in chosen:
+        padding = leaf.new_zeros((width - len(leaf), *leaf.shape[1:]))
+        filled.append(torch.cat([leaf, padding]))
     return torch.stack(filled)
 
 
 def _gradients(value: torch.Tensor, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradient of a number to each leaf, zeros where it does not depend on it."""
+    # A loss need not depend on the outputs at all.
     if not value.requires_grad:
         return [torch.zeros_like(leaf) for leaf in flat]
-    found = torch.autograd.grad(value, flat, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, flat, strict=True)]
+
+    gradients = torch.autograd.grad(value, flat, retain_graph=True, allow_unused=True)
+    pairs = zip(gradients, flat, strict=True)
+    return [torch.zeros_like(leaf) if gradient is None else gradient for gradient, leaf in pairs]
 
 
 def _by_row(
     leaves: dict[str, list[torch.Tensor]], flat: list[torch.Tensor]
 ) -> dict[str, list[torch.Tensor]]:
-    gradients = iter(flat)
-    return {name: [next(gradients) for _ in rows] for name, rows in leaves.items()}
+    """Return the gradients `flat`, which lie one after the other, in the form of the leaves."""
+    gradients = {}
+    start = 0
+    for name, rows in leaves.items():
+        gradients[name] = flat[start : start + len(rows)]
+        start += len(rows)
+    return gradients
 
 
 def _values(figures: list[Any]) -> dict[str, float]:
-    """Metrics over all micro-batches."""
+    """Return the metrics over all micro-batches."""
     from hybridflow.core.values.metrics import Metrics
 
-    merged = Metrics.merge(f if isinstance(f, Metrics) else f.metrics() for f in figures)
+    merged = Metrics.merge(
+        figure if isinstance(figure, Metrics) else figure.metrics() for figure in figures
+    )
     return merged.values()

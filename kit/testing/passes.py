@@ -1,4 +1,9 @@
-"""Forwards and backwards through the contract of a training backend, beside the same by Hugging Face's autograd."""
+"""Forward and backward passes through the contract of a training backend, and their references.
+
+The reference is the same model in Hugging Face's code, differentiated by torch's autograd. The
+contract gives no access to gradients, so `gradients` reads them off the step of an optimizer
+(`memoryless`) that moves every weight by an invertible function of its gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,161 +22,227 @@ from hybridflow.core.workers.micro_batch import dummy_micro_batch, make_micro_ba
 from hybridflow.kit.testing.models import Reference, Sequences
 
 Plan = Sequence[Sequence[int]]
+"""The rows of each micro-batch."""
 
 
 @contextmanager
 def one_rank(device: str = "cpu", role: str = "conformance") -> Iterator[RankContext]:
-    """The context of a single rank, with a torch.distributed group of one where none is there yet."""
-    mine = not dist.is_initialized()
-    if mine:
+    """Yield the context of a single rank.
+
+    It has a torch.distributed process group of one, which is made where none is there yet, and then
+    destroyed at the end.
+    """
+    starts_group = not dist.is_initialized()
+    if starts_group:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layout = ParallelLayout()
-        yield RankContext(
-            role, 0, layout, torch.device(device), generation=generation_layout(layout)
-        )
+        generation = generation_layout(layout)
+        yield RankContext(role, 0, layout, torch.device(device), generation=generation)
     finally:
-        if mine:
+        if starts_group:
             dist.destroy_process_group()
 
 
 def memoryless(lr: float = 1e3) -> OptimizerConfig:
-    """AdamW without memory: a step moves a weight by lr g / (|g| + 1e3); without clipping and decay."""
+    """Return AdamW without memory, clipping and decay.
+
+    Its moments are those of the last gradient g alone (both betas are 0), so that a step moves a
+    weight by lr g / (|g| + eps), with eps = 1e3.
+    """
     return OptimizerConfig(lr=lr, betas=(0.0, 0.0), eps=1e3, weight_decay=0.0, max_grad_norm=0.0)
 
 
 class Passes:
-    """Rows for one backend. The loss is the sum of all outputs times fixed random coefficients."""
+    """Passes of one backend over the same rows.
+
+    The loss is the sum of all outputs times fixed coefficients: random ones for outputs per token,
+    (row + 1) / rows for scores.
+    """
 
     def __init__(
-        self, backend: TrainingBackend, rows: Sequences, temperature: float = 1.0, seed: int = 0,
+        self,
+        backend: TrainingBackend,
+        rows: Sequences,
+        temperature: float = 1.0,
+        seed: int = 0,
         topk_ids: list[torch.Tensor] | None = None,
-    ):  # fmt: skip
-        self.backend, self.rows, self.temperature, self.topk_ids = (
-            backend,
-            rows,
-            temperature,
-            topk_ids,
-        )
+    ):
+        self.backend = backend
+        self.rows = rows
+        self.temperature = temperature
+        self.topk_ids = topk_ids
+        """int64 [T, K] per row: the tokens that topk_logprobs are asked of."""
         generator = torch.Generator().manual_seed(seed)
         self.weights = [
-            torch.randn(len(r), generator=generator) / len(rows) for r in rows.responses
+            torch.randn(len(response), generator=generator) / len(rows)
+            for response in rows.responses
         ]
+        """float32 [T] per row: the loss's coefficients."""
         self.called: list[int] = []
+        """The micro-batches whose loss the last `backward` asked for."""
 
-    def micros(self, plan: Plan | None = None, dummies: int = 0) -> tuple[Plan, list[MicroBatch]]:
+    def micros(
+        self,
+        plan: Plan | None = None,
+        dummies: int = 0,
+    ) -> tuple[Plan, list[MicroBatch]]:
+        """Return the plan (by default one micro-batch with all rows) and its micro-batches.
+
+        `dummies` dummy micro-batches come behind them, whose loss is multiplied by 0.
+        """
         plan = plan or [list(range(len(self.rows)))]
         device = self.backend.context.device
         topk = None if self.topk_ids is None else tokens(self.topk_ids, torch.int64)
-        prompts, responses = tokens(self.rows.prompts), tokens(self.rows.responses)
-        made = [make_micro_batch(prompts, responses, np.asarray(p), device, topk) for p in plan]
-        return plan, made + [
-            dummy_micro_batch(device, 0 if topk is None else 3) for _ in range(dummies)
-        ]
+        prompts = tokens(self.rows.prompts)
+        responses = tokens(self.rows.responses)
+
+        micros = []
+        for rows in plan:
+            micros.append(make_micro_batch(prompts, responses, np.asarray(rows), device, topk))
+        for _ in range(dummies):
+            micros.append(dummy_micro_batch(device, 0 if topk is None else 3))
+        return plan, micros
 
     def raw(
         self, needs: Sequence[str], plan: Plan | None = None, dummies: int = 0
     ) -> list[dict[str, torch.Tensor]]:
-        return self.backend.forward(self.micros(plan, dummies)[1], list(needs), self.temperature)
+        """Return the backend's outputs as they are, padded, one dict per micro-batch."""
+        _, micros = self.micros(plan, dummies)
+        return self.backend.forward(micros, list(needs), self.temperature)
 
     def outputs(
         self, needs: Sequence[str], plan: Plan | None = None, dummies: int = 0
     ) -> dict[str, list[torch.Tensor]]:
-        """Per row, without padding."""
+        """Return output -> one tensor per row without padding, on the CPU."""
+        # The default plan is one micro-batch.
         plan, _ = self.micros(plan)
-        found: dict[str, list[torch.Tensor]] = {}
-        for rows, outputs in zip(plan, self.raw(needs, plan, dummies), strict=False):
-            for name, value in outputs.items():
-                per_row = found.setdefault(name, [torch.empty(0)] * len(self.rows))
-                for at, row in enumerate(rows):
-                    per_row[row] = (
-                        value[at].cpu()
-                        if name == "scores"
-                        else value[at, : len(self.rows.responses[row])].cpu()
-                    )
-        return found
+        by_row: dict[str, list[torch.Tensor]] = {}
 
-    def backward(self, needs: Sequence[str], plan: Plan | None = None, dummies: int = 0) -> None:
+        # Dummies have no rows: their outputs lie behind those of the plan and are left out.
+        for rows, outputs in zip(plan, self.raw(needs, plan, dummies), strict=False):
+            for name, values in outputs.items():
+                per_row = by_row.setdefault(name, [torch.empty(0)] * len(self.rows))
+                for i, row in enumerate(rows):
+                    length = len(self.rows.responses[row])
+                    value = values[i] if name == "scores" else values[i, :length]
+                    per_row[row] = value.cpu()
+        return by_row
+
+    def backward(
+        self,
+        needs: Sequence[str],
+        plan: Plan | None = None,
+        dummies: int = 0,
+    ) -> None:
+        """Run forward_backward once; the backend gathers the gradients."""
         plan, micros = self.micros(plan, dummies)
         self.called = []
 
-        def loss(at: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            self.called.append(at)
-            if micros[at].dummy:
-                return sum((o.sum() * 0.0 for o in outputs.values()), torch.zeros(()))
-            shares = [
-                self._share(outputs[n], row, i) for n in needs for i, row in enumerate(plan[at])
-            ]
+        def loss(index: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            """Return the share of micro-batch `index`, which has a graph even for a dummy."""
+            self.called.append(index)
+            if micros[index].dummy:
+                zeros = (output.sum() * 0.0 for output in outputs.values())
+                return sum(zeros, torch.zeros(()))
+
+            # One number per output and row of this micro-batch.
+            shares = []
+            for name in needs:
+                for i, row in enumerate(plan[index]):
+                    shares.append(self._share(outputs[name], row, i))
             return torch.stack(shares).sum()
 
         self.backend.forward_backward(micros, list(needs), loss, self.temperature)
 
-    def _share(self, output: torch.Tensor, row: int, at: int) -> torch.Tensor:
+    def _share(self, output: torch.Tensor, row: int, index: int) -> torch.Tensor:
+        """Return a row's part of the loss; `output` [B, T] or [B] has the row at `index`."""
         if output.dim() == 1:  # scores
-            return output[at] * (row + 1) / len(self.rows)
+            return output[index] * (row + 1) / len(self.rows)
         weights = self.weights[row].to(output.device)
-        return (output[at, : len(weights)] * weights).sum()
+        return (output[index, : len(weights)] * weights).sum()
 
     def expected(self, ref: Reference, row: int) -> dict[str, torch.Tensor]:
+        """Return the reference's outputs of a row, as Reference.outputs gives them."""
+        prompt = self.rows.prompts[row]
+        response = self.rows.responses[row]
         with torch.no_grad():
-            return ref.outputs(self.rows.prompts[row], self.rows.responses[row], self.temperature)
+            return ref.outputs(prompt, response, self.temperature)
 
     def expected_gradients(self, ref: Reference, needs: Sequence[str]) -> dict[str, torch.Tensor]:
-        """By Hugging Face's model and torch's autograd, under canonical names."""
+        """Return the gradients by Hugging Face's model and autograd, by canonical name."""
+        # The model is shared within the process: its gradients are cleared before and after.
         ref.model.zero_grad()
         total = torch.zeros(())
-        for row, (prompt, response) in enumerate(
-            zip(self.rows.prompts, self.rows.responses, strict=True)
-        ):
+        rows = zip(self.rows.prompts, self.rows.responses, strict=True)
+        for row, (prompt, response) in enumerate(rows):
             outputs = ref.outputs(prompt, response, self.temperature)
             for name in needs:
-                output = outputs[name][None]
-                total = total + (
-                    output[0] * (row + 1) / len(self.rows)
-                    if name == "scores"
-                    else self._share(output, row, 0)
-                )
+                share = self._share(outputs[name][None], row, 0)
+                total = total + share
         total.backward()
-        named = dict(ref.model.named_parameters())
-        found = {
-            n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()
-        }
+
+        gradients = {}
+        for name, parameter in ref.model.named_parameters():
+            grad = parameter.grad
+            gradients[name] = torch.zeros_like(parameter) if grad is None else grad.clone()
         ref.model.zero_grad()
-        return {n: found[n] for n in ref.parameters}
+
+        # Tied parameters have one of their names in `parameters`.
+        return {name: gradients[name] for name in ref.parameters}
 
 
 def whole_weights(backend: TrainingBackend) -> dict[str, torch.Tensor]:
-    """A copy of all parameters by canonical name (what full_parameters yields is good until the next one)."""
-    return {name: p.detach().clone() for name, p in backend.full_parameters()}
+    """Return a copy of all parameters by canonical name.
+
+    It copies, for a tensor of full_parameters is good only until the next one.
+    """
+    return {name: values.detach().clone() for name, values in backend.full_parameters()}
 
 
 def gradients(
-    passes: Passes, needs: Sequence[str], plan: Plan | None = None, dummies: int = 0, times: int = 1
+    passes: Passes,
+    needs: Sequence[str],
+    plan: Plan | None = None,
+    dummies: int = 0,
+    times: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """What forward_backward gathered, read off the move of the weights in one step (see `memoryless`)."""
+    """Return the gradients of `times` backward passes, float32 by canonical name.
+
+    They are read off the step of a backend that was built with `memoryless`.
+    """
     backend = passes.backend
+    # One step after all passes shows what they gathered.
     before = whole_weights(backend)
     for _ in range(times):
         passes.backward(needs, plan, dummies)
     backend.optim_step()
     config = backend.optimizer_config
     assert config is not None
-    found = {}
+
+    # A step moves a weight by m = lr g / (|g| + eps), which has the sign of g. So
+    # |m| (|g| + eps) = lr |g|, and g = m eps / (lr - |m|).
+    by_name = {}
     for name, after in backend.full_parameters():
         moved = (before[name] - after.detach()).double().cpu()
-        found[name] = (moved * config.eps / (config.lr - moved.abs())).float()
-    return found
+        room = config.lr - moved.abs()
+        by_name[name] = (moved * config.eps / room).float()
+    return by_name
 
 
 def optimizer_step(
     ref: Reference, config: OptimizerConfig
 ) -> Callable[..., tuple[float, dict[str, torch.Tensor]]]:
-    """A function (passes, needs, step) -> (gradient norm, weights after): the same steps by torch's AdamW on a copy."""
+    """Return a function (passes, needs, step) -> (gradient norm, weights after the step).
+
+    It takes the backend's steps by torch's AdamW on a copy of the reference.
+    """
     import copy
 
-    mine = copy.deepcopy(ref.model)
-    twin = Reference(ref.spec, mine, ref.parameters, None)
-    named = dict(mine.named_parameters())
+    # The reference itself stays as it was, since other tests use it.
+    model = copy.deepcopy(ref.model)
+    twin = Reference(ref.spec, model, ref.parameters, None)
+    named = dict(model.named_parameters())
     adamw = torch.optim.AdamW(
         named.values(),
         lr=config.lr,
@@ -180,16 +251,18 @@ def optimizer_step(
         weight_decay=config.weight_decay,
     )
 
-    def step(
-        passes: Passes, needs: Sequence[str], at: int
+    def take_step(
+        passes: Passes, needs: Sequence[str], step: int
     ) -> tuple[float, dict[str, torch.Tensor]]:
         for name, gradient in passes.expected_gradients(twin, needs).items():
             named[name].grad = gradient
         norm = float(torch.nn.utils.clip_grad_norm_(named.values(), config.max_grad_norm))
+
+        # Step at this step's learning rate, as the backend does.
         for group in adamw.param_groups:
-            group["lr"] = config.lr_at(at)
+            group["lr"] = config.lr_at(step)
         adamw.step()
         adamw.zero_grad()
-        return norm, {n: named[n].detach().clone() for n in ref.parameters}
+        return norm, {name: named[name].detach().clone() for name in ref.parameters}
 
-    return step
+    return take_step

@@ -1,4 +1,4 @@
-"""PlannerConformance: a plan says where every model goes, on devices that there are, and what a step takes."""
+"""PlannerConformance: a plan places every model on the cluster's devices, and predicts a step."""
 
 from __future__ import annotations
 
@@ -15,27 +15,35 @@ from hybridflow.kit.testing.runs import tiny_job
 
 
 class PlannerConformance:
-    """Give a fixture `planner`: an instance of your Planner; and `cluster`: a text of a cluster that it understands."""
+    """Subclass it and give two fixtures: `planner` and `cluster`.
+
+    `planner` is an instance of your Planner, `cluster` the text of a cluster that it understands.
+    """
 
     devices = 2
-    """That the cluster has."""
+    """The number of devices of the cluster."""
 
     @pytest.fixture
     def planner(self) -> Planner:
+        """The author's planner."""
         return missing_fixture(self, "planner", "an instance of your Planner")
 
     @pytest.fixture
     def cluster(self) -> str:
+        """The cluster to plan for, as a config names it."""
         return missing_fixture(self, "cluster", "a text of a cluster")
 
     @pytest.fixture
     def job(self) -> Job:
         """A small GRPO with an actor and a reference."""
+        # A job as users have them, and not on the inline runtime of TABLES.
         algorithm = {"name": "grpo", "prompts_per_step": 4, "kl_coef": 0.1}
         return tiny_job({"algorithm": algorithm, "runtime": registry().default("runtime")})
 
     def test_a_plan_places_every_model_on_devices_that_there_are(self, planner, cluster, job):
+        """Pools fit the cluster; every model has a pool, and a layout that fills it."""
         settings = planner.plan(job, cluster).settings
+        # A pool is a list of devices per node.
         used = sum(sum(pool) for pool in settings["pools"].values())
         require(
             0 < used <= self.devices,
@@ -43,6 +51,7 @@ class PlannerConformance:
             expected=f"at most {self.devices} devices",
             likely="devices are counted twice",
         )
+
         for name in job.models:
             table = settings.get(name)
             require(
@@ -51,12 +60,11 @@ class PlannerConformance:
                 expected=f"a table with a pool of {', '.join(settings['pools'])}",
                 likely="a model is forgotten",
             )
+
+            # The layout has other keys too, such as the order of its axes.
             world = sum(settings["pools"][table["pool"]])
-            sizes = {
-                axis: size
-                for axis, size in table["layout"].items()
-                if axis in ("pp", "tp", "dp", "cp")
-            }
+            layout = table["layout"].items()
+            sizes = {axis: size for axis, size in layout if axis in ("pp", "tp", "dp", "cp")}
             require(
                 prod(sizes.values()) == world,
                 got=f"{name}: layout {sizes} on {world} devices",
@@ -65,23 +73,31 @@ class PlannerConformance:
             )
 
     def test_a_prediction_is_of_the_roles_and_stages_that_there_are(self, planner, cluster, job):
-        found = planner.plan(job, cluster).prediction
+        """A plan's prediction has finite seconds, and only roles and step stages of the job."""
+        prediction = planner.plan(job, cluster).prediction
+        is_prediction = isinstance(prediction, Prediction)
         require(
-            isinstance(found, Prediction) and isfinite(found.seconds) and found.seconds > 0,
-            got=repr(found),
+            is_prediction and isfinite(prediction.seconds) and prediction.seconds > 0,
+            got=repr(prediction),
             expected="a Prediction of finite seconds",
             likely="seconds are summed over nothing",
         )
-        strange = [key for key in found.work if key[0] not in job.models or key[1] not in STAGES]
+
+        # A key is (role, step stage).
+        unknown = [
+            key for key in prediction.work if key[0] not in job.models or key[1] not in STAGES
+        ]
         require(
-            not strange,
-            got=f"work of {strange}",
+            not unknown,
+            got=f"work of {unknown}",
             expected=f"roles of the job, stages {STAGES}",
             likely="other names",
         )
 
     def test_equal_questions_have_equal_answers(self, planner, cluster, job):
-        one, other = planner.plan(job, cluster), planner.plan(job, cluster)
+        """Two plans of one job have the same settings and prediction."""
+        one = planner.plan(job, cluster)
+        other = planner.plan(job, cluster)
         require(
             one.settings == other.settings and one.prediction == other.prediction,
             got=f"{other.settings}",
@@ -90,8 +106,9 @@ class PlannerConformance:
         )
 
     def test_a_job_that_is_placed_is_predicted_or_told_why_not(self, planner, cluster, job):
+        """`predict` gives seconds and `problems` finds none; or NotPlanned says why not."""
         try:
-            found = planner.predict(job, cluster)
+            prediction = planner.predict(job, cluster)
         except NotPlanned as error:
             require(
                 str(error),
@@ -100,12 +117,15 @@ class PlannerConformance:
                 likely="an empty exception",
             )
             return
+
         require(
-            found.seconds > 0,
-            got=repr(found),
+            prediction.seconds > 0,
+            got=repr(prediction),
             expected="seconds above 0",
             likely="nothing is counted",
         )
+
+        # What can be predicted can run.
         problems = planner.problems(job, cluster)
         require(
             problems == [],
@@ -115,5 +135,6 @@ class PlannerConformance:
         )
 
     def test_a_cluster_that_cannot_be_read_is_told(self, planner, job):
+        """A text that names no cluster is a HybridFlowError."""
         with pytest.raises(HybridFlowError):
             planner.plan(job, "no such cluster")

@@ -13,9 +13,10 @@ from hybridflow.kit.testing.checks import missing_fixture, require
 
 
 def sample(response: str, answer: str = "42", finish_reason: str = "stop") -> RewardSample:
-    """A response to "6*7=", whose expected answer is "42"."""
+    """Return a response to "6*7=" whose meta has the expected `answer`; its ids are its bytes."""
     ids = np.frombuffer(response.encode(), dtype=np.uint8).astype(np.int64)
-    return RewardSample("6*7=", response, ids, {"answer": answer, "prompt": "6*7="}, finish_reason)
+    meta = {"answer": answer, "prompt": "6*7="}
+    return RewardSample("6*7=", response, ids, meta, finish_reason)
 
 
 RESPONSES = (
@@ -30,66 +31,86 @@ RESPONSES = (
     "-1e309",
     "nan",
 )
+"""Right and wrong answers, and text that a parser may stumble over."""
 
 
 class RewardConformance:
-    """Give a fixture `reward`: an instance of your Reward (`FunctionReward(f)` for a function)."""
+    """Subclass it and give a fixture `reward`: an instance of your Reward.
+
+    For a function f it is `FunctionReward(f)`.
+    """
 
     @pytest.fixture
     def reward(self) -> Reward:
+        """The author's reward."""
         return missing_fixture(self, "reward", "an instance of your Reward")
 
     def samples(self) -> Sequence[RewardSample]:
-        """What it is tried on; override it where `meta` needs other fields."""
-        return [sample(r, finish_reason="length" if len(r) > 99 else "stop") for r in RESPONSES]
+        """Return the samples to score; override it where `meta` needs other fields."""
+        # Very long responses are those that were cut at the limit.
+        samples = []
+        for response in RESPONSES:
+            finish_reason = "length" if len(response) > 99 else "stop"
+            samples.append(sample(response, finish_reason=finish_reason))
+        return samples
 
     def expected(self) -> Sequence[tuple[RewardSample, float]]:
-        """Samples with their known scores."""
+        """Return samples with their known scores; override it to have them checked."""
         return []
 
     def test_each_sample_gets_one_finite_number(self, reward):
+        """Scores are finite, one per sample."""
         scores = score_samples(reward, list(self.samples()), "conformance")
+        # score_samples raises where a score is missing or is no number.
+        count = len(self.samples())
         require(
-            scores.shape == (len(self.samples()),) and np.isfinite(scores).all(),
+            scores.shape == (count,) and np.isfinite(scores).all(),
             got=f"scores {scores}",
-            expected=f"{len(self.samples())} finite numbers",
+            expected=f"{count} finite numbers",
             likely="score_samples says which row is wrong",
         )
 
     def test_a_score_does_not_depend_on_the_other_samples(self, reward):
+        """Samples alone, and in another order, have the same scores as together."""
         samples = list(self.samples())
         together = score_samples(reward, samples, "conformance")
+
+        # The scores of the shuffled samples, brought back into their order.
         order = np.random.default_rng(0).permutation(len(samples))
         shuffled = score_samples(reward, [samples[i] for i in order], "conformance")
-        alone = np.array([score_samples(reward, [s], "conformance")[0] for s in samples])
-        for what, found in (
-            ("one by one", alone),
-            ("in another order", shuffled[np.argsort(order)]),
-        ):
+        in_order = shuffled[np.argsort(order)]
+        alone = np.array([score_samples(reward, [one], "conformance")[0] for one in samples])
+
+        # Equal to the last bit, for a score is a function of its sample.
+        for what, scores in (("one by one", alone), ("in another order", in_order)):
             require(
-                np.array_equal(found, together),
-                got=f"{found.tolist()} {what}",
+                np.array_equal(scores, together),
+                got=f"{scores.tolist()} {what}",
                 expected=f"{together.tolist()}: rows are split over ranks as it happens",
-                likely="the reward normalises over its batch (that is the algorithm's work), keeps state or is random",
+                likely="the reward normalises over its batch (that is the algorithm's work), keeps "
+                "state or is random",
             )
 
     def test_no_samples_give_no_scores(self, reward):
-        found = list(reward([]))
+        """A rank may have no rows."""
+        scores = list(reward([]))
         require(
-            found == [],
-            got=f"{found!r} for no samples",
+            scores == [],
+            got=f"{scores!r} for no samples",
             expected="an empty list: a rank may have no rows",
             likely="a mean or a stack over nothing",
         )
 
     def test_known_responses_have_their_scores(self, reward):
+        """The samples of `expected` get the scores that it says, up to 1e-6."""
         if not self.expected():
             pytest.skip("expected() is not overridden")
-        for one, score in self.expected():
-            [found] = score_samples(reward, [one], "conformance")
+
+        for one, expected in self.expected():
+            [score] = score_samples(reward, [one], "conformance")
             require(
-                abs(found - score) < 1e-6,
-                got=f"{found} for response {one.response!r} (answer {one.meta.get('answer')!r})",
-                expected=f"{score}",
+                abs(score - expected) < 1e-6,
+                got=f"{score} for response {one.response!r} (answer {one.meta.get('answer')!r})",
+                expected=f"{expected}",
                 likely="the reward reads the response in another way than its author meant",
             )

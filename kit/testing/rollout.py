@@ -1,4 +1,7 @@
-"""RolloutEngineConformance: an engine says what the model says, with the weights it was given, once per request."""
+"""RolloutEngineConformance: an engine generates what the model says with the weights it was given.
+
+Every request is answered once. The checks are in four files by what they look at.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from hybridflow.kit.testing.engine_tokens import EngineTokens
 
 
 class RolloutEngineConformance(EngineTokens, EngineSampling, EngineRequests, EngineFlow):
-    """Give a fixture `start`: a function ModelSpec -> your engine, started, without weights.
+    """Subclass it and give a fixture `start`: a function ModelSpec -> your engine.
 
-    Flags: `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`, `recomputes`; `architectures`, `width`,
-    `tolerance`, `samples` (kit/testing/engine_base.py says what each means).
+    The engine is started and has no weights yet. Class attributes say what the engine can: the
+    flags `aborts`, `sleeps`, `prefixes`, `filters`, `biases`, `boxes`, `recomputes`, and
+    `architectures`, `width`, `tolerance`, `samples`. See kit/testing/engine_base.py for each.
     """

@@ -1,4 +1,7 @@
-"""The smallest real run of an algorithm: two-layer models, two-digit sums, everything in this process."""
+"""TinyRun: the smallest real run of an algorithm, with everything in this process.
+
+Models have two layers, prompts are two-digit sums.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ MODEL = {
     "tie_word_embeddings": True,
     "initializer_range": 0.2,
 }
+"""The config of every model: two layers, a vocabulary of 16 tokens."""
 TABLES: dict[str, Any] = {
     "run": {"device": "cpu", "trackers": [], "steps": 1},
     "runtime": "inline",
@@ -48,42 +52,55 @@ TABLES: dict[str, Any] = {
     "reward": {"function": "hybridflow.kit.testing.runs:even_tokens"},
     "actor": {"model": {"config": MODEL}, "optimizer": {"lr": 1e-3}, "micro_batch_tokens": 256},
 }
-"""What `TinyRun` starts from; roles that are not named here are as the actor."""
+"""The config that `TinyRun` starts from; roles that are not named here are as the actor."""
 
 
 def even_tokens(sample: RewardSample) -> float:
-    """A reward with variance from the first sample on: the share of tokens with an even id."""
+    """Return the share of response tokens with an even id; 0 without tokens.
+
+    Such a reward has variance from the first sample on.
+    """
     ids = sample.response_ids
     return float((ids % 2 == 0).mean()) if len(ids) else 0.0
 
 
 def algorithm_table(algorithm: Algorithm) -> dict[str, Any]:
-    """[algorithm] for an instance: its class by path, and the settings that are not the defaults."""
+    """Return the [algorithm] table of an instance.
+
+    It has the class by its path, and the settings that are not the defaults. Raises ValueError for
+    a class inside a function, which cannot be named by a path.
+    """
     cls = type(algorithm)
     if "<locals>" in cls.__qualname__:
         raise ValueError(
             f"define {cls.__name__} at the top level of a module, so that a run can name it"
         )
+
     settings = attrs.asdict(algorithm.config, filter=lambda field, value: value != field.default)
     return {"name": f"{cls.__module__}:{cls.__qualname__}", **settings}
 
 
 def tiny_job(tables: Mapping[str, Any]) -> Job:
-    """The smallest job, with other tables over TABLES."""
-    [job] = resolve_jobs(overlay(TABLES, expand(tables, SHORTHAND)), "conformance", SHORTHAND)
+    """Return the smallest job, with these tables laid over TABLES. Raises ConfigError."""
+    # Shorthand is written out before tables are laid over each other.
+    merged = overlay(TABLES, expand(tables, SHORTHAND))
+    [job] = resolve_jobs(merged, "conformance", SHORTHAND)
     return job
 
 
 class TinyRun:
-    """Steps of an algorithm, real from data to optimizer, without a run's folder. A context manager.
+    """Takes steps of an algorithm, real from data to optimizer, without a run's folder.
 
-    `algorithm`: an instance, or an [algorithm] table; `tables`: other tables, over TABLES.
+    It is a context manager. `algorithm` is an instance, or an [algorithm] table; `tables` are other
+    tables, which are laid over TABLES.
     """
 
     def __init__(
         self, algorithm: Algorithm | Mapping[str, Any], tables: Mapping[str, Any] | None = None
     ):
         table = algorithm_table(algorithm) if isinstance(algorithm, Algorithm) else dict(algorithm)
+
+        # The run has an instance of its own: the author's is left as it is.
         self.job = tiny_job({"algorithm": table, **(tables or {})})
         self.algorithm = type(self.job.algorithm)(self.job.algorithm.config)
         self.session = Session(self.job, prepare(self.job))
@@ -97,29 +114,35 @@ class TinyRun:
         self.session.__exit__(*error)
 
     def step(self) -> dict[str, float]:
-        """One step; its metrics."""
+        """Take one step and return its metrics."""
+        # As the controller's loop does, without its checkpoints and trackers.
         self.ctx.step += 1
         self.algorithm.step(self.ctx)
         return self.ctx.finish().values()
 
     def worker(self, role: str) -> ModelWorker:
-        """The worker of a role, which lives in this process."""
+        """Return the worker of a role, which lives in this process."""
+        # Under the inline runtime a process is an object that has the worker.
         placed = self.job.models[role]
         process: Any = self.session.pools[placed.pool].processes[0]
         return process.host.workers[role]
 
     def weights(self, role: str) -> dict[str, torch.Tensor]:
-        """A copy of a role's weights by canonical name."""
-        return {name: p.detach().clone() for name, p in self.worker(role).backend.full_parameters()}
+        """Return a copy of a role's weights by canonical name."""
+        parameters = self.worker(role).backend.full_parameters()
+        return {name: values.detach().clone() for name, values in parameters}
 
     def checksums(self) -> dict[str, str]:
-        """A digest of the weights of each model."""
-        return {
-            name: self.session.groups[name][1].checksum().result()[0] for name in self.job.models
-        }
+        """Return model -> a digest of its weights."""
+        digests = {}
+        for name in self.job.models:
+            _, group = self.session.groups[name]
+            digests[name] = group.checksum().result()[0]
+        return digests
 
     def save(self, folder: Path) -> None:
-        """As a checkpoint of the controller does."""
+        """Write the run's state into a folder, as a checkpoint of the controller does."""
+        # The models and pools write files of their own.
         self.session.save(folder)
         state = {
             "step": self.ctx.step,
@@ -130,8 +153,12 @@ class TinyRun:
         (folder / "state.json").write_text(json.dumps(state))
 
     def load(self, folder: Path) -> None:
+        """Go on from a folder that `save` wrote."""
         state = json.loads((folder / "state.json").read_text())
+
+        # The models and pools, then the data source, the algorithm and the context.
         self.session.load(folder)
         self.session.tasks.set_state(state["data"]).result()
         self.algorithm.load_state_dict(state["algorithm"])
-        self.ctx.counters, self.ctx.step = state["counters"], state["step"]
+        self.ctx.counters = state["counters"]
+        self.ctx.step = state["step"]

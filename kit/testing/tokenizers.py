@@ -1,4 +1,7 @@
-"""TokenizerConformance: what a tokenizer spells comes back, travels to workers, and is the same after an export."""
+"""TokenizerConformance: encoding and decoding give the text back, here and elsewhere.
+
+A tokenizer does the same after it travelled to a worker, and after an export.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +18,32 @@ from hybridflow.kit.testing.checks import missing_fixture, require
 
 
 class TokenizerConformance:
-    """Give a fixture `plugin`: an instance of your Tokenizers; or override `tokenizer`, where it makes no small ones."""
+    """Subclass it and give a fixture `plugin`: an instance of your Tokenizers.
+
+    Override the fixture `tokenizer` where the plugin makes no tokenizers of given characters.
+    """
 
     texts: tuple[str, ...] = ("17+25=42", "A b\nc", "0")
-    """That it must spell."""
+    """Texts that the tokenizer must spell."""
 
     @pytest.fixture
     def plugin(self) -> Tokenizers:
+        """The author's plugin."""
         return missing_fixture(self, "plugin", "an instance of your Tokenizers")
 
     @pytest.fixture
     def tokenizer(self, plugin: Tokenizers) -> Tokenizer:
-        """One that knows `texts`."""
-        return plugin.of_characters("".join(sorted(set("".join(self.texts)))))
+        """A tokenizer that knows the characters of `texts`."""
+        # Sorted, so that a character has the same id in every process.
+        characters = set("".join(self.texts))
+        return plugin.of_characters("".join(sorted(characters)))
 
     def _spelled(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """Return the ids of each text."""
         return [tokenizer.encode(text).tolist() for text in self.texts]
 
     def test_what_is_spelled_comes_back(self, tokenizer):
+        """Ids are int64 [T], decode to the text, and have no special tokens among them."""
         for text in self.texts:
             ids = tokenizer.encode(text)
             require(
@@ -41,6 +52,8 @@ class TokenizerConformance:
                 expected="an int64 array of shape [T]",
                 likely="a list, or the library's own type",
             )
+
+            # With and without special tokens, of which encode adds none.
             require(
                 tokenizer.decode(ids) == text,
                 got=repr(tokenizer.decode(ids)),
@@ -56,57 +69,68 @@ class TokenizerConformance:
             )
 
     def test_special_tokens_are_left_out_unless_asked_for(self, tokenizer):
-        ids = [*tokenizer.encode(self.texts[0]).tolist(), tokenizer.eos_id]
+        """The end token behind a text is spelled only with skip_special=False."""
+        text = self.texts[0]
+        ids = [*tokenizer.encode(text).tolist(), tokenizer.eos_id]
+        # The end token is the last id.
+        plain = tokenizer.decode(ids)
+        spelled = tokenizer.decode(ids, skip_special=False)
         require(
-            tokenizer.decode(ids) == self.texts[0] != tokenizer.decode(ids, skip_special=False),
-            got=f"{tokenizer.decode(ids)!r}, {tokenizer.decode(ids, skip_special=False)!r}",
-            expected=f"{self.texts[0]!r}, and that with the end's spelling",
+            plain == text != spelled,
+            got=f"{plain!r}, {spelled!r}",
+            expected=f"{text!r}, and that with the end's spelling",
             likely="skip_special is not passed on",
         )
 
     def test_its_size_is_one_more_than_the_largest_id(self, tokenizer):
+        """Every id of the texts, and of the special tokens, lies below vocab_size."""
         used = max(max(ids) for ids in self._spelled(tokenizer))
-        special = max(
-            i for i in (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) if i is not None
-        )
+        special_ids = (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id)
+        special = max(token for token in special_ids if token is not None)
+        largest = max(used, special)
         require(
-            max(used, special) < tokenizer.vocab_size,
-            got=f"vocab_size {tokenizer.vocab_size} and the id {max(used, special)}",
+            largest < tokenizer.vocab_size,
+            got=f"vocab_size {tokenizer.vocab_size} and the id {largest}",
             expected="vocab_size above every id",
             likely="added tokens are not counted",
         )
 
     def test_it_travels_to_workers(self, tokenizer):
-        again = pickle.loads(pickle.dumps(tokenizer))
+        """A pickled tokenizer gives the same ids."""
+        arrived = pickle.loads(pickle.dumps(tokenizer))
         require(
-            self._spelled(again) == self._spelled(tokenizer),
-            got=f"{self._spelled(again)}",
+            self._spelled(arrived) == self._spelled(tokenizer),
+            got=f"{self._spelled(arrived)}",
             expected=f"{self._spelled(tokenizer)}",
             likely="__reduce__ leaves a setting behind",
         )
 
     def test_what_was_exported_is_read_back_as_the_same(self, plugin, tokenizer, tmp_path: Path):
-        tokenizer.save(tmp_path / "folder")
-        again = plugin.load(str(tmp_path / "folder"), "tokenizer.path")
+        """`load` reads the folder that `save` wrote, and gives the same ids."""
+        folder = tmp_path / "folder"
+        tokenizer.save(folder)
+        loaded = plugin.load(str(folder), "tokenizer.path")
         require(
-            self._spelled(again) == self._spelled(tokenizer),
-            got=f"{self._spelled(again)}",
+            self._spelled(loaded) == self._spelled(tokenizer),
+            got=f"{self._spelled(loaded)}",
             expected=f"{self._spelled(tokenizer)}",
             likely="save writes less than load reads",
         )
 
     def test_a_folder_without_one_is_told(self, plugin, tmp_path: Path):
+        """An empty folder, and a missing one, are an error that names the setting."""
         for folder in (tmp_path, tmp_path / "none"):
             with pytest.raises(HybridFlowError, match=r"tokenizer\.path"):
                 plugin.load(str(folder), "tokenizer.path")
 
     def test_messages_give_ids_or_say_that_there_is_no_template(self, tokenizer):
+        """apply_chat_template returns ids, or raises DataError where there is no template."""
+        messages = [{"role": "user", "content": self.texts[0]}]
         try:
-            ids: Iterable[int] = tokenizer.apply_chat_template(
-                [{"role": "user", "content": self.texts[0]}]
-            )
+            ids: Iterable[int] = tokenizer.apply_chat_template(messages)
         except DataError:
             return
+
         require(
             len(list(ids)) > 0,
             got="nothing",

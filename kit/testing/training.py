@@ -1,4 +1,4 @@
-"""TrainingBackendConformance: outputs and gradients are Hugging Face's, and weights are where they are said to be."""
+"""TrainingBackendConformance: a backend's outputs, gradients and weights are Hugging Face's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from hybridflow.kit.testing.backend_weights import BackendWeights
 
 
 class TrainingBackendConformance(BackendOutputs, BackendGradients, BackendWeights):
-    """Give a fixture `build`: a function (ModelSpec, OptimizerConfig or None) -> your backend, built, on one rank.
+    """Subclass it and give a fixture `build`: a function that returns your backend, built.
 
-    `one_rank()` of hybridflow.kit.testing makes its context. Flags: `architectures`, `kinds`, `trains`, `topk`;
-    `tolerance`, `gradient_tolerance`, `weight_tolerance` (kit/testing/backend_base.py says what each means).
+    It takes (ModelSpec, OptimizerConfig or None) and runs on one rank, whose context `one_rank()`
+    of hybridflow.kit.testing makes. Class attributes say what the backend can: `architectures`,
+    `kinds`, `trains`, `topk`, and `tolerance`, `gradient_tolerance`, `weight_tolerance`. See
+    kit/testing/backend_base.py for each.
     """
