@@ -1,4 +1,4 @@
-"""What the sources that read from disk check before they read."""
+"""Checks of data.path, for the sources that read from disk."""
 
 from __future__ import annotations
 
@@ -9,30 +9,45 @@ from hybridflow.core.errors import DataError
 
 
 def data_path(config: DataConfig) -> Path:
-    """data.path, which must exist."""
+    """Return data.path.
+
+    Raises DataError if it is not set, or if there is no such file or folder; the message then lists
+    what is in the nearest folder that exists.
+    """
     if not config.path:
         raise DataError(f"data source {config.source!r} reads from disk; set data.path")
+
     path = Path(config.path)
     if not path.exists():
-        parent = next(p for p in (path.parent, *path.parent.parents) if p.exists())
-        there = ", ".join(sorted(p.name for p in parent.iterdir())[:8]) or "nothing"
+        # Of the folders above, "/" or "." always exists.
+        parents = (path.parent, *path.parent.parents)
+        parent = next(folder for folder in parents if folder.exists())
+        names = sorted(entry.name for entry in parent.iterdir())
+        listing = ", ".join(names[:8]) or "nothing"  # eight show which folder it is
         raise DataError(
-            f"data.path: there is no {str(path)!r} ({str(parent)!r} has {there}); give an existing one"
+            f"data.path: there is no {str(path)!r} ({str(parent)!r} has {listing}); "
+            "give an existing one"
         )
     return path
 
 
 def data_file(config: DataConfig, endings: tuple[str, ...], others: str) -> Path:
-    """data.path, which must be a file with one of these endings and at least one byte; `others`: where else to go."""
+    """Return data.path, a file with at least one byte and one of these endings.
+
+    others: what to do about a path of another kind, for messages. Raises DataError.
+    """
     path = data_path(config)
     if path.is_dir():
         raise DataError(
-            f"data.path: {str(path)!r} is a folder and source {config.source!r} reads a file; {others}"
+            f"data.path: {str(path)!r} is a folder and source {config.source!r} reads a file; "
+            f"{others}"
         )
+
+    # Whether letters are capital makes no difference: Rows.JSONL is read too.
     if not path.name.lower().endswith(endings):
         raise DataError(
-            f"data.path: {str(path)!r} does not end in {' or '.join(endings)}, which is what source {config.source!r} "
-            f"reads; {others}"
+            f"data.path: {str(path)!r} does not end in {' or '.join(endings)}, which is what "
+            f"source {config.source!r} reads; {others}"
         )
     if path.stat().st_size == 0:
         raise DataError(f"data.path: {str(path)!r} is empty; write it again or give another file")

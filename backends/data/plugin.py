@@ -1,4 +1,4 @@
-"""The built-in data sources."""
+"""Registers the built-in data sources."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
+    """Describe the data sources; none of their libraries is imported."""
     here = "hybridflow.backends.data"
+
     return [
         Descriptor("data_source", "jsonl", f"{here}.jsonl:JsonlSource"),
         Descriptor(

@@ -1,9 +1,18 @@
 """DeepSpeed's ZeRO 1, 2 and 3 on Hugging Face models.
 
-DeepSpeed's engine runs with `managed_gradient_accumulation` off: each backward adds to the gradients, each step uses
-and clears them. A frozen role of stage 1 or 2 has no state to spread, and is the plain module.
+DeepSpeed's engine runs with `managed_gradient_accumulation` off: each backward pass adds to the
+gradients, and each step uses and clears them. A frozen role of stage 1 or 2 has no state to shard:
+it is the plain module, without an engine.
 
-This module is imported to check a config, so what takes seconds to import is imported where it is used.
+Stage 3 flattens each parameter and cuts it into one equal part per rank, the last one padded. A
+part is described by boxes. A parameter of shape [3, 4] on two ranks:
+
+     0  1  2  3        rank 0 holds elements 0 to 5:   boxes [0:1, 0:4] and [1:2, 0:2]
+     4  5 | 6  7       rank 1 holds elements 6 to 11:  boxes [1:2, 2:4] and [2:3, 0:4]
+     8  9 10 11
+
+This module is imported to check a config, so what takes seconds to import is imported where it is
+used.
 """
 
 from __future__ import annotations
@@ -28,19 +37,21 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedBackend(TrainingBackend):
-    """A plugin of kind "training_backend", name "deepspeed"."""
+    """The training backend "deepspeed": data parallelism with sharded state."""
 
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
-        found = []
+        """List settings that cannot work: stage 1 in bf16, and adapters without peft."""
+        problems = []
         if config.precision == "bf16" and config.stage == 1:
-            found.append(
-                "backend deepspeed: stage 1 in bf16 is another optimizer of DeepSpeed's, without ZeRO's gradient clearing on "
-                "overflow; set backend.stage to 2 or 3"
+            problems.append(
+                "backend deepspeed: stage 1 in bf16 uses another optimizer of DeepSpeed's, which "
+                "does not clear gradients on overflow as ZeRO does; set backend.stage to 2 or 3"
             )
-        return found + lora_problems(config.lora)
+        return problems + lora_problems(config.lora)
 
     def build(self) -> None:
+        """Build the Hugging Face model, its adapters if any, and DeepSpeed's engine."""
         from hybridflow.kit.huggingface.modeling import (
             RoleModel,
             build_hf_model,
@@ -48,16 +59,21 @@ class DeepSpeedBackend(TrainingBackend):
             ties_of,
         )
 
-        context, config, trained = self.context, self.config, self.optimizer_config is not None
+        context = self.context
+        config = self.config
+        trained = self.optimizer_config is not None
         lora = config.lora if trained else None
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        # DeepSpeed takes its float32 masters from the weights that it is given, so these begin in float32 ...
+
+        # DeepSpeed makes its float32 masters of the weights that it gets, so weights that are
+        # trained themselves begin in float32, also where they are to be bfloat16.
         masters = trained and lora is None
         hf, self._hf_config = build_hf_model(
             self.model_spec, torch.float32 if masters else self._dtype
         )
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
+
         self._adapters: Adapters | None = None
         if lora is not None:
             from hybridflow.kit.huggingface.lora import Adapters
@@ -66,31 +82,44 @@ class DeepSpeedBackend(TrainingBackend):
         if config.activation_checkpointing and trained:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
+
+        # Canonical names and whole shapes: stage 3 is about to empty the parameters.
         self._ties = ties_of(self.module)
-        self._named: dict[str, Any] = {canonical(n): p for n, p in self.module.named_parameters()}
-        self._trained = [name for name, p in self._named.items() if p.requires_grad]
-        self._shapes = {name: tuple(p.shape) for name, p in self._named.items()}
+        self._named: dict[str, Any] = {
+            canonical(name): parameter for name, parameter in self.module.named_parameters()
+        }
+        self._trained = [name for name, values in self._named.items() if values.requires_grad]
+        self._shapes = {name: tuple(values.shape) for name, values in self._named.items()}
         self._sharded = config.stage == 3
+
         self.engine: Any = None
         self._has_gradients = False
         if not trained and not self._sharded:
             self.module.to(context.device)
             return
-        cut = trained and self._dtype != torch.float32
-        values = {n: self._named[n].detach().clone() for n in self._trained} if cut else {}
+
+        # DeepSpeed rounds the weights to bfloat16 before it copies the masters: write the float32
+        # values into the masters afterwards.
+        rounded = trained and self._dtype != torch.float32
+        names = self._trained if rounded else []
+        exact = {name: self._named[name].detach().clone() for name in names}
         self._initialize()
-        self._set_masters(values)  # ... and get back what bfloat16 has cut off
+        self._set_masters(exact)
 
     def _initialize(self) -> None:
-        deepspeed = _deepspeed(self.context.device)
-        optimizer, wanted = None, self.optimizer_config
-        learnt = [p for p in self.module.parameters() if p.requires_grad]
-        if wanted is not None:
+        """Make the optimizer of a trained role, and wrap the module in DeepSpeed's engine."""
+        deepspeed = _import_deepspeed(self.context.device)
+        optimizer: Any = None
+        settings = self.optimizer_config
+        learnt = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+        # A frozen role has no optimizer: stage 3 then only shards its weights.
+        if settings is not None:
             options: dict[str, Any] = {
-                "lr": wanted.lr,
-                "betas": wanted.betas,
-                "eps": wanted.eps,
-                "weight_decay": wanted.weight_decay,
+                "lr": settings.lr,
+                "betas": settings.betas,
+                "eps": settings.eps,
+                "weight_decay": settings.weight_decay,
             }
             if self.config.adam == "cpu":
                 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -98,6 +127,7 @@ class DeepSpeedBackend(TrainingBackend):
                 optimizer = DeepSpeedCPUAdam(learnt, adamw_mode=True, **options)
             else:
                 optimizer = torch.optim.AdamW(learnt, fused=True, **options)
+
         self.engine, *_ = deepspeed.initialize(
             model=self.module,
             optimizer=optimizer,
@@ -107,37 +137,58 @@ class DeepSpeedBackend(TrainingBackend):
         self.zero = self.engine.optimizer
 
     def _settings(self) -> dict[str, Any]:
-        """DeepSpeed's config."""
-        config, wanted = self.config, self.optimizer_config
+        """Return DeepSpeed's config, under the names of its documentation."""
+        config = self.config
+        optimizer = self.optimizer_config
+        on_gpu = self.context.device.type == "cuda"
+
         zero: dict[str, Any] = {
-            "stage": config.stage, "overlap_comm": config.overlap and self.context.device.type == "cuda",
-            "reduce_bucket_size": config.bucket_elements, "allgather_bucket_size": config.bucket_elements,
-        }  # fmt: skip
+            "stage": config.stage,
+            "overlap_comm": config.overlap and on_gpu,
+            "reduce_bucket_size": config.bucket_elements,
+            "allgather_bucket_size": config.bucket_elements,
+        }
         if config.stage == 3:
+            # Which parameters stay whole, and how many elements are gathered ahead.
             zero |= {
                 "stage3_param_persistence_threshold": config.persist_elements,
                 "stage3_prefetch_bucket_size": config.bucket_elements,
             }
-        pin = self.context.device.type == "cuda"
-        if config.offload_optimizer and wanted is not None:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": pin}
+        if config.offload_optimizer and optimizer is not None:
+            zero["offload_optimizer"] = {
+                "device": "cpu",
+                "pin_memory": on_gpu,
+            }
         if config.offload_parameters:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": pin}
-        found: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False, "zero_optimization": zero | config.zero,
-            "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False,
-            "gradient_clipping": wanted.max_grad_norm if wanted is not None else 0.0,
-        }  # fmt: skip
-        if self._dtype == torch.bfloat16:
-            found["bf16"] = {"enabled": True, "check_grad_overflow": True}
-            found["data_types"] = {"grad_accum_dtype": "fp32"}
-        return found
+            zero["offload_param"] = {
+                "device": "cpu",
+                "pin_memory": on_gpu,
+            }
 
-    # Compute
+        # The sizes of batches are formal: the caller runs the micro-batches and calls the step.
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "zero_optimization": zero | config.zero,
+            "zero_force_ds_cpu_optimizer": False,
+            "wall_clock_breakdown": False,
+            "gradient_clipping": optimizer.max_grad_norm if optimizer is not None else 0.0,
+        }
+        if self._dtype == torch.bfloat16:
+            settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        return settings
+
+    # Passes and updates
+
     def forward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        temperature: float = 1.0,
     ) -> list[dict[str, torch.Tensor]]:
+        """Return the outputs of each micro-batch: float32, without gradients."""
         model = self.module if self.engine is None else self.engine
         with torch.no_grad():
             return [dict(model(micro, needs, temperature)) for micro in micros]
@@ -149,102 +200,158 @@ class DeepSpeedBackend(TrainingBackend):
         loss: LossFunction,
         temperature: float = 1.0,
     ) -> None:
-        for at, micro in enumerate(micros):
+        """Accumulate gradients of the losses' sum over micro-batches and dp ranks."""
+        for index, micro in enumerate(micros):
             outputs: Mapping[str, torch.Tensor] = self.engine(micro, needs, temperature)
-            share = loss(at, outputs)
-            # DeepSpeed averages over dp; the loss is a sum.
+            share = loss(index, outputs)
+
+            # DeepSpeed averages gradients over dp; the loss is a sum over dp.
             self.engine.backward(share * self.context.layout.dp, scale_wrt_gas=False)
             self._has_gradients = True
 
     def optim_step(self) -> Metrics:
+        """Clip, step and clear the gradients; without any gradients only count the step.
+
+        The metric grad_norm is infinite where DeepSpeed reports an overflow; the weights and
+        `version` are then unchanged.
+        """
         assert self.optimizer_config is not None, "a frozen role cannot be updated"
         lr = self.optimizer_config.lr_at(self.version)
-        if not self._has_gradients:  # which DeepSpeed's step does not expect
+
+        # DeepSpeed's step expects gradients.
+        if not self._has_gradients:
             self.version += 1
             return Metrics.of(grad_norm=0.0, lr=lr)
+
+        # The step clips by itself ("gradient_clipping").
         for group in self.zero.param_groups:
             group["lr"] = lr
         self.engine.step()
         self._has_gradients = False
-        norm = float("inf") if self.zero.overflow else float(self.engine.get_global_grad_norm())
+
+        # DeepSpeed skips the update on an overflow, and its norm then means nothing.
+        norm = float("inf")
+        if not self.zero.overflow:
+            norm = float(self.engine.get_global_grad_norm())
         if norm < float("inf"):
             self.version += 1
         return Metrics.of(grad_norm=norm, lr=lr)
 
-    # Weights
+    # Access to the weights
+
     def _model(self) -> dict[str, Any]:
-        """Without adapters."""
+        """Return the model's parameters by canonical name, without adapters."""
         adapters = self._adapters.names if self._adapters is not None else ()
-        return {name: p for name, p in self._named.items() if name not in adapters}
+        return {name: values for name, values in self._named.items() if name not in adapters}
 
     def layout(self) -> WeightLayout:
+        """Return what each rank holds: a part of each parameter in stage 3, else everything."""
         world = self.context.layout.world
-        params = {name: Param(self._shapes[name], self._dtype) for name in self._model()}
+        params = {}
+        for name in self._model():
+            params[name] = Param(self._shapes[name], self._dtype)
         if self._sharded:
             return zero3_layout(params, world, self._ties)
-        held = {n: dict.fromkeys(range(world), (Box.full(p.shape),)) for n, p in params.items()}
+
+        held = {
+            name: dict.fromkeys(range(world), (Box.full(param.shape),))
+            for name, param in params.items()
+        }
         return WeightLayout.by_name(params, held, range(world), self._ties)
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        """Yield what this rank holds; with adapters a LazyShard, which merges them when read.
+
+        A collective call with adapters.
+        """
         adapters = self._whole_adapters()
         for name, box, values in self._held(self._model()):
-            yield (
-                name,
-                box,
-                self._adapters.shard(name, box, values, adapters) if self._adapters else values,
-            )
+            shard: Shard = values
+            if self._adapters:
+                shard = self._adapters.shard(name, box, values, adapters)
+            yield name, box, shard
 
     def _held(self, names: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Views of what this rank holds, without adapters' values."""
+        """Yield views of what this rank stores of these parameters, adapters not merged."""
         for name in names:
-            parameter, shape = self._named[name], self._shapes[name]
+            parameter = self._named[name]
+            shape = self._shapes[name]
             if not self._sharded:
                 yield name, Box.full(shape), parameter.detach()
                 continue
-            shard = parameter.ds_tensor.detach()
-            for box, at in self._boxes(name, self.context.rank, shard.numel()):
-                yield name, box, shard.narrow(0, at, box.numel).view(box.shape)
 
-    def _boxes(self, name: str, rank: int, length: int) -> Iterator[tuple[Box, int]]:
-        """Stage 3: what a rank's flat shard, `length` elements long, holds: boxes, and where they begin in it."""
-        return ((box, at) for _, _, box, at in self._flat(name, rank * length, length))
+            # Boxes beyond the parameter's end (padding) are empty and do not appear.
+            shard = parameter.ds_tensor.detach()
+            for box, offset in self._boxes(name, self.context.rank, shard.numel()):
+                yield name, box, shard.narrow(0, offset, box.numel).view(box.shape)
+
+    def _boxes(
+        self,
+        name: str,
+        rank: int,
+        length: int,
+    ) -> Iterator[tuple[Box, int]]:
+        """Return the (box, offset) pairs of a rank's flat shard in stage 3.
+
+        length: elements of the shard; offset: where the box's elements begin in it.
+        """
+        parts = self._flat(name, rank * length, length)
+        return ((box, offset) for _, _, box, offset in parts)
 
     def _flat(
-        self, name: str, start: int, length: int
+        self,
+        name: str,
+        start: int,
+        length: int,
     ) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
-        """The boxes of elements start..start + length of a parameter, as flat_parts gives them."""
+        """Return the boxes of a parameter's elements start..start + length, as flat_parts does."""
         shape = self._shapes[name]
-        return flat_parts([(name, shape, Box.full(shape), 0)], start, start + length)
+        piece = (name, shape, Box.full(shape), 0)
+        return flat_parts([piece], start, start + length)
 
     def _whole_adapters(self) -> dict[str, torch.Tensor]:
-        """Their values on every rank. Collective where there are any."""
+        """Return copies of the adapters' whole values. A collective call where there are any."""
         if self._adapters is None:
             return {}
-        return {name: whole.clone() for name, whole in self._whole(sorted(self._adapters.names))}
+        names = sorted(self._adapters.names)
+        return {name: values.clone() for name, values in self._whole(names)}
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole canonical parameters, adapters merged, one after the other."""
         adapters = self._whole_adapters()
-        for name, whole in self._whole(self._model()):
-            yield name, self._merged(name, whole, adapters)
+        for name, values in self._whole(self._model()):
+            yield name, self._merged(name, values, adapters)
 
     def _merged(
-        self, name: str, whole: torch.Tensor, adapters: Mapping[str, torch.Tensor]
+        self,
+        name: str,
+        whole: torch.Tensor,
+        adapters: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """With its adapters, box by box as the ranks hold it: the bits that engines get."""
+        """Return a whole parameter with its adapters merged, bit for bit as engines get it.
+
+        Stage 3 merges box by box, as the ranks do for engines: another shape of the product may
+        round otherwise.
+        """
         if self._adapters is None or name not in self._adapters.of:
             return whole
         if not self._sharded:
             return self._adapters.merged(name, Box.full(whole.shape), whole, adapters)
-        made, length = whole.clone(), self._named[name].ds_tensor.numel()
+
+        merged = whole.clone()
+        length = self._named[name].ds_tensor.numel()
         for rank in range(self.context.layout.world):
             for box, _ in self._boxes(name, rank, length):
-                made[box.slices()] = self._adapters.merged(name, box, whole[box.slices()], adapters)
-        return made
+                part = whole[box.slices()]
+                merged[box.slices()] = self._adapters.merged(name, box, part, adapters)
+        return merged
 
     def _whole(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole stored values; in stage 3 they are gathered one by one, on all ranks."""
         if not self._sharded:
             yield from ((name, self._named[name].detach()) for name in names)
             return
+
         import deepspeed
 
         for name in names:
@@ -253,92 +360,120 @@ class DeepSpeedBackend(TrainingBackend):
                 yield name, parameter.detach()
 
     # Files
+
     def _state(self) -> Iterator[StatePart]:
-        """Masters and moments that this rank has of what is trained; of a frozen role the weights."""
+        """Yield this rank's masters and moments, or the weights of a frozen role."""
         if self.optimizer_config is None:
             for name, box, values in self._held(self._named):
                 yield StatePart(f"model.{name}", self._shapes[name], box, values)
             return
+
         for name in self._trained:
             for entry, start, values in self._kept(name, self._named[name]):
-                for _, shape, box, at in self._flat(name, start, values.numel()):
-                    yield StatePart(f"{entry}.{name}", shape, box, values.narrow(0, at, box.numel))
+                for _, shape, box, offset in self._flat(name, start, values.numel()):
+                    part = values.narrow(0, offset, box.numel)
+                    yield StatePart(f"{entry}.{name}", shape, box, part)
 
-    def _kept(self, name: str, parameter: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """(entry, first element of the parameter, flat values) of its float32 state on this rank."""
+    def _kept(
+        self,
+        name: str,
+        parameter: Any,
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Yield this rank's optimizer state of a parameter: (entry, start, flat float32 values).
+
+        start: the values' first element in the flattened parameter. DeepSpeed keeps one flat
+        buffer per group of parameters, in which this parameter's part begins at `offset`.
+        """
         if self._sharded:
-            group, at, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
-            flat, start = self.zero.fp32_partitioned_groups_flat[group], self.context.rank * length
+            group, offset, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            flat = self.zero.fp32_partitioned_groups_flat[group]
+            start = self.context.rank * length
         elif (mapping := parameter._hp_mapping) is not None:
+            # Stages 1 and 2 map the model's weights (lp) to masters (hp: high precision).
             flat = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
-            at, length = mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel
+            offset = mapping.hp_fragment_address.start
+            length = mapping.hp_fragment_address.numel
             start = mapping.lp_fragment_address.start
         else:
-            return
-        yield "model", start, flat.detach().narrow(0, at, length)
+            return  # all of it belongs to other ranks
+
+        yield "model", start, flat.detach().narrow(0, offset, length)
         moments = self._moments(flat)
         for moment in MOMENTS:
-            yield f"optimizer.{moment}", start, moments[moment].narrow(0, at, length)
+            yield f"optimizer.{moment}", start, moments[moment].narrow(0, offset, length)
 
     def _moments(self, flat: torch.Tensor) -> dict[str, Any]:
-        """AdamW's state of a flat buffer; zeros before the first step."""
+        """Return AdamW's state of a flat buffer, which is made of zeros before the first step."""
         moments = self.zero.optimizer.state[flat]
         if not moments:
-            moments["step"] = (
-                0 if self.config.adam == "cpu" else torch.zeros((), device=flat.device)
-            )
-            moments |= {m: torch.zeros_like(flat.detach()) for m in MOMENTS}
+            # DeepSpeedCPUAdam counts steps in an int, torch's AdamW in a tensor.
+            on_cpu = self.config.adam == "cpu"
+            moments["step"] = 0 if on_cpu else torch.zeros((), device=flat.device)
+            moments |= {moment: torch.zeros_like(flat.detach()) for moment in MOMENTS}
         return moments
 
     def save(self, folder: Path) -> None:
+        """Write masters and moments, or a frozen role's weights. A collective call."""
         save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, and make the model's weights of the masters.
+
+        Raises CheckpointError when it cannot be read.
+        """
         self.version = load_state(self._state(), folder, self.context.role)
         if self.optimizer_config is None:
             return
+
+        # Adam corrects the bias of its moments by the number of steps.
         for moments in self.zero.optimizer.state.values():
-            moments["step"] = (
-                self.version
-                if self.config.adam == "cpu"
-                else moments["step"].fill_(float(self.version))
-            )
+            if self.config.adam == "cpu":
+                moments["step"] = self.version
+            else:
+                moments["step"] = moments["step"].fill_(float(self.version))
+
         if self._sharded:
             self._weights_from_masters()
         else:
-            whole = [
-                StatePart(f"model.{n}", self._shapes[n], b, values)
-                for n, b, values in self._held(self._trained)
+            weights = [
+                StatePart(f"model.{name}", self._shapes[name], box, values)
+                for name, box, values in self._held(self._trained)
             ]
-            load_state(whole, folder, self.context.role)
+            load_state(weights, folder, self.context.role)
 
     def _weights_from_masters(self) -> None:
-        """Stage 3: the compute weights of this rank, and those that are kept whole."""
+        """Copy the masters of stage 3 to the weights: this rank's shards, and those kept whole."""
         for parameter in (self._named[name] for name in self._trained):
-            group, at, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
-            masters = self.zero.fp32_partitioned_groups_flat[group].detach().narrow(0, at, length)
+            group, offset, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            flat = self.zero.fp32_partitioned_groups_flat[group].detach()
+            masters = flat.narrow(0, offset, length)
             parameter.ds_tensor.detach()[:length].copy_(masters)
-        if whole := self.zero.persistent_parameters:
-            whole[0].partition(whole)
-            whole[0].all_gather(whole)
+
+        # Parameters below `persist_elements` stay gathered: gather them anew from the shards.
+        if persistent := self.zero.persistent_parameters:
+            persistent[0].partition(persistent)
+            persistent[0].all_gather(persistent)
 
     def _set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write whole float32 values into the masters of this rank."""
-        for name, whole in values.items():
-            for entry, start, kept in self._kept(name, self._named[name]):
+        """Write whole float32 values, by canonical name, into the masters of this rank."""
+        for name, full in values.items():
+            for entry, start, masters in self._kept(name, self._named[name]):
                 if entry == "model":
-                    kept.copy_(whole.flatten()[start : start + kept.numel()])
+                    masters.copy_(full.flatten()[start : start + masters.numel()])
 
     def export_hf(self, folder: Path) -> None:
+        """Write config.json and model.safetensors on rank 0, and adapters to folder/adapter.
+
+        A collective call.
+        """
         from hybridflow.kit.huggingface.export import export_role
 
         hf = self.module.hf
         generation = getattr(hf, "generation_config", None)
-        more = (
-            partial(self._adapters.export, self._whole_adapters(), folder / "adapter")
-            if self._adapters
-            else None
-        )
+        export_adapters = None
+        if self._adapters:
+            adapters = self._whole_adapters()
+            export_adapters = partial(self._adapters.export, adapters, folder / "adapter")
         export_role(
             self.full_parameters(),
             type(hf),
@@ -347,11 +482,16 @@ class DeepSpeedBackend(TrainingBackend):
             folder,
             self._dtype,
             self.context,
-            more,
+            export_adapters,
         )
 
     # Memory
+
     def offload(self) -> None:
+        """Move what DeepSpeed can move to the host: a plain module, or a trained role's states.
+
+        A frozen role of stage 3 and offloaded parameters stay where they are.
+        """
         if self.context.device.type == "cuda":
             if self.engine is None:
                 self.module.to("cpu")
@@ -360,6 +500,7 @@ class DeepSpeedBackend(TrainingBackend):
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
+        """Undo `offload`."""
         if self.context.device.type == "cuda":
             if self.engine is None:
                 self.module.to(self.context.device)
@@ -367,8 +508,9 @@ class DeepSpeedBackend(TrainingBackend):
                 self.engine.reload_states()
 
 
-def _deepspeed(device: torch.device) -> Any:
-    """The package, set up for the process groups and the device that are there already."""
+def _import_deepspeed(device: torch.device) -> Any:
+    """Return the package, set up for the present process groups and this device."""
+    # Variables that DeepSpeed reads to choose its accelerator and device.
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
@@ -376,11 +518,12 @@ def _deepspeed(device: torch.device) -> Any:
     import deepspeed.ops
     from deepspeed.utils import groups
 
-    if groups._WORLD_GROUP is not None and not _is_there(
-        groups._WORLD_GROUP
-    ):  # of a group that has ended since
+    # An earlier run in this process may have left a process group that is destroyed by now.
+    if groups._WORLD_GROUP is not None and not _group_exists(groups._WORLD_GROUP):
         groups._release_process_group_references()
-    if device.type == "cpu":  # else minutes of compiling for a collective over shared memory
+
+    # Otherwise a collective over shared memory is compiled, for minutes.
+    if device.type == "cpu":
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend="gloo" if device.type == "cpu" else "nccl",
@@ -390,7 +533,8 @@ def _deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _is_there(group: Any) -> bool:
+def _group_exists(group: Any) -> bool:
+    """Return whether torch.distributed still knows a process group."""
     try:
         torch.distributed.get_process_group_ranks(group)
     except (KeyError, ValueError, RuntimeError):

@@ -4,12 +4,16 @@ from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES = TrainingCapabilities(
-    axes=frozenset({"dp"}), precisions=frozenset({"fp32", "bf16"}), adapters=True, offload=True
+    axes=frozenset({"dp"}),
+    precisions=frozenset({"fp32", "bf16"}),
+    adapters=True,
+    offload=True,
 )
 
 
 @hookimpl
 def hybridflow_plugins():
+    """Return the descriptor of the training backend "deepspeed"."""
     return [
         Descriptor(
             kind="training_backend",

@@ -1,8 +1,7 @@
 """FSDP2 (torch.distributed.fsdp.fully_shard) on Hugging Face models, with tensor parallelism.
 
-A single rank in float32 without offload runs the plain module: the same numbers, without FSDP's hooks.
-
-This module is imported to check a config, so what takes seconds to import is imported where it is used.
+A single rank in float32 without offload runs the plain module: the same numbers, without FSDP's
+hooks. Checking a config imports this module, so slow imports stand where they are used.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,106 +21,186 @@ from hybridflow.kit.checkpoint import StatePart, load_state, save_state
 from hybridflow.kit.huggingface.config import lora_problems
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.fsdp import FSDPModule
 
+    from hybridflow.backends.fsdp.optimizer import ShardedAdamW
     from hybridflow.kit.huggingface.lora import Adapters
+    from hybridflow.kit.huggingface.modeling import RoleModel
 
 
 class FSDPBackend(TrainingBackend):
     """A plugin of kind "training_backend", name "fsdp"."""
 
+    module: RoleModel
+    """The role's model, sharded in place."""
+    parameters: dict[str, torch.nn.Parameter]
+    """All parameters, adapters too, by canonical name; DTensors under FSDP."""
+    optimizer: ShardedAdamW | None
+    """The optimizer of this rank's shards; None for a frozen role."""
+
+    _hf_config: Any
+    """The Hugging Face config of the model, for exports."""
+    _adapters: Adapters | None
+    """The low-rank adapters; None without LoRA."""
+    _trained: set[str]
+    """Names of the parameters that have gradients."""
+    _ties: dict[str, str]
+    """Tied parameter -> the one that it is tied to."""
+    _gathered: list[FSDPModule]
+    """Modules that FSDP gathers one by one, the root last; none for a plain module."""
+    _boxes: dict[str, dict[int, Box]]
+    """Name -> rank -> the box of the parameter that it holds."""
+    _replica: list[int]
+    """The ranks of this rank's HSDP replica, in order."""
+    _replica_group: ProcessGroup | None
+    """Their process group; None for the default one."""
+
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
-        found = []
+        """Check that replicas divide dp, and that LoRA has tp 1 and peft."""
+        problems = []
         if layout.dp % config.replicas:
-            found.append(
-                f"backend.replicas must divide dp, got replicas {config.replicas} and dp {layout.dp}"
+            problems.append(
+                f"backend.replicas must divide dp, got replicas {config.replicas} and "
+                f"dp {layout.dp}"
             )
         if config.lora is not None and layout.tp > 1:
-            found.append(
-                f"backend fsdp: lora needs tp 1, got {layout}: set layout.tp = 1, or leave backend.lora out"
+            problems.append(
+                f"backend fsdp: lora needs tp 1, got {layout}: "
+                "set layout.tp = 1, or leave backend.lora out"
             )
-        return found + lora_problems(config.lora)
+        return problems + lora_problems(config.lora)
 
     def build(self) -> None:
-        from hybridflow.backends.fsdp import sharding
-        from hybridflow.backends.fsdp.optimizer import ShardedAdamW
+        """Build the model on every rank, shard it in place, and give it an optimizer."""
+        self._build_module()
+        self._shard_module()
+        self._build_optimizer()
+
+    def _build_module(self) -> None:
+        """Build the whole model, with adapters where the config has them."""
         from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
 
-        context, config, trained = self.context, self.config, self.optimizer_config is not None
-        bf16, lora = config.precision == "bf16", config.lora if trained else None
+        config = self.config
+        trained = self.optimizer_config is not None
+        lora = config.lora if trained else None
+
+        # Weights that an optimizer changes are float32 masters; frozen ones may be bfloat16.
         masters = trained and lora is None
-        hf, self._hf_config = build_hf_model(
-            self.model_spec, torch.float32 if masters or not bf16 else torch.bfloat16
-        )
+        wide = masters or config.precision != "bf16"
+        dtype = torch.bfloat16
+        if wide:
+            dtype = torch.float32
+        hf, self._hf_config = build_hf_model(self.model_spec, dtype)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
-        self._adapters: Adapters | None = None
+
+        # Adapters freeze the model again, all but themselves.
+        self._adapters = None
         if lora is not None:
             from hybridflow.kit.huggingface.lora import Adapters
 
             self._adapters = Adapters(self.module, lora, self.model_spec.init_seed)
+
         if config.activation_checkpointing and trained:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
+
+        # Sharding replaces the parameters, so ties are read before.
         self._ties = ties_of(self.module)
-        self._gathered: list[FSDPModule] = []
+
+    def _shard_module(self) -> None:
+        """Cut the model over tp and dp on its device, and record every rank's boxes."""
+        from hybridflow.backends.fsdp import sharding
+
+        context = self.context
+        config = self.config
         layout = context.layout
-        if layout.world > 1 or bf16 or config.cpu_offload:
+
+        # A single rank in float32 without offload needs no FSDP.
+        self._gathered = []
+        if layout.world > 1 or config.precision == "bf16" or config.cpu_offload:
             mesh = sharding.device_mesh(layout, config.replicas, context.device)
             if layout.tp > 1:
                 sharding.apply_tensor_parallel(self.module, mesh["tp"])
-            # Moves each piece to the device as it cuts it.
+            # FSDP moves each parameter to the device as it cuts it.
             self._gathered = sharding.apply_fsdp(self.module, mesh, config)
         else:
             self.module.to(context.device)
+
+        # Models without a list of layers are left as they are.
         if config.compile:
-            for layer in getattr(hf.base_model, "layers", []):
+            for layer in getattr(self.module.hf.base_model, "layers", []):
                 layer.compile()
+
+        # FSDP has put other parameters into the module, so they are collected now.
         self.parameters = dict(self._canonical())
-        self._trained = {name for name, p in self.parameters.items() if p.requires_grad}
-        self._boxes = {
-            name: sharding.boxes_of(p, layout, config.replicas)
-            for name, p in self.parameters.items()
-        }
+        self._trained = set()
+        self._boxes = {}
+        for name, parameter in self.parameters.items():
+            self._boxes[name] = sharding.boxes_of(parameter, layout, config.replicas)
+            if parameter.requires_grad:
+                self._trained.add(name)
         self._replica, self._replica_group = sharding.replica_group(
-            layout, config.replicas, context.rank
+            layout,
+            config.replicas,
+            context.rank,
         )
+
+    def _build_optimizer(self) -> None:
+        """Give a trained role AdamW over this rank's shards of what has gradients."""
+        from hybridflow.backends.fsdp import sharding
+        from hybridflow.backends.fsdp.optimizer import ShardedAdamW
+
         self.optimizer = None
-        if self.optimizer_config is not None:
-            learnt = {n: p for n, p in self.parameters.items() if n in self._trained}
-            held = {n: sharding.copies(p, layout, config.replicas) for n, p in learnt.items()}
-            self.optimizer = ShardedAdamW(learnt, held, self.optimizer_config)
+        if self.optimizer_config is None:
+            return
+        layout = self.context.layout
+        learnt = {}
+        copies = {}
+        for name, parameter in self.parameters.items():
+            if name in self._trained:
+                learnt[name] = parameter
+                copies[name] = sharding.copies(parameter, layout, self.config.replicas)
+        self.optimizer = ShardedAdamW(learnt, copies, self.optimizer_config)
 
     def _canonical(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters under the names of the exported safetensors, tied ones once; and adapters."""
+        """Yield the parameters under the names of the exported safetensors.
+
+        Tied parameters come once; adapters come too.
+        """
         from hybridflow.kit.huggingface.modeling import canonical
 
         for name, parameter in self.module.named_parameters():
             yield canonical(name), parameter
 
     def _model(self) -> dict[str, torch.nn.Parameter]:
-        """Without adapters."""
+        """Return the parameters without adapters."""
         adapters = self._adapters.names if self._adapters is not None else ()
         return {name: p for name, p in self.parameters.items() if name not in adapters}
 
     def _local(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of it."""
+        """Return this rank's shard, without gradients."""
         from hybridflow.backends.fsdp.sharding import local
 
         return local(parameter.detach())
 
     # Compute
     def forward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        temperature: float = 1.0,
     ) -> list[dict[str, torch.Tensor]]:
+        """Compute the outputs, then free what FSDP gathered for them."""
         with torch.no_grad():
             outputs = [self.module(micro, needs, temperature) for micro in micros]
         self._reshard()
         return outputs
 
     def _reshard(self) -> None:
-        """Free gathered weights: after a forward without a backward they would stay, and grow stale."""
+        """Free gathered weights: without a backward they would stay, and grow stale."""
         for module in self._gathered:
             module.reshard()
 
@@ -132,29 +211,43 @@ class FSDPBackend(TrainingBackend):
         loss: LossFunction,
         temperature: float = 1.0,
     ) -> None:
-        for at, micro in enumerate(micros):
-            self._set_last(at == len(micros) - 1)
+        """Add up gradients over the micro-batches; the last one reduces them over dp."""
+        for index, micro in enumerate(micros):
+            self._set_last(index == len(micros) - 1)
             outputs: Mapping[str, torch.Tensor] = self.module(micro, needs, temperature)
-            share = loss(at, outputs)
-            (share * self.context.layout.dp).backward()  # FSDP averages over dp; the loss is a sum
+            share = loss(index, outputs)
+
+            # FSDP averages gradients over dp, and the contract wants their sum.
+            (share * self.context.layout.dp).backward()
 
     def _set_last(self, last: bool) -> None:
-        """Reduce gradients once, after the last micro-batch; until then keep what may stay gathered."""
+        """Reduce gradients once, after the last micro-batch.
+
+        Before it, weights that may stay gathered (reshard_after_forward = false) do.
+        """
+        # The root passes the settings on to the modules below it, the second where it recurses.
         if self._gathered:
             root = self._gathered[-1]
             root.set_requires_gradient_sync(last)
-            root.set_reshard_after_backward(last, recurse=not self.config.reshard_after_forward)
+            every = not self.config.reshard_after_forward
+            root.set_reshard_after_backward(last, recurse=every)
 
     def optim_step(self) -> Metrics:
+        """Clip by the global norm as torch.nn.utils.clip_grad_norm_ does, and step AdamW."""
         assert self.optimizer is not None and self.optimizer_config is not None, (
             "a frozen role cannot be updated"
         )
         config = self.optimizer_config
         lr = config.lr_at(self.version)
         norm = self.optimizer.grad_norm(self.context.layout.world, self.context.device)
+
+        # No step with gradients that are NaN or infinite
         if norm < float("inf"):
             clip = config.max_grad_norm and norm > config.max_grad_norm
-            self.optimizer.step(lr, config.max_grad_norm / (norm + 1e-6) if clip else 1.0)
+            scale = 1.0
+            if clip:
+                scale = config.max_grad_norm / (norm + 1e-6)
+            self.optimizer.step(lr, scale)
             self.version += 1
         else:
             self.optimizer.clear()
@@ -162,49 +255,59 @@ class FSDPBackend(TrainingBackend):
 
     # Weights
     def layout(self) -> WeightLayout:
-        held: dict[int, dict[str, tuple[Box, ...]]] = {
-            rank: {} for rank in range(self.context.layout.world)
-        }
+        """Return one box per rank and parameter, or none where the rank's part is empty."""
+        held: dict[int, dict[str, tuple[Box, ...]]] = {}
+        for rank in range(self.context.layout.world):
+            held[rank] = {}
         params = {}
-        for name, p in self._model().items():
-            params[name] = Param(tuple(p.shape), p.dtype)
+        for name, parameter in self._model().items():
+            params[name] = Param(tuple(parameter.shape), parameter.dtype)
             for rank, box in self._boxes[name].items():
                 held[rank][name] = (box,) if box.numel else ()
         return WeightLayout(params, held, self._ties)
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        """Yield this rank's shards; adapted ones are LazyShards that merge when they are read."""
         adapters = self._whole_adapters()
         for name, parameter in self._model().items():
-            box, values = self._boxes[name][self.context.rank], self._local(parameter)
-            if box.numel:
-                yield (
-                    name,
-                    box,
-                    self._adapters.shard(name, box, values, adapters) if self._adapters else values,
-                )
+            box = self._boxes[name][self.context.rank]
+            local = self._local(parameter)
+            # A rank may hold nothing of a small parameter.
+            if not box.numel:
+                continue
+            if self._adapters:
+                yield name, box, self._adapters.shard(name, box, local, adapters)
+            else:
+                yield name, box, local
 
     def _whole_adapters(self) -> dict[str, torch.Tensor]:
-        """Their values on every rank. Collective where there are any."""
+        """Return the adapters' whole values on every rank; collective where there are adapters."""
         if self._adapters is None:
             return {}
-        mine = {name: p for name, p in self.parameters.items() if name in self._adapters.names}
-        return {name: whole.clone() for name, whole in self._gather(mine, {})}
+        names = self._adapters.names
+        parameters = {name: p for name, p in self.parameters.items() if name in names}
+
+        # A gathered tensor is valid only until the next one, hence the clones.
+        return {name: whole.clone() for name, whole in self._gather(parameters, {})}
 
     @torch.no_grad()
     def adopt(self, name: str, storage: torch.Tensor) -> bool:
+        """Refuse under FSDP, which owns its storage, and for adapted weights (merged for engines).
+
+        The optimizer follows the parameter into the new storage.
+        """
         parameter = self.parameters.get(name)
-        if parameter is None or self._gathered:  # FSDP's storage is its own
+        if parameter is None or self._gathered:
             return False
-        if (
-            self._adapters is not None and name in self._adapters.of
-        ):  # the engine gets merged values
+        if self._adapters is not None and name in self._adapters.of:
             return False
-        if (parameter.dtype, parameter.shape, parameter.device) != (
-            storage.dtype,
-            storage.shape,
-            storage.device,
-        ):
+
+        # The storage must fit the parameter as it is.
+        ours = (parameter.dtype, parameter.shape, parameter.device)
+        theirs = (storage.dtype, storage.shape, storage.device)
+        if ours != theirs:
             return False
+
         storage.copy_(parameter)
         parameter.data = storage
         if self.optimizer is not None:
@@ -212,63 +315,91 @@ class FSDPBackend(TrainingBackend):
         return True
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole parameters with adapters merged, gathered over one HSDP replica."""
         yield from self._gather(self._model(), self._whole_adapters())
 
     def _gather(
-        self, parameters: Mapping[str, torch.nn.Parameter], adapters: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        adapters: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole parameters, with their adapters merged as shards of this layout are."""
+        """Yield whole parameters, with adapters merged shard by shard.
+
+        Merged bits depend on the box, so they are those that `named_shards` gives.
+        """
+        rank = self.context.rank
+        device = self.context.device
 
         def pieces() -> Iterator[Piece]:
-            for name, p in parameters.items():
-                local = self._local(p)
+            for name, parameter in parameters.items():
+                boxes = self._boxes[name]
+                local = self._local(parameter)
                 if adapters and self._adapters is not None:
-                    local = self._adapters.merged(
-                        name, self._boxes[name][self.context.rank], local, adapters
-                    )
-                yield Piece(name, tuple(p.shape), local, self._boxes[name])
+                    local = self._adapters.merged(name, boxes[rank], local, adapters)
+                yield Piece(name, tuple(parameter.shape), local, boxes)
 
+        # A single rank has whole parameters already.
         if self.context.layout.world == 1:
-            yield from ((piece.name, piece.local.to(self.context.device)) for piece in pieces())
-            return
-        yield from whole_parameters(
-            pieces(), self._replica, self._replica_group, self.context.device
-        )
+            for piece in pieces():
+                yield piece.name, piece.local.to(device)
+        else:
+            # Each HSDP replica holds all weights, so its ranks gather among themselves.
+            yield from whole_parameters(
+                pieces(),
+                self._replica,
+                self._replica_group,
+                device,
+            )
 
     # Files
     def _state(self) -> Iterator[StatePart]:
-        """Of LoRA what is trained alone: the rest is in the model's own folder."""
-        rank, moments = (
-            self.context.rank,
-            self.optimizer.moments() if self.optimizer is not None else {},
-        )
+        """Yield this rank's weights and moments for a checkpoint.
+
+        Under LoRA only what is trained counts: the rest is in the model's own folder.
+        """
+        rank = self.context.rank
+        moments = self.optimizer.moments() if self.optimizer is not None else {}
         for name, parameter in self.parameters.items():
             if self._adapters is not None and name not in self._trained:
                 continue
-            shape, box = tuple(parameter.shape), self._boxes[name][rank]
+            shape = tuple(parameter.shape)
+            box = self._boxes[name][rank]
             yield StatePart(f"model.{name}", shape, box, self._local(parameter))
+            # Parameters of which this rank holds nothing have no moments.
             for moment, values in moments.get(name, {}).items():
                 yield StatePart(f"optimizer.{moment}.{name}", shape, box, values)
 
     def save(self, folder: Path) -> None:
-        save_state(self._state(), self.version, folder, self.context.rank)
+        """Write the shards with torch.distributed.checkpoint (see kit/checkpoint.py)."""
+        save_state(
+            self._state(),
+            self.version,
+            folder,
+            self.context.rank,
+        )
 
     def load(self, folder: Path) -> None:
+        """Read the shards of this layout, whatever layout or backend wrote them."""
         self.version = load_state(self._state(), folder, self.context.role)
         if self.optimizer is not None:
             self.optimizer.set_step(self.version)
 
     def export_hf(self, folder: Path) -> None:
+        """Write the model with its adapters merged, and peft's files of them in adapter/."""
         from hybridflow.kit.huggingface.export import export_role
 
-        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         hf = self.module.hf
+        dtype = torch.float32
+        if self.config.precision == "bf16":
+            dtype = torch.bfloat16
         generation = getattr(hf, "generation_config", None)
-        more = (
-            partial(self._adapters.export, self._whole_adapters(), folder / "adapter")
-            if self._adapters
-            else None
-        )
+
+        # Gathering adapters is collective, so it happens here and not on rank 0 alone.
+        export_adapters = None
+        if self._adapters:
+            adapters = self._whole_adapters()
+            export_adapters = partial(self._adapters.export, adapters, folder / "adapter")
+
         export_role(
             self.full_parameters(),
             type(hf),
@@ -277,22 +408,27 @@ class FSDPBackend(TrainingBackend):
             folder,
             dtype,
             self.context,
-            more,
+            export_adapters,
         )
 
     # Memory
     def offload(self) -> None:
+        """Move everything to the CPU; a role with cpu_offload is there already."""
         if self.context.device.type != "cpu" and not self.config.cpu_offload:
             self._move(lambda tensor: tensor.to("cpu"))
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
+        """Move everything back to the device."""
         if self.context.device.type != "cpu" and not self.config.cpu_offload:
             self._move(lambda tensor: tensor.to(self.context.device))
 
     def _move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Give weights, buffers and optimizer another storage. A change of device is one; a copy is the test's."""
+        """Give weights, buffers and optimizer other storage: another device, or (in tests) a copy.
+
+        FSDP may make new parameter objects, so they are collected anew.
+        """
         self.module._apply(change)
-        self.parameters = dict(self._canonical())  # FSDP may have new objects
+        self.parameters = dict(self._canonical())
         if self.optimizer is not None:
             self.optimizer.relink(self.parameters)

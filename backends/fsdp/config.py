@@ -17,26 +17,34 @@ from hybridflow.kit.layouts import fsdp_layout, tensor_shard
 class FSDPConfig(KnownSettings):
     """PyTorch FSDP2 on Hugging Face models."""
 
-    precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
-    """fp32: everything in float32. bf16: compute in bfloat16; a trained role keeps float32 masters and reduces
-    gradients in float32, a frozen one stores bfloat16."""
+    precision: str = attrs.field(
+        default="fp32",
+        validator=attrs.validators.in_(("fp32", "bf16")),
+    )
+    """fp32: everything in float32. bf16: compute in bfloat16; a trained role keeps float32 masters
+    and reduces gradients in float32, a frozen one stores bfloat16."""
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward: memory for about a third more time."""
+    """Recompute each layer's activations in the backward pass: less memory for about a third more
+    time."""
     cpu_offload: bool = False
-    """FSDP2's CPUOffloadPolicy: shards of weights, gradients and optimizer live on the CPU all the time."""
+    """FSDP2's CPUOffloadPolicy: shards of weights, gradients and optimizer live on the CPU all the
+    time."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward (ZeRO-3); False keeps them until the backward (ZeRO-2)."""
+    """Free a layer's gathered weights after its forward pass (as ZeRO-3 does). False keeps them
+    until the backward pass (as ZeRO-2 does)."""
     replicas: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    """HSDP: dp ranks are cut into this many groups; weights are sharded inside a group and replicated over groups."""
+    """HSDP: the number of groups that the dp ranks are cut into. Weights are sharded inside a group
+    and replicated over groups."""
     wrap_min_parameters: int = 10_000_000
-    """Layers are wrapped one by one from this many parameters per layer on; smaller ones together with the root, since
-    each wrapped layer costs about 1 ms per forward and backward."""
+    """Layers of at least this many parameters are gathered one by one, smaller ones together with
+    the root: each wrapped layer costs about 1 ms per forward and backward pass."""
     compile: bool = False
-    """torch.compile of each decoder layer."""
+    """Compile each decoder layer with torch.compile."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters instead of the model's own weights; needs peft, and tp 1."""
 
     def sharding(self, trained: bool) -> FullyShardedLayers:
+        """Describe the backend's sharding with these settings for memory and time estimates."""
         wide = self.precision == "fp32" or (trained and self.lora is None)
         return FullyShardedLayers(
             weight_bytes=4 if wide else 2,
@@ -52,17 +60,24 @@ class FSDPConfig(KnownSettings):
         )
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
+        """Return whether the layout has dp and tp alone, and tp suits a dense model's sizes."""
+        # Tensor parallelism cuts heads, MLP units and vocabulary.
         sizes = (shape.heads, shape.kv_heads, shape.intermediate, shape.vocab)
-        whole = layout.tp == 1 or not (
-            shape.experts or self.lora or any(size % layout.tp for size in sizes)
-        )
-        return whole and layout.pp == layout.cp == 1 and layout.dp % self.replicas == 0
+        uneven = any(size % layout.tp for size in sizes)
+        tp_fits = layout.tp == 1 or not (shape.experts or self.lora or uneven)
+
+        # There is neither pipeline nor context parallelism, and replicas are equally large.
+        if layout.pp != 1 or layout.cp != 1:
+            return False
+        return tp_fits and layout.dp % self.replicas == 0
 
     def planned_layout(
         self, shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype
     ) -> WeightLayout:
+        """Return the boxes that `FSDPBackend.layout` will have, from the shapes alone."""
         params = shape.params(dtype)
 
+        # Tensor parallelism cuts first, FSDP then cuts each part.
         def tensor(name: str, tp_rank: int) -> Box:
             return tensor_shard(name, params[name].shape, shape, layout.tp, tp_rank)
 

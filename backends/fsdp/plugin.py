@@ -9,10 +9,12 @@ CAPABILITIES = TrainingCapabilities(
     adapters=True,
     offload=True,
 )
+"""What the backend can do; read without importing it."""
 
 
 @hookimpl
 def hybridflow_plugins():
+    """Return the descriptor of the training backend "fsdp", the default one."""
     return [
         Descriptor(
             kind="training_backend",

@@ -1,4 +1,13 @@
-"""Tensor parallelism and FSDP2 applied to a role's model, and where each parameter's pieces are."""
+"""Tensor parallelism and FSDP2 applied to a role's model, and where each parameter's shards are.
+
+The device mesh has up to three axes. tp cuts a parameter first, FSDP then cuts each tp rank's part
+along dim 0 over the axis shard; replicate (HSDP) has copies:
+
+    dp rank       0         1         2         3          layout.dp = 4, replicas = 2, tp = 2
+    replicate     0         0         1         1
+    shard         0         1         0         1
+    tp           0 1       0 1       0 1       0 1
+"""
 
 from __future__ import annotations
 
@@ -27,26 +36,34 @@ COLWISE = (
     "mlp.gate_proj",
     "mlp.up_proj",
 )
+"""Linear layers of a decoder layer whose outputs tensor parallelism cuts."""
 ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
+"""Linear layers of a decoder layer whose inputs tensor parallelism cuts."""
 
 
 def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> DeviceMesh:
-    """Axes replicate (if there are several), shard and tp (if it is cut), over the layout's own rank order.
+    """Return the mesh with axes replicate (if replicas > 1), shard and tp (if tp > 1).
 
-    Roles of one process with one shape share a mesh: each of its process groups costs threads, or memory of the GPU.
+    Ranks stand in the layout's own order. Roles of one process with the same shape share a mesh,
+    since each of its process groups costs threads, or memory of the GPU.
     """
     shard = layout.dp // replicas
-    ranks = torch.tensor(
-        [
-            [[layout.rank(dp=r * shard + s, tp=t) for t in range(layout.tp)] for s in range(shard)]
-            for r in range(replicas)
-        ]
-    )
+    ranks = torch.empty((replicas, shard, layout.tp), dtype=torch.int64)
+    for replica in range(replicas):
+        for position in range(shard):
+            for tp in range(layout.tp):
+                rank = layout.rank(dp=replica * shard + position, tp=tp)
+                ranks[replica, position, tp] = rank
+
+    # Drop tp and replicate where they have one rank alone, the last axis first.
     names = ["replicate", "shard", "tp"]
-    for dim, name, size in ((2, "tp", layout.tp), (0, "replicate", replicas)):
-        if size == 1:
-            ranks = ranks.squeeze(dim)
-            names.remove(name)
+    if layout.tp == 1:
+        ranks = ranks.squeeze(2)
+        names.remove("tp")
+    if replicas == 1:
+        ranks = ranks.squeeze(0)
+        names.remove("replicate")
+
     return _shared_mesh(
         tuple(ranks.flatten().tolist()),
         tuple(ranks.shape),
@@ -58,50 +75,76 @@ def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> 
 
 @functools.cache
 def _shared_mesh(
-    ranks: tuple, shape: tuple, names: tuple, device: str, world: dist.ProcessGroup
+    ranks: tuple,
+    shape: tuple,
+    names: tuple,
+    device: str,
+    world: dist.ProcessGroup,
 ) -> DeviceMesh:
+    """Make a mesh once per process; `world` keys the cache, for a new job makes new groups."""
     return DeviceMesh(device, torch.tensor(ranks).view(shape), mesh_dim_names=names)
 
 
 def replica_group(
-    layout: ParallelLayout, replicas: int, rank: int
+    layout: ParallelLayout,
+    replicas: int,
+    rank: int,
 ) -> tuple[list[int], dist.ProcessGroup | None]:
-    """The ranks, in order, that hold all weights together with this one (an HSDP replica's), and their group."""
+    """Return the ranks of this rank's HSDP replica, in order, and their process group.
+
+    Together they hold all weights. With one replica the group is None, the default group.
+    Collective.
+    """
+    # Neighbouring dp ranks form a replica, all of them with all their tp ranks.
     shard = layout.dp // replicas
     members: list[list[int]] = [[] for _ in range(replicas)]
     for other in range(layout.world):
         members[layout.coords(other).dp // shard].append(other)
-    mine = layout.coords(rank).dp // shard
-    return members[mine], _shared_groups(tuple(map(tuple, members)), dist.group.WORLD)[
-        mine
-    ] if replicas > 1 else None
+
+    # With one replica the default group has just these ranks.
+    replica = layout.coords(rank).dp // shard
+    group = None
+    if replicas > 1:
+        groups = _shared_groups(tuple(map(tuple, members)), dist.group.WORLD)
+        group = groups[replica]
+    return members[replica], group
 
 
 @functools.cache
 def _shared_groups(
-    members: tuple[tuple[int, ...], ...], world: dist.ProcessGroup
+    members: tuple[tuple[int, ...], ...],
+    world: dist.ProcessGroup,
 ) -> list[dist.ProcessGroup]:
+    """Make process groups once per process; `world` keys the cache, as in `_shared_mesh`."""
     return [dist.new_group(list(ranks)) for ranks in members]
 
 
 def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
-    """Megatron's split (arXiv:1909.08053) of Llama-like layers; embedding and head split over the vocabulary.
+    """Cut Llama-like layers as Megatron does (arXiv:1909.08053), embedding and head by vocabulary.
 
-    Raises ModelError for a model of another build, or whose sizes the number of ranks does not divide.
+    Raises ModelError for a model of another build, or one whose sizes tp does not divide.
     """
-    config, trunk = model.hf.config, model.hf.base_model
-    tp, policy = mesh.size(), model.kind == "policy"
+    config = model.hf.config
+    trunk = model.hf.base_model
+    tp = mesh.size()
+    policy = model.kind == "policy"
+
+    # Refuse models of another build, and sizes that do not divide.
     layers = getattr(trunk, "layers", None)
-    if layers is None or not all(_has(layers[0], name) for name in (*COLWISE, *ROWWISE)):
+    linear = (*COLWISE, *ROWWISE)
+    if layers is None or not all(_has(layers[0], name) for name in linear):
         raise ModelError(
-            f"tp {tp} needs a Llama-like model (q_proj ... down_proj); {config.model_type!r} is not one: "
-            "set layout.tp = 1"
+            f"tp {tp} needs a Llama-like model (q_proj ... down_proj); {config.model_type!r} is "
+            "not one: set layout.tp = 1"
         )
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    if bad := [f"{name} {getattr(config, name)}" for name in names if getattr(config, name) % tp]:
+    sizes = {name: getattr(config, name) for name in names}
+    if uneven := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
         raise ModelError(
-            f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp"
+            f"tp {tp} must divide the model's {', '.join(uneven)}; choose a smaller layout.tp"
         )
+
+    # parallelize_module replaces parameters, so a tie is noted before and made again after.
     tied = policy and model.head.weight is trunk.embed_tokens.weight
     for layer in layers:
         plan: dict[str, Any] = {name: ColwiseParallel() for name in COLWISE}
@@ -115,6 +158,7 @@ def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
 
 
 def _has(module: nn.Module, path: str) -> bool:
+    """Return whether a module has a submodule at a dotted path."""
     for name in path.split("."):
         if not hasattr(module, name):
             return False
@@ -123,66 +167,94 @@ def _has(module: nn.Module, path: str) -> bool:
 
 
 def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> list[FSDPModule]:
-    """The modules that FSDP gathers one by one: large layers, and the root with all that is left.
+    """Shard the model in place; return the modules that FSDP gathers one by one, the root last.
 
-    The root's weights stay gathered until the backward, which begins with them.
+    These are the large layers, and the root with all that is left. The root's weights stay
+    gathered until the backward pass, which begins with them.
     """
-    options: dict[str, Any] = {
-        "mesh": mesh["replicate", "shard"] if config.replicas > 1 else mesh["shard"]
-    }
+    options: dict[str, Any] = {}
+    if config.replicas > 1:
+        options["mesh"] = mesh["replicate", "shard"]
+    else:
+        options["mesh"] = mesh["shard"]
     if config.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(
-            torch.bfloat16, torch.float32, cast_forward_inputs=False
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
         )
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    large: list[nn.Module] = [
-        layer
-        for layer in getattr(model.hf.base_model, "layers", [])
-        if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters
-    ]
+
+    # Layers are sharded before the root, which takes what is left.
+    large: list[nn.Module] = []
+    for layer in getattr(model.hf.base_model, "layers", []):
+        if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters:
+            large.append(layer)
+
     for layer in large:
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=False, **options)
-    return [m for m in (*large, model) if isinstance(m, FSDPModule)]
+    return [module for module in (*large, model) if isinstance(module, FSDPModule)]
 
 
-def boxes_of(parameter: torch.Tensor, layout: ParallelLayout, replicas: int) -> dict[int, Box]:
-    """rank -> the box of a parameter that it holds (of no elements, perhaps).
+def boxes_of(
+    parameter: torch.Tensor,
+    layout: ParallelLayout,
+    replicas: int,
+) -> dict[int, Box]:
+    """Return for each rank the box of a parameter that it holds, which may be empty.
 
-    Tensor parallelism cuts first, FSDP then cuts each rank's piece, both as torch.chunk does.
+    Tensor parallelism cuts first, FSDP then cuts each rank's part, both as torch.chunk does.
     """
     axes = _sharded_axes(parameter)
     shard = layout.dp // replicas
-    held = {}
+    boxes = {}
     for rank in range(layout.world):
-        at = layout.coords(rank)
+        coords = layout.coords(rank)
         box = Box.full(parameter.shape)
-        for axis, index, size in (("tp", at.tp, layout.tp), ("shard", at.dp % shard, shard)):
-            if axis in axes:
-                box = chunked(box, axes[axis], size, index)
-        held[rank] = box
-    return held
+        if "tp" in axes:
+            box = chunked(box, axes["tp"], layout.tp, coords.tp)
+        if "shard" in axes:
+            box = chunked(box, axes["shard"], shard, coords.dp % shard)
+        boxes[rank] = box
+    return boxes
 
 
 def _sharded_axes(parameter: torch.Tensor) -> dict[str, int]:
-    """Mesh axis -> the tensor dim that it cuts. (A parameter cut twice in dim 0 has a _StridedShard.)"""
+    """Return mesh axis -> the tensor dim that it cuts.
+
+    Placements that cut have a `dim`: Shard, and _StridedShard where dim 0 is cut twice.
+    """
     if not isinstance(parameter, DTensor):
         return {}
-    named = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    return {name: int(p.dim) for name, p in named if hasattr(p, "dim")}
+    names = parameter.device_mesh.mesh_dim_names or ()
+    axes = {}
+    for name, placement in zip(names, parameter.placements, strict=True):
+        if hasattr(placement, "dim"):
+            axes[name] = int(placement.dim)
+    return axes
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece, as a plain tensor that shares its storage."""
+    """Return this rank's shard as a plain tensor that shares its storage."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
 
 
-def copies(parameter: torch.Tensor, layout: ParallelLayout, replicas: int) -> int:
-    """On how many of the group's ranks each element stands."""
+def copies(
+    parameter: torch.Tensor,
+    layout: ParallelLayout,
+    replicas: int,
+) -> int:
+    """Return on how many ranks of the layout each element of a parameter stands."""
+    # An axis that does not cut the parameter copies it.
     axes = _sharded_axes(parameter)
-    shards = (layout.tp if "tp" in axes else 1) * (layout.dp // replicas if "shard" in axes else 1)
+    shards = 1
+    if "tp" in axes:
+        shards *= layout.tp
+    if "shard" in axes:
+        shards *= layout.dp // replicas
     return layout.world // shards

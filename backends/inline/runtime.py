@@ -1,7 +1,9 @@
-"""Everything in the calling process: a breakpoint in a worker just works, and nothing has to start.
+"""The inline runtime: everything runs in the calling process.
 
-One rank runs in the caller's thread. Several ranks get a thread each (calls that wait for one another would deadlock
-otherwise); torch.distributed is process-wide, so they have no collectives: models run on one rank, or under `ray`.
+A breakpoint in a worker just works, and nothing has to start. One rank runs in the caller's thread.
+Several ranks get a thread each, since calls that wait for one another would deadlock otherwise;
+torch.distributed has one state per process, so they have no collectives. Models therefore run on
+one rank here, or under the runtime `ray`.
 """
 
 from __future__ import annotations
@@ -28,23 +30,30 @@ from hybridflow.core.groups.host import Host
 
 @attrs.frozen
 class InlineConfig(RuntimeSettings):
-    """The inline runtime."""
+    """Settings of the inline runtime."""
 
     threads: int = attrs.field(default=0)
-    """Threads of torch's operators; 0 leaves torch's own choice."""
+    """Number of threads of torch's operators. 0 leaves torch's own choice."""
 
 
 class InlineStore:
-    """Blocks by themselves; copied in, as a real store does, so that the maker may go on writing to its tensors."""
+    """A store whose handles are the blocks themselves.
+
+    Arrays are copied in, as a real store does, so that their maker may go on writing to them.
+    """
 
     def put(self, block: list) -> Any:
-        return Block([np.array(a, copy=True) for a in block])
+        """Copy a block of arrays; return the copy's handle."""
+        return Block([np.array(array, copy=True) for array in block])
 
     def get(self, handle: Any) -> list:
+        """Return the block behind a handle, without a copy."""
         return handle.arrays
 
 
 class Block:
+    """A handle, hashable by identity as lists are not."""
+
     __slots__ = ("arrays",)
 
     def __init__(self, arrays: list):
@@ -52,20 +61,32 @@ class Block:
 
 
 class InlineProcess(Process):
+    """A rank in the calling process: in the caller's thread if it is alone, else in its own."""
+
     def __init__(self, pool: ResourcePool, rank: int):
-        self.pool, self.rank = pool, rank
+        self.pool = pool
+        self.rank = rank
         self.host = Host(pool.name, rank, pool.world, InlineStore())
-        self.thread = ThreadPoolExecutor(1, f"{pool.name}-{rank}") if pool.world > 1 else None
+
+        # One thread runs the rank's calls in the order sent.
+        self.thread: ThreadPoolExecutor | None = None
+        if pool.world > 1:
+            self.thread = ThreadPoolExecutor(1, f"{pool.name}-{rank}")
 
     def submit(self, message: Message, label: Label) -> Future:
+        """Run a call at once, or queue it for the rank's thread; return the future of its reply."""
         if self.thread is not None:
             return self.thread.submit(self._run, message)
-        done: Future = Future()
-        done.set_result(self._run(message))
-        return done
+
+        # Without a thread the future has its result from the start.
+        reply: Future = Future()
+        reply.set_result(self._run(message))
+        return reply
 
     def _run(self, message: Message) -> tuple[bytes, Sequence[Any], bool]:
-        return self.host.call(message.blob, message.handles, [r.result() for r in message.replies])
+        # Futures of other ranks are waited for here, in this rank's thread.
+        inputs = [reply.result() for reply in message.replies]
+        return self.host.call(message.blob, message.handles, inputs)
 
 
 class InlineRuntime(Runtime):
@@ -73,36 +94,48 @@ class InlineRuntime(Runtime):
 
     def __init__(self, config: InlineConfig | None = None):
         super().__init__(config or InlineConfig())
+
+        # Handles mean the same to every InlineStore: they hold the arrays themselves.
         self.store = InlineStore()
         self.processes: list[InlineProcess] = []
 
     def start(self) -> None:
+        """Set torch's number of threads, if one is configured."""
         if self.config.threads:
             torch.set_num_threads(self.config.threads)
 
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
-        os.environ.update(environment)
+        """Make a host per rank; the environment is set in the calling process and stays there."""
+        os.environ.update(environment)  # before any worker is made, which may read it
         processes = [InlineProcess(pool, rank) for rank in range(pool.world)]
+
+        # Only a rank alone can join a process group: there is one per process.
         if pool.world == 1:
             processes[0].host.join(None, device)
+
         self.processes += processes
-        return list(processes)
+        return list(processes)  # for the type: a list[InlineProcess] is no list[Process]
 
     def wait(self, reply: Future) -> tuple[bytes, Sequence[Any], bool]:
+        """Wait for a call of a rank's thread; a rank alone has run it already."""
         return reply.result()
 
     def check_alive(self) -> None:
-        """The only process is this one."""
+        """Do nothing: the only process is this one."""
 
     def put(self, block: list) -> Any:
+        """Leave a copy of a block; return its handle."""
         return self.store.put(block)
 
     def get(self, handle: Any) -> list:
+        """Return the block behind a handle."""
         return self.store.get(handle)
 
     def shutdown(self) -> None:
+        """Drop the calls that wait, end the threads, and close the workers of every rank."""
         for process in self.processes:
             if process.thread is not None:
                 process.thread.shutdown(cancel_futures=True)
             process.host.leave()
+
         self.processes = []

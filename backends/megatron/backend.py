@@ -1,9 +1,17 @@
 """Megatron-Core's tensor, pipeline and sequence parallelism with its distributed optimizer.
 
-Process groups are the role's own (groups.py), so roles of different layouts live in one process. On a CPU every call
-into Megatron goes through `on_cpu` (cpu.py).
+Process groups are the role's own (groups.py), so roles of different layouts live in one process. On
+a CPU every call into Megatron goes through `on_cpu` (cpu.py).
 
-This module is imported to check a config, so what takes seconds to import is imported where it is used.
+A pass, on every rank; role_outputs (outputs.py) runs on the last pipeline stage alone:
+
+    MicroBatch -> Input -> Megatron's schedule -> hidden [S, B, H] -> role_outputs -> Finish
+                              |         ^
+                              v         |
+                       other pipeline stages
+
+This module is imported to check a config, so what takes seconds to import is imported where it is
+used.
 """
 
 from __future__ import annotations
@@ -26,25 +34,34 @@ from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state
 from hybridflow.kit.huggingface.shapes import shape_of
 
 Finish = Callable[[int, dict[str, torch.Tensor]], torch.Tensor]
-"""(number of the micro-batch, outputs) -> a scalar; called on the last stage."""
+"""(index of the micro-batch, outputs) -> a scalar; called on the last pipeline stage."""
 Input = tuple[torch.Tensor, torch.Tensor, Any]
-"""(ids [B, S], where each row starts in their flat order [rows], what says which rows are packed, or None)."""
+"""(ids [B, S], the flat position at which each row starts [rows], PackedSeqParams or None)."""
+Master = tuple[int, torch.Tensor, dict[str, Any]]
+"""(first element in the flat parameter, float32 masters, AdamW's state) on this rank."""
 
 
 class MegatronBackend(TrainingBackend):
-    """A plugin of kind "training_backend", name "megatron"."""
+    """The training backend "megatron": dp, tp and pp, with the optimizer sharded over dp."""
 
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
-        found = []
+        """List settings that have no meaning without pp or tp."""
+        problems = []
         if config.virtual_stages > 1 and layout.pp == 1:
-            found.append(f"backend.virtual_stages {config.virtual_stages} needs pp > 1, got pp 1")
+            problems.append(
+                f"backend.virtual_stages {config.virtual_stages} needs pp > 1, got pp 1"
+            )
         if config.sequence_parallel and layout.tp == 1:
-            found.append("backend.sequence_parallel needs tp > 1, got tp 1")
-        return found
+            problems.append("backend.sequence_parallel needs tp > 1, got tp 1")
+        return problems
 
     def build(self) -> None:
-        """Raises ModelError for a model that Megatron does not have, or whose sizes the layout does not divide."""
+        """Build this rank's chunks of layers with their weights, and the optimizer.
+
+        Raises ModelError for a model that Megatron does not have, or whose sizes the layout does
+        not divide, and RuntimeError without torch.distributed.
+        """
         if not dist.is_initialized():
             raise RuntimeError(
                 "backend megatron needs torch.distributed, which every runtime sets up"
@@ -58,7 +75,10 @@ class MegatronBackend(TrainingBackend):
         from hybridflow.backends.megatron.groups import group_collection
         from hybridflow.kit.huggingface.modeling import hf_config
 
-        context, config, spec = self.context, self.config, self.model_spec
+        # The model's config in both libraries' terms, and where each canonical parameter belongs.
+        context = self.context
+        config = self.config
+        spec = self.model_spec
         self._hf_config = hf_config(spec)
         self._megatron = modules.transformer_config(
             self._hf_config, config, context.layout, context.device
@@ -68,6 +88,7 @@ class MegatronBackend(TrainingBackend):
         self._shape = weights.RoleShape(
             shape, spec.kind, context.layout, config.virtual_stages, config.vocab_multiple
         )
+
         self._groups = group_collection(context)
         _prepare_random(context.seed)
         self.chunks = modules.build_chunks(
@@ -78,73 +99,98 @@ class MegatronBackend(TrainingBackend):
             self._groups,
             self._shape.padded_vocab,
         )
+
+        # Zeros first: the padding of the vocabulary keeps them.
         for chunk in self.chunks:
             chunk.to(context.device, self._dtype)
             for parameter in chunk.parameters():
                 parameter.requires_grad_(self.optimizer_config is not None)
-                parameter.data.zero_()  # padding stays so
+                parameter.data.zero_()
         self._layout = self._shape.layout_of(self._dtype)
         self._pieces = list(weights.local_pieces(self.chunks, self._shape, context.coords.tp))
         self._models: list[Any] = list(self.chunks)
         self.optimizer: Any = None
         weights.fill(self.named_shards(), spec)
+
         if self.optimizer_config is not None:
             self._make_optimizer()
+
+            # Masters are made of bfloat16 weights: give them the float32 values instead.
             if self._dtype != torch.float32:
                 masters = (
-                    (p.entry.removeprefix("model."), p.box, p.values)
-                    for p in self._state()
-                    if p.entry.startswith("model.")
+                    (part.entry.removeprefix("model."), part.box, part.values)
+                    for part in self._state()
+                    if part.entry.startswith("model.")
                 )
                 weights.fill(masters, spec)
 
     def _make_optimizer(self) -> None:
+        """Wrap the chunks in Megatron's data parallelism and make its distributed optimizer."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+        # Nothing overlaps: gradients are reduced, and weights gathered, within optim_step.
         ddp = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False, overlap_param_gather=False,
-        )  # fmt: skip
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=False,
+            overlap_param_gather=False,
+        )
         self._models = [
             DistributedDataParallel(
-                self._megatron, ddp, chunk, disable_bucketing=at > 0, pg_collection=self._groups
+                self._megatron,
+                ddp,
+                chunk,
+                disable_bucketing=index > 0,
+                pg_collection=self._groups,
             )
-            for at, chunk in enumerate(self.chunks)
+            for index, chunk in enumerate(self.chunks)
         ]
-        wanted = self.optimizer_config
-        assert wanted is not None
+
+        adam = self.optimizer_config
+        assert adam is not None
         settings = OptimizerConfig(
-            optimizer="adam", lr=wanted.lr, weight_decay=wanted.weight_decay, adam_beta1=wanted.betas[0],
-            adam_beta2=wanted.betas[1], adam_eps=wanted.eps, clip_grad=wanted.max_grad_norm, bf16=self._dtype == torch.bfloat16,
-            params_dtype=self._dtype, use_distributed_optimizer=True,
-        )  # fmt: skip
+            optimizer="adam",
+            lr=adam.lr,
+            weight_decay=adam.weight_decay,
+            adam_beta1=adam.betas[0],
+            adam_beta2=adam.betas[1],
+            adam_eps=adam.eps,
+            clip_grad=adam.max_grad_norm,
+            bf16=self._dtype == torch.bfloat16,
+            params_dtype=self._dtype,
+            use_distributed_optimizer=True,
+        )
+        # Gloo groups would serve Megatron's own checkpoints, which are not used.
         self.optimizer = get_megatron_optimizer(
             settings, self._models, use_gloo_process_groups=False, pg_collection=self._groups
         )
         self._clear()
 
     def _optimizers(self) -> list[Any]:
-        """The distributed optimizers that hold parameters."""
-        return [
-            o
-            for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-            if not o.is_stub_optimizer
-        ]
+        """Return the distributed optimizers that hold parameters."""
+        optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        return [optimizer for optimizer in optimizers if not optimizer.is_stub_optimizer]
 
-    # Compute
+    # Passes and updates
+
     def forward(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], temperature: float = 1.0
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        temperature: float = 1.0,
     ) -> list[dict[str, torch.Tensor]]:
-        """On other stages than the last, an empty dict per micro-batch."""
-        found: list[dict[str, torch.Tensor]] = [{} for _ in micros]
+        """Return the outputs of each micro-batch; empty dicts before the last pipeline stage."""
+        results: list[dict[str, torch.Tensor]] = [{} for _ in micros]
 
-        def keep(at: int, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            found[at] = outputs
+        def keep(index: int, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            # The schedule wants a scalar, which nobody reads here.
+            results[index] = outputs
             return next(iter(outputs.values())).sum()
 
         with torch.no_grad():
             self._run(micros, needs, temperature, keep, forward_only=True)
-        return found
+        return results
 
     def forward_backward(
         self,
@@ -153,48 +199,45 @@ class MegatronBackend(TrainingBackend):
         loss: LossFunction,
         temperature: float = 1.0,
     ) -> None:
+        """Accumulate gradients of the losses' sum over micro-batches and dp ranks."""
         self._run(micros, needs, temperature, loss, forward_only=False)
 
     def _run(
-        self, micros: Sequence[MicroBatch], needs: Sequence[str], temperature: float, finish: Finish, forward_only: bool
-    ) -> None:  # fmt: skip
-        """Megatron's schedule over the micro-batches."""
+        self,
+        micros: Sequence[MicroBatch],
+        needs: Sequence[str],
+        temperature: float,
+        finish: Finish,
+        forward_only: bool,
+    ) -> None:
+        """Run Megatron's schedule over the micro-batches, `finish` on the last pipeline stage."""
         from hybridflow.backends.megatron.outputs import role_outputs
 
-        layout, count = self.context.layout, len(micros)
-        padded = list(micros)
-        if self.config.virtual_stages > 1:  # the interleaved schedule wants a multiple of pp
-            topk = micros[0].topk_ids
-            width = 0 if topk is None else topk.shape[-1]
-            padded += [
-                dummy_micro_batch(self.context.device, width) for _ in range(-count % layout.pp)
-            ]
+        padded = self._padded(micros)
         inputs = [self._input(micro) for micro in padded]
-        if (
-            self.config.virtual_stages > 1
-        ):  # and equal shapes: it mistakes one neighbour's for the other's
+
+        # The interleaved schedule wants equal shapes: it mistakes one neighbour's for the other's.
+        if self.config.virtual_stages > 1:
             inputs = _alike(inputs)
 
         def step(numbers: Iterator[int], model: Any) -> tuple[torch.Tensor, Any]:
-            at = next(numbers)
-            micro = padded[at]
-            ids, starts, packed = inputs[at]
+            """Run a chunk on its next micro-batch: (output, what ends the last chunk's pass)."""
+            index = next(numbers)
+            ids, starts, packed = inputs[index]
             hidden = model(
                 input_ids=ids, position_ids=None, attention_mask=None, packed_seq_params=packed
             )
             chunk = getattr(model, "module", model)
 
             def end(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-                outputs = role_outputs(
-                    chunk, hidden, micro, starts, needs, temperature, self._shape.shape.vocab
-                )
-                if at < count:
-                    value = finish(at, outputs)
+                """Return (loss, 0 tokens, None): Megatron shall not divide by a token count."""
+                micro = padded[index]
+                vocab = self._shape.shape.vocab
+                outputs = role_outputs(chunk, hidden, micro, starts, needs, temperature, vocab)
+                if index < len(micros):
+                    value = finish(index, outputs)
                 else:
-                    value = sum(
-                        (o.sum() * 0.0 for o in outputs.values()),
-                        hidden.new_zeros((), dtype=torch.float32),
-                    )
+                    value = _zero_loss(hidden, outputs)
                 return value, torch.zeros((), dtype=torch.int), None
 
             return hidden, end
@@ -202,60 +245,97 @@ class MegatronBackend(TrainingBackend):
         with on_cpu(self.context.device):
             self._schedule(step, len(padded), inputs[0][0].shape, forward_only)
 
+    def _padded(self, micros: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches, and for interleaving dummies up to a multiple of pp."""
+        padded = list(micros)
+        if self.config.virtual_stages > 1:
+            topk = micros[0].topk_ids
+            width = 0 if topk is None else topk.shape[-1]
+            lacking = -len(micros) % self.context.layout.pp
+            padded += [dummy_micro_batch(self.context.device, width) for _ in range(lacking)]
+        return padded
+
     def _schedule(
-        self, step: Callable[..., Any], count: int, shape: Sequence[int], forward_only: bool
+        self,
+        step: Callable[..., Any],
+        count: int,
+        shape: Sequence[int],
+        forward_only: bool,
     ) -> None:
-        """shape: [B, S] of the micro-batches, used where they are alike."""
+        """Call Megatron's schedule, with or without pipeline stages, for `count` micro-batches.
+
+        shape: [B, S] of the micro-batches, used where they are alike.
+        """
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         virtual = self.config.virtual_stages if self.config.virtual_stages > 1 else None
-        many = len(self._models) > 1
         run = get_forward_backward_func(self.context.layout.pp, virtual)
-        more = (
-            {"p2p_communicator": P2PCommunicator(self._groups.pp, self._megatron)}
-            if self.context.layout.pp > 1
-            else {}
-        )
+        more: dict[str, Any] = {}
+        if self.context.layout.pp > 1:
+            more["p2p_communicator"] = P2PCommunicator(self._groups.pp, self._megatron)
+
+        # Each chunk passes over all micro-batches by itself, in the schedule's order:
+        # one iterator of indices per chunk. A single chunk is not passed as a list.
+        many = len(self._models) > 1
         numbers = [iter(range(count)) for _ in self._models]
         run(
-            forward_step_func=step, data_iterator=numbers if many else numbers[0],
-            model=self._models if many else self._models[0], num_microbatches=count, seq_length=shape[1],
-            micro_batch_size=shape[0], forward_only=forward_only, pg_collection=self._groups, **more,
-        )  # fmt: skip
+            forward_step_func=step,
+            data_iterator=numbers if many else numbers[0],
+            model=self._models if many else self._models[0],
+            num_microbatches=count,
+            seq_length=shape[1],
+            micro_batch_size=shape[0],
+            forward_only=forward_only,
+            pg_collection=self._groups,
+            **more,
+        )
 
     def _input(self, micro: MicroBatch) -> Input:
+        """Return a micro-batch as the model takes it, its tokens a multiple of tp if they are cut.
+
+        With packing, rows [B, S] become one row [1, tokens] without the padding between them.
+        """
+        # Sequence parallelism cuts the tokens into tp equal parts.
         tp = self.context.layout.tp if self._megatron.sequence_parallel else 1
         ids = micro.ids
         if not self.config.packing:
             if lacking := -ids.shape[1] % tp:
                 ids = F.pad(ids, (0, lacking))
             return ids, torch.arange(len(ids)) * ids.shape[1], None
+
+        # The real tokens of all rows, row by row; row i begins at starts[i].
         lengths = micro.prompt_lengths + micro.response_lengths
         real = torch.arange(ids.shape[1])[None] < lengths[:, None]
         flat = ids[real.to(ids.device)]
         starts = lengths.cumsum(0) - lengths
-        packed_ids, packed = _packed(flat, lengths.tolist(), len(flat) + -len(flat) % tp)
+        total = len(flat) + -len(flat) % tp
+        packed_ids, packed = _packed(flat, lengths.tolist(), total)
         return packed_ids, starts, packed
 
     def optim_step(self) -> Metrics:
+        """Reduce, clip, step and clear the gradients; a norm that is not finite only clears."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        wanted = self.optimizer_config
-        assert wanted is not None, "a frozen role cannot be updated"
-        lr = wanted.lr_at(self.version)
+        settings = self.optimizer_config
+        assert settings is not None, "a frozen role cannot be updated"
+        lr = settings.lr_at(self.version)
+
         with on_cpu(self.context.device), torch.no_grad():
             finalize_model_grads(self._models, None, pg_collection=self._groups)
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
+
+            # The parts of the optimizer's own step, which would go on with any norm.
             if math.isfinite(norm):
                 for optimizer in self._optimizers():
                     for group in optimizer.param_groups:
-                        group["lr"], group["weight_decay"] = lr, wanted.weight_decay
-                    if wanted.max_grad_norm:
+                        group["lr"] = lr
+                        group["weight_decay"] = settings.weight_decay
+                    if settings.max_grad_norm:
                         clip_grad_by_total_norm_fp32(
-                            optimizer.get_parameters(), wanted.max_grad_norm, norm
+                            optimizer.get_parameters(), settings.max_grad_norm, norm
                         )
                 self.optimizer.step_with_ready_grads()
                 self.version += 1
@@ -263,15 +343,19 @@ class MegatronBackend(TrainingBackend):
         return Metrics.of(grad_norm=norm, lr=lr)
 
     def _clear(self) -> None:
+        """Zero the gradients: Megatron's buffers and the optimizer's views."""
         for model in self._models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    # Weights
+    # Access to the weights
+
     def layout(self) -> WeightLayout:
+        """Return which boxes of each canonical parameter each rank holds."""
         return self._layout
 
     def named_shards(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield canonical name, box and a view of Megatron's storage; padding is left out."""
         for parameter, pieces in self._pieces:
             flat = parameter.detach().view(-1)
             for name, _, box, place in pieces:
@@ -279,64 +363,86 @@ class MegatronBackend(TrainingBackend):
                     yield name, box, flat.narrow(0, place, box.numel).view(box.shape)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole canonical parameters, each box broadcast by the first rank with it."""
+        # What this rank has, by canonical name.
         held = self._layout.shards()
-        mine: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+        own: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for name, box, values in self.named_shards():
-            mine.setdefault(name, []).append((box, values))
+            own.setdefault(name, []).append((box, values))
+
         for name, param in self._layout.params.items():
-            whole = torch.zeros(param.shape, dtype=param.dtype, device=self.context.device)
+            full = torch.zeros(param.shape, dtype=param.dtype, device=self.context.device)
             if self.context.layout.world == 1:
-                for box, values in mine[name]:
-                    whole[box.slices()] = values
-                yield name, whole
+                for box, values in own[name]:
+                    full[box.slices()] = values
+                yield name, full
                 continue
+
+            # A box that several ranks have comes from the first of them.
             for box, rank in _owners(held[name]).items():
-                values = whole[box.slices()].contiguous()
+                values = full[box.slices()].contiguous()
                 if rank == self.context.rank:
-                    values = next(v for b, v in mine[name] if b == box).contiguous()
+                    values = next(part for own_box, part in own[name] if own_box == box)
+                    values = values.contiguous()
                 dist.broadcast(values, src=rank)
-                whole[box.slices()] = values
-            yield name, whole
+                full[box.slices()] = values
+            yield name, full
 
     # Files
+
     def _state(self) -> Iterator[StatePart]:
-        """Masters and moments that this rank has; of a frozen role the weights."""
+        """Yield this rank's masters and moments, or the weights of a frozen role."""
         shapes = {name: param.shape for name, param in self._layout.params.items()}
         if self.optimizer is None:
             for name, box, values in self.named_shards():
                 yield StatePart(f"model.{name}", shapes[name], box, values)
             return
-        masters = {parameter: kept for o in self._optimizers() for parameter, kept in _masters(o)}
+
+        masters: dict[torch.nn.Parameter, Master] = {}
+        for optimizer in self._optimizers():
+            masters.update(_masters(optimizer))
         for parameter, pieces in self._pieces:
             if parameter not in masters:  # other dp ranks have all of it
                 continue
             start, master, moments = masters[parameter]
-            for entry, values in (
-                ("model", master),
-                *((f"optimizer.{m}", moments[m]) for m in MOMENTS),
-            ):
-                places = [p for p in pieces if p[2].numel]
-                for name, shape, box, at in flat_parts(places, start, start + values.numel()):
-                    yield StatePart(
-                        f"{entry}.{name}", shape, box, values.view(-1).narrow(0, at, box.numel)
-                    )
+            entries = {"model": master}
+            for moment in MOMENTS:
+                entries[f"optimizer.{moment}"] = moments[moment]
+
+            # The rank's range of the flat parameter, as boxes of the canonical ones.
+            places = [piece for piece in pieces if piece[2].numel]
+            for entry, values in entries.items():
+                for name, shape, box, offset in flat_parts(places, start, start + values.numel()):
+                    part = values.view(-1).narrow(0, offset, box.numel)
+                    yield StatePart(f"{entry}.{name}", shape, box, part)
 
     def save(self, folder: Path) -> None:
+        """Write masters and moments, or a frozen role's weights. A collective call."""
         save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, and the model's weights from the same entries.
+
+        Raises CheckpointError when it cannot be read.
+        """
         self.version = load_state(self._state(), folder, self.context.role)
         if self.optimizer is None:
             return
+
+        # AdamW corrects the bias of its moments by the number of steps.
         for optimizer in self._optimizers():
             for _, (_, _, moments) in _masters(optimizer):
                 moments["step"].fill_(float(self.version))
-        load_state(
-            (StatePart(f"model.{n}", self._layout.params[n].shape, b, v) for n, b, v in self.named_shards()), folder,
-            self.context.role,
-        )  # fmt: skip
+
+        # The masters are this rank's share over dp, its weights are not: read these too.
+        weights = (
+            StatePart(f"model.{name}", self._layout.params[name].shape, box, values)
+            for name, box, values in self.named_shards()
+        )
+        load_state(weights, folder, self.context.role)
 
     def export_hf(self, folder: Path) -> None:
+        """Write config.json and model.safetensors with canonical names, on rank 0."""
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForSequenceClassification,
@@ -347,6 +453,7 @@ class MegatronBackend(TrainingBackend):
 
         policy = self.model_spec.kind == "policy"
         auto: Any = AutoModelForCausalLM if policy else AutoModelForSequenceClassification
+        # The class whose name config.json gets; no such model is built.
         hf = auto._model_mapping[type(self._hf_config)]
         generation = GenerationConfig.from_model_config(self._hf_config) if policy else None
         export_role(
@@ -360,24 +467,33 @@ class MegatronBackend(TrainingBackend):
         )
 
     # Memory
+
     def offload(self) -> None:
+        """Move weights, gradients and optimizer to the host and free the GPU's memory."""
         if self.context.device.type == "cuda":
             self._move("cpu")
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
+        """Undo `offload`."""
         if self.context.device.type == "cuda":
             self._move(self.context.device)
 
     def _move(self, device: Any) -> None:
-        """Weights, and of a trained role gradients, masters and moments."""
+        """Move the weights; of a trained role gradients, masters and moments too."""
         if self.optimizer is None:
             for chunk in self.chunks:
                 chunk.to(device)
             return
+
+        # Megatron's buffers hold weights and gradients, and fp32 masters are these weights.
         for model in self._models:
             for buffer in (*model.buffers, *model.expert_parallel_buffers):
-                (buffer.offload_to_cpu if str(device) == "cpu" else buffer.reload_from_cpu)()
+                if str(device) == "cpu":
+                    buffer.offload_to_cpu()
+                else:
+                    buffer.reload_from_cpu()
+
         for optimizer in self._optimizers():
             for _, (_, master, moments) in _masters(optimizer):
                 if self._dtype != torch.float32:
@@ -386,13 +502,28 @@ class MegatronBackend(TrainingBackend):
                     moments[name].data = moments[name].data.to(device)
 
 
-def _packed(flat: torch.Tensor, rows: list[int], total: int) -> tuple[torch.Tensor, Any]:
-    """([1, total] ids, what says which rows are packed); what is added is a row of its own."""
+def _zero_loss(hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> Any:
+    """Return 0 as a function of all outputs, so that a dummy's backward pass meets the others'."""
+    zero = hidden.new_zeros((), dtype=torch.float32)
+    return sum((output.sum() * 0.0 for output in outputs.values()), zero)
+
+
+def _packed(
+    flat: torch.Tensor,
+    rows: list[int],
+    total: int,
+) -> tuple[torch.Tensor, Any]:
+    """Return (ids [1, total], PackedSeqParams) for rows of these lengths, one after the other.
+
+    Tokens that are added to reach `total` form a row of their own.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if lacking := total - len(flat):
-        flat, rows = F.pad(flat, (0, lacking)), [*rows, lacking]
-    ends = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(flat.device)
+        flat = F.pad(flat, (0, lacking))
+        rows = [*rows, lacking]
+    lengths = torch.tensor([0, *rows], dtype=torch.int32)
+    ends = lengths.cumsum(0, dtype=torch.int32).to(flat.device)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=ends,
@@ -405,60 +536,60 @@ def _packed(flat: torch.Tensor, rows: list[int], total: int) -> tuple[torch.Tens
 
 
 def _alike(inputs: Sequence[Input]) -> list[Input]:
-    """The same with rows and tokens added so that all have one shape."""
-    rows, width = (max(ids.shape[dim] for ids, _, _ in inputs) for dim in (0, 1))
-    found: list[Input] = []
+    """Return the inputs with rows and tokens added so that all have one shape."""
+    rows = max(ids.shape[0] for ids, _, _ in inputs)
+    width = max(ids.shape[1] for ids, _, _ in inputs)
+    padded: list[Input] = []
     for ids, starts, packed in inputs:
+        # Packed tokens get a row of padding more, others padding on the right and below.
         if packed is not None:
             longer, packed = _packed(ids[0], packed.lengths, width)
-            found.append((longer, starts, packed))
+            padded.append((longer, starts, packed))
             continue
-        wider = F.pad(ids, (0, width - ids.shape[1], 0, rows - len(ids)))
-        found.append((wider, torch.arange(len(starts)) * width, None))
-    return found
+        right = width - ids.shape[1]
+        below = rows - len(ids)
+        wider = F.pad(ids, (0, right, 0, below))
+        padded.append((wider, torch.arange(len(starts)) * width, None))
+    return padded
 
 
 def _owners(held: Mapping[int, tuple[Box, ...]]) -> dict[Box, int]:
-    """Each box once, with the first rank that has it; the same on every rank."""
-    found: dict[Box, int] = {}
+    """Return each box once, with the first rank that has it; every rank gets the same order."""
+    owners: dict[Box, int] = {}
     for rank in sorted(held):
         for box in held[rank]:
             if box.numel:
-                found.setdefault(box, rank)
-    return found
+                owners.setdefault(box, rank)
+    return owners
 
 
-def _masters(
-    optimizer: Any,
-) -> Iterator[tuple[torch.nn.Parameter, tuple[int, torch.Tensor, dict[str, Any]]]]:
-    """(Megatron's parameter, (first element, masters, AdamW's state)) of what a distributed optimizer has on this rank."""
-    pairs = ((optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
-             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups))  # fmt: skip
-    for models, shards in pairs:
-        for group, kept in zip(models, shards, strict=True):
-            for parameter, master in zip(group, kept, strict=True):
+def _masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Master]]:
+    """Yield (Megatron's parameter, Master) of what a distributed optimizer has on this rank."""
+    # bf16 weights have masters of their own; fp32 weights are their masters.
+    bf16_groups = (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
+    fp32_groups = (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
+    for models, shards in (bf16_groups, fp32_groups):
+        for parameters, masters in zip(models, shards, strict=True):
+            for parameter, master in zip(parameters, masters, strict=True):
                 moments = optimizer.optimizer.state[master]
                 if not moments:  # torch makes them in the first step
                     moments["step"] = torch.zeros((), dtype=torch.float32)
-                    moments |= {m: torch.zeros_like(master.detach()) for m in MOMENTS}
-                yield (
-                    parameter,
-                    (
-                        optimizer._get_model_param_range_map(parameter)["param"].start,
-                        master.detach(),
-                        moments,
-                    ),
-                )
+                    moments |= {name: torch.zeros_like(master.detach()) for name in MOMENTS}
+                ranges = optimizer._get_model_param_range_map(parameter)
+                yield parameter, (ranges["param"].start, master.detach(), moments)
 
 
 def _prepare_random(seed: int) -> None:
-    """Megatron forks a generator of this name around embeddings and recomputed layers; nothing is drawn from it."""
+    """Set up two globals of Megatron that its layers expect.
+
+    It forks a generator of this name around embeddings and recomputed layers; nothing is drawn
+    from it.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    if (
-        parallel_state._GLOBAL_MEMORY_BUFFER is None
-    ):  # scratch space for gathered activations, of whoever needs it next
+    # Scratch space for gathered activations; all roles of the process share it.
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     tracker = get_cuda_rng_tracker()
     if "model-parallel-rng" not in tracker.get_states():

@@ -1,4 +1,7 @@
-"""What megatron-core 0.16 needs to run without CUDA. Nothing here is active on a GPU, nor outside `on_cpu`."""
+"""Patches that megatron-core 0.16 needs to run without CUDA.
+
+None of them is active on a GPU, nor outside `on_cpu`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """device="cuda" is the CPU, Tensor.cuda() the tensor, and Tensor.type() names CUDA types: the distributed
-    optimizer and gradient clipping compare these names."""
+    """While it is active, torch takes the CPU for a CUDA device.
+
+    device="cuda" is the CPU, Tensor.cuda() is the tensor, and Tensor.type() names CUDA types: the
+    distributed optimizer and gradient clipping compare these names.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -23,6 +29,7 @@ class _CudaIsCpu(TorchFunctionMode):
             kwargs = kwargs | {"device": "cpu"}
         if func is torch.Tensor.cuda:
             return args[0]
+
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.", 1)
@@ -30,16 +37,19 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 def _random() -> contextlib.AbstractContextManager:
+    """Return a patch with which Megatron's generator tracker saves and sets the CPU's state."""
     import megatron.core.tensor_parallel.random as random
+
+    def get_state(device="cuda", clone=False, graph_safe=False):
+        return torch.get_rng_state()
+
+    def set_state(new_state, device=-1, graph_safe=False):
+        return torch.set_rng_state(new_state)
 
     return mock.patch.multiple(
         random,
-        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: (
-            torch.get_rng_state()
-        ),
-        _set_cuda_rng_state=lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(
-            new_state
-        ),
+        _get_cuda_rng_state=get_state,
+        _set_cuda_rng_state=set_state,
     )
 
 
@@ -56,28 +66,39 @@ PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
     "checkpointed layers keep the GPU's state": _random,
     "tensors are made on the GPU by name": _CudaIsCpu,
 }
-"""Why -> the patch; tests/backends/megatron/test_cpu.py shows of each that it is needed."""
+"""What Megatron does that a CPU cannot -> the patch for it.
+
+tests/backends/megatron/test_cpu.py shows of each that it is needed.
+"""
 
 
 EXPECTED = (
-    "Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated",
-    "The .grad attribute of a Tensor that is not a leaf", "When using async grad allreduce",
-    "`torch.distributed.reduce_scatter_tensor` is deprecated", "`torch.distributed.all_gather_into_tensor` is deprecated",
-)  # fmt: skip
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "When using async grad allreduce",
+    "`torch.distributed.reduce_scatter_tensor` is deprecated",
+    "`torch.distributed.all_gather_into_tensor` is deprecated",
+)
+"""How the warnings begin that Megatron's local layers and its calls to torch always cause."""
 
 
 def no_warnings_of_what_is_meant() -> None:
-    """Each rank would print these of Megatron's local layers and of its calls to torch; no user can do anything about them."""
-    for said in EXPECTED:
-        warnings.filterwarnings("ignore", re.escape(said))
+    """Silence the expected warnings, about which no user can do anything, in this process."""
+    for text in EXPECTED:
+        warnings.filterwarnings("ignore", re.escape(text))
 
 
 @contextlib.contextmanager
 def on_cpu(device: torch.device, without: Any = ()) -> Iterator[None]:
-    """Megatron's calls on a CPU go in here; nothing happens for another device."""
+    """Activate the patches for calls into Megatron on a CPU; for other devices do nothing.
+
+    without: keys of PATCHES that are left out (tests use it).
+    """
     with contextlib.ExitStack() as stack:
         if device.type == "cpu":
-            for why, patch in PATCHES.items():
-                if why not in without:
+            for reason, patch in PATCHES.items():
+                if reason not in without:
                     stack.enter_context(patch())
         yield

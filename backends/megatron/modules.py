@@ -1,4 +1,11 @@
-"""GPTModel for a role: norms, attention by torch, hidden states instead of logits, a head of one output."""
+"""GPTModel for a role: norms, attention by torch, hidden states instead of logits, scalar heads.
+
+Layers of a model of 8 with pp 2 and virtual_stages 2 (arXiv:2104.04473, section 2.2):
+
+                       chunk 0    chunk 1
+    pipeline stage 0    0  1       4  5
+    pipeline stage 1    2  3       6  7
+"""
 
 from __future__ import annotations
 
@@ -25,44 +32,77 @@ ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 class Norm(torch.nn.RMSNorm):
-    """Megatron's own for the local spec does not know sequence parallelism."""
+    """RMSNorm that works under sequence parallelism, which that of Megatron's local spec does not.
+
+    The mark on its weight makes Megatron sum the gradient over the tp ranks.
+    """
 
     def __init__(self, config, hidden_size, eps=1e-5, **unused):
         super().__init__(hidden_size, eps=eps)
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  its gradient is summed over tp then
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 class Attention(MegatronModule):
-    """Causal attention by torch's kernels; the local spec's own knows no packed rows and makes all scores at once."""
+    """Causal attention by torch's kernels.
+
+    The local spec's own attention has no packed rows, and holds all S x S scores at once.
+    """
 
     def __init__(
-        self, config, layer_number, attn_mask_type=None, attention_type=None, attention_dropout=None, softmax_scale=None,
-        cp_comm_type=None, pg_collection=None,
-    ):  # fmt: skip
+        self,
+        config,
+        layer_number,
+        attn_mask_type=None,
+        attention_type=None,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+    ):
         super().__init__(config=config)
         self.scale = softmax_scale
 
     def forward(
-        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None, packed_seq_params=None
-    ):  # fmt: skip
-        """[S, B, heads, D] -> [S, B, heads * D]; packed: [tokens, heads, D] -> [tokens, heads * D]."""
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+    ):
+        """Return [S, B, heads * D] of [S, B, heads, D]; key and value may have fewer heads.
+
+        Packed: [tokens, heads * D] of [tokens, heads, D], where rows do not see each other.
+        """
+        inputs = (query, key, value)
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, tokens, D]
+            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in inputs)  # [B, heads, S, D]
+            attended = self._attend(q, k, v)
+            return attended.permute(2, 0, 1, 3).flatten(2)
+
+        # Row by row: each is causal in itself.
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in inputs)  # [1, heads, tokens, D]
         lengths = packed_seq_params.lengths
-        rows = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
-        return torch.cat([self._attend(*row) for row in rows], dim=2)[0].transpose(0, 1).flatten(1)
+        parts = [tensor.split(lengths, dim=2) for tensor in (q, k, v)]
+        rows = zip(*parts, strict=True)
+        outputs = torch.cat([self._attend(*row) for row in rows], dim=2)
+        return outputs[0].transpose(0, 1).flatten(1)
 
     def _attend(self, q, k, v):
-        many = q.shape[1] != k.shape[1]
+        """Return [B, heads, S, D]; queries share key/value heads where these are fewer."""
+        grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=many
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
         )
 
 
 class RoleGPT(GPTModel):
-    """Its last stage gives hidden states, [S, B, H]: the head is applied where it is needed, and nowhere else."""
+    """A GPTModel whose last pipeline stage returns hidden states [S, B, H].
+
+    The head is applied by outputs.py, only to the tokens that need it.
+    """
 
     def _postprocess(self, hidden_states, *unused, **more):
         return hidden_states
@@ -71,76 +111,130 @@ class RoleGPT(GPTModel):
 def transformer_config(
     hf: Any, config: MegatronConfig, layout: ParallelLayout, device: torch.device
 ) -> Any:
-    """Raises ModelError for an architecture, an activation or a rotary scaling that this backend does not have."""
+    """Return Megatron's TransformerConfig for a Hugging Face config.
+
+    Raises ModelError for an architecture, an activation or sizes that this backend or the layout
+    does not allow.
+    """
+    _check(hf, config, layout)
+    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    on_gpu = device.type == "cuda"
+    virtual = config.virtual_stages
+
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    has_bias = hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False))
+    return TransformerConfig(
+        # Sizes
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None),
+        # Architecture
+        add_bias_linear=False,
+        add_qkv_bias=has_bias,
+        qk_layernorm=hf.model_type == "qwen3",
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # Parallelism; only the interleaved schedule needs shapes that are fixed beforehand
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        sequence_parallel=config.sequence_parallel and layout.tp > 1,
+        variable_seq_lengths=virtual == 1,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=on_gpu,
+        # Precision and first values (weights.fill writes them)
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        # Losses are sums, which Megatron must not divide by the number of micro-batches
+        calculate_per_token_loss=True,
+        # No fused kernels: some need Apex or Transformer Engine
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        **(recompute if config.recompute else {}),
+    )
+
+
+def _check(hf: Any, config: MegatronConfig, layout: ParallelLayout) -> None:
+    """Raise ModelError for a model that this backend or the layout does not allow."""
     if hf.model_type not in ARCHITECTURES:
         raise ModelError(
-            f"backend megatron builds {', '.join(ARCHITECTURES)}; got {hf.model_type!r}: choose backend fsdp or deepspeed"
+            f"backend megatron builds {', '.join(ARCHITECTURES)}; got {hf.model_type!r}: "
+            "choose backend fsdp or deepspeed"
         )
     if hf.hidden_act != "silu":
         raise ModelError(
-            f"backend megatron knows the activation silu, got {hf.hidden_act!r}; choose another backend"
+            f"backend megatron knows the activation silu, got {hf.hidden_act!r}; "
+            "choose another backend"
         )
-    tp, heads, groups = layout.tp, hf.num_attention_heads, hf.num_key_value_heads
+
+    # Heads and the columns of the MLP are dealt out over tp.
     sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_key_value_heads": hf.num_key_value_heads,
         "intermediate_size": hf.intermediate_size,
     }
-    if bad := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
+    indivisible = [f"{name} {size}" for name, size in sizes.items() if size % layout.tp]
+    if indivisible:
         raise ModelError(
-            f"tp {tp} must divide the model's {', '.join(bad)}; choose a smaller layout.tp"
+            f"tp {layout.tp} must divide the model's {', '.join(indivisible)}; "
+            "choose a smaller layout.tp"
         )
     if hf.num_hidden_layers % (layout.pp * config.virtual_stages):
         raise ModelError(
-            f"{hf.num_hidden_layers} layers do not divide into pp {layout.pp} x virtual_stages {config.virtual_stages}; "
-            "choose others"
+            f"{hf.num_hidden_layers} layers do not divide into pp {layout.pp} x "
+            f"virtual_stages {config.virtual_stages}; choose others"
         )
-    dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    gpu = device.type == "cuda"
-    recompute = dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )
-    return TransformerConfig(
-        num_layers=hf.num_hidden_layers, hidden_size=hf.hidden_size, ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=heads, num_query_groups=groups, kv_channels=getattr(hf, "head_dim", None),
-        add_bias_linear=False, add_qkv_bias=hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
-        qk_layernorm=hf.model_type == "qwen3", normalization="RMSNorm", layernorm_epsilon=hf.rms_norm_eps,
-        gated_linear_unit=True, activation_func=F.silu, attention_dropout=0.0, hidden_dropout=0.0,
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
-        sequence_parallel=config.sequence_parallel and tp > 1, params_dtype=dtype, pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16, use_cpu_initialization=not gpu, perform_initialization=False,
-        variable_seq_lengths=config.virtual_stages == 1, moe_token_dispatcher_type="alltoall",
-        calculate_per_token_loss=True, batch_p2p_comm=gpu,
-        bias_activation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
-        gradient_accumulation_fusion=False, persist_layer_norm=False, **(recompute if config.recompute else {}),
-    )  # fmt: skip
 
 
 def rotary(hf: Any) -> dict[str, Any]:
-    """GPTModel's arguments. Raises ModelError for a scaling that Megatron does not compute."""
-    found = getattr(hf, "rope_parameters", None) or {}
-    kind = found.get("rope_type", "default")
+    """Return GPTModel's arguments for the rotary embeddings of a Hugging Face config.
+
+    Raises ModelError for a scaling that Megatron does not compute.
+    """
+    parameters = getattr(hf, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type", "default")
     base = {
         "position_embedding_type": "rope",
-        "rotary_base": found.get("rope_theta") or getattr(hf, "rope_theta", 1e4),
+        "rotary_base": parameters.get("rope_theta") or getattr(hf, "rope_theta", 1e4),
     }
     if kind == "default":
         return base
-    standard = (
-        found.get("low_freq_factor"),
-        found.get("high_freq_factor"),
-        found.get("original_max_position_embeddings"),
+
+    # Megatron has Llama 3's scaling with these constants built in.
+    constants = (
+        parameters.get("low_freq_factor"),
+        parameters.get("high_freq_factor"),
+        parameters.get("original_max_position_embeddings"),
     )
-    if kind == "llama3" and standard == (1.0, 4.0, 8192):
-        return base | {"rope_scaling": True, "rope_scaling_factor": found["factor"]}
+    if kind == "llama3" and constants == (1.0, 4.0, 8192):
+        return base | {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
     raise ModelError(
-        f"backend megatron does not compute rotary embeddings of type {found}; choose backend fsdp or deepspeed"
+        f"backend megatron does not compute rotary embeddings of type {parameters}; "
+        "choose backend fsdp or deepspeed"
     )
 
 
 def layer_spec(config: Any, layers: int) -> TransformerBlockSubmodules:
-    """Of one chunk."""
+    """Return the modules of a chunk of `layers` layers, with this file's norm and attention."""
+    # The same spec object serves all layers: Megatron builds each layer's modules from it.
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -149,22 +243,42 @@ def layer_spec(config: Any, layers: int) -> TransformerBlockSubmodules:
 
 
 def build_chunks(
-    hf: Any, config: Any, kind: str, layout: ParallelLayout, groups: Any, vocab: int
-) -> list[RoleGPT]:  # fmt: skip
-    """This rank's chunks of layers, without values. vocab: padded, a multiple of tp."""
+    hf: Any,
+    config: Any,
+    kind: str,
+    layout: ParallelLayout,
+    groups: Any,
+    vocab: int,
+) -> list[RoleGPT]:
+    """Return this rank's chunks of layers, their values not yet set.
+
+    config: from `transformer_config`; kind: of the model; vocab: padded, a multiple of tp.
+    """
     virtual = config.virtual_pipeline_model_parallel_size or 1
-    stage, stages = groups.pp.rank(), groups.pp.size()
+    stage = groups.pp.rank()
+    stages = groups.pp.size()
+    layers = hf.num_hidden_layers // (stages * virtual)
     tied = bool(getattr(hf, "tie_word_embeddings", False)) and kind == "policy"
+
     chunks = []
-    for at in range(virtual):
-        first, last = stage == 0 and at == 0, stage == stages - 1 and at == virtual - 1
+    for index in range(virtual):
+        is_first = stage == 0 and index == 0
+        is_last = stage == stages - 1 and index == virtual - 1
         chunk = RoleGPT(
-            config=config, transformer_layer_spec=layer_spec(config, hf.num_hidden_layers // (stages * virtual)),
-            vocab_size=vocab, max_sequence_length=hf.max_position_embeddings, pre_process=first, post_process=last,
-            share_embeddings_and_output_weights=tied, pg_collection=groups, vp_stage=at if virtual > 1 else None,
+            config=config,
+            transformer_layer_spec=layer_spec(config, layers),
+            vocab_size=vocab,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=is_first,
+            post_process=is_last,
+            share_embeddings_and_output_weights=tied,
+            pg_collection=groups,
+            vp_stage=index if virtual > 1 else None,
             **rotary(hf),
-        )  # fmt: skip
-        if last and kind != "policy":
+        )
+
+        # Values and scores come from a head of one output, whole on every tp rank.
+        if is_last and kind != "policy":
             del chunk.output_layer
             chunk.score = torch.nn.Linear(hf.hidden_size, 1, bias=False)
         _mark_split(chunk)
@@ -173,16 +287,14 @@ def build_chunks(
 
 
 def _mark_split(chunk: RoleGPT) -> None:
-    """Say of weights that tp ranks have parts of them, which Megatron does where it draws the first values: the global
-    norm counts the others once."""
+    """Mark the weights of which tp ranks have parts: the global norm counts all others once.
+
+    Megatron marks them where it draws the first values, which is off here.
+    """
+    split = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     for module in chunk.modules():
         weight = getattr(module, "weight", None)
-        if (
-            isinstance(module, (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding))
-            and weight is not None
-        ):
+        if isinstance(module, split) and weight is not None:
             weight.tensor_model_parallel = True
-            weight.partition_dim, weight.partition_stride = (
-                int(isinstance(module, RowParallelLinear)),
-                1,
-            )
+            weight.partition_dim = int(isinstance(module, RowParallelLinear))
+            weight.partition_stride = 1

@@ -13,6 +13,7 @@ CAPABILITIES = TrainingCapabilities(
 
 @hookimpl
 def hybridflow_plugins():
+    """Return the descriptor of the training backend "megatron"."""
     return [
         Descriptor(
             kind="training_backend",

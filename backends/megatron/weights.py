@@ -1,4 +1,12 @@
-"""Where the canonical (Hugging Face) parameters are in Megatron's own storage."""
+"""Where the canonical (Hugging Face) parameters are in Megatron's own storage.
+
+Two of a layer's parameters are fused. `linear_qkv` has one key/value head after the other, each
+behind its queries; `linear_fc1` has the gate, then the up projection. With 4 query heads, 2
+key/value heads and tp 2:
+
+    linear_qkv   tp rank 0:  q0 q1 k0 v0         linear_fc1   tp rank 0:  gate[:F/2]  up[:F/2]
+                 tp rank 1:  q2 q3 k1 v1                      tp rank 1:  gate[F/2:]  up[F/2:]
+"""
 
 from __future__ import annotations
 
@@ -18,15 +26,18 @@ from hybridflow.kit.huggingface.modeling import build_hf_model
 from hybridflow.kit.layouts import megatron_layout
 
 Piece = tuple[str, tuple[int, ...], Box, int]
-"""(canonical name, its shape, box, place): the box's elements, in row-major order, stand from `place` on in the flat
-storage of a parameter of Megatron's."""
+"""(canonical name, its shape, box, place): the box's elements, in row-major order, begin at `place`
+in the flat storage of one of Megatron's parameters."""
 
 _LAYER = {
-    "input_layernorm.weight": "input_layernorm.weight", "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight", "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-}  # fmt: skip
+}
+"""Megatron's name within a layer -> the canonical one, for parameters that are not fused."""
 
 
 @attrs.frozen
@@ -34,47 +45,63 @@ class RoleShape:
     """The canonical parameters of a role's model, and how they are cut."""
 
     shape: ModelShape
+    """Shape of the language model; a value or score model replaces its head."""
     kind: str
+    """policy, value or score."""
     layout: ParallelLayout
+    """Sizes of dp, tp and pp."""
     virtual_stages: int
+    """Chunks of layers per pipeline stage."""
     vocab_multiple: int
+    """Each tp rank's part of the vocabulary is padded to a multiple of this."""
 
     @property
     def padded_vocab(self) -> int:
-        each = self.vocab_multiple * self.layout.tp
-        return -(-self.shape.vocab // each) * each
+        """The vocabulary's size rounded up to a multiple of vocab_multiple * tp."""
+        multiple = self.vocab_multiple * self.layout.tp
+        return -(-self.shape.vocab // multiple) * multiple
 
     @property
     def ties(self) -> Mapping[str, str]:
+        """Tied parameters; a value or score model has none, as its head is its own."""
         return self.shape.ties if self.kind == "policy" else {}
 
     def params(self, dtype: torch.dtype) -> dict[str, Param]:
-        found = dict(self.shape.params(dtype))
+        """Return the canonical parameters, with `score.weight` as the head of a non-policy."""
+        params = dict(self.shape.params(dtype))
         if self.kind != "policy":
-            found.pop("lm_head.weight", None)
-            found["score.weight"] = Param((1, self.shape.hidden), dtype)
-        return found
+            params.pop("lm_head.weight", None)
+            params["score.weight"] = Param((1, self.shape.hidden), dtype)
+        return params
 
     def layout_of(self, dtype: torch.dtype) -> WeightLayout:
-        """Boxes as the storage has them: a key/value head's rows of the fused projection are one box each."""
-        whole = self.shape if self.kind == "policy" else attrs.evolve(self.shape, ties={})
+        """Return the boxes of each rank as the storage has them.
+
+        A fused projection has one box per key/value group, since other rows stand between two.
+        """
+        is_policy = self.kind == "policy"
+        shape = self.shape if is_policy else attrs.evolve(self.shape, ties={})
         params = self.params(dtype)
-        made = megatron_layout(whole, self.layout, params, self.virtual_stages, self.vocab_multiple)
+        layout = megatron_layout(
+            shape, self.layout, params, self.virtual_stages, self.vocab_multiple
+        )
+
+        # Layers share one mapping of ranks to boxes, and shall share what is made of it.
         memo: dict[tuple, Any] = {}
         shards = {}
-        for name, held in made.shards().items():
-            if (rows := self._group_rows(name)) is None:
+        for name, held in layout.shards().items():
+            rows = self._group_rows(name)
+            if rows is None:
                 shards[name] = held
                 continue
-            if (rows, id(held)) not in memo:
-                memo[rows, id(held)] = {
-                    r: tuple(p for b in boxes for p in _rows(b, rows)) for r, boxes in held.items()
-                }
-            shards[name] = memo[rows, id(held)]
+            key = (rows, id(held))
+            if key not in memo:
+                memo[key] = _by_rows(held, rows)
+            shards[name] = memo[key]
         return WeightLayout.by_name(params, shards, range(self.layout.world), self.ties)
 
     def _group_rows(self, name: str) -> int | None:
-        """Rows of one key/value group in a projection that is fused."""
+        """Return the rows of one key/value group in a fused projection; None for others."""
         for part, heads in (
             ("q_proj", self.shape.heads // self.shape.kv_heads),
             ("k_proj", 1),
@@ -85,23 +112,17 @@ class RoleShape:
         return None
 
     def pieces(self, name: str, layer: int | None, tp_rank: int) -> Iterator[Piece]:
-        """What is in a parameter of Megatron's. name: without "decoder.layers.N."; layer: of the whole model."""
-        shapes = {n: p.shape for n, p in self.params(torch.float32).items()}
+        """Yield the canonical pieces of one of Megatron's parameters.
+
+        name: without "decoder.layers.N."; layer: index in the whole model, None outside layers.
+        Raises KeyError for a parameter that is not known.
+        """
+        params = self.params(torch.float32)
+        shapes = {canonical: param.shape for canonical, param in params.items()}
         if layer is None:
-            canonical = {
-                "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-                "output_layer.weight": "model.embed_tokens.weight" if self.ties else "lm_head.weight",
-                "decoder.final_layernorm.weight": "model.norm.weight", "score.weight": "score.weight",
-            }[name]  # fmt: skip
-            shape = shapes[canonical]
-            box = Box.full(shape)
-            if canonical in ("model.embed_tokens.weight", "lm_head.weight"):
-                size = self.padded_vocab // self.layout.tp
-                box = Box.part(
-                    shape, 0, *(min(edge * size, shape[0]) for edge in (tp_rank, tp_rank + 1))
-                )
-            yield canonical, shape, box, 0
+            yield self._outer_piece(name, shapes, tp_rank)
             return
+
         prefix = f"model.layers.{layer}."
         if "linear_qkv" in name:
             yield from self._fused_heads(prefix, name.rsplit(".", 1)[1], shapes, tp_rank)
@@ -113,22 +134,55 @@ class RoleShape:
                 yield canonical, shapes[canonical], box, place
                 place += box.numel
         else:
+            # Row-parallel matrices are cut along their inputs; norms are whole on every rank.
             canonical = prefix + _LAYER[name]
             shape = shapes[canonical]
-            cut = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-            yield canonical, shape, self._cut(shape, 1, tp_rank) if cut else Box.full(shape), 0
+            is_cut = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            box = self._cut(shape, 1, tp_rank) if is_cut else Box.full(shape)
+            yield canonical, shape, box, 0
+
+    def _outer_piece(
+        self,
+        name: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        tp_rank: int,
+    ) -> Piece:
+        """Return the piece of a parameter outside the layers; vocabularies are cut by rows."""
+        canonical = {
+            "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "output_layer.weight": "model.embed_tokens.weight" if self.ties else "lm_head.weight",
+            "decoder.final_layernorm.weight": "model.norm.weight",
+            "score.weight": "score.weight",
+        }[name]
+        shape = shapes[canonical]
+        box = Box.full(shape)
+        if canonical in ("model.embed_tokens.weight", "lm_head.weight"):
+            # The last ranks may have padding only: their box is empty.
+            size = self.padded_vocab // self.layout.tp
+            first = min(tp_rank * size, shape[0])
+            last = min((tp_rank + 1) * size, shape[0])
+            box = Box.part(shape, 0, first, last)
+        return canonical, shape, box, 0
 
     def _cut(self, shape: tuple[int, ...], dim: int, tp_rank: int) -> Box:
+        """Return a tp rank's equal part of a parameter along one dimension."""
         size = shape[dim] // self.layout.tp
         return Box.part(shape, dim, tp_rank * size, (tp_rank + 1) * size)
 
     def _fused_heads(
-        self, prefix: str, kind: str, shapes: Mapping, tp_rank: int
+        self,
+        prefix: str,
+        kind: str,
+        shapes: Mapping,
+        tp_rank: int,
     ) -> Iterator[Piece]:
-        """Group by group: its queries' rows, its key's, its value's."""
-        each = self.shape.kv_heads // self.layout.tp
+        """Yield linear_qkv's pieces group by group: its queries' rows, its key's, its value's.
+
+        kind: "weight" or "bias".
+        """
+        groups = self.shape.kv_heads // self.layout.tp
         place = 0
-        for group in range(tp_rank * each, (tp_rank + 1) * each):
+        for group in range(tp_rank * groups, (tp_rank + 1) * groups):
             for part in ("q", "k", "v"):
                 canonical = f"{prefix}self_attn.{part}_proj.{kind}"
                 rows = self._group_rows(canonical)
@@ -138,38 +192,58 @@ class RoleShape:
                 place += box.numel
 
 
-def _rows(box: Box, rows: int) -> Iterator[Box]:
-    for start in range(box.start[0], box.stop[0], rows):
-        yield Box((start, *box.start[1:]), (min(start + rows, box.stop[0]), *box.stop[1:]))
+def _by_rows(
+    held: Mapping[int, Iterable[Box]],
+    rows: int,
+) -> dict[int, tuple[Box, ...]]:
+    """Return each rank's boxes, cut into boxes of at most `rows` rows."""
+    return {rank: tuple(_rows(boxes, rows)) for rank, boxes in held.items()}
+
+
+def _rows(boxes: Iterable[Box], rows: int) -> Iterator[Box]:
+    """Cut boxes along their first dimension into boxes of at most `rows` rows."""
+    for box in boxes:
+        first, *inner_start = box.start
+        last, *inner_stop = box.stop
+        for start in range(first, last, rows):
+            stop = min(start + rows, last)
+            yield Box((start, *inner_start), (stop, *inner_stop))
 
 
 def local_pieces(
     chunks: Iterable[Any], shape: RoleShape, tp_rank: int
 ) -> Iterator[tuple[torch.nn.Parameter, list[Piece]]]:
-    """Each parameter of this rank with what is in it."""
+    """Yield each of this rank's parameters with its pieces."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             layer = None
             if name.startswith("decoder.layers."):
-                _, _, at, name = name.split(".", 3)
-                layer = chunk.decoder.layers[int(at)].layer_number - 1
+                # Indices begin at 0 in each chunk; layer_number counts the model's layers from 1.
+                _, _, index, name = name.split(".", 3)
+                layer = chunk.decoder.layers[int(index)].layer_number - 1
             yield parameter, list(shape.pieces(name, layer, tp_rank))
 
 
 def fill(parts: Iterable[tuple[str, Box, torch.Tensor]], spec: ModelSpec) -> None:
     """Write the model's first values into (canonical name, box, storage).
 
-    Of a folder only the boxes are read; a head that it lacks, and a model without a folder, are drawn from init_seed as
-    Hugging Face draws them. Raises ModelError for a parameter that is not there.
+    Only the boxes are read from the model's folder. A head that the folder lacks, and a model
+    without a folder, are drawn from init_seed as Hugging Face draws them. Raises ModelError for any
+    other parameter that is missing.
     """
     wanted = list(parts)
     missing = _from_folder(wanted, Path(spec.path)) if spec.path is not None else wanted
     if not missing:
         return
-    if spec.path is not None and (strange := {name for name, *_ in missing} - {"score.weight"}):
-        raise ModelError(
-            f"{spec.path} has no {sorted(strange)[0]}, which this {spec.hf_config.get('model_type')} needs"
-        )
+
+    if spec.path is not None:
+        names = {name for name, *_ in missing} - {"score.weight"}
+        if names:
+            model_type = spec.hf_config.get("model_type")
+            raise ModelError(
+                f"{spec.path} has no {sorted(names)[0]}, which this {model_type} needs"
+            )
+
     hf, _ = build_hf_model(spec, torch.float32)
     values = dict(hf.named_parameters())
     with torch.no_grad():
@@ -180,12 +254,14 @@ def fill(parts: Iterable[tuple[str, Box, torch.Tensor]], spec: ModelSpec) -> Non
 def _from_folder(
     wanted: list[tuple[str, Box, torch.Tensor]], folder: Path
 ) -> list[tuple[str, Box, torch.Tensor]]:
-    """What the folder lacks."""
+    """Fill the parts from the folder's safetensors files, and return those that it lacks."""
     from safetensors import safe_open
 
     by_name: dict[str, list[tuple[Box, torch.Tensor]]] = {}
     for name, box, storage in wanted:
         by_name.setdefault(name, []).append((box, storage))
+
+    # Slices are read from the files, never whole parameters.
     with torch.no_grad():
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
@@ -193,4 +269,8 @@ def _from_folder(
                     values = tensors.get_slice(name)
                     for box, storage in by_name.pop(name):
                         storage.copy_(values[box.slices()].reshape(storage.shape))
-    return [(name, box, storage) for name, found in by_name.items() for box, storage in found]
+
+    missing: list[tuple[str, Box, torch.Tensor]] = []
+    for name, parts in by_name.items():
+        missing += [(name, box, storage) for box, storage in parts]
+    return missing

@@ -1,4 +1,7 @@
-"""The Ray actor that hosts one rank. It sets the environment before torch is imported, so threads are counted right."""
+"""The Ray actor that hosts one rank of a pool.
+
+It sets the environment before torch is imported, because torch reads its thread count on import.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,47 @@ import ray
 
 
 class RayStore:
-    """Blocks as objects of Ray's store; read without a copy, so whoever hands out tensors copies (core/groups/wire.py)."""
+    """The object store of Ray.
+
+    Blocks are read without a copy, so their arrays are read-only; core/groups/wire.py copies where
+    it hands out tensors.
+    """
 
     def put(self, block: list) -> Any:
+        """Leave a block of arrays; return its object reference."""
         return ray.put(block)
 
     def get(self, handle: Any) -> list:
+        """Return the block behind an object reference, read-only."""
         return ray.get(handle)
 
 
 def unpacked(reply: bytes | tuple) -> tuple[bytes, Sequence[Any], bool]:
-    """(blob, handles, failed): most replies are a blob alone, since Ray sends bytes without pickling them."""
+    """Return (blob, handles, failed) of a reply as `HostActor.call` sends it.
+
+    Most replies are a blob alone, since Ray sends bytes without pickling them.
+    """
     return (reply, (), False) if isinstance(reply, bytes) else reply
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class HostActor:
+    """One process of a pool, with the Host of its workers."""
+
     def __init__(
-        self, pool: str, rank: int, world: int, environment: dict[str, str], path: list[str]
+        self,
+        pool: str,
+        rank: int,
+        world: int,
+        environment: dict[str, str],
+        path: list[str],
     ):
+        """environment: variables to set. path: the controller's sys.path, so that workers defined
+        in its folders can be imported here."""
         os.environ.update(environment)
-        sys.path.extend(p for p in path if p not in sys.path)
+        sys.path.extend(folder for folder in path if folder not in sys.path)
+
+        # Only now: these modules import torch.
         from hybridflow.core.groups.host import Host
         from hybridflow.kit.memory import keep_freed_memory
 
@@ -39,14 +62,21 @@ class HostActor:
         self.host = Host(pool, rank, world, RayStore())
 
     def address(self) -> str:
+        """Return a free "host:port" on this node for the pool's rendezvous."""
         return self.host.address()
 
     def join(self, address: str, device: str, timeout_s: float) -> None:
+        """Join the pool's process group (see Host.join)."""
         self.host.join(address, device, timeout_s)
 
     def ping(self) -> None:
-        """Answered by a process that is alive and idle."""
+        """Do nothing; a process that answers is alive and idle."""
 
     def call(self, blob: bytes, handles: Sequence = (), *replies: bytes | tuple) -> bytes | tuple:
-        blob, handles, failed = self.host.call(blob, handles, [unpacked(r) for r in replies])
-        return (blob, handles, failed) if handles or failed else blob
+        """Run one message (see Host.call); return the reply for `unpacked`.
+
+        Ray passes `replies`, references on the controller, as the values behind them.
+        """
+        inputs = [unpacked(reply) for reply in replies]
+        result, stored, failed = self.host.call(blob, handles, inputs)
+        return (result, stored, failed) if stored or failed else result

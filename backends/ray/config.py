@@ -9,22 +9,24 @@ from hybridflow.core.contracts.runtime import RuntimeSettings
 
 @attrs.frozen
 class RayConfig(RuntimeSettings):
-    """A local Ray by itself, or an existing cluster by its address."""
+    """Which Ray the run uses: a local one of its own, or a running cluster at an address."""
 
     address: str | None = None
-    """Address of a running cluster ("auto", "ray-head:6379"); none: a local Ray is started, and ended with the run."""
+    """Address of a running cluster ("auto", "ray-head:6379"). Without one, a local Ray is started,
+    and ended with the run."""
     threads: int = attrs.field(default=1)
-    """OMP_NUM_THREADS of each worker process."""
+    """OMP_NUM_THREADS and MKL_NUM_THREADS of each worker process."""
     object_store_gb: float | None = None
-    """Size of a local Ray's object store, in GB; none: Ray's own choice (30% of memory)."""
+    """Size of a local Ray's object store, in GiB. Default: Ray's own choice (30% of memory)."""
     dashboard: bool = False
-    """Start a local Ray's dashboard, bound to localhost."""
+    """Whether a local Ray starts its dashboard, bound to localhost."""
     start_timeout_s: float = 300.0
-    """Seconds that a pool's processes may take to be placed and to join their process group."""
+    """Seconds that the processes of a pool may take to be placed, and again to join their process
+    group."""
     temp_dir: str | None = None
-    """Ray's folder for sockets and logs; none: Ray's own choice (/tmp/ray)."""
+    """Folder of a local Ray for sockets and logs. Default: Ray's own choice (/tmp/ray)."""
 
     @property
     def remote(self) -> bool:  # type: ignore[override]
-        """Whether processes may start elsewhere: in a cluster that runs already."""
+        """Whether processes may start on other machines: so in a cluster that runs already."""
         return self.address is not None

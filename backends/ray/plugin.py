@@ -6,6 +6,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins():
+    """Describe the Ray runtime, the default one."""
     return [
         Descriptor(
             kind="runtime",

@@ -1,7 +1,14 @@
-"""Ends what a local Ray leaves when its controller is killed: `python reaper.py CONTROLLER`, started beside it.
+"""Ends what a local Ray leaves behind when its controller is killed.
 
-Ray's own agents then try for a minute to report to a head that is gone too. The controller holds the other end of this
-process' standard input: it is closed however the controller ends. Imports nothing but Python's own, to start quickly.
+The controller starts `python reaper.py CONTROLLER_PID` beside Ray, and holds the other end of this
+process's standard input: however the controller ends, that pipe closes. Without the reaper, Ray's
+own agents would try for a minute to report to a head that is gone too.
+
+    controller runs   remember the raylet, the head (gcs_server) and their children
+    pipe closes       give them GRACE_S seconds to end by themselves
+    then              kill the rest
+
+This module imports nothing but the standard library, to start quickly.
 """
 
 import contextlib
@@ -13,54 +20,72 @@ import time
 from pathlib import Path
 
 LOOK_S = 2.0
+"""Seconds between two looks at the processes."""
 GRACE_S = 8.0
-"""What Ray may take to end by itself."""
+"""Seconds that Ray may take to end by itself."""
 
 
 def children() -> dict[int, list[tuple[int, str, str]]]:
-    """Parent -> (pid, when it started, command) of every process."""
-    found: dict[int, list[tuple[int, str, str]]] = {}
+    """Map each parent's pid to the (pid, start time, command) of its children.
+
+    A pid may be used again, so a process is identified by its pid and start time: field 22 of
+    /proc/PID/stat, in clock ticks since boot. Zombies are left out.
+    """
+    children_of: dict[int, list[tuple[int, str, str]]] = {}
     for folder in Path("/proc").iterdir():
+        # Folders that are no process, and processes that end meanwhile, are passed over.
         with contextlib.suppress(OSError, ValueError, IndexError):
+            # Behind the name, which may contain spaces: state, parent, ..., start time at 19.
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
+            arguments = (folder / "cmdline").read_bytes()
+            command = arguments.replace(b"\0", b" ").decode(errors="replace")
             if fields[0] != "Z":
-                found.setdefault(int(fields[1]), []).append((int(folder.name), fields[19], command))
-    return found
+                siblings = children_of.setdefault(int(fields[1]), [])
+                siblings.append((int(folder.name), fields[19], command))
+    return children_of
 
 
 def of_ray(controller: int) -> set[tuple[int, str]]:
-    """(pid, when it started) of the raylet, the head and their children."""
-    every = children()
-    servers = [c for c in every.get(controller, ()) if "/raylet" in c[2] or "gcs_server" in c[2]]
-    return {
-        (pid, began) for server in servers for pid, began, _ in (server, *every.get(server[0], ()))
-    }
+    """Return (pid, start time) of the controller's raylet and head, and of their children."""
+    children_of = children()
+    processes = set()
+    for pid, start_time, command in children_of.get(controller, ()):
+        if "/raylet" in command or "gcs_server" in command:
+            processes.add((pid, start_time))
+            processes |= {(child, start) for child, start, _ in children_of.get(pid, ())}
+    return processes
 
 
 def living(known: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    return known & {(pid, began) for group in children().values() for pid, began, _ in group}
+    """Return those of the known processes that still run."""
+    running = set()
+    for siblings in children().values():
+        running |= {(pid, start_time) for pid, start_time, _ in siblings}
+    return known & running
 
 
 def main(controller: int) -> None:
+    """Watch Ray's processes until the controller ends, then see that they end too."""
     known: set[tuple[int, str]] = set()
     while True:
         known |= of_ray(controller)
         ready, _, _ = select.select([sys.stdin], [], [], LOOK_S)
-        if ready and not os.read(sys.stdin.fileno(), 1):
+        if ready and not os.read(sys.stdin.fileno(), 1):  # end of file: the controller has ended
             break
         known = living(known)
+
+    # The controller has ended: a Ray that was shut down, or can do so, ends by itself.
     deadline = time.monotonic() + GRACE_S
     while living(known) and time.monotonic() < deadline:
         time.sleep(0.2)
+
     for pid, _ in living(known):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
+    # Ctrl-C in the terminal must not end it before the controller.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the controller
+        signal.signal(number, signal.SIG_IGN)
     main(int(sys.argv[1]))

@@ -1,4 +1,14 @@
-"""Ray: one actor per rank, placed by placement groups; large columns live in Ray's object store."""
+"""The Ray runtime: one actor per rank, and large columns in Ray's object store.
+
+                     placement group (one bundle per node of the pool)
+    controller       node 0                     node 1
+    RayProcess 0 --> HostActor 0 (device 0)
+    RayProcess 1 --> HostActor 1 (device 1)
+    RayProcess 2 ----------------------------> HostActor 2 (device 0)
+
+A call is a Ray task of the rank's actor; its object reference is the reply. References of earlier
+replies travel as arguments of the task, so Ray brings their values to the actor by itself.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +34,43 @@ from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.kit.memory import keep_freed_memory
 
 LOCAL_RESOURCE = "hybridflow_rank"
-"""A local Ray counts ranks, not cores: two cores may well run four ranks of a test."""
+"""A resource of a local Ray, which counts ranks instead of cores: two cores may well run the four
+ranks of a test."""
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
-"""torch asks for huge pages: a fresh tensor of 128 MB costs 160 ms of page faults without, 30 ms with."""
+"""Makes torch ask for huge pages: the page faults of a fresh tensor of 128 MB take 160 ms without
+them, and 30 ms with them."""
 POLL_S = 1.0
+"""Seconds of waiting for a reply between two looks at the other calls."""
 TRACKED = 32
-"""Small calls are looked through when so many are open (asking Ray takes 0.1 ms); calls that use the store, each time."""
+"""Answered calls are sorted out whenever the number of open calls is a multiple of this (asking Ray
+takes 0.1 ms), and with each call that uses the store."""
 GRACE_S = 3.0
-"""Ray learns of a death about a second after it."""
+"""Seconds to wait for pings: Ray learns of a death about a second after it."""
 
 
 @attrs.frozen(eq=False)
 class Call:
-    """One rank's part of a call that is under way, or that failed and was not asked for yet."""
+    """One rank's part of a call that is under way, or whose failure nobody has asked for yet."""
 
     process: RayProcess
     label: Label
 
 
 class RayProcess(Process):
+    """A rank's process, as the controller sees it."""
+
     def __init__(self, pool: ResourcePool, rank: int, actor: Any, runtime: RayRuntime):
-        self.pool, self.rank, self.actor, self.runtime = pool, rank, actor, runtime
+        self.pool = pool
+        self.rank = rank
+        self.actor = actor
+        self.runtime = runtime
 
     def submit(self, message: Message, label: Label) -> Any:
+        """Send a call to the actor; return the object reference of its reply."""
+        # Each argument costs time, so a call that uses nothing of the store is a blob alone.
         uses_store = bool(message.handles or message.replies)
-        beside = (message.handles, *message.replies) if uses_store else ()  # each argument costs
-        reference = self.actor.call.remote(message.blob, *beside)
+        inputs = (message.handles, *message.replies) if uses_store else ()
+        reference = self.actor.call.remote(message.blob, *inputs)
         self.runtime.track(reference, Call(self, label), uses_store)
         return reference
 
@@ -60,170 +81,284 @@ class RayRuntime(Runtime):
     def __init__(self, config: RayConfig | None = None):
         super().__init__(config or RayConfig())
         self.calls: dict[Any, Call] = {}
+        """The open calls by the references of their replies, in the order sent."""
         self.failed: dict[Any, Any] = {}
-        """Of `calls`: the replies (None: the process is gone) that are failures which nobody has asked for yet."""
+        """The failed replies of `calls` that nobody has asked for yet (None: the process is
+        gone)."""
         self.processes: list[RayProcess] = []
         self._groups: list[Any] = []
+        """The placement groups, one per pool."""
         self._owns_ray = False
         self._local = False
         self._reaper: subprocess.Popen | None = None
 
+    # Processes
+
     def start(self) -> None:
+        """Connect to the configured cluster, or start a local Ray with a reaper beside it.
+
+        A Ray that this process is connected to already is used, and left to its owner. Raises
+        HybridFlowError if Ray cannot be reached.
+        """
         keep_freed_memory()
         self._local = self.config.address is None
         if ray.is_initialized():
             self._local = LOCAL_RESOURCE in ray.cluster_resources()
             return
+
+        # Ray shall not hide the GPUs from actors that ask for none, nor report its usage.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
-        if self._local:
-            options |= {
-                "resources": {LOCAL_RESOURCE: 10_000},
-                "include_dashboard": self.config.dashboard,
-            }
-            options |= {"dashboard_host": "127.0.0.1", "_temp_dir": self.config.temp_dir}
-            if self.config.object_store_gb is not None:
-                options["object_store_memory"] = int(self.config.object_store_gb * 2**30)
-        else:
-            options["address"] = self.config.address
+        options = self._init_options()
         try:
-            ray.init(**{k: v for k, v in options.items() if v is not None})
+            ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = "a local Ray" if self._local else f"the Ray cluster at {self.config.address!r}"
             raise HybridFlowError(
                 f"could not reach {where}: {error}; check runtime.address and `ray status`"
             ) from error
+
         self._owns_ray = True
         if self._local:
             command = [sys.executable, "-I", reaper.__file__, str(os.getpid())]
             self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
+    def _init_options(self) -> dict[str, Any]:
+        """Return the arguments of ray.init."""
+        options: dict[str, Any] = {"log_to_driver": True, "logging_level": logging.WARNING}
+        if self._local:
+            options["resources"] = {LOCAL_RESOURCE: 10_000}
+            options["include_dashboard"] = self.config.dashboard
+            options["dashboard_host"] = "127.0.0.1"
+            options["_temp_dir"] = self.config.temp_dir
+            if self.config.object_store_gb is not None:
+                options["object_store_memory"] = int(self.config.object_store_gb * 2**30)
+        else:
+            options["address"] = self.config.address
+        return {name: value for name, value in options.items() if value is not None}
+
     def launch(self, pool: ResourcePool, device: str, environment: dict[str, str]) -> list[Process]:
-        group = self._place(pool, device)
+        """Place one actor per device of the pool, and join them to a process group.
+
+        Raises HybridFlowError if the pool does not fit into the cluster or does not start in time.
+        """
+        placement = self._place(pool, device)
         threads = str(self.config.threads)
-        settings = {
+        variables = {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             **HUGE_PAGES,
             **environment,
         }
         if self._local:
-            settings["HYBRIDFLOW_LOCAL"] = "1"
-        processes, rank = [], 0
+            variables["HYBRIDFLOW_LOCAL"] = "1"  # the ranks meet at 127.0.0.1
+        folders = [os.path.abspath(folder) for folder in sys.path]
+
+        # One actor per device, on the node of its bundle; ranks count up node by node.
+        processes: list[RayProcess] = []
         for node, count in enumerate(pool.devices_per_node):
             for _ in range(count):
                 strategy = PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=node
+                    placement, placement_group_bundle_index=node
                 )
-                actor = HostActor.options(  # type: ignore[attr-defined]
-                    scheduling_strategy=strategy, **self._resources(1, device), name=None
-                ).remote(
-                    pool.name, rank, pool.world, settings, [os.path.abspath(p) for p in sys.path]
+                resources = self._resources(1, device)
+                placed = HostActor.options(  # type: ignore[attr-defined]
+                    scheduling_strategy=strategy, **resources, name=None
                 )
+                rank = len(processes)
+                actor = placed.remote(pool.name, rank, pool.world, variables, folders)
                 processes.append(RayProcess(pool, rank, actor, self))
-                rank += 1
+
         self.processes += processes
         self._join(pool, processes, device)
         return list(processes)
 
     def _resources(self, count: int, device: str) -> dict[str, Any]:
+        """Return the options of an actor that takes `count` devices."""
         if self._local:
-            wanted: dict[str, Any] = {"num_cpus": 0, "resources": {LOCAL_RESOURCE: count}}
+            resources: dict[str, Any] = {"num_cpus": 0, "resources": {LOCAL_RESOURCE: count}}
         else:
-            wanted = {"num_cpus": count}
-        return wanted | ({"num_gpus": count} if device == "cuda" else {})
+            resources = {"num_cpus": count}
+        if device == "cuda":
+            resources["num_gpus"] = count
+        return resources
 
     def _place(self, pool: ResourcePool, device: str) -> Any:
+        """Reserve the pool's devices; return the placement group, with a bundle per node."""
         bundles = []
         for count in pool.devices_per_node:
             bundle = {LOCAL_RESOURCE: count} if self._local else {"CPU": count}
-            bundles.append(bundle | ({"GPU": count} if device == "cuda" else {}))
+            if device == "cuda":
+                bundle["GPU"] = count
+            bundles.append(bundle)
+
+        # What is too large for a local Ray is refused at once: no node will ever join it.
         enough = not self._local or pool.world <= ray.cluster_resources().get(LOCAL_RESOURCE, 0)
         if enough:
-            group = placement_group(
-                bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
-            )
-            self._groups.append(group)
-        if not enough or not group.wait(self.config.start_timeout_s):
-            have = {
-                k: v
-                for k, v in ray.cluster_resources().items()
-                if k in ("CPU", "GPU", LOCAL_RESOURCE)
-            }
-            nodes = len([n for n in ray.nodes() if n["Alive"]])
+            strategy = "STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
+            placement = placement_group(bundles, strategy=strategy)
+            self._groups.append(placement)
+        if not enough or not placement.wait(self.config.start_timeout_s):
+            names = ("CPU", "GPU", LOCAL_RESOURCE)
+            resources = ray.cluster_resources()
+            have = {name: count for name, count in resources.items() if name in names}
+            nodes = len([node for node in ray.nodes() if node["Alive"]])
             raise HybridFlowError(
-                f"pool {pool.name!r} needs {list(pool.devices_per_node)} {device} devices per node, and the cluster of "
-                f"{nodes} node(s) has {have} in all; make the pool smaller or the cluster larger"
+                f"pool {pool.name!r} needs {list(pool.devices_per_node)} {device} devices per "
+                f"node, and the cluster of {nodes} node(s) has {have} in all; make the pool "
+                "smaller or the cluster larger"
             )
-        return group
+        return placement
 
     def _join(self, pool: ResourcePool, processes: Sequence[RayProcess], device: str) -> None:
+        """Have the processes of a pool meet at an address of rank 0."""
         timeout = self.config.start_timeout_s
         try:
             address = ray.get(processes[0].actor.address.remote(), timeout=timeout)
-            ray.get(
-                [p.actor.join.remote(address, device, 600.0) for p in processes], timeout=timeout
-            )
+            # To join is to wait for all others: every process must be asked before any answer.
+            joins = [process.actor.join.remote(address, device, 600.0) for process in processes]
+            ray.get(joins, timeout=timeout)
         except GetTimeoutError as error:
             raise HybridFlowError(
-                f"the {pool.world} processes of pool {pool.name!r} did not start within {timeout:.0f} s "
-                "(runtime.start_timeout_s)"
+                f"the {pool.world} processes of pool {pool.name!r} did not start within "
+                f"{timeout:.0f} s (runtime.start_timeout_s)"
             ) from error
         except (RayActorError, RayTaskError) as error:
             raise HybridFlowError(
                 f"a process of pool {pool.name!r} failed to start: {error}"
             ) from error
 
+    def check_alive(self) -> None:
+        """Raise WorkerDied if a process is gone; takes up to GRACE_S while processes are busy."""
+        pings = [process.actor.ping.remote() for process in self.processes]
+        if not pings:
+            return
+
+        # Busy processes answer none in time; only those that are gone raise.
+        answers, _ = ray.wait(pings, num_returns=len(pings), timeout=GRACE_S)
+        for answer in answers:
+            try:
+                ray.get(answer)
+            except RayActorError as error:
+                raise self._died(error) from error
+
+    def _died(self, error: RayActorError) -> WorkerDied:
+        """Return the error to raise for Ray's: it names rank, pool, and the call that was lost."""
+        actor_id = getattr(error, "actor_id", None)
+        process = next((p for p in self.processes if p.actor._actor_id.hex() == actor_id), None)
+        where = "a rank"
+        rank = None
+        if process is not None:
+            where = f"rank {process.rank} of pool {process.pool.name!r}"
+            rank = process.rank
+
+        # Calls run in the order sent: the process died in the first that has not ended.
+        label = Label("?", "?")
+        for reference, call in self.calls.items():
+            if call.process is process and self.failed.get(reference) is None:
+                label = call.label
+                break
+
+        text = str(error).strip()
+        reason = text.splitlines()[-1] if text else "no reason known"
+        return WorkerDied(
+            f"the process of {where} is gone ({reason}); if it was killed for its memory, make "
+            "the micro-batches smaller or offload; with run.restarts > 0 a run goes on from the "
+            "last checkpoint by itself",
+            role=label.role,
+            phase=label.phase,
+            rank=rank,
+        )
+
+    def shutdown(self) -> None:
+        """End this runtime's actors, and its connection to Ray, if `start` made that.
+
+        A local Ray ends with the connection.
+        """
+        if not ray.is_initialized():
+            return
+
+        for process in self.processes:
+            ray.kill(process.actor)
+        for placement in self._groups:
+            remove_placement_group(placement)
+        self.processes = []
+        self._groups = []
+        self.calls.clear()
+        self.failed.clear()
+
+        if not self._owns_ray:
+            time.sleep(0.1)  # let the kills go out before the caller launches again
+            return
+        ray.shutdown()  # before the reaper, which finds nothing left to end
+        self._owns_ray = False
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+            self._reaper.wait()
+            self._reaper = None
+
+    # Replies
+
     def track(self, reference: Any, call: Call, uses_store: bool) -> None:
+        """Note a call that was sent; now and then, sort out those that are answered."""
         self.calls[reference] = call
         if uses_store or len(self.calls) % TRACKED == 0:
             self._sort_out_answered()
 
     def _sort_out_answered(self) -> None:
-        """Forget calls that went well, since a reply keeps what it names in the store; keep failures."""
-        open_calls = [r for r in self.calls if r not in self.failed]
-        if not open_calls:
+        """Forget the calls that went well, and note those that failed.
+
+        A reply that is remembered keeps alive what it names in the store.
+        """
+        running = [reference for reference in self.calls if reference not in self.failed]
+        if not running:
             return
-        for ready in ray.wait(
-            open_calls, num_returns=len(open_calls), timeout=0, fetch_local=False
-        )[0]:
+
+        # timeout=0: those that have arrived by now.
+        answered, _ = ray.wait(running, num_returns=len(running), timeout=0, fetch_local=False)
+        for reference in answered:
             try:
-                reply = unpacked(ray.get(ready))
+                reply = unpacked(ray.get(reference))
             except RayError:
                 reply = None
             if reply is None or reply[2]:
-                self.failed[ready] = reply
+                self.failed[reference] = reply
             else:
-                del self.calls[ready]
+                del self.calls[reference]
 
     def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
+        """Wait for a reply, and look at all other open calls every POLL_S seconds meanwhile."""
         while True:
             try:
                 value = unpacked(ray.get(reply, timeout=POLL_S))
             except GetTimeoutError:
-                if (failure := self._why_it_may_hang()) is not None:
+                failure = self._why_it_may_hang()
+                if failure is not None:
                     return failure
             except RayActorError as error:
                 raise self._died(error) from error
             except RayError as error:
-                self.check_alive()
+                self.check_alive()  # a process that is gone explains it best
                 raise HybridFlowError(f"Ray lost the result of a call: {error}") from error
             else:
                 self.calls.pop(reply, None)
                 self.failed.pop(reply, None)
-                if value[1]:
+                if value[1]:  # it has handles to the store
                     self._sort_out_answered()
                 return value
 
     def _why_it_may_hang(self) -> Any:
-        """A rank whose peer died or failed may wait for it for minutes: look at every call that is under way."""
+        """Return the failed reply of a rank whose peers still run the same call; else None.
+
+        A rank whose peer died or failed may wait in a collective for minutes. Raises WorkerDied if
+        a process is gone.
+        """
         self._sort_out_answered()
         running = {
             call.label for reference, call in self.calls.items() if reference not in self.failed
         }
         for reference, reply in self.failed.items():
-            if reply is None:
+            if reply is None:  # ask once more, for Ray's error with the actor's id
                 try:
                     ray.get(reference)
                 except RayActorError as error:
@@ -232,63 +367,19 @@ class RayRuntime(Runtime):
                 return reply
         return None
 
-    def check_alive(self) -> None:
-        pings = [process.actor.ping.remote() for process in self.processes]
-        for ready in ray.wait(pings, num_returns=len(pings), timeout=GRACE_S)[0] if pings else ():
-            try:
-                ray.get(ready)
-            except RayActorError as error:
-                raise self._died(error) from error
-
-    def _died(self, error: RayActorError) -> WorkerDied:
-        lost = getattr(error, "actor_id", None)
-        process = next((p for p in self.processes if p.actor._actor_id.hex() == lost), None)
-        label = Label("?", "?")
-        for (
-            reference,
-            call,
-        ) in self.calls.items():  # in the order sent: the first that it had not ended
-            if call.process is process and self.failed.get(reference) is None:
-                label = call.label
-                break
-        where = (
-            f"rank {process.rank} of pool {process.pool.name!r}"
-            if process is not None
-            else "a rank"
-        )
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else "no reason known"
-        return WorkerDied(
-            f"the process of {where} is gone ({reason}); if it was killed for its memory, make the micro-batches "
-            "smaller or offload; run.restarts > 0 goes on from the last checkpoint by itself",
-            role=label.role, phase=label.phase, rank=process.rank if process is not None else None,
-        )  # fmt: skip
+    # The store
 
     def put(self, block: list) -> Any:
+        """Leave a block in Ray's object store; return its object reference."""
         return ray.put(block)
 
     def get(self, handle: Any) -> list:
+        """Return the block behind an object reference.
+
+        Raises WorkerDied or HybridFlowError if Ray has lost it.
+        """
         try:
             return ray.get(handle)
         except RayError as error:
             self.check_alive()
             raise HybridFlowError(f"Ray lost a column: {error}") from error
-
-    def shutdown(self) -> None:
-        if not ray.is_initialized():
-            return
-        for process in self.processes:
-            ray.kill(process.actor)
-        for group in self._groups:
-            remove_placement_group(group)
-        self.processes, self._groups = [], []
-        self.calls.clear()
-        self.failed.clear()
-        if self._owns_ray:
-            ray.shutdown()
-            self._owns_ray = False
-            if self._reaper is not None and self._reaper.stdin is not None:
-                self._reaper.stdin.close()
-                self._reaper.wait()
-                self._reaper = None
-        else:
-            time.sleep(0.1)  # let the kills go out before the caller launches again

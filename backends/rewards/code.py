@@ -13,42 +13,57 @@ from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import RewardError
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+"""The content of a block between ``` marks; the last mark may be missing."""
 
 
 class CodeReward(Reward):
-    """Tests are meta["tests"]: texts of Python that follow the program (asserts), or {"input": ..., "output": ...}: what it
-    reads and should write, white space at the ends aside. The program is the response's last block in ``` marks, or all of it.
+    """The reward is the share of the tests that pass, or whether all of them do.
+
+    The program is the response's last block between ``` marks, or the whole response without one.
+    meta["tests"] is a list. A test is either Python text that follows the program (asserts), or
+    {"input": ..., "output": ...}: what the program reads, and what it should write. White space
+    around the output does not count.
     """
 
     def __init__(self, all_or_nothing: bool = False, tests: str = "tests", **limits: Any):
-        """`all_or_nothing`: 1 for all tests, else 0; `tests`: the field of the data; `limits`: those of sandbox.Limits."""
-        self.all_or_nothing, self.field = all_or_nothing, tests
+        """Take the settings of the reward.
+
+        `all_or_nothing`: the reward is 1 if all tests pass, else 0. `tests`: name of the data's
+        field with the tests. `limits`: fields of sandbox.Limits; raises ConfigError for others.
+        """
+        self.all_or_nothing = all_or_nothing
+        self.field = tests
         self.limits = structure(limits, Limits, "options")
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: RewardSample) -> float:
+        """Run all tests of a sample; raises RewardError where there are none."""
         tests = sample.meta.get(self.field)
         if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
             raise RewardError(
                 f"the row's field {self.field!r} must be a list of tests, got {tests!r:.80}"
             )
+
         blocks = BLOCK.findall(sample.response)
         program = blocks[-1] if blocks else sample.response
         passed = sum(self._passes(program, test) for test in tests)
         return float(passed == len(tests)) if self.all_or_nothing else passed / len(tests)
 
     def _passes(self, program: str, test: Any) -> bool:
+        """Run one test; raises RewardError for one of another form."""
         if isinstance(test, str):
-            end = secrets.token_hex(
-                16
-            )  # an early exit does not write it; who reads its own file can (see the docs)
-            done = run_program(f"{program}\n\n{test}\nprint('\\n{end}')\n", None, self.limits)
-            return done.good and done.output.rstrip().endswith(end)
+            # The mark is written after the test, so a program that exits early does not write it.
+            # One that reads its own file can (docs/data-and-rewards.md).
+            mark = secrets.token_hex(16)
+            outcome = run_program(f"{program}\n\n{test}\nprint('\\n{mark}')\n", None, self.limits)
+            return outcome.good and outcome.output.rstrip().endswith(mark)
+
         if isinstance(test, Mapping) and isinstance(test.get("output"), str):
-            done = run_program(program, str(test.get("input", "")), self.limits)
-            return done.good and done.output.strip() == test["output"].strip()
+            outcome = run_program(program, str(test.get("input", "")), self.limits)
+            return outcome.good and outcome.output.strip() == test["output"].strip()
+
         raise RewardError(
             f'a test is a text of Python, or {{"input": ..., "output": ...}}; got {test!r:.80}'
         )

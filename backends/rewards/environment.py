@@ -1,4 +1,4 @@
-"""Reward "environment": what the environment gave in the episode."""
+"""Reward "environment": the rewards that the environment gave in the episode."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from hybridflow.core.errors import RewardError
 
 
 class EnvironmentReward(Reward):
-    """The sum of the rewards of the episode's turns."""
+    """The reward is the episode's return: the sum of the rewards of its turns."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
         return [self._returned(sample) for sample in samples]
 
     def _returned(self, sample: RewardSample) -> float:
+        """Return the episode's return; raises RewardError for a sample without an episode."""
         if sample.episode_return is None:
             raise RewardError("there is no environment; give [environment], or another reward")
         return sample.episode_return

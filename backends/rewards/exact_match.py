@@ -1,4 +1,4 @@
-"""Reward "exact_match": the response is the answer, or it is not."""
+"""Reward "exact_match": whether the response is the expected answer, letter by letter."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from hybridflow.core.contracts.reward import Reward, RewardSample
 
 
 class ExactMatch(Reward):
-    """1.0 where the response equals meta["answer"], white space around them aside, else 0.0."""
+    """The reward is 1.0 where the response equals meta["answer"], else 0.0.
+
+    White space around the two does not count.
+    """
 
     def __init__(self, ignore_case: bool = False):
-        """`ignore_case`: "Yes" equals "yes"."""
+        """`ignore_case`: whether "Yes" equals "yes"."""
         self.ignore_case = ignore_case
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
@@ -20,4 +23,5 @@ class ExactMatch(Reward):
         ]
 
     def _plain(self, text: str) -> str:
+        """Return the part of a text that is compared."""
         return text.strip().casefold() if self.ignore_case else text.strip()

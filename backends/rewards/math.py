@@ -1,4 +1,4 @@
-"""Reward "math": the final answer of a solution equals the expected one, as mathematics (math-verify)."""
+"""Reward "math": whether a solution's final answer equals the expected one, as mathematics."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import ConfigError, RewardError
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+"""A decimal number, with or without commas between thousands."""
 _BOXED_NUMBER = re.compile(r"\\boxed\s*\{([^{}]*)\}")
+r"""The content of a \boxed{...} without inner braces."""
 
 
 class MathReward(Reward):
-    """1.0 where the final answers agree, else 0.0.
+    """The reward is 1.0 where the final answers agree, else 0.0.
 
-    The final answer of a response is what follows its last "####" (GSM8K), else its \\boxed{...}, else the last
-    expression that math-verify finds. meta["answer"] may be an answer ("18", "1,234", "\\frac{1}{2}") or a whole
-    solution that ends with "#### 18". Numbers are compared here; anything else by math-verify in a process of its own,
-    because an answer like 9^{9^{9^9}} never ends: after `timeout_s` it counts as wrong and the process is replaced.
+    The final answer of a response is what follows its last "####" (GSM8K), else its \\boxed{...},
+    else the last expression that math-verify finds. meta["answer"] may be an answer ("18", "1,234",
+    "\\frac{1}{2}") or a whole solution that ends with "#### 18".
+
+    Numbers are compared here, and anything else by math-verify in a process of its own: evaluating
+    an answer like 9^{9^{9^9}} never ends. After `timeout_s` such an answer counts as wrong, and the
+    process is replaced.
     """
 
     def __init__(self, timeout_s: float = 5.0):
@@ -33,41 +38,54 @@ class MathReward(Reward):
         self._verifier = Verifier()
 
     def __reduce__(self):
+        # Pickled by its settings: the verifier's process stays where it is.
         return MathReward, (self.timeout_s,)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
         return [self._score(sample.answer, sample.response) for sample in samples]
 
     def _score(self, answer: str, response: str) -> float:
-        gold, final = _after_hashes(answer), _after_hashes(response)
+        """Compare the final answers; raises RewardError where the expected one is empty."""
+        gold = _after_hashes(answer)
+        final = _after_hashes(response)
         if not gold.strip():
             raise RewardError(
                 'meta["answer"] is empty; set data.answer to a field with the expected answer'
             )
+
+        # Numbers: equal ones are right, and different whole ones are wrong. Others may still agree
+        # in math-verify's eyes, which rounds.
         boxed = _BOXED_NUMBER.findall(final)
-        expected, got = number(gold), number(boxed[-1] if boxed else final)
-        if expected is not None and got is not None:
-            if expected == got:
+        expected_number = number(gold)
+        final_number = number(boxed[-1] if boxed else final)
+        if expected_number is not None and final_number is not None:
+            if expected_number == final_number:
                 return 1.0
-            if expected == int(expected) and got == int(got):
+            if expected_number == int(expected_number) and final_number == int(final_number):
                 return 0.0
+
         return float(self._verifier.equal(gold, final, self.timeout_s))
 
 
 def _after_hashes(text: str) -> str:
-    """The line after the last "####", or the whole text."""
-    _, found, tail = text.rpartition("####")
-    return (tail.strip().splitlines() or [""])[0] if found else text
+    """Return the first line with text after the last "####", or the whole text without one."""
+    _, separator, tail = text.rpartition("####")
+    if not separator:
+        return text
+    return (tail.strip().splitlines() or [""])[0]
 
 
 def number(text: str) -> Decimal | None:
-    """The value of a text that is nothing but a number: signs, thousands' commas and dollars allowed."""
+    """Return the value of a text that is nothing but a number, else None.
+
+    It may have a sign, commas between thousands, dollar signs and a final full stop.
+    """
     plain = (
         text.strip()
         .removesuffix(".")
         .replace("\\$", "")
         .replace("$", "")
-        .replace("\\!", "")
+        .replace("\\!", "")  # LaTeX's negative space, as in 1,\!234
         .strip()
     )
     return Decimal(plain.replace(",", "")) if _NUMBER.fullmatch(plain) else None

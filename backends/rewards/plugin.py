@@ -1,4 +1,4 @@
-"""The built-in rewards."""
+"""Registers the built-in rewards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
-    here = "hybridflow.backends.rewards"
+    """Return the descriptors of the rewards "exact_match", "code", "environment" and "math"."""
+    package = "hybridflow.backends.rewards"
     return [
-        Descriptor("reward", "exact_match", f"{here}.exact_match:ExactMatch"),
-        Descriptor("reward", "code", f"{here}.code:CodeReward"),
-        Descriptor("reward", "environment", f"{here}.environment:EnvironmentReward"),
+        Descriptor("reward", "exact_match", f"{package}.exact_match:ExactMatch"),
+        Descriptor("reward", "code", f"{package}.code:CodeReward"),
+        Descriptor("reward", "environment", f"{package}.environment:EnvironmentReward"),
         Descriptor(
-            "reward", "math", f"{here}.math:MathReward", requires=("math_verify",), extra="math"
+            "reward",
+            "math",
+            f"{package}.math:MathReward",
+            requires=("math_verify",),
+            extra="math",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Settings of the rollout engine sglang."""
+"""Settings of the rollout engine SGLang."""
 
 from __future__ import annotations
 
@@ -13,57 +13,76 @@ from hybridflow.kit.arguments import annotated_fields, known_arguments, package_
 from hybridflow.kit.hosting.settings import ProcessConfig
 
 OURS = frozenset({
-    "model_path", "tokenizer_path", "skip_tokenizer_init", "load_format", "dtype", "device", "random_seed", "tp_size",
-    "pp_size", "dp_size", "context_length", "max_running_requests", "max_total_tokens", "mem_fraction_static",
-    "disable_radix_cache", "sampling_backend", "enable_memory_saver", "disable_cuda_graph",
+    "model_path", "tokenizer_path", "skip_tokenizer_init", "load_format", "dtype", "device",
+    "random_seed", "tp_size", "pp_size", "dp_size", "context_length", "max_running_requests",
+    "max_total_tokens", "mem_fraction_static", "disable_radix_cache", "sampling_backend",
+    "enable_memory_saver", "disable_cuda_graph",
 })  # fmt: skip
-"""Arguments that follow from the rest of the config."""
+"""Arguments of SGLang that follow from the rest of the config; `engine_args` may not give them."""
 
 
 @cache
 def argument_names() -> tuple[str, ...]:
-    """The fields of the installed SGLang's ServerArgs, which it puts together from several files; () without it."""
-    if (folder := package_folder("sglang")) is None:
+    """Return the fields of the installed SGLang's ServerArgs; () where it is not installed.
+
+    They are read from the source, where the class is put together from several files.
+    """
+    folder = package_folder("sglang")
+    if folder is None:
         return ()
-    parts = annotated_fields(sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py")))
+    part_files = sorted((folder / "srt" / "arg_groups" / "fields").glob("*.py"))
+    parts = annotated_fields(part_files)
     return parts + annotated_fields([folder / "srt" / "server_args.py"], ["ServerArgs"])
 
 
 @attrs.frozen
 class SGLangConfig(ProcessConfig):
-    """The engine of SGLang, in a process of its own, which starts further ones for its schedulers."""
+    """SGLang runs in a process of its own, which starts further ones for its schedulers."""
 
+    # The model
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""
+
+    # Sizes
     max_sequences: int = attrs.field(default=256, validator=at_least(1))
-    """Sequences decoded at once; others wait."""
+    """Largest number of sequences decoded at once; further ones wait."""
     max_length: int = attrs.field(default=0, validator=at_least(0))
-    """Tokens of a prompt with its response; 0: as many as the model has positions for."""
+    """Largest number of tokens of a prompt with its response. 0 stands for the model's own limit
+    (max_position_embeddings)."""
     kv_tokens: int = attrs.field(default=0, validator=at_least(0))
-    """Tokens that the KV cache has room for; 0: on a GPU what `gpu_memory` leaves, on a CPU 65536."""
+    """Number of tokens that the KV cache has room for. 0 stands for what `gpu_memory` leaves on a
+    GPU, and for 65536 on a CPU."""
     gpu_memory: float = attrs.field(default=0.4, validator=fraction)
-    """The share of the GPU's memory for weights and cache; the trainer needs the rest."""
+    """Share of the GPU's memory for weights and KV cache; the trainer needs the rest."""
+
+    # Speed
     prefix_cache: bool = True
-    """Compute the key and value of a beginning that several prompts share once (RadixAttention)."""
+    """Whether keys and values of a prefix that several prompts share are computed once
+    (RadixAttention)."""
     eager: bool = True
-    """No CUDA graphs: quicker to start, slower to decode."""
+    """Whether to run without CUDA graphs: the engine starts sooner and decodes more slowly."""
+
+    # Weight updates
     weights: Literal["bucket", "group"] = "bucket"
-    """How the engine's process hands weights to its schedulers: "bucket": in buckets of shared memory (CUDA IPC on a GPU);
-    "group": by broadcast in a process group (gloo, NCCL), which needs no memory that both see."""
+    """How the engine's process hands weights to its schedulers. "bucket": in buckets of shared
+    memory (CUDA IPC on a GPU). "group": by broadcast in a process group (gloo or NCCL), which needs
+    no memory that both sides see."""
     bucket_mb: float = attrs.field(default=256.0, validator=positive)
-    """Size of such a bucket, in 10^6 bytes."""
+    """Size at which a bucket of weights is handed over, in MB (10^6 bytes)."""
+
     engine_args: dict[str, Any] = attrs.field(
         factory=dict, validator=known_arguments("SGLang", argument_names, OURS)
     )
-    """Further arguments of SGLang's ServerArgs, checked against the names that the installed version has."""
+    """Further arguments of SGLang's ServerArgs. Their names are checked against those of the
+    installed version."""
 
     @property
     def own_process(self) -> bool:
-        """Always: a scheduler of its own that fails takes the process that started it along."""
+        """Always True: a scheduler of SGLang that fails kills the process that started it."""
         return True
 
     def limits(self) -> EngineLimits:
-        """What it takes of a device."""
+        """Return the engine's weight type and limits, for estimates of memory and time."""
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
@@ -73,4 +92,5 @@ class SGLangConfig(ProcessConfig):
         )
 
     def one_of(self, engines: int) -> Self:
+        """Return these settings for one of `engines` on a device: at most half of it for all."""
         return attrs.evolve(self, gpu_memory=min(self.gpu_memory, 0.5 / engines))

@@ -6,6 +6,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins():
+    """Return the descriptor of the rollout engine "sglang"."""
     return [
         Descriptor(
             kind="rollout_engine",
@@ -24,6 +25,7 @@ def hybridflow_plugins():
             ),
             requires=("sglang",),
             diagnosis="hybridflow.backends.sglang.diagnosis:diagnose",
-            remedy="pip install 'hybridflow[sglang]' on a machine with GPUs; hybridflow doctor has the line for one without",
+            remedy="pip install 'hybridflow[sglang]' on a machine with GPUs; "
+            "hybridflow doctor has the line for one without",
         )
     ]

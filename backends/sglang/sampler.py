@@ -1,8 +1,8 @@
-"""SGLang's sampler with our meaning of logprobs and of seeds, registered as its sampling backend "pytorch" (the only one
-that it allows on a CPU).
+"""SGLang's sampler with our meaning of logprobs and seeds.
 
-SGLang calls `register` in each of its processes: it is an entry point of the group "sglang.srt.plugins". In an SGLang that
-is not ours it does nothing.
+It is registered as the sampling backend "pytorch", the only one that SGLang allows on a CPU. SGLang
+calls `register` in each of its processes, as an entry point of the group "sglang.srt.plugins". In
+an SGLang that is no rollout engine of ours it does nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 from typing import Any
 
 BACKEND = "pytorch"
+"""Name of the sampling backend that ours replaces."""
 OURS = "HYBRIDFLOW_SGLANG"
-"""Variable that says that this SGLang is a rollout engine."""
+"""Environment variable which says that this SGLang is a rollout engine of ours."""
 
 
 def register() -> None:
+    """Install our sampler and two hooks in this process of SGLang's."""
     if OURS not in os.environ:
         return
     from sglang.srt.layers.sampler import register_sampler_backend
@@ -28,8 +30,12 @@ def register() -> None:
 
 
 def _without_biases(original: Any, info: Any, logits: Any) -> None:
-    """Our sampler adds them, since logprobs are of the logits before."""
-    biases, info.logit_bias = info.logit_bias, None
+    """Call SGLang's `apply_logits_bias` without the biases, which our sampler adds itself.
+
+    Logprobs are those of the logits before the biases.
+    """
+    biases = info.logit_bias
+    info.logit_bias = None
     try:
         original(info, logits)
     finally:
@@ -37,17 +43,22 @@ def _without_biases(original: Any, info: Any, logits: Any) -> None:
 
 
 def _with_seeds(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """SGLang reads the requests' seeds in its deterministic mode alone, which takes slower kernels."""
+    """Put the seeds of the requests into SGLang's `sampling_seed`, int64 [R].
+
+    SGLang itself does so only in its deterministic mode, which takes slower kernels.
+    """
     import torch
 
     info = original(*args, **kwargs)
     batch = kwargs.get("batch", args[-2] if len(args) > 1 else None)
-    seeds = [r.sampling_params.sampling_seed or 0 for r in batch.reqs]  # type: ignore[union-attr]
+    requests = batch.reqs  # type: ignore[union-attr]
+    seeds = [request.sampling_params.sampling_seed or 0 for request in requests]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)
     return info
 
 
 def _sampler() -> Any:
+    """Return a sampler; its class is made here, since this module does not import SGLang."""
     import torch
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.sampling.sampling_params import TOP_K_ALL
@@ -55,8 +66,10 @@ def _sampler() -> Any:
     from hybridflow.kit.sampling import draw, uniforms
 
     class SeededSampler(Sampler):
-        """Logprobs are log softmax(logits / temperature) before biases and filters, and random numbers follow from a
-        request's seed and the position of the token."""
+        """Logprobs are log softmax(logits / temperature), before biases and filters.
+
+        Random numbers follow from a request's seed and the position of the token alone.
+        """
 
         def forward(
             self,
@@ -68,24 +81,29 @@ def _sampler() -> Any:
             positions,
             **_,
         ):
+            """Return the tokens drawn, int32 [R]; write their logprobs to `logits_output`."""
             logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
-            logprobs = drawn = torch.log_softmax(logits / sampling_info.temperatures, dim=-1)
+            temperatures = sampling_info.temperatures  # [R, 1]
+
+            # What is reported, and what is drawn from: they differ by the biases.
+            logprobs = torch.log_softmax(logits / temperatures, dim=-1)  # [R, V]
+            biased = logprobs
             if sampling_info.logit_bias is not None:
-                drawn = torch.log_softmax(
-                    (logits + sampling_info.logit_bias) / sampling_info.temperatures, dim=-1
-                )
+                biased_logits = logits + sampling_info.logit_bias
+                biased = torch.log_softmax(biased_logits / temperatures, dim=-1)
+
+            # `draw` takes 0 for no limit, where SGLang has a large number.
             top_k = torch.where(sampling_info.top_ks >= TOP_K_ALL, 0, sampling_info.top_ks).long()
-            uniform = uniforms(
-                sampling_info.sampling_seed, positions.to(sampling_info.sampling_seed.dtype)
-            )
-            tokens = draw(drawn, uniform, top_k, sampling_info.top_ps, sampling_info.min_ps).to(
-                torch.int32
-            )
+            seeds = sampling_info.sampling_seed
+            uniform = uniforms(seeds, positions.to(seeds.dtype))
+            drawn = draw(biased, uniform, top_k, sampling_info.top_ps, sampling_info.min_ps)
+            tokens = drawn.to(torch.int32)
+
             if return_logprob:
-                found = self.output_logprob_processor.compute_logprobs(
+                columns = self.output_logprob_processor.compute_logprobs(
                     logprobs, top_logprobs_nums, token_ids_logprobs, tokens
                 )
-                found.write_output_to(logits_output)
+                columns.write_output_to(logits_output)
             self._sync_token_ids_across_tp(tokens, sampling_info)
             return tokens
 

@@ -1,8 +1,14 @@
-"""What SGLang's processes need on a machine without a GPU, given to them by environment variables; nothing on a GPU.
+"""Environment variables of SGLang's processes; on a machine without a GPU they install two shims.
 
-Two packages that SGLang imports fail there: `sgl_kernel` is not published for CPUs, and the registry's torchvision is a
-CUDA build whose operators do not load. Below cpu/ are a stand-in for the first, used where none is installed, and a fix for
-the second, which does nothing where the operators are there.
+Two packages that SGLang imports fail without a GPU:
+
+    package      why it fails                                     shim, in cpu/
+    sgl_kernel   not published for CPUs                           kernel: a stand-in
+    torchvision  the registry's build is for CUDA, and its        vision: declares the operators
+                 operators do not load
+
+The stand-in is used only where no sgl_kernel is installed. The other shim does nothing where the
+operators have loaded.
 """
 
 from __future__ import annotations
@@ -16,14 +22,23 @@ import torch
 from hybridflow.backends.sglang.sampler import OURS
 
 FOLDER = Path(__file__).parent / "cpu"
+"""Holds a folder for each shim, which goes on the path of SGLang's processes."""
 
 
 def variables(device: torch.device) -> dict[str, str]:
-    """Of the engine's process, and so of those that it starts."""
-    plugins = [p for p in os.environ.get("SGLANG_PLUGINS", "").split(",") if p]
-    found = {"SGLANG_PLUGINS": ",".join([*plugins, "hybridflow"])} if plugins else {}
-    found |= {OURS: "1", "HF_HUB_OFFLINE": "1"}
+    """Return the variables of the engine's process, which those that it starts inherit."""
+    environment: dict[str, str] = {}
+
+    # SGLang loads every plugin unless SGLANG_PLUGINS names some; then it must name ours too.
+    plugins = [name for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name]
+    if plugins:
+        environment["SGLANG_PLUGINS"] = ",".join([*plugins, "hybridflow"])
+
+    environment |= {OURS: "1", "HF_HUB_OFFLINE": "1"}
     if device.type == "cpu":
-        shims = [FOLDER / "vision", *([] if find_spec("sgl_kernel") else [FOLDER / "kernel"])]
-        found |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(map(str, shims))}
-    return found
+        shims = [FOLDER / "vision"]
+        if not find_spec("sgl_kernel"):
+            shims.append(FOLDER / "kernel")
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, shims))
+    return environment

@@ -1,4 +1,4 @@
-"""The built-in tokenizers."""
+"""Registers the built-in tokenizers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
+    """Describe the tokenizers of Hugging Face folders, which are the default ones."""
     return [
         Descriptor(
             "tokenizer",

@@ -14,6 +14,8 @@ from hybridflow.kit.layouts import engine_layout
 
 
 def _one_of(*allowed: str):
+    """Return a validator that raises ValueError for any other value."""
+
     def check(_, field, value):
         if value not in allowed:
             raise ValueError(
@@ -24,34 +26,42 @@ def _one_of(*allowed: str):
 
 
 def _not_negative(_, field, value):
+    """Raise ValueError for a negative value, where 0 means automatic."""
     if value < 0:
         raise ValueError(f"{field.name} is {value}; it must be 0 (automatic) or more")
 
 
 @attrs.frozen
 class TransformersEngineConfig(ProcessConfig):
-    """The embedded engine: generates inside the worker process, on CPU or on one GPU."""
+    """The embedded engine generates inside the worker process, on CPU or on a GPU."""
 
     own_process: bool = False
-    """Run in a child of the worker's process instead, whose crash does not take the worker with it."""
+    """Run the engine in a child of the worker's process instead. If it crashes, the worker lives
+    on."""
 
     max_sequences: int = attrs.field(default=0, validator=_not_negative)
-    """Sequences decoded at once (slots); others wait. 0: 256, or what fits into `kv_memory_gb`."""
+    """Largest number of sequences decoded at once (slots); further ones wait. 0 stands for 256, or
+    for what fits into `kv_memory_gb` if that is less."""
     dtype: str = attrs.field(default="float32", validator=_one_of("float32", "bfloat16"))
-    """Type of weights, activations and KV cache: "float32" or "bfloat16". Probabilities are float32 always."""
+    """Type of weights, activations and KV cache: "float32" or "bfloat16". Probabilities are always
+    computed in float32."""
     fast: bool | None = None
-    """True: our decoder (llama, qwen2, qwen3, mistral), or an error where the model does not fit it. False: the
-    model's own Hugging Face code, slower and for any causal model. None: ours where it fits."""
+    """True: our own decoder (llama, qwen2, qwen3, mistral), or an error where the model does not
+    fit it. False: the model's own Hugging Face code, which is slower and runs any causal model.
+    None: ours where the model fits."""
     prefill_tokens: int = attrs.field(default=8192, validator=attrs.validators.gt(0))
-    """Prompt tokens of one prefill pass, padding included; at least one prompt is always taken."""
+    """Largest number of prompt tokens in one prefill pass, padding included. A single longer prompt
+    has a pass of its own."""
     kv_memory_gb: float = attrs.field(default=0.0, validator=_not_negative)
-    """Limit of the KV cache in GB (10^9 bytes). 0: 70% of what is free on a GPU, 4 GB on CPU."""
+    """Limit of the KV cache in GB (10^9 bytes). 0 stands for 70% of the free memory of a GPU, or 4
+    GB on CPU."""
     sync_every: int = attrs.field(default=0, validator=_not_negative)
-    """Tokens decoded between looks at what has finished. 0: 16 on a GPU, where each look waits for the device, and 1
-    on CPU (more while no sequence can stop before its length limit)."""
+    """Number of tokens decoded between two looks at which sequences have finished. 0 stands for 16
+    on a GPU, where each look waits for the device, and for 1 on CPU (more while no sequence can
+    stop before its length limit)."""
 
     def limits(self) -> EngineLimits:
-        """What it takes of a device."""
+        """Return the engine's weight type and limits, for estimates of memory and time."""
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences or 256,
@@ -61,4 +71,5 @@ class TransformersEngineConfig(ProcessConfig):
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
     ) -> WeightLayout:
+        """Return the boxes that `TransformersEngine.layout` will have, from the shapes alone."""
         return engine_layout(shape, generation, shape.params(dtype))

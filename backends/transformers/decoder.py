@@ -1,8 +1,17 @@
-"""The fast decoder: Llama-like models over a KV cache with one left-aligned lane per sequence.
+"""The fast decoder runs Llama-like models over a KV cache with one left-aligned lane per sequence.
 
-Shapes: R rows (live sequences), G prompts of a prefill, P its padded length, H hidden, h query heads, kv key heads,
-g = h / kv, d head size, S capacity of a lane, n positions attended to. Under tensor parallelism heads are this rank's;
-H and the vocabulary V are whole, and ranks meet after the embedding, both halves of each block, and for the logits.
+A layer's keys (and alike its values) are lanes of `stride` columns, one column per token:
+
+    | row 0, head 0 | row 0, head 1 | row 1, head 0 | row 1, head 1 | ...
+    | k k k k k . . | k k k k k . . | k k . . . . . | k k . . . . . |      lengths = [5, 2, ...]
+
+A new token is written at column lengths[row] of its row's lanes. Attention reads the first n
+columns of all lanes, and a mask hides those behind each lane's own length.
+
+Shapes: R rows (live sequences), G prompts of a prefill, P their padded length, N tokens of a call,
+H hidden, h query heads, kv key heads, g = h / kv, d head size, S capacity of a lane, n positions
+attended to. Under tensor parallelism heads are this rank's. H and the vocabulary V are whole, and
+ranks meet after the embedding, after both halves of each block, and for the logits.
 """
 
 from __future__ import annotations
@@ -16,284 +25,498 @@ import torch.nn.functional as F
 
 from hybridflow.backends.transformers.llama import Layer, LlamaWeights
 
-_LANE = 64  # a lane's capacity, and n on fused attention kernels, are multiples of this
+_LANE = 64
+"""The capacity of a lane, and n for fused attention kernels, are multiples of this."""
 
 
 class FastDecoder:
-    """Rows 0 .. R-1 are live. Row r has its keys and values at columns 0 .. lengths[r]-1 of lane r."""
+    """Rows 0 .. R-1 are live. Row r has its keys and values at columns 0 .. lengths[r]-1 of lane r.
+
+    Cache tensors are None, and the lists empty, while nothing is reserved.
+    """
 
     joins = True
     """New rows can be admitted beside live ones."""
-    cache: Any  # tensors while reserved, None when free
+    cache: Any
+    """Keys and values of all layers, [layers, 2, rows * kv * S, d]."""
     lengths: Any
+    """Tokens in each row's lanes, int64 [rows] on the device."""
     rows: int
+    """Number of reserved rows."""
     capacity: int
+    """Number of columns that a lane can have, S."""
+    stride: int
+    """Number of columns that a lane has now; on a GPU always S."""
+    plain: bool
+    """Whether attention is plain products rather than a fused kernel (float32 on CPU)."""
     host_lengths: np.ndarray
+    """The lengths of the live rows, int64 [R]."""
     _lanes: Any
+    """The cache as [layers, 2, rows, kv, stride, d]."""
     _tables: list[tuple[torch.Tensor, ...]]
+    """Each layer's keys and values as [rows * kv, stride, d]."""
     _flat: list[tuple[torch.Tensor, ...]]
+    """Each layer's keys and values as [columns of all lanes, d]."""
+    _starts: torch.Tensor
+    """First column of each lane in `_flat`, int64 [rows * kv]."""
+    _columns: torch.Tensor
+    """The numbers 0 .. S-1, int64 [S]."""
+    _cis: torch.Tensor
+    """Rotary factors amplitude * e^(i t frequency) of each position t, complex64 [S, d/2]."""
 
-    def __init__(self, config, weights: LlamaWeights, dtype: torch.dtype, device: torch.device):
-        self.weights, self.shape, self.dtype, self.device = weights, weights.shape, dtype, device
+    def __init__(
+        self,
+        config,
+        weights: LlamaWeights,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.weights = weights
+        self.shape = weights.shape
         self.split = weights.split
-        # Plain products beat the fused kernel on CPU: 0.26 against 0.36 ms for 128 rows of 38 (4 heads of 32).
+        self.dtype = dtype
+        self.device = device
+        # Plain products beat the fused kernel on CPU: 0.26 against 0.36 ms for 128 rows of 38
+        # tokens (4 heads of 32).
         self.plain = device.type == "cpu" and dtype == torch.float32
+
+        # Constants of rotary embeddings, attention scores and norms
         self._frequencies, self._amplitude = _rotary(config)
         self._scale = 1 / math.sqrt(self.shape.head_dim)
         self._eps = torch.tensor(self.shape.eps, device=device)
         self.free()
 
-    # ---- memory -------------------------------------------------------------------------------------------------
-
+    # Memory
     def row_bytes(self, capacity: int) -> int:
-        """Bytes of the KV cache for one sequence of `capacity` tokens."""
-        s = self.shape
-        return (
-            2
-            * s.layers
-            * s.kv_heads
-            * _round_up(capacity, _LANE)
-            * s.head_dim
-            * self.dtype.itemsize
-        )
+        """Return the bytes of the KV cache for one sequence of `capacity` tokens."""
+        shape = self.shape
+        columns = _round_up(capacity, _LANE)
+        per_column = 2 * shape.layers * shape.kv_heads * shape.head_dim
+        return per_column * columns * self.dtype.itemsize
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Room for `rows` sequences of `capacity` tokens; forgets all rows. A large enough cache is kept."""
+        """Make room for `rows` sequences of `capacity` tokens; all present rows are forgotten.
+
+        A cache that is large enough is kept.
+        """
         self.host_lengths = np.zeros(0, np.int64)
         if self.cache is None or self.rows < rows or self.capacity < capacity:
             self.free()
-            s = self.shape
-            self.rows, self.capacity = rows, _round_up(capacity, _LANE)
-            size = (s.layers, 2, rows * s.kv_heads * self.capacity, s.head_dim)
-            self.cache = _zeros(
-                size, self.dtype, self.device
-            )  # zeros: masked columns must be finite
-            self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
-            self._columns = torch.arange(self.capacity, device=self.device)
-            angles = torch.arange(self.capacity)[:, None].float() * self._frequencies
-            self._cis = torch.polar(torch.full_like(angles, self._amplitude), angles).to(
-                self.device
-            )  # [S, d/2]
+            self._allocate(rows, _round_up(capacity, _LANE))
+
+        # On CPU lanes begin empty, and `_widen` lets them grow.
         self._lay_out(0 if self.plain else self.capacity)
 
+    def _allocate(self, rows: int, capacity: int) -> None:
+        """Allocate the cache, and tables of positions up to `capacity`."""
+        shape = self.shape
+        self.rows = rows
+        self.capacity = capacity
+
+        # Masked columns are multiplied by 0, so they must be finite.
+        size = (shape.layers, 2, rows * shape.kv_heads * capacity, shape.head_dim)
+        self.cache = _zeros(size, self.dtype, self.device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._columns = torch.arange(capacity, device=self.device)
+
+        # Rotary factors from their absolute values and angles
+        angles = torch.arange(capacity)[:, None].float() * self._frequencies
+        amplitudes = torch.full_like(angles, self._amplitude)
+        self._cis = torch.polar(amplitudes, angles).to(self.device)
+
     def _lay_out(self, stride: int) -> None:
-        """Lanes of `stride` columns, one after the other from the start of the cache."""
-        s = self.shape
-        self.stride, lanes = stride, self.rows * s.kv_heads
-        used = self.cache[:, :, : lanes * stride]
-        self._lanes = used.view(s.layers, 2, self.rows, s.kv_heads, stride, s.head_dim)
-        self._tables = [pair.view(2, lanes, stride, s.head_dim).unbind() for pair in used]
-        self._flat = [pair.unbind() for pair in used]
+        """Form lanes of `stride` columns, one after the other from the start of the cache."""
+        layers = self.shape.layers
+        kv_heads = self.shape.kv_heads
+        size = self.shape.head_dim
+        lanes = self.rows * kv_heads
+        self.stride = stride
         self._starts = torch.arange(lanes, device=self.device) * stride
 
+        # Views of the same memory, in the form that each reader wants.
+        used = self.cache[:, :, : lanes * stride]
+        self._lanes = used.view(layers, 2, self.rows, kv_heads, stride, size)
+        self._tables = []
+        self._flat = []
+        for pair in used:
+            tables = pair.view(2, lanes, stride, size)
+            self._tables.append(tables.unbind())
+            self._flat.append(pair.unbind())
+
     def _widen(self, columns: int) -> None:
-        """Lanes of at least `columns` columns. On CPU they grow with the rows, so that a high max_tokens that nobody
-        reaches costs no memory and leaves no gaps between lanes."""
+        """Form lanes of at least `columns` columns.
+
+        On CPU lanes grow with the rows. A high max_tokens that nobody reaches then costs no memory,
+        and leaves no gaps between lanes.
+        """
         if columns <= self.stride:
             return
-        old, n, rows = self._lanes, self.longest, len(self.host_lengths)
-        self._lay_out(min(columns + max(32, columns // 2), self.capacity))
-        if n:
+        old = self._lanes
+        longest = self.longest
+        rows = len(self.host_lengths)
+        grown = columns + max(32, columns // 2)
+        self._lay_out(min(grown, self.capacity))
+
+        # Old and new lanes overlap in memory, hence the clone.
+        if longest:
+            live = (slice(None), slice(rows), slice(None), slice(longest))
             for before, after in zip(old, self._lanes, strict=True):
-                after[:, :rows, :, :n] = before[:, :rows, :, :n].clone()  # the two overlap
+                after[live] = before[live].clone()
 
     def free(self) -> None:
+        """Free the cache; all rows are forgotten."""
         self.cache = None
         self.lengths = None
         self._lanes = None
         self._tables = []
         self._flat = []
-        self.rows = self.capacity = self.stride = 0
+        self.rows = 0
+        self.capacity = 0
+        self.stride = 0
         self.host_lengths = np.zeros(0, np.int64)
 
     @property
     def longest(self) -> int:
-        """Tokens in the fullest live lane."""
-        return int(self.host_lengths.max()) if len(self.host_lengths) else 0
+        """The number of tokens in the fullest live lane."""
+        if len(self.host_lengths) == 0:
+            return 0
+        return int(self.host_lengths.max())
 
-    # ---- rows ---------------------------------------------------------------------------------------------------
-
+    # Rows
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:
-        """Row i becomes what row index[i] was; the others are gone. Moves only rows whose place changes."""
-        moved = np.flatnonzero(index != np.arange(len(index)))
+        """Make row index[i] row i; rows not in `index` are gone.
+
+        Only rows whose place changes are moved.
+        """
+        present = np.arange(len(index))
+        moved = np.flatnonzero(index != present)
         self.host_lengths = self.host_lengths[index]
         if len(moved) == 0:
             return
+
         target = torch.from_numpy(moved).to(self.device)
         source = torch.from_numpy(index[moved]).to(self.device)
         self.lengths[target] = self.lengths[source]
-        n = int(self.host_lengths[moved].max())
-        self._lanes[:, :, target, :, :n] = self._lanes[:, :, source, :, :n]
+
+        # Indexing by a tensor copies, so a row may be source and target.
+        longest = int(self.host_lengths[moved].max())
+        states = self._lanes[:, :, source, :, :longest]
+        self._lanes[:, :, target, :, :longest] = states
 
     @torch.inference_mode()
-    def admit(self, contexts: list[np.ndarray], repeats: list[int]) -> torch.Tensor:
-        """Prefill each context once and append `repeats` rows for it. Returns logits float32 [sum(repeats), V]."""
-        sizes = np.array([len(c) for c in contexts])
+    def admit(
+        self,
+        contexts: list[np.ndarray],
+        repeats: list[int],
+    ) -> torch.Tensor:
+        """Prefill each context once, and append `repeats` rows for it.
+
+        Returns logits float32 [sum(repeats), V].
+        """
+        # Pad the contexts to one array [G, P].
+        sizes = np.array([len(context) for context in contexts])
         ids = np.zeros((len(contexts), sizes.max()), np.int64)
         for row, context in zip(ids, contexts, strict=True):
             row[: len(context)] = context
-        owner = np.repeat(np.arange(len(contexts)), repeats)
-        expand = torch.from_numpy(owner).to(self.device) if len(owner) > len(contexts) else None
+
+        # expand: the context of each new row, where contexts have several.
+        owners = np.repeat(np.arange(len(contexts)), repeats)
+        count = len(owners)
+        expand = None
+        if count > len(contexts):
+            expand = torch.from_numpy(owners).to(self.device)
+
+        # Append the rows behind the live ones.
         self._widen(ids.shape[1] + 1)
-        first, count = len(self.host_lengths), len(owner)
-        self.host_lengths = np.concatenate([self.host_lengths, sizes[owner]])
-        self.lengths[first : first + count] = torch.from_numpy(sizes[owner]).to(self.device)
-        logits = self._prefill(
-            torch.from_numpy(ids).to(self.device), torch.from_numpy(sizes), first, count, expand
-        )
-        return logits if expand is None else logits.index_select(0, expand)
+        first = len(self.host_lengths)
+        lengths = sizes[owners]
+        self.host_lengths = np.concatenate([self.host_lengths, lengths])
+        self.lengths[first : first + count] = torch.from_numpy(lengths).to(self.device)
 
-    # ---- the model ----------------------------------------------------------------------------------------------
+        tokens = torch.from_numpy(ids).to(self.device)
+        logits = self._prefill(tokens, torch.from_numpy(sizes), first, count, expand)
+        if expand is None:
+            return logits
+        return logits.index_select(0, expand)
 
+    # The model
     def _prefill(
-        self, ids: torch.Tensor, sizes: torch.Tensor, first: int, count: int, expand
+        self,
+        ids: torch.Tensor,
+        sizes: torch.Tensor,
+        first: int,
+        count: int,
+        expand: torch.Tensor | None,
     ) -> torch.Tensor:
-        """ids [G, P], padded at the right: no token sees padding, which lies after it. Logits [G, V]."""
-        s = self.shape
-        G, P = ids.shape
-        cis = self._cis[:P].repeat_interleave(s.kv_heads, 0).repeat(G, 1)[:, None]
+        """Run prompts `ids` [G, P], and fill the lanes of rows `first` to `first + count`.
+
+        Prompts are padded at the right: no token sees padding, which lies after it. Returns the
+        logits behind each prompt's last token, float32 [G, V].
+        """
+        heads = self.shape.heads
+        kv_heads = self.shape.kv_heads
+        group = self.shape.group
+        size = self.shape.head_dim
+        prompts, width = ids.shape
+        rows = slice(first, first + count)
+
+        # Every kv head of every token has its rotation, [G * P * kv, 1, d/2].
+        cis = self._cis[:width].repeat_interleave(kv_heads, 0)
+        cis = cis.repeat(prompts, 1)[:, None]
         x = self._embed(ids.view(-1))
-        for i, layer in enumerate(self.weights.layers):
+        for layer, lanes in zip(self.weights.layers, self._lanes, strict=True):
             rotated, values = self._project(x, layer, cis)
-            rotated = rotated.view(G, P, s.kv_heads, s.group + 1, s.head_dim)
-            queries = rotated[:, :, :, : s.group].reshape(G, P, s.heads, s.head_dim).transpose(1, 2)
-            keys = rotated[:, :, :, s.group].transpose(1, 2)
-            values = values.view(G, P, s.kv_heads, s.head_dim).transpose(1, 2)
-            for lanes, made in zip(self._lanes[i], (keys, values), strict=True):
-                lanes[first : first + count, :, :P] = (
-                    made if expand is None else made.index_select(0, expand)
-                )
+
+            # Heads before positions, as attention wants them: [G, heads, P, d].
+            rotated = rotated.view(prompts, width, kv_heads, group + 1, size)
+            queries = rotated[:, :, :, :group].reshape(prompts, width, heads, size)
+            queries = queries.transpose(1, 2)
+            keys = rotated[:, :, :, group].transpose(1, 2)
+            values = values.view(prompts, width, kv_heads, size).transpose(1, 2)
+
+            _fill(lanes[0, rows], keys, expand)
+            _fill(lanes[1, rows], values, expand)
             mixed = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, enable_gqa=s.group > 1
+                queries,
+                keys,
+                values,
+                is_causal=True,
+                enable_gqa=group > 1,
             )
-            self._finish_block(x, mixed.transpose(1, 2).reshape(G * P, -1), layer)
-        last = (torch.arange(G) * P + sizes - 1).to(self.device)
-        return self._logits(x.index_select(0, last))
+            mixed = mixed.transpose(1, 2)
+            self._finish_block(x, mixed.reshape(prompts * width, -1), layer)
+
+        # Only each prompt's last token needs logits.
+        last = torch.arange(prompts) * width + sizes - 1
+        return self._logits(x.index_select(0, last.to(self.device)))
 
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append token [R] to every row; logits float32 [R, V] of the next ones."""
-        s, R = self.shape, len(self.host_lengths)
-        n, lanes = self.longest + 1, len(self.host_lengths) * s.kv_heads
-        self._widen(n)
-        n = n if self.plain else _round_up(n, _LANE)
-        positions = self.lengths[:R].repeat_interleave(s.kv_heads)
+        """Append token [R] to every row; return logits float32 [R, V] of the next ones."""
+        kv_heads = self.shape.kv_heads
+        group = self.shape.group
+        rows = len(self.host_lengths)
+        lanes = rows * kv_heads
+        columns = self.longest + 1
+        self._widen(columns)
+        if not self.plain:
+            columns = _round_up(columns, _LANE)
+
+        # All lanes write one column each, at their own positions.
+        positions = self.lengths[:rows].repeat_interleave(kv_heads)
         write = self._starts[:lanes] + positions
         cis = self._cis.index_select(0, positions)[:, None]
-        mask = self._mask(positions, n)
-        x = self._embed(tokens)
+        mask = self._mask(positions, columns)
         attend = self._attend_plain if self.plain else self._attend_fused
-        for layer, (keys, values), flat in zip(
-            self.weights.layers, self._tables, self._flat, strict=True
-        ):
+
+        x = self._embed(tokens)
+        used = (slice(lanes), slice(columns))
+        layers = zip(self.weights.layers, self._tables, self._flat, strict=True)
+        for layer, (keys, values), (flat_keys, flat_values) in layers:
             rotated, new_values = self._project(x, layer, cis)
-            flat[0].index_copy_(0, write, rotated[:, s.group])
-            flat[1].index_copy_(0, write, new_values)
-            mixed = attend(rotated[:, : s.group], keys[:lanes, :n], values[:lanes, :n], mask)
-            self._finish_block(x, mixed.view(R, -1), layer)
-        self.lengths[:R] += 1
+            flat_keys.index_copy_(0, write, rotated[:, group])
+            flat_values.index_copy_(0, write, new_values)
+
+            # The new token attends to itself too, so its lanes are written first.
+            mixed = attend(rotated[:, :group], keys[used], values[used], mask)
+            self._finish_block(x, mixed.view(rows, -1), layer)
+
+        # The host counts along, so that nobody waits for the device.
+        self.lengths[:rows] += 1
         self.host_lengths += 1
         return self._logits(x)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[N] -> [N, H]. Of a divided vocabulary, each rank looks up its own tokens; the others' rows are 0."""
+        """Return embeddings, [N] -> [N, H].
+
+        Where the vocabulary is cut, each rank looks up its own tokens, and has zeros for the
+        others; the sum over the ranks is the embedding.
+        """
         table = self.weights.embed
         if self.split.tp == 1:
             return F.embedding(tokens, table)
+
+        # Rows of this rank's part of the table
         rows = tokens - self.split.at * len(table)
         elsewhere = (rows < 0) | (rows >= len(table))
         x = F.embedding(rows.masked_fill_(elsewhere, 0), table)
         return self.split.sum(x.masked_fill_(elsewhere[:, None], 0))
 
     def _mask(self, positions: torch.Tensor, n: int) -> torch.Tensor:
-        """Added to the scores: 0 up to each lane's own position, -inf after it. [R * kv, 1, n]."""
-        hidden = self._columns[:n] > positions[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(
-            hidden, float("-inf")
-        )
-        return mask[:, None]
+        """Return what is added to the scores, [R * kv, 1, n].
 
-    def _attend_plain(self, queries, keys, values, mask) -> torch.Tensor:
-        """[R * kv, g, d] over [R * kv, n, d]."""
-        scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
+        It is 0 up to each lane's own position, and -inf after it.
+        """
+        after = self._columns[:n] > positions[:, None]
+        mask = torch.zeros(after.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(after, float("-inf"))[:, None]
+
+    def _attend_plain(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return softmax(q k^T / sqrt(d) + mask) v: [R * kv, g, d] over [R * kv, n, d]."""
+        keys = keys.transpose(1, 2)
+        scores = torch.baddbmm(mask, queries, keys, alpha=self._scale)
         return torch.bmm(scores.softmax(-1), values)
 
-    def _attend_fused(self, queries, keys, values, mask) -> torch.Tensor:
-        """The same with the g queries of a key head as the query length, so that keys are not repeated."""
+    def _attend_fused(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the same as `_attend_plain`, by a fused kernel.
+
+        The g queries of a key head stand as the query length, so that keys are not repeated.
+        """
         mask = mask.expand(-1, self.shape.group, -1)
         mixed = F.scaled_dot_product_attention(
-            queries[:, None], keys[:, None], values[:, None], mask[:, None]
+            queries[:, None],
+            keys[:, None],
+            values[:, None],
+            mask[:, None],
         )
         return mixed.reshape(queries.shape)
 
     def _project(
-        self, x: torch.Tensor, layer: Layer, cis: torch.Tensor
+        self,
+        x: torch.Tensor,
+        layer: Layer,
+        cis: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [N, H], cis [N * kv, 1, d/2] -> queries and key, rotated, [N * kv, g + 1, d], and values [N * kv, d]."""
-        s, y = self.shape, self._norm(x, layer.norm1)
-        fused = (
-            torch.mm(y, layer.qkv)
-            if layer.qkv_bias is None
-            else torch.addmm(layer.qkv_bias, y, layer.qkv)
-        )
-        fused = fused.view(-1, s.group + 2, s.head_dim)
-        turned, values = fused[:, : s.group + 1], fused[:, s.group + 1]
-        if layer.q_norm is not None:
-            queries = F.rms_norm(turned[:, : s.group], (s.head_dim,), layer.q_norm, s.eps)
-            turned = torch.cat(
-                [queries, F.rms_norm(turned[:, s.group :], (s.head_dim,), layer.k_norm, s.eps)], 1
-            )
-        if self.dtype != torch.float32:
-            return (turned.float().view(torch.complex64) * cis).view(torch.float32).to(
-                self.dtype
-            ), values
-        return (turned.view(torch.complex64) * cis).view(torch.float32), values
+        """Return rotated queries and key [N * kv, g + 1, d], and values [N * kv, d].
 
-    def _finish_block(self, x: torch.Tensor, mixed: torch.Tensor, layer: Layer) -> None:
-        """Output projection and MLP, added to x [N, H] in place."""
+        `x` is [N, H], `cis` [N * kv, 1, d/2].
+        """
+        group = self.shape.group
+        normed = self._norm(x, layer.norm1)
+        if layer.qkv_bias is None:
+            fused = torch.mm(normed, layer.qkv)
+        else:
+            fused = torch.addmm(layer.qkv_bias, normed, layer.qkv)
+
+        # Each kv head has its g query heads, its key and its value side by side.
+        fused = fused.view(-1, group + 2, self.shape.head_dim)
+        heads = fused[:, : group + 1]
+        values = fused[:, group + 1]
+        if layer.q_norm is not None:
+            heads = self._norm_heads(heads, layer)
+        return self._rotate(heads, cis), values
+
+    def _norm_heads(self, heads: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Normalise each query head and key (qwen3), [N * kv, g + 1, d]."""
+        group = self.shape.group
+        size = (self.shape.head_dim,)
+        eps = self.shape.eps
+        queries = F.rms_norm(heads[:, :group], size, layer.q_norm, eps)
+        keys = F.rms_norm(heads[:, group:], size, layer.k_norm, eps)
+        return torch.cat([queries, keys], 1)
+
+    def _rotate(self, heads: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        """Rotate heads [N * kv, g + 1, d] by their positions, in float32.
+
+        Neighbouring elements (a, b) are a complex number a + ib, multiplied by e^(i angle).
+        """
+        if self.dtype == torch.float32:
+            rotated = heads.view(torch.complex64) * cis
+            return rotated.view(torch.float32)
+
+        rotated = heads.float().view(torch.complex64) * cis
+        return rotated.view(torch.float32).to(self.dtype)
+
+    def _finish_block(
+        self,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        layer: Layer,
+    ) -> None:
+        """Add the output projection of `mixed`, and then the MLP, to `x` [N, H] in place."""
         self._add_product(x, mixed, layer.out)
         if layer.out_bias is not None:
             x += layer.out_bias
-        gate, up = torch.mm(self._norm(x, layer.norm2), layer.gate_up).chunk(2, 1)
+
+        # MLP(x) = (silu(y W_gate) * y W_up) W_down with y = RMSNorm(x)
+        gate_up = torch.mm(self._norm(x, layer.norm2), layer.gate_up)
+        gate, up = gate_up.chunk(2, 1)
         self._add_product(x, F.silu(gate).mul_(up), layer.down)
 
-    def _add_product(self, x: torch.Tensor, y: torch.Tensor, matrix: torch.Tensor) -> None:
-        """x += y @ matrix, summed over the ranks."""
+    def _add_product(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        matrix: torch.Tensor,
+    ) -> None:
+        """Compute x += y @ matrix, summed over the ranks."""
         if self.split.tp == 1:
             x.addmm_(y, matrix)
         else:
             x += self.split.sum(torch.mm(y, matrix))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return RMSNorm(x) = x / sqrt(|x|^2 / H + eps) * weight, for x [N, H]."""
+        shape = self.shape
         if not self.plain:
-            return F.rms_norm(x, (self.shape.hidden,), weight, self.shape.eps)
-        # On CPU rms_norm is six passes; this is three.
+            return F.rms_norm(x, (shape.hidden,), weight, shape.eps)
+
+        # On CPU rms_norm makes six passes over x; this makes three.
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, length, length, value=1 / self.shape.hidden).rsqrt_()
+        square = torch.addcmul(self._eps, length, length, value=1 / shape.hidden)
+        scale = square.rsqrt_()
         return torch.mul(x, scale).mul_(weight)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        logits = torch.mm(self._norm(x, self.weights.norm), self.weights.head)
+        """Return the logits float32 [N, V]; a cut vocabulary is padded, and the padding goes."""
+        x = self._norm(x, self.weights.norm)
+        logits = torch.mm(x, self.weights.head)
         if self.split.tp > 1:
             logits = self.split.columns(logits)[:, : self.shape.vocab]
         return logits.float()
 
 
+def _fill(
+    lanes: torch.Tensor,
+    states: torch.Tensor,
+    expand: torch.Tensor | None,
+) -> None:
+    """Write keys or values [G, kv, P, d] to the first P columns of lanes [rows, kv, stride, d].
+
+    `expand` is the prompt of each row, int64 [rows]; None where each prompt has one row.
+    """
+    if expand is not None:
+        states = states.index_select(0, expand)
+    lanes[:, :, : states.shape[2]] = states
+
+
 def _round_up(value: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `value`."""
     return -(-value // unit) * unit
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on CPU with pages that the system gives out on first use, so that unused capacity costs nothing."""
+def _zeros(
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return zeros.
+
+    On CPU the system gives out their pages on first use, so that unused capacity costs nothing.
+    """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    whole = {2: np.int16, 4: np.int32}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(size, whole)).view(dtype)
+
+    # NumPy has no bfloat16; the zeros of all types have the same bits.
+    integer = {2: np.int16, 4: np.int32}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(size, integer)).view(dtype)
 
 
 def _rotary(config) -> tuple[torch.Tensor, float]:
-    """Frequencies float32 [d/2] and the factor on cos and sin (1 but for yarn)."""
+    """Return frequencies float32 [d/2], and the factor on cos and sin (1 except for yarn)."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     embedding = LlamaRotaryEmbedding(config)

@@ -1,7 +1,11 @@
-"""The decoder for every other architecture: Hugging Face's own model and cache, under the same scheduler and sampler.
+"""The decoder for every other architecture: Hugging Face's own model and cache.
 
-Rows share their columns, so they are admitted together: a new wave starts when the last one is done. Finished rows
-leave the cache on the way, as in the fast decoder.
+It runs under the same scheduler and sampler as the fast decoder. Rows share their columns, padded
+at the left, so they are admitted together: a new wave starts when the last one is done. Finished
+rows leave the cache on the way.
+
+    row 0   . . . a b c | x y z      prompt a b c, response x y z
+    row 1   d e f g h i | u v w      prompt d e f g h i, response u v w
 """
 
 from __future__ import annotations
@@ -17,11 +21,30 @@ from hybridflow.core.errors import ModelError
 
 
 class GenericDecoder:
-    """Drives `model(...)` with a DynamicCache; prompts are padded at the left."""
+    """Calls the model with a DynamicCache. Padding is masked, and not counted in positions."""
 
     joins = False
+    """New rows cannot be admitted beside live ones."""
+    model: Any
+    """The Hugging Face model."""
+    _takes_positions: bool
+    """Whether its forward takes position_ids."""
+    ties: dict[str, str]
+    """Tied parameter -> the one that it is tied to."""
+    places: dict[str, Place]
+    """Canonical name -> where the parameter lies."""
+
+    cache: Any
+    """The DynamicCache of the live rows; None without any."""
+    _mask: Any
+    """1 for the tokens of each row and 0 for padding, int64 [R, columns]."""
+    capacity: int
+    """Longest sequence that a row may reach, in tokens."""
+    longest: int
+    """Number of columns in use."""
 
     def __init__(self, config, dtype: torch.dtype, device: torch.device):
+        """Build the model without values; raises ModelError where transformers has none for it."""
         from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
 
@@ -32,15 +55,21 @@ class GenericDecoder:
             raise ModelError(
                 f"transformers has no causal model for {config.model_type!r}: {error}"
             ) from error
-        self.model.tie_weights()  # no_init_weights leaves this out too
+        # no_init_weights leaves out ties too.
+        self.model.tie_weights()
         self.model.eval().requires_grad_(False)
-        self.config, self.dtype, self.device = config, dtype, device
+
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        # Some models take no positions, or compute the logits of all tokens in any case.
         accepted = inspect.signature(self.model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
-        self.ties = {
-            n: source for n, source in self.model.all_tied_weights_keys.items() if n != source
-        }
+
+        # A tied parameter is received once, under its source's name.
+        tied = self.model.all_tied_weights_keys
+        self.ties = {name: source for name, source in tied.items() if name != source}
         self.places = {
             name: Place.whole(parameter.data)
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -49,63 +78,93 @@ class GenericDecoder:
         self.free()
 
     def row_bytes(self, capacity: int) -> int:
-        """Bytes of the KV cache for one sequence of `capacity` tokens."""
-        c = self.config.get_text_config()
-        heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
-        size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        return 2 * c.num_hidden_layers * heads * size * capacity * self.dtype.itemsize
+        """Return the bytes of the KV cache for one sequence of `capacity` tokens."""
+        config = self.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None)
+        if not size:
+            size = config.hidden_size // config.num_attention_heads
+
+        # Keys and values of all layers
+        numbers = 2 * config.num_hidden_layers * heads * size * capacity
+        return numbers * self.dtype.itemsize
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Forgets all rows; the cache grows as it is used."""
+        """Forget all rows; the cache itself grows as it is used."""
         self.free()
         self.capacity = capacity
 
     def free(self) -> None:
-        self.cache: Any = None
-        self._mask: Any = None
-        self.capacity, self.longest = 0, 0
+        """Free the cache; all rows are forgotten."""
+        self.cache = None
+        self._mask = None
+        self.capacity = 0
+        self.longest = 0
 
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:
-        """Row i becomes what row index[i] was; the others are gone."""
+        """Make row index[i] row i; rows not in `index` are gone."""
+        # The cache cannot select no rows.
         if len(index) == 0:
-            self.cache, self.longest = None, 0
+            self.cache = None
+            self.longest = 0
             return
         rows = torch.from_numpy(index).to(self.device)
         self.cache.batch_select_indices(rows)
         self._mask = self._mask[rows]
 
     @torch.inference_mode()
-    def admit(self, contexts: list[np.ndarray], repeats: list[int]) -> torch.Tensor:
-        """Prefill each context once, then one row for each repeat. Returns logits float32 [sum(repeats), V]."""
+    def admit(
+        self,
+        contexts: list[np.ndarray],
+        repeats: list[int],
+    ) -> torch.Tensor:
+        """Prefill each context once, then make one row for each repeat.
+
+        Returns logits float32 [sum(repeats), V].
+        """
         from transformers import DynamicCache
 
+        # Pad the contexts at the left to one array.
         width = max(map(len, contexts))
         ids = np.zeros((len(contexts), width), np.int64)
         mask = np.zeros_like(ids)
         for row, valid, context in zip(ids, mask, contexts, strict=True):
-            row[width - len(context) :] = context
-            valid[width - len(context) :] = 1
-        self.cache, self.longest = DynamicCache(config=self.config), width
+            padding = width - len(context)
+            row[padding:] = context
+            valid[padding:] = 1
+
+        self.cache = DynamicCache(config=self.config)
+        self.longest = width
         self._mask = torch.from_numpy(mask).to(self.device)
+        # Positions count from each row's first token; padding has 0.
         positions = (self._mask.cumsum(1) - 1).clamp_(min=0)
-        logits = self._forward(torch.from_numpy(ids).to(self.device), positions)
-        owner = np.repeat(np.arange(len(contexts)), repeats)
-        if len(owner) == len(contexts):
+        tokens = torch.from_numpy(ids).to(self.device)
+        logits = self._forward(tokens, positions)
+
+        # The cache and the logits of a context are repeated for its rows.
+        owners = np.repeat(np.arange(len(contexts)), repeats)
+        if len(owners) == len(contexts):
             return logits
-        self.keep(owner)
-        return logits[torch.from_numpy(owner).to(self.device)]
+        self.keep(owners)
+        return logits[torch.from_numpy(owners).to(self.device)]
 
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append token [R] to every row; logits float32 [R, V] of the next ones."""
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], 1)
+        """Append token [R] to every row; return logits float32 [R, V] of the next ones."""
+        # One more column, which every row uses.
+        column = self._mask.new_ones(len(tokens), 1)
+        self._mask = torch.cat([self._mask, column], 1)
         self.longest += 1
-        return self._forward(tokens[:, None], self._mask.sum(1, keepdim=True) - 1)
+
+        # A row's position is the number of its tokens before, without padding.
+        positions = self._mask.sum(1, keepdim=True) - 1
+        return self._forward(tokens[:, None], positions)
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Run tokens [R, n] through the model; return the logits of each row's last one."""
         options = {"position_ids": positions} if self._takes_positions else {}
-        out = self.model(
+        output = self.model(
             input_ids=ids,
             attention_mask=self._mask,
             past_key_values=self.cache,
@@ -113,4 +172,4 @@ class GenericDecoder:
             **options,
             **self._options,
         )
-        return out.logits[:, -1].float()
+        return output.logits[:, -1].float()

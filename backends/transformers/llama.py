@@ -1,4 +1,10 @@
-"""Weights of Llama-like models in the form that the decoder reads: fused projections, one tensor each."""
+"""Weights of Llama-like models in the form that the decoder reads.
+
+Projections that read the same input are fused, one tensor each:
+
+    q_proj, k_proj, v_proj  ->  qkv       per kv head: g query heads, key, value
+    gate_proj, up_proj      ->  gate_up   first all of gate, then all of up
+"""
 
 from __future__ import annotations
 
@@ -17,57 +23,76 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @attrs.frozen
 class LlamaShape:
-    """The numbers of a Llama-like model. h query heads, kv key-value heads, g = h / kv, d the size of a head."""
+    """The sizes of a Llama-like model, by their letters in the docstrings of this folder."""
 
     layers: int
+    """Number of decoder layers."""
     hidden: int
+    """Size of the residual stream, H."""
     intermediate: int
+    """Size of the MLP's inner layer, I."""
     heads: int
+    """Number of query heads, h."""
     kv_heads: int
+    """Number of key-value heads, kv."""
     head_dim: int
+    """Size of a head, d."""
     vocab: int
+    """Size of the vocabulary, V."""
     eps: float
+    """Epsilon of RMSNorm."""
 
     @property
     def group(self) -> int:
+        """Number of query heads per key-value head, g."""
         return self.heads // self.kv_heads
 
     @classmethod
     def of(cls, config) -> LlamaShape:
+        """Return the sizes of a Hugging Face config."""
+        heads = config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
-            heads=config.num_attention_heads,
+            heads=heads,
             kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             vocab=config.vocab_size,
             eps=config.rms_norm_eps,
         )
 
     def part(self, tp: int) -> LlamaShape:
-        """What one of `tp` ranks computes. `vocab` stays whole; ranks that share a key-value head have one each."""
-        sizes = dict(
+        """Return the sizes of what one of `tp` ranks computes.
+
+        `vocab` stays whole. Ranks that share a key-value head have one each.
+        """
+        return attrs.evolve(
+            self,
             heads=self.heads // tp,
             kv_heads=max(1, self.kv_heads // tp),
             intermediate=self.intermediate // tp,
         )
-        return attrs.evolve(self, **sizes)
 
 
 def unfit(config) -> str | None:
-    """Why the fast decoder cannot run a Hugging Face config; None if it can."""
+    """Return why the fast decoder cannot run a Hugging Face config; None if it can."""
+    # The architecture
     if config.model_type not in ("llama", "qwen2", "qwen3", "mistral"):
         return f"model_type is {config.model_type!r}"
     if config.hidden_act != "silu":
         return f"hidden_act is {config.hidden_act!r}"
     if getattr(config, "mlp_bias", False):
         return "the MLP has biases"
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+
+    # Attention to a part of the context
+    layer_types = getattr(config, "layer_types", None) or ()
+    if any(kind != "full_attention" for kind in layer_types):
         return "some layers use sliding-window attention"
     if config.model_type == "mistral" and config.sliding_window is not None:
         return "it uses sliding-window attention"
+
+    # Rotary embeddings
     rope = config.rope_parameters
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         return f"its rotary embedding is {rope['rope_type']!r}"
@@ -78,35 +103,65 @@ def unfit(config) -> str | None:
 
 @attrs.define(eq=False)
 class Layer:
-    """This rank's part of one block; matrices [in, out], for x @ W. H hidden, I intermediate."""
+    """This rank's part of one block. Matrices are [in, out], for x @ W."""
 
     norm1: torch.Tensor
+    """Weight of the norm before attention, [H]."""
     qkv: torch.Tensor
-    """[H, kv * (g + 2) * d]: per kv head its g query heads, key and value; queries and keys `_interleaved`."""
+    """Fused projection [H, kv * (g + 2) * d]: per kv head its g query heads, key and value; queries
+    and keys are `_interleaved`."""
     qkv_bias: torch.Tensor | None
+    """Bias of it, [kv * (g + 2) * d]."""
     out: torch.Tensor
-    """[h * d, H]"""
+    """Output projection of attention, [h * d, H]."""
     out_bias: torch.Tensor | None
+    """Bias of it, [H]."""
     q_norm: torch.Tensor | None
+    """Weight of the norm of each query head (qwen3), [d], `_interleaved`."""
     k_norm: torch.Tensor | None
+    """Weight of the norm of each key (qwen3), [d], `_interleaved`."""
     norm2: torch.Tensor
+    """Weight of the norm before the MLP, [H]."""
     gate_up: torch.Tensor
-    """[H, 2 * I]"""
+    """Fused projection into the MLP, [H, 2 * I]."""
     down: torch.Tensor
-    """[I, H]"""
+    """Projection out of the MLP, [I, H]."""
 
 
 def _interleaved(d: int) -> torch.Tensor:
-    """The place of each element of a head: Hugging Face rotates (i, i + d/2) together, we put them side by side.
+    """Return the place of each element of a head, int64 [d]; `d` is even.
 
-    A rotation is then one complex product, and attention does not see the order within a head.
+    Hugging Face rotates elements i and i + d/2 together, and we put them side by side: i goes to
+    place 2 i, and i + d/2 to 2 i + 1. A rotation is then one complex product, and attention does
+    not see the order within a head.
     """
-    i = torch.arange(d)
-    return 2 * (i % (d // 2)) + i // (d // 2)
+    element = torch.arange(d)
+    half = d // 2
+    return 2 * (element % half) + element // half
 
 
 class LlamaWeights:
-    """Empty storage for this rank's part of a model, `places` by canonical name, and the tensors that the decoder reads."""
+    """Empty storage for this rank's part of a model, in tensors that the decoder reads."""
+
+    shape: LlamaShape
+    """Sizes of this rank's part."""
+    places: dict[str, Place]
+    """Canonical name -> where this rank's box of the parameter lies."""
+    embed: torch.Tensor
+    """Embedding of this rank's part of the vocabulary, [V / tp, H]."""
+    layers: list[Layer]
+    """This rank's part of each block."""
+    norm: torch.Tensor
+    """Weight of the last norm, [H]."""
+    head: torch.Tensor
+    """Output matrix of this rank's part of the vocabulary, [H, V / tp]."""
+
+    _names: dict[str, tuple[int, ...]]
+    """Canonical name -> shape of the whole parameter."""
+    _order: torch.Tensor
+    """Places of the elements of a head (see `_interleaved`), int64 [d]."""
+    _rows: dict[str, torch.Tensor]
+    """Row of the fused projection for each row of q_proj, k_proj and v_proj."""
 
     def __init__(
         self,
@@ -116,34 +171,66 @@ class LlamaWeights:
         device: torch.device,
         split: Split = WHOLE,
     ):
-        """`shapes`: every canonical parameter's shape (tied names left out), as Hugging Face saves it."""
+        """Allocate the storage.
+
+        `shapes` has every canonical parameter's shape (tied names left out), as Hugging Face saves
+        it. Raises ModelError for names that are no part of a Llama-like model.
+        """
         self.split = split
-        self.shape = shape = LlamaShape.of(config).part(split.tp)
-        self._names, self._dtype, self._device = shapes, dtype, device
-        self.places: dict[str, Place] = {}
-        kv, g, d = shape.kv_heads, shape.group, shape.head_dim
-        base = torch.arange(kv)[:, None, None] * (g + 2) * d
-        heads = base + torch.arange(g + 2)[None, :, None] * d
-        order = _interleaved(d)
-        self._order = order.to(device)
-        self._rows = {
-            "q_proj": (heads[:, :g] + order).flatten().to(device),
-            "k_proj": (heads[:, g : g + 1] + order).flatten().to(device),
-            "v_proj": (heads[:, g + 1 :] + torch.arange(d)).flatten().to(device),
-        }
+        self.shape = LlamaShape.of(config).part(split.tp)
+        self.places = {}
+        self._names = shapes
+        self._dtype = dtype
+        self._device = device
+        self._number_rows()
+
+        # Allocating a tensor also notes the places of its parameters.
         self.embed = self._vocabulary("model.embed_tokens.weight")
-        self.layers = [self._layer(f"model.layers.{i}.") for i in range(shape.layers)]
+        self.layers = [self._layer(f"model.layers.{i}.") for i in range(self.shape.layers)]
         self.norm = self._own("model.norm.weight")
-        self.head = (
-            self.embed if config.tie_word_embeddings else self._vocabulary("lm_head.weight")
-        ).t()
+        if config.tie_word_embeddings:
+            self.head = self.embed.t()
+        else:
+            self.head = self._vocabulary("lm_head.weight").t()
+
+        # Every name must have a place, and every place a name.
         if unknown := sorted(self.places.keys() ^ shapes.keys()):
             raise ModelError(
-                f"the fast decoder does not know the parameters {', '.join(unknown)}; set fast = false"
+                f"the fast decoder does not know the parameters {', '.join(unknown)}; "
+                "set fast = false"
             )
 
+    def _number_rows(self) -> None:
+        """Set the row of the fused projection that holds each row of q_proj, k_proj and v_proj.
+
+        Element e of head j (queries 0 .. g - 1, key g, value g + 1) of kv head k is row
+        k (g + 2) d + j d + place(e), where values stay in order: place(e) = e.
+        """
+        group = self.shape.group
+        size = self.shape.head_dim
+        order = _interleaved(size)
+
+        # First rows of the kv heads [kv, 1, 1], and of all heads [kv, g + 2, 1].
+        kv_heads = torch.arange(self.shape.kv_heads)[:, None, None]
+        kv_heads = kv_heads * (group + 2) * size
+        heads = torch.arange(group + 2)[None, :, None] * size
+        heads = kv_heads + heads
+
+        # Rows of their elements, [kv, heads, d].
+        queries = heads[:, :group] + order
+        keys = heads[:, group : group + 1] + order
+        values = heads[:, group + 1 :] + torch.arange(size)
+        self._order = order.to(self._device)
+        self._rows = {
+            "q_proj": queries.flatten().to(self._device),
+            "k_proj": keys.flatten().to(self._device),
+            "v_proj": values.flatten().to(self._device),
+        }
+
     def _layer(self, prefix: str) -> Layer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        """Allocate one block, whose parameters' names begin with `prefix`."""
+        attention = prefix + "self_attn."
+        mlp = prefix + "mlp."
         return Layer(
             norm1=self._own(prefix + "input_layernorm.weight"),
             qkv=self._qkv(attention, "weight").t(),
@@ -158,46 +245,71 @@ class LlamaWeights:
         )
 
     def _empty(self, *shape: int) -> torch.Tensor:
+        """Allocate a tensor without values."""
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def _matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """On CPU the memory is that of the transpose: generation is 5 to 10% faster, an update a little slower."""
+        """Allocate a matrix [rows, columns].
+
+        On CPU its memory is that of the transpose: generation is 5 to 10% faster, and an update a
+        little slower.
+        """
         if self._device.type == "cpu":
             return self._empty(columns, rows).t()
         return self._empty(rows, columns)
 
-    def _place(self, name: str, storage: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+    def _place(
+        self,
+        name: str,
+        storage: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Note where this rank's box of a parameter lies."""
         shape = self._names[name]
-        self.places[name] = Place(storage, rows, shape, self.split.box(name, shape))
+        box = self.split.box(name, shape)
+        self.places[name] = Place(storage, rows, shape, box)
 
-    def _own(
-        self, name: str, rows: torch.Tensor | None = None
-    ) -> Any:  # None where the model has no such parameter
-        """A parameter with a storage of its own."""
+    def _own(self, name: str, rows: torch.Tensor | None = None) -> Any:
+        """Allocate a parameter with a storage of its own; None where the model has none."""
         if name not in self._names:
             return None
-        size = self.split.box(name, self._names[name]).shape
-        storage = self._matrix(*size) if name.endswith("proj.weight") else self._empty(*size)
+        box = self.split.box(name, self._names[name])
+        if name.endswith("proj.weight"):
+            storage = self._matrix(*box.shape)
+        else:
+            storage = self._empty(*box.shape)
         self._place(name, storage, rows)
         return storage
 
     def _vocabulary(self, name: str) -> Any:
-        """Equally many rows on every rank; those behind the end of the vocabulary are never written nor read from."""
+        """Allocate a parameter that is cut by vocabulary, with equally many rows on every rank.
+
+        Rows behind the end of the vocabulary are never written, and what they give is never read.
+        """
         shape = self._names[name]
-        storage = self._empty(-(-shape[0] // self.split.tp), *shape[1:])
-        self._place(name, storage[: self.split.box(name, shape).shape[0]])
+        rows = -(-shape[0] // self.split.tp)
+        storage = self._empty(rows, *shape[1:])
+
+        # The last ranks may hold fewer rows, or none.
+        held = self.split.box(name, shape).shape[0]
+        self._place(name, storage[:held])
         return storage
 
     def _qkv(self, attention: str, kind: str) -> Any:
+        """Allocate the fused "weight" or "bias" of q_proj, k_proj and v_proj; None without them."""
         if f"{attention}q_proj.{kind}" not in self._names:
             return None
         rows = sum(len(index) for index in self._rows.values())
-        storage = self._matrix(rows, self.shape.hidden) if kind == "weight" else self._empty(rows)
+        if kind == "weight":
+            storage = self._matrix(rows, self.shape.hidden)
+        else:
+            storage = self._empty(rows)
         for part, index in self._rows.items():
             self._place(f"{attention}{part}.{kind}", storage, index)
         return storage
 
     def _gate_up(self, mlp: str) -> torch.Tensor:
+        """Allocate the fused matrix of gate_proj and up_proj."""
         size = self.shape.intermediate
         storage = self._matrix(2 * size, self.shape.hidden)
         self._place(mlp + "gate_proj.weight", storage[:size])

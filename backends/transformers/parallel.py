@@ -1,8 +1,13 @@
-"""Tensor parallelism: which part of each parameter this rank has, and the calls that bring the parts together."""
+"""Tensor parallelism of the fast decoder: each rank's part of the parameters, and the collectives.
+
+Heads and MLP units are cut over the ranks as Megatron does (arXiv:1909.08053), embedding and head
+by vocabulary. With tp 1 a rank holds everything, and nothing is sent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import attrs
 import torch
@@ -18,109 +23,134 @@ from hybridflow.kit.layouts import engine_layout, tensor_shard
 
 @attrs.frozen(eq=False)
 class Split:
-    """A model over `tp` ranks, of which this is number `at`. With tp 1 a rank has all of it and nothing is sent."""
+    """A model cut over `tp` ranks, as seen by rank number `at` of them."""
 
     tp: int = 1
+    """Number of tensor-parallel ranks."""
     at: int = 0
+    """This rank's number among them."""
     world: int = 1
-    """Ranks of the actor."""
+    """Number of ranks of the actor."""
     group: dist.ProcessGroup | None = None
+    """Process group of the tensor-parallel ranks."""
     shape: ModelShape | None = None
-    """Known where tp > 1."""
+    """Sizes of the model; known where tp > 1."""
     generation: GenerationLayout | None = None
+    """Which ranks form which replica; known where tp > 1."""
 
     @classmethod
     def of(cls, context, hf_config, unfit: str | None) -> Split:
-        """From a RankContext; with tp > 1 every rank must call it, for it makes the process groups.
+        """Return the split of a RankContext. Collective with tp > 1: it makes the process groups.
 
-        `unfit`: why the fast decoder does not run this model. Raises ModelError where the model cannot be cut so.
+        `unfit` says why the fast decoder does not run this model. Raises ModelError where the model
+        cannot be cut as the generation layout asks.
         """
-        generation, layout = getattr(context, "generation", None), getattr(context, "layout", None)
+        generation = getattr(context, "generation", None)
+        layout = getattr(context, "layout", None)
         world = 1 if layout is None else layout.world
+
         if generation is not None and generation.pp > 1:
             raise ModelError(
-                f"the transformers rollout engine has no pipeline parallelism; the generation layout has pp "
-                f"{generation.pp}: it must be 1"
+                "the transformers rollout engine has no pipeline parallelism; the generation "
+                f"layout has pp {generation.pp}: it must be 1"
             )
         if generation is None or generation.tp == 1:
             return cls(world=world)
+
+        # Only models of the fast decoder whose sizes tp divides can be cut.
         tp = generation.tp
         if unfit is not None:
             raise ModelError(
-                f"only the fast decoder has tensor parallelism, and it is not used here: {unfit}; the generation "
-                f"layout has tp {tp}: it must be 1"
+                f"only the fast decoder has tensor parallelism, and it is not used here: {unfit}; "
+                f"the generation layout has tp {tp}: it must be 1"
             )
         shape = shape_of(hf_config.to_dict())
         if problems := shape.tensor_parallel_problems(tp):
             raise ModelError(
                 f"the rollout model cannot be cut into {tp} parts: {'; '.join(problems)}"
             )
-        ranks = next(
-            stage for replica in generation.replicas for stage in replica if context.rank in stage
-        )
-        if list(ranks) != sorted(ranks):  # as process groups have them
+
+        # Ranks in a process group ascend, and results are joined in that order.
+        pipeline_stages = chain.from_iterable(generation.replicas)
+        ranks = next(stage for stage in pipeline_stages if context.rank in stage)
+        if list(ranks) != sorted(ranks):
             raise ModelError(
                 f"the ranks of a generation replica must ascend with the tp rank; they are {ranks}"
             )
         return cls(
-            tp, ranks.index(context.rank), world, context.group("generation.tp"), shape, generation
+            tp=tp,
+            at=ranks.index(context.rank),
+            world=world,
+            group=context.group("generation.tp"),
+            shape=shape,
+            generation=generation,
         )
 
-    # ---- who has what -------------------------------------------------------------------------------------------
-
+    # Boxes
     def box(self, name: str, shape: tuple[int, ...]) -> Box:
-        """What this rank has of a canonical parameter."""
+        """Return the box of a canonical parameter that this rank holds."""
         if self.shape is None:
             return Box.full(shape)
         return tensor_shard(name, shape, self.shape, self.tp, self.at)
 
     def layout(
-        self, params: Mapping[str, Param], ties: Mapping[str, str], opaque: Iterable[str]
+        self,
+        params: Mapping[str, Param],
+        ties: Mapping[str, str],
+        opaque: Iterable[str],
     ) -> WeightLayout:
-        """What every rank of the actor has."""
+        """Return the boxes that every rank of the actor holds."""
         if self.shape is not None and self.generation is not None:
-            return attrs.evolve(
-                engine_layout(self.shape, self.generation, params, opaque=opaque), ties=ties
-            )
-        whole = {
-            p.shape: dict.fromkeys(range(self.world), (Box.full(p.shape),)) for p in params.values()
-        }
-        shards = {name: whole[param.shape] for name, param in params.items()}
-        return WeightLayout.by_name(params, shards, range(self.world), ties, opaque)
+            layout = engine_layout(self.shape, self.generation, params, opaque=opaque)
+            return attrs.evolve(layout, ties=ties)
 
-    # ---- collective calls ---------------------------------------------------------------------------------------
+        # Every rank holds everything. Parameters of one shape share their boxes.
+        ranks = range(self.world)
+        by_shape = {}
+        for param in params.values():
+            boxes = (Box.full(param.shape),)
+            by_shape[param.shape] = dict.fromkeys(ranks, boxes)
+        shards = {name: by_shape[param.shape] for name, param in params.items()}
+        return WeightLayout.by_name(params, shards, ranks, ties, opaque)
 
+    # Collective calls
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
+        """Return the sum over the ranks, made in place."""
         if self.tp > 1:
             dist.all_reduce(parts, group=self.group)
         return parts
 
     def columns(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' columns side by side: [R, n] -> [R, tp * n]."""
+        """Return all ranks' columns side by side: [R, n] -> [R, tp * n]."""
         if self.tp == 1:
             return part
-        rows, n = part.shape
-        parts = part.new_empty(self.tp * rows, n)
+        rows, columns = part.shape
+
+        # Gathering stacks the ranks' parts by rows: [tp * R, n].
+        parts = part.new_empty(self.tp * rows, columns)
         dist.all_gather_into_tensor(parts, part, group=self.group)
-        return parts.view(self.tp, rows, n).transpose(0, 1).reshape(rows, -1)
+        parts = parts.view(self.tp, rows, columns).transpose(0, 1)
+        return parts.reshape(rows, -1)
 
     def agreed(self, values: torch.Tensor) -> torch.Tensor:
-        """The first rank's values. What ranks compute alike may differ in a last bit (GPUs scan a single row in no fixed
-        order); ranks that sampled different tokens would part for ever."""
+        """Return the first rank's values on every rank.
+
+        Values that ranks compute alike may differ in a last bit, since GPUs scan a single row in no
+        fixed order. Ranks that sampled different tokens would never agree again.
+        """
         if self.tp > 1:
             values = values.contiguous()
             dist.broadcast(values, group=self.group, group_src=0)
         return values
 
     def least(self, value: float, device: torch.device) -> float:
-        """The smallest of the ranks' values."""
+        """Return the smallest of the ranks' values."""
         if self.tp == 1:
             return value
-        found = torch.tensor(value, dtype=torch.float64, device=device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
-        return float(found)
+        minimum = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.group)
+        return float(minimum)
 
 
 WHOLE = Split()
-"""One rank with all of the model."""
+"""The split of a model that one rank holds as a whole."""

@@ -6,6 +6,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins():
+    """Return the descriptor of the rollout engine "transformers", the default one."""
     return [
         Descriptor(
             kind="rollout_engine",

@@ -1,6 +1,10 @@
-"""Sampling of one token per row: a uniform number from (seed, position), and the inverse of the row's distribution.
+"""Sampling of one token per row, by the inverse of the row's distribution function.
 
-No generator state is kept, so a row's tokens do not depend on the other rows, on its slot, or on when it was admitted.
+    u = uniform(seed, position) in [0, 1)
+    token = the first one with P(tokens up to it) > u
+
+No generator state is kept, so a row's tokens depend neither on the other rows, nor on its slot, nor
+on when it was admitted.
 """
 
 from __future__ import annotations
@@ -15,7 +19,47 @@ from hybridflow.kit.sampling import invert, uniforms
 
 
 class Sampler:
-    """The sampling parameters of the rows of a batch, on the device, with the cheapest path that serves them all."""
+    """The sampling parameters of a batch's rows, on the device.
+
+    What no row asks for is None, and its step is left out. R are the rows, F those with top_k or
+    top_p, V the vocabulary.
+    """
+
+    seeds: torch.Tensor
+    """Seeds, int64 [R]."""
+    all_greedy: bool
+    """Whether every row takes the argmax."""
+    any_greedy: bool
+    """Whether some row takes the argmax."""
+    greedy: torch.Tensor | None
+    """Which rows take the argmax, bool [R]."""
+    temperature: torch.Tensor | None
+    """Temperatures, float32 [R, 1], with 1 for greedy rows."""
+
+    filtered: torch.Tensor | None
+    """Rows with top_k or top_p, int64 [F]. They are sorted; other rows need no sort."""
+    width: int | None
+    """How many tokens of filtered rows need sorting; None for all."""
+    top_k: torch.Tensor
+    """top_k of the filtered rows, int64 [F, 1]."""
+    top_p: torch.Tensor
+    """top_p of the filtered rows, float32 [F, 1]."""
+    filtered_min_p: torch.Tensor | None
+    """min_p of the filtered rows, float32 [F, 1]."""
+    min_p: torch.Tensor | None
+    """min_p of all rows, float32 [R, 1]; None if only filtered rows have any."""
+
+    biased: Any
+    """Rows with biases, int64 [B]."""
+    places: tuple[torch.Tensor, torch.Tensor]
+    """Where their N biases belong: which of these rows, and which token, int64 [N] each."""
+    biases: torch.Tensor
+    """The biases / temperature, float32 [N]."""
+
+    _ahead: torch.Tensor
+    """Uniform numbers made in advance, float32 [steps, R]."""
+    _used: int
+    """How many steps of them are used up."""
 
     def __init__(
         self,
@@ -23,115 +67,198 @@ class Sampler:
         device: torch.device,
         biases: Sequence[tuple[tuple[int, float], ...]] = (),
     ):
-        """`rows`: structured array [R] with fields seed, temperature, top_p, top_k, min_p. `biases`: each row's
-        SamplingParams.logit_bias; may be left out where no row has any."""
+        """Copy the parameters of `rows`, a structured array [R], to the device.
+
+        Its fields are seed, temperature, top_p, top_k and min_p. `biases` has each row's
+        SamplingParams.logit_bias; it may be left out where no row has any.
+        """
 
         def put(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values.copy()).to(device, non_blocking=True)
 
-        greedy, temperature = rows["temperature"] == 0, rows["temperature"]
+        self.seeds = put(rows["seed"])
+        self._ahead = torch.zeros(0)
+        self._used = 0
+
+        # Temperature 0 takes the argmax.
+        greedy = rows["temperature"] == 0
+        self.all_greedy = bool(greedy.all())
+        self.any_greedy = bool(greedy.any())
+        self.greedy = put(greedy) if self.any_greedy else None
+        # The log-probabilities of greedy rows are those at temperature 1.
+        temperature = np.where(greedy, 1, rows["temperature"]).astype(np.float32)
+        self.temperature = None
+        if (temperature != 1).any():
+            self.temperature = put(temperature)[:, None]
+
         filtered = ~greedy & ((rows["top_k"] > 0) | (rows["top_p"] < 1))
         min_p = np.where(greedy, 0, rows["min_p"]).astype(np.float32)
-        self.seeds = put(rows["seed"])
-        self._ahead, self._used = torch.zeros(0), 0
-        self.all_greedy, self.any_greedy = bool(greedy.all()), bool(greedy.any())
-        self.greedy = put(greedy) if self.any_greedy else None
-        scaled = np.where(greedy, 1, temperature).astype(np.float32)
-        self.temperature = None if (scaled == 1).all() else put(scaled)[:, None]
-        self.filtered = put(np.flatnonzero(filtered)) if filtered.any() else None
-        if self.filtered is not None:
+        self.filtered = None
+        if filtered.any():
+            self.filtered = put(np.flatnonzero(filtered))
             top_k = rows["top_k"][filtered]
-            self.width = int(top_k.max()) if (top_k > 0).all() else None
-            self.top_k = put(np.where(top_k > 0, top_k, np.iinfo(np.int64).max))[:, None]
+            # Where every row has a top_k, the largest one says how many tokens need sorting.
+            self.width = None
+            if (top_k > 0).all():
+                self.width = int(top_k.max())
+            no_limit = np.iinfo(np.int64).max
+            top_k = np.where(top_k > 0, top_k, no_limit)
+            self.top_k = put(top_k)[:, None]
             self.top_p = put(rows["top_p"][filtered])[:, None]
-            self.filtered_min_p = put(min_p[filtered])[:, None] if min_p[filtered].any() else None
-        self.min_p = put(min_p)[:, None] if min_p[~filtered].any() else None
-        self.biased: Any = None
+
+        # min_p of filtered rows works after the sort.
+        self.min_p = None
+        self.filtered_min_p = None
+        if min_p[~filtered].any():
+            self.min_p = put(min_p)[:, None]
+        if min_p[filtered].any():
+            self.filtered_min_p = put(min_p[filtered])[:, None]
+
+        # Biases are flat, since rows have different numbers of them.
+        self.biased = None
         if any(biases):
-            rows_with, places, values = _flat(biases, scaled)
-            self.biased, self.places, self.biases = (
-                put(rows_with),
-                (put(places[0]), put(places[1])),
-                put(values),
-            )
+            biased, places, values = _flat(biases, temperature)
+            self.biased = put(biased)
+            self.places = (put(places[0]), put(places[1]))
+            self.biases = put(values)
 
     def uniforms(self, lengths: np.ndarray, steps: int) -> torch.Tensor | None:
-        """float32 [steps, R] for the response tokens from `lengths` [R] on; None where no row draws.
+        """Return float32 [steps, R] for the response tokens from `lengths` [R] on.
 
-        Numbers are made for a few tokens at once: the next call must go on where this one ends.
+        None where no row draws. Numbers are made for several steps at once, so the next call must
+        go on where this one ends.
         """
         if self.all_greedy:
             return None
+
         if self._used + steps > len(self._ahead):
-            start = torch.from_numpy(lengths + np.arange(max(steps, 8))[:, None])
-            self._ahead, self._used = uniforms(self.seeds, start.to(self.seeds.device)), 0
+            ahead = np.arange(max(steps, 8))[:, None]
+            positions = torch.from_numpy(lengths + ahead)
+            self._ahead = uniforms(self.seeds, positions.to(self.seeds.device))
+            self._used = 0
         self._used += steps
         return self._ahead[self._used - steps : self._used]
 
-    def __call__(self, logits: torch.Tensor, uniform: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logits` float32 [R, V], `uniform` [R] (None if all are greedy) -> tokens int64, logprobs float32 [R].
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        uniform: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample from `logits` float32 [R, V]; return tokens int64 and log-probabilities float32.
 
-        A row with temperature 0 takes the argmax. The log-probability is that of softmax(logits / temperature), before
-        biases and filters.
+        `uniform` is float32 [R], or None if all rows are greedy. A row with temperature 0 takes the
+        argmax. The log-probability is that of softmax(logits / temperature), before biases and
+        filters.
         """
         if self.temperature is not None:
             logits = logits / self.temperature
-        logp = logits.log_softmax(-1)
-        drawn = logp if self.biased is None else self._with_biases(logp)
+        logprobs = logits.log_softmax(-1)
+        scores = logprobs if self.biased is None else self._with_biases(logprobs)
+
         if self.all_greedy:
-            tokens = drawn.argmax(-1, keepdim=True)
+            tokens = scores.argmax(-1, keepdim=True)
         else:
-            probs = drawn.exp()
-            if (
-                self.min_p is not None
-            ):  # in the order of the vocabulary: min_p alone needs no sorting
-                probs.masked_fill_(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
-            tokens = invert(probs.cumsum_(-1), uniform[:, None])
-            if self.filtered is not None:
-                tokens[self.filtered] = self._filtered(
-                    drawn[self.filtered], uniform[self.filtered, None]
-                )
-            if self.greedy is not None:
-                tokens = torch.where(self.greedy[:, None], drawn.argmax(-1, keepdim=True), tokens)
-        return tokens[:, 0], logp.gather(1, tokens)[:, 0]
+            tokens = self._draw(scores, uniform)
+        chosen = logprobs.gather(1, tokens)
+        return tokens[:, 0], chosen[:, 0]
+
+    def _draw(
+        self,
+        scores: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw tokens [R, 1] from exp(scores), each row by its own parameters."""
+        probs = scores.exp()
+        if self.min_p is not None:
+            # min_p alone needs no sort.
+            floor = self.min_p * probs.amax(-1, keepdim=True)
+            probs.masked_fill_(probs < floor, 0.0)
+        tokens = invert(probs.cumsum_(-1), uniform[:, None])
+
+        # Filtered and greedy rows were drawn too; their tokens are replaced.
+        if self.filtered is not None:
+            tokens[self.filtered] = self._filtered(
+                scores[self.filtered],
+                uniform[self.filtered, None],
+            )
+        if self.greedy is not None:
+            argmax = scores.argmax(-1, keepdim=True)
+            tokens = torch.where(self.greedy[:, None], argmax, tokens)
+        return tokens
 
     def _with_biases(self, logp: torch.Tensor) -> torch.Tensor:
-        """[R, V]: biases / temperature added. Other rows keep their bits, so that they draw what they draw alone."""
+        """Return log-probabilities [R, V] with biases / temperature added, normalised again.
+
+        Rows without biases keep their bits, so that they draw what they would draw alone.
+        """
+        # Indexing by a tensor copies: the log-probabilities themselves stay as they are.
         rows = logp[self.biased]
         rows[self.places] += self.biases
         return logp.index_copy(0, self.biased, rows.log_softmax(-1))
 
-    def _filtered(self, logp: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Tokens [F, 1] from the top k of those that min_p leaves, and of these the smallest set with probability top_p
-        (renormalised, as HF and vLLM)."""
+    def _filtered(
+        self,
+        logp: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw tokens [F, 1] of the filtered rows, by min_p, top_k and top_p in this order.
+
+        top_p keeps the smallest set with probability top_p of what min_p and top_k leave, as
+        Hugging Face and vLLM do.
+        """
+        # Sort by probability, the largest first.
         if self.width is not None:
-            values, order = logp.topk(min(self.width, logp.shape[-1]), dim=-1)
+            width = min(self.width, logp.shape[-1])
+            values, order = logp.topk(width, dim=-1)
         else:
             values, order = logp.sort(dim=-1, descending=True, stable=True)
+
+        # The filters of top_k and min_p; the largest probability is the first one.
         rank = torch.arange(values.shape[-1], device=logp.device)
         probs = values.exp().masked_fill_(rank >= self.top_k, 0.0)
         if self.filtered_min_p is not None:
-            probs.masked_fill_(probs < self.filtered_min_p * probs[:, :1], 0.0)
-        below = probs.cumsum(-1)
-        total = below[:, -1:]
-        kept = (
-            ((below - probs < self.top_p * total) & (rank < self.top_k))
-            .sum(-1, keepdim=True)
-            .clamp_(min=1)
-        )
-        chosen = invert(below, uniform, below.gather(1, kept - 1))
-        return order.gather(1, torch.minimum(chosen, kept - 1))
+            floor = self.filtered_min_p * probs[:, :1]
+            probs.masked_fill_(probs < floor, 0.0)
+
+        # Draw from the tokens up to `last`: invert their part of the cumulative sum.
+        cumulative = probs.cumsum(-1)
+        last = self._nucleus_size(probs, cumulative, rank) - 1
+        chosen = invert(cumulative, uniform, cumulative.gather(1, last))
+        return order.gather(1, torch.minimum(chosen, last))
+
+    def _nucleus_size(
+        self,
+        probs: torch.Tensor,
+        cumulative: torch.Tensor,
+        rank: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return how many of the sorted tokens each row keeps, int64 [F, 1], at least 1.
+
+        Token i is kept if those before it have less than top_p of the total:
+        c_i - p_i < top_p * c_last, and if i < top_k.
+        """
+        limit = self.top_p * cumulative[:, -1:]
+        nucleus = (cumulative - probs < limit) & (rank < self.top_k)
+        return nucleus.sum(-1, keepdim=True).clamp_(min=1)
 
 
 def _flat(
-    biases: Sequence[tuple[tuple[int, float], ...]], temperature: np.ndarray
+    biases: Sequence[tuple[tuple[int, float], ...]],
+    temperature: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
-    """Rows with biases int64 [B]; of all their biases the place int64 [2, N] (which of these rows, token); and the biases
-    / temperature float32 [N]. `temperature`: [R]."""
-    rows = np.array([at for at, pairs in enumerate(biases) if pairs])
-    tables = {pairs: np.array(pairs) for pairs in set(biases)}  # one for all, as a rule
-    each = [tables[biases[at]] for at in rows]
-    lengths = [len(table) for table in each]
-    tokens, values = np.concatenate(each).T
-    places = np.stack([np.repeat(np.arange(len(rows)), lengths), tokens.astype(np.int64)])
-    return rows, places, (values / np.repeat(temperature[rows], lengths)).astype(np.float32)
+    """Return the biases of a batch as flat arrays; `temperature` is [R].
+
+    These are the B rows with biases, int64 [B]; the places of their N biases (which of these rows,
+    which token), int64 [2, N]; and the biases / temperature, float32 [N].
+    """
+    rows = np.array([row for row, pairs in enumerate(biases) if pairs])
+    # Rows mostly share their biases, so each distinct one is converted once.
+    tables = {pairs: np.array(pairs) for pairs in set(biases)}
+    row_tables = [tables[biases[row]] for row in rows]
+    lengths = [len(table) for table in row_tables]
+
+    tokens, values = np.concatenate(row_tables).T
+    owners = np.repeat(np.arange(len(rows)), lengths)
+    places = np.stack([owners, tokens.astype(np.int64)])
+    scaled = values / np.repeat(temperature[rows], lengths)
+    return rows, places, scaled.astype(np.float32)

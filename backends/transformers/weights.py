@@ -1,4 +1,12 @@
-"""Where this rank's part of each canonical parameter lies in the engine's storage, and what of it has arrived."""
+"""Where this rank's part of each canonical parameter lies in the engine's storage.
+
+The store also counts what of it has arrived. Fused projections hold several parameters in one
+storage, with rows in the decoder's order:
+
+    k_proj (canonical)   row 0, row 1, row 2, ...
+                           |      |      |          place.rows = [8, 10, 9, ...]
+    storage of qkv       row 8, row 10, row 9, ...
+"""
 
 from __future__ import annotations
 
@@ -14,31 +22,35 @@ from hybridflow.core.values.weights import Box, Param, WeightLayout
 
 @attrs.frozen(eq=False)
 class Place:
-    """A box of a canonical parameter inside a storage tensor, which may hold others too (fused projections)."""
+    """A box of a canonical parameter inside a storage tensor, which may hold others too."""
 
     storage: torch.Tensor
+    """The tensor whose rows hold the box."""
     rows: torch.Tensor | None
-    """int64: the row of `storage` that holds each row of the box; None: `storage` is the box."""
+    """The row of `storage` that holds each row of the box, int64; None if `storage` is the box."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     held: Box
-    """What is here of it."""
+    """The box of it that is here."""
 
     @classmethod
     def whole(cls, storage: torch.Tensor) -> Place:
-        """A parameter with a storage of its own."""
+        """Return the place of a whole parameter with a storage of its own."""
         return cls(storage, None, tuple(storage.shape), Box.full(storage.shape))
 
     def view(self, box: Box) -> torch.Tensor | None:
-        """The storage of a box, or None where rows are reordered."""
-        return self.storage[box.within(self.held)] if self.rows is None else None
+        """Return the storage of a box, or None where rows are reordered."""
+        if self.rows is not None:
+            return None
+        return self.storage[box.within(self.held)]
 
     def read(self, box: Box) -> torch.Tensor:
-        """The values of a box in canonical order; a copy where there is no view."""
+        """Return the values of a box in canonical order; a copy where there is no view."""
         if self.rows is None:
             return self.storage[box.within(self.held)]
         first, *others = box.within(self.held)
-        return self.storage[(slice(None), *others)].index_select(0, self.rows[first])
+        columns = self.storage[(slice(None), *others)]
+        return columns.index_select(0, self.rows[first])
 
     def write(self, box: Box, tensor: torch.Tensor) -> None:
         """Copy `tensor` (the values of `box`) in, with a cast to the storage's dtype and device."""
@@ -46,112 +58,162 @@ class Place:
         if self.rows is None:
             self.storage[(first, *others)].copy_(tensor)
             return
+
+        # index_copy_ does not cast as copy_ does.
         target = self.storage[(slice(None), *others)]
-        target.index_copy_(0, self.rows[first], tensor.to(device=target.device, dtype=target.dtype))
+        values = tensor.to(device=target.device, dtype=target.dtype)
+        target.index_copy_(0, self.rows[first], values)
 
 
 class WeightStore:
-    """All places of a model, and the account of an update: which boxes of which parameter were received."""
+    """All places of a model, and which boxes of which parameter an update has brought."""
 
-    def __init__(self, places: Mapping[str, Place], ties: Mapping[str, str], split: Split = WHOLE):
-        self.places, self.ties, self.split = dict(places), dict(ties), split
+    def __init__(
+        self,
+        places: Mapping[str, Place],
+        ties: Mapping[str, str],
+        split: Split = WHOLE,
+    ):
+        self.places = dict(places)
+        self.ties = ties
+        self.split = split
         self.complete = False
+        """Whether every element has arrived since the memory was allocated."""
         self._received: dict[str, dict[Box, int]] = {}
+        """Parameter -> each box received in this update, with its number of elements."""
+        self._lent: set[str] = set()
+        """Parameters whose storage the trainer uses too."""
+
+        # Fused projections share a storage, whose memory is dropped and restored once.
         storages = [place.storage.untyped_storage() for place in self.places.values()]
         unique = {storage.data_ptr(): storage for storage in storages}
         self._storages = [(storage, storage.nbytes()) for storage in unique.values()]
-        self._lent: set[str] = set()
 
     def layout(self) -> WeightLayout:
-        """What every rank of the actor has."""
-        params = {
-            name: Param(place.shape, place.storage.dtype) for name, place in self.places.items()
-        }
-        reordered = [name for name, place in self.places.items() if place.rows is not None]
+        """Return the boxes that every rank of the actor holds."""
+        params = {}
+        reordered = []
+        for name, place in self.places.items():
+            params[name] = Param(place.shape, place.storage.dtype)
+            if place.rows is not None:
+                reordered.append(name)
         return self.split.layout(params, self.ties, reordered)
 
     def begin(self) -> None:
+        """Begin an update: forget what the one before brought."""
         self._received = {}
 
     @torch.no_grad()
-    def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Raises HybridFlowError for an unknown name, a box outside what is here, or a tensor of another shape."""
+    def receive(
+        self,
+        name: str,
+        box: Box,
+        tensor: torch.Tensor,
+    ) -> None:
+        """Copy the values of a box in.
+
+        Raises HybridFlowError for an unknown name, a box that is not held here, or a tensor of
+        another shape.
+        """
         place = self._place(name, box)
         if tuple(tensor.shape) != box.shape:
             raise HybridFlowError(
-                f"{name}: got a tensor of shape {tuple(tensor.shape)} for the box {box.start} to {box.stop}, "
-                f"which has shape {box.shape}"
+                f"{name}: got a tensor of shape {tuple(tensor.shape)} for the box {box.start} to "
+                f"{box.stop}, which has shape {box.shape}"
             )
         place.write(box, tensor)
         self._received.setdefault(name, {})[box] = box.numel
 
     def lend(self, name: str) -> None:
+        """Leave this parameter's memory alone, and do not expect it in updates."""
         self._lent.add(name)
 
     def view(self, name: str, box: Box) -> torch.Tensor | None:
+        """Return the storage of a box, or None where rows are reordered."""
         return self._place(name, box).view(box)
 
     @torch.no_grad()
     def read(self, name: str, box: Box) -> torch.Tensor:
+        """Return the values of a box in canonical order; a copy where there is no view."""
         return self._place(name, box).read(box)
 
     def _place(self, name: str, box: Box) -> Place:
-        """Where a parameter lies; raises HybridFlowError if `box` of it does not lie here."""
+        """Return where a parameter lies; raises HybridFlowError if `box` of it is not held here."""
+        # Say whether the name is wrong, or the box for any rank, or only for this one.
         place = self.places.get(name)
         if place is None:
             raise HybridFlowError(self._unknown(name))
-        said = f"{name}: the box {box.start} to {box.stop} does not lie in"
+
+        outside = f"{name}: the box {box.start} to {box.stop} does not lie in"
         if not _inside(box, Box.full(place.shape)):
-            raise HybridFlowError(f"{said} the shape {place.shape}")
+            raise HybridFlowError(f"{outside} the shape {place.shape}")
         if not _inside(box, place.held):
             raise HybridFlowError(
-                f"{said} what tensor-parallel rank {self.split.at} of {self.split.tp} holds: {place.held.start} to "
-                f"{place.held.stop}"
+                f"{outside} what tensor-parallel rank {self.split.at} of {self.split.tp} holds: "
+                f"{place.held.start} to {place.held.stop}"
             )
         return place
 
     def end(self) -> None:
-        """After the first update every element must have arrived; later ones may bring a part."""
+        """End an update; later ones may bring a part of the weights, the first one may not.
+
+        Raises HybridFlowError where elements are missing in the first update, or in the first one
+        after `drop`.
+        """
         if self.complete:
             return
-        missing = [
-            f"{name} ({got} of {want} elements)" if got else name
-            for name, place in self.places.items()
-            if (got := sum(self._received.get(name, {}).values())) < (want := place.held.numel)
-            and name not in self._lent
-        ]
+
+        missing = []
+        for name, place in self.places.items():
+            count = sum(self._received.get(name, {}).values())
+            if count < place.held.numel and name not in self._lent:
+                part = f"{name} ({count} of {place.held.numel} elements)"
+                missing.append(part if count else name)
         if missing:
             raise HybridFlowError(
-                f"the first weight update lacks {len(missing)} of {len(self.places)} parameters: {', '.join(missing)}"
+                f"the first weight update lacks {len(missing)} of {len(self.places)} parameters: "
+                f"{', '.join(missing)}"
             )
         self.complete = True
 
     def drop(self) -> None:
-        """Give the memory back; places and views stay, `restore` gives them (undefined) memory again."""
+        """Free the memory, but for what is lent; places and views stay valid objects.
+
+        `restore` gives them memory again, with undefined values.
+        """
         self.complete = False
-        lent = {self.places[name].storage.untyped_storage().data_ptr() for name in self._lent}
+        lent = set()
+        for name in self._lent:
+            storage = self.places[name].storage.untyped_storage()
+            lent.add(storage.data_ptr())
+
+        # What shares its memory with a lent parameter stays too.
         for storage, _ in self._storages:
             if storage.data_ptr() not in lent:
                 storage.resize_(0)
 
     def restore(self) -> None:
+        """Allocate what `drop` freed."""
         for storage, nbytes in self._storages:
             if storage.nbytes() < nbytes:
                 storage.resize_(nbytes)
 
     def _unknown(self, name: str) -> str:
+        """Return the message for a name that has no place."""
+        # A tied name has values, but under its source's name.
         if name in self.ties:
             return f"{name} is tied to {self.ties[name]}; send that one alone"
+
         from difflib import get_close_matches
 
         near = get_close_matches(name, self.places, 1)
-        return f"the rollout model has no parameter {name!r}" + (
-            f"; the nearest is {near[0]!r}" if near else ""
-        )
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        return f"the rollout model has no parameter {name!r}{hint}"
 
 
 def _inside(box: Box, outer: Box) -> bool:
-    return len(box.start) == len(outer.start) and all(
-        first <= a <= b <= last
-        for a, b, first, last in zip(box.start, box.stop, outer.start, outer.stop, strict=True)
-    )
+    """Return whether a box lies in another one, with equally many axes."""
+    if len(box.start) != len(outer.start):
+        return False
+    edges = zip(outer.start, box.start, box.stop, outer.stop, strict=True)
+    return all(first <= start <= stop <= last for first, start, stop, last in edges)

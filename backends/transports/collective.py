@@ -1,4 +1,7 @@
-"""Batched point-to-point sends over torch.distributed (gloo, NCCL): nothing but the plan's bytes travels."""
+"""Batched point-to-point sends over torch.distributed (gloo, NCCL).
+
+Nothing travels but the bytes of the resharding plan.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +19,55 @@ class Collective(Transport):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
+        """Refuse ranks that are not in one process group."""
         return None if link.grouped else "source and target are not in one process group"
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:
-        group, at = self.link.group, {rank: i for i, rank in enumerate(self.link.ranks)}
+        """Post all sends and receives of a round as one batch."""
         buffers = {
-            s: torch.empty(n, dtype=torch.uint8, device=self.link.device)
-            for s, n in incoming.items()
+            sender: torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
+            for sender, nbytes in incoming.items()
         }
+        # A round without messages of this rank; a rank alone has no group at all.
         if not outgoing and not buffers:
             return _Works([], {})
+
+        # The group numbers its ranks by their position in link.ranks.
+        group = self.link.group
         assert group is not None
+        positions = {rank: position for position, rank in enumerate(self.link.ranks)}
         operations = [
-            dist.P2POp(dist.irecv, b, group=group, group_peer=at[s]) for s, b in buffers.items()
+            dist.P2POp(dist.irecv, buffer, group=group, group_peer=positions[sender])
+            for sender, buffer in buffers.items()
         ]
         operations += [
-            dist.P2POp(dist.isend, t, group=group, group_peer=at[r]) for r, t in outgoing.items()
+            dist.P2POp(dist.isend, message, group=group, group_peer=positions[receiver])
+            for receiver, message in outgoing.items()
         ]
-        return _Works(dist.batch_isend_irecv(operations), buffers, list(outgoing.values()))
+
+        works = dist.batch_isend_irecv(operations)
+        return _Works(works, buffers, list(outgoing.values()))
 
 
 class _Works(Pending):
+    """A batch under way, its receive buffers by sender, and the sent tensors.
+
+    The sent tensors are held until all sends are done, so that their memory is not used again.
+    """
+
     def __init__(
-        self, works: list, buffers: dict[int, torch.Tensor], kept: list[torch.Tensor] | None = None
+        self,
+        works: list,
+        buffers: dict[int, torch.Tensor],
+        kept: list[torch.Tensor] | None = None,
     ):
-        self._works, self._buffers, self._kept = works, buffers, kept
+        self._works = works
+        self._buffers = buffers
+        self._kept = kept
 
     def wait(self) -> dict[int, torch.Tensor]:
         for work in self._works:
             work.wait()
-        self._kept = None
+
+        self._kept = None  # all sends are done too
         return self._buffers

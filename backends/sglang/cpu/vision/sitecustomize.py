@@ -1,5 +1,8 @@
-"""Lets a torchvision without loadable operators be imported: it registers a fake for an operator that is not there, so the
-operator is declared just before it does so. Read by every interpreter of SGLang's, at its start."""
+"""Lets a torchvision be imported whose operators do not load.
+
+torchvision registers a fake for operators such as nms, and that fails for one that is not declared.
+So this module declares them just before. Every interpreter of SGLang's reads it at its start.
+"""
 
 import sys
 from importlib.machinery import PathFinder
@@ -7,22 +10,27 @@ from pathlib import Path
 
 
 class _Finder:
+    """Finds nothing, but sees every import before it happens."""
+
     @staticmethod
     def find_spec(name, path=None, target=None):
+        """Declare the operators when torchvision is about to register their fakes."""
         if name == "torchvision._meta_registrations":
             import torch
 
-            for op in ("nms", "qnms"):
-                if not hasattr(torch.ops.torchvision, op):
+            for operator in ("nms", "qnms"):
+                if not hasattr(torch.ops.torchvision, operator):
                     signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-                    torch.library.define(f"torchvision::{op}", signature)
+                    torch.library.define(f"torchvision::{operator}", signature)
+
         return None
 
 
 def _the_other_one():
-    """The sitecustomize that this one hides, if the environment has one."""
-    here = str(Path(__file__).parent)
-    spec = PathFinder.find_spec("sitecustomize", [p for p in sys.path if p != here])
+    """Run the sitecustomize that this one hides, if the environment has one."""
+    folder = str(Path(__file__).parent)
+    others = [entry for entry in sys.path if entry != folder]
+    spec = PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         import importlib.util
 

@@ -1,9 +1,13 @@
-"""A stand-in for SGLang's kernels on machines without a GPU: its modules import names of it, and call none there."""
+"""A stand-in for SGLang's kernels on machines without a GPU.
+
+SGLang's modules import names of it there, and call none of them.
+"""
 
 __version__ = "0.0.0"
 
 
 def __getattr__(name):
+    # Python itself asks modules for optional names such as __path__, which must be missing.
     if name.startswith("__"):
         raise AttributeError(name)
 
