@@ -50,6 +50,7 @@ check: $(VENV)/.done
 	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
 	$(PY) ci/rooms.py
 	$(PY) ci/mirror.py --paths
+	$(PY) ci/text.py
 
 # Breaks each module in a copy, and sees the test at the mirrored path fail: some minutes.
 mirror: $(VENV)/.done

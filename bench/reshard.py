@@ -83,7 +83,7 @@ class Side:
         """The training shard; for the planned engine as a part of the generation shard, which then needs no copy of it."""
         import torch
 
-        from hybridflow.core.resharding.exchange import Shards
+        from hybridflow.core.resharding.exchange import ShardReader
 
         def values(name: str, box):
             shape = self.plan.source.params[name].shape
@@ -98,20 +98,20 @@ class Side:
                 for n, bs in self.plan.target.held[self.rank].items()
                 for b in bs
             ]
-            self.into = Shards(target)
+            self.into = ShardReader(target)
         for name, boxes in self.plan.source.held[self.rank].items():
             for box in boxes:
                 tensor = self.into.read(name, box) if self.into else torch.empty(box.shape)
                 tensor.copy_(values(name, box))
                 held.append((name, box, tensor))
-        self.source = Shards(held)
+        self.source = ShardReader(held)
         self.expected = values
 
     def transition(self):
         """Weights ready to generate with; gives what was moved."""
         import torch
 
-        from hybridflow.core.resharding.exchange import Shards, same_storage
+        from hybridflow.core.resharding.exchange import ShardReader, same_storage
 
         if self.name == "planned":
             return self.exchange.run(self.transport, self.source.read, self._write)
@@ -120,7 +120,7 @@ class Side:
             for n, bs in self.plan.target.held[self.rank].items()
             for b in bs
         ]
-        self.into = Shards(whole)
+        self.into = ShardReader(whole)
         for name, box in self.local:
             view, own = self.into.read(name, box), self.source.read(name, box)
             if not same_storage(view, own):
@@ -130,7 +130,7 @@ class Side:
         sliced = [
             (n, b, self.into.read(n, b).clone()) for n, bs in final.items() for b in bs if b.numel
         ]
-        self.into = Shards(sliced)
+        self.into = ShardReader(sliced)
         return moved
 
     def _write(self, name: str, box, values) -> None:
