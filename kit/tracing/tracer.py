@@ -1,0 +1,305 @@
+"""Asks a weight loader where each box of each parameter goes: no byte moves, none is allocated.
+
+The loader gets meta tensors, one parameter after the other. A dispatch mode watches what it does
+with them:
+
+    loader                                          the tracer notes
+    tensor.copy_(source[8:16])                      box [8:16] -> window of the tensor
+    tensor[0].copy_(source.view(4, 2, 8)[:, 0])     boxes of the source -> windows
+    tensor.fill_(0)                                 a fill (padding)
+    tensor.copy_(source * 2)                        opaque: it is computed
+
+Views are followed, and copies that keep the values (`contiguous`, `cat`). Whatever else is made of
+a source makes its parameter opaque, with the reason; so the map is right, or says that it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hybridflow.core.values.weights import Box, Param
+from hybridflow.kit.tracing.windows import NoBoxError, Piece, Window, merged, pieces_of_view
+
+aten = torch.ops.aten
+SAME_VALUES = (aten.clone.default, aten._to_copy.default)
+"""Operations that, with the dtype as it was, give the source's values in its order."""
+
+Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
+"""A weight loader: it takes (name, whole parameter) pairs."""
+
+
+@attrs.frozen
+class LoaderMap:
+    """Where a loader puts the boxes of each parameter."""
+
+    pieces: Mapping[str, tuple[Piece, ...]]
+    """Name -> boxes with their windows; () for a parameter that the loader copies nowhere."""
+    fills: tuple[tuple[Window, float], ...]
+    """Constants that the loader writes, such as padding."""
+    opaque: Mapping[str, str]
+    """Name -> the reason why no map describes what the loader does with the parameter."""
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """Return disjoint boxes that make up what the loader takes of a parameter."""
+        disjoint: list[Box] = []
+        for box, _ in self.pieces[name]:
+            rest = [box]
+            for other in disjoint:
+                rest = [part for one in rest for part in one.minus(other)]
+            disjoint += rest
+        return tuple(disjoint)
+
+
+def trace(
+    load: Load, tensors: Mapping[str, torch.Tensor], params: Mapping[str, Param]
+) -> LoaderMap:
+    """Call `load` with each of the parameters, and return where it puts them in `tensors`.
+
+    `tensors` (name -> parameter or buffer, on any device, meta too) keep their values. A loader
+    that raises makes the parameter opaque, with its error as the reason.
+    """
+    watch = _Watch(tensors)
+    for name, param in params.items():
+        watch.begin(name, param)
+        source = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        key = _key(source)
+        watch.sources[key] = (name, param)
+        try:
+            with torch.no_grad(), _in_this_thread(), watch:
+                load([(name, source)])
+        except Exception as error:  # it looks at values, or does not know the name
+            text = str(error).splitlines()[0] if str(error) else ""
+            watch.spoil(name, f"{type(error).__name__}: {text}")
+
+        # A source that somebody keeps may be copied when other values come.
+        left = StorageWeakRef(source.untyped_storage())
+        watch.forget()
+        del source
+        if left.expired():
+            del watch.sources[key]
+        else:
+            watch.spoil(name, "the loader keeps it for later")
+
+    pieces = {
+        name: merged(dict.fromkeys(found))
+        for name, found in watch.pieces.items()
+        if name not in watch.opaque
+    }
+    return LoaderMap(pieces, tuple(dict.fromkeys(watch.fills)), watch.opaque)
+
+
+@contextmanager
+def _in_this_thread() -> Iterator[None]:
+    """Run what is given to thread pools at once, since a dispatch mode sees its own thread alone."""
+    submit = ThreadPoolExecutor.submit
+
+    def call(self, function, /, *args, **kwargs):
+        done: Future = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+    ThreadPoolExecutor.submit = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Return a number that is equal for tensors which share a storage, as long as it lives."""
+    return tensor.untyped_storage()._cdata
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of the loader, and notes what happens to sources and tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        super().__init__()
+        # Of tied tensors the first name counts.
+        self.homes = {_key(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}
+        """The storages that the loader writes into."""
+        self.sources: dict[int, tuple[str, Param]] = {}
+        """The storages of parameters that the loader was given."""
+        self.copies: dict[int, tuple[torch.Tensor, list[tuple[Box, torch.Tensor]]]] = {}
+        """Contiguous copies: the copy, and which of its boxes has the values of which view."""
+        self.derived: dict[int, torch.Tensor] = {}
+        """Tensors computed from a source. They are kept, so that no other takes their storage."""
+        self.pieces: dict[str, list[Piece]] = {}
+        self.fills: list[tuple[Window, float]] = []
+        self.opaque: dict[str, str] = {}
+        self.name = ""
+        self.param = Param((), torch.float32)
+
+    def begin(self, name: str, param: Param) -> None:
+        """Note that what comes now is about this parameter."""
+        self.name = name
+        self.param = param
+        self.pieces[name] = []
+
+    def forget(self) -> None:
+        """Drop what was made of the parameter."""
+        self.derived.clear()
+        self.copies.clear()
+
+    def spoil(self, name: str, reason: str) -> None:
+        """Make the parameter opaque; the first reason counts."""
+        self.opaque.setdefault(name, reason)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is aten.copy_.default:
+            target, source = args[:2]
+            if _key(target) in self.homes or self._from_source(source):
+                return self._copy(target, source)
+
+        written = list(_written(func, args))
+        if any(_key(tensor) in self.homes for tensor in written):
+            self._write(func, args, written)
+            return args[0]
+
+        # Operations on anything else are the loader's own business.
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(self._from_source(tensor) for tensor in inputs):
+            return func(*args, **kwargs)
+        return self._derive(func, args, kwargs, inputs, written)
+
+    # What may happen to a tensor of the engine
+
+    def _copy(self, to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        """Note a copy of a source's view into a tensor, or into one of the loader's own."""
+        of = of.expand(to.shape)  # raises as copy_ does
+        if _key(to) not in self.homes:
+            self.derived[_key(to)] = to
+        elif not to.numel():
+            pass
+        elif _key(of) not in self.sources and _key(of) not in self.copies:
+            self.spoil(self.name, "it is computed")
+        else:
+            home, tensor = self.homes[_key(to)]
+            offset = to.storage_offset() - tensor.storage_offset()
+            try:
+                if to.dtype != tensor.dtype or of.dtype != self.param.dtype:
+                    raise NoBoxError("its bits are read as another dtype")
+                self.pieces[self.name] += self._traced(of, home, offset, to.stride())
+            except NoBoxError as error:
+                self.spoil(self.name, str(error))
+        return to
+
+    def _write(self, func, args, written) -> None:
+        """Note another write into a tensor: a constant is a fill, anything else spoils."""
+        constant = {aten.fill_.Scalar: True, aten.zero_.default: False}.get(func)
+        if constant is None:
+            if any(tensor.numel() for tensor in written):
+                self.spoil(self.name, f"{func} writes it")
+            return
+
+        target = args[0]
+        home, tensor = self.homes[_key(target)]
+        if target.numel():
+            offset = target.storage_offset() - tensor.storage_offset()
+            window = Window(home, offset, tuple(target.shape), target.stride())
+            self.fills.append((window, float(args[1]) if constant else 0.0))
+
+    # What may be made of a source
+
+    def _from_source(self, tensor: torch.Tensor) -> bool:
+        key = _key(tensor)
+        return key in self.sources or key in self.copies or key in self.derived
+
+    def _known(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's values are a source's, in an order that is known."""
+        key = _key(tensor)
+        return key in self.sources or key in self.copies
+
+    def _derive(self, func, args, kwargs, inputs, written) -> Any:
+        """Run an operation on something made of a source, and note what its result is."""
+        first = args[0]
+        same = (
+            func in SAME_VALUES
+            and kwargs.get("dtype") in (None, first.dtype)
+            and _key(first) not in self.derived
+        )
+        if same and first.is_contiguous():
+            return aten.alias.default(first)
+        if any(self._known(tensor) for tensor in written):
+            self.spoil(self.name, f"{func} changes it")
+
+        # Meta tensors stay on meta, whatever device the loader asks for.
+        if func is aten._to_copy.default:
+            kwargs = {**kwargs, "device": "meta"}
+        out = func(*args, **kwargs)
+
+        if same and out.is_contiguous():
+            self.copies[_key(out)] = (out, [(Box.full(out.shape), first)])
+            return out
+        if func is aten.cat.default and out.is_contiguous() and all(map(self._known, inputs)):
+            dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % out.ndim
+            self.copies[_key(out)] = (out, _concatenated(out, first, dim))
+            return out
+
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            if not self._known(tensor) and _key(tensor) not in self.homes:
+                self.derived[_key(tensor)] = tensor
+        return out
+
+    def _traced(
+        self, view: torch.Tensor, home: str, offset: int, stride: tuple[int, ...]
+    ) -> list[Piece]:
+        """Return the source's boxes that a view shows, and where each of them goes.
+
+        A copy is followed to what it was made of. Raises NoBoxError.
+        """
+        if _key(view) in self.sources:
+            name, param = self.sources[_key(view)]
+            if name != self.name:
+                raise NoBoxError(f"values of {name} come with it")
+            return pieces_of_view(param.shape, view, home, offset, stride)
+
+        copy, parts = self.copies[_key(view)]
+        found: list[Piece] = []
+        for box, window in pieces_of_view(tuple(copy.shape), view, home, offset, stride):
+            for region, original in parts:
+                common = box.intersect(region)
+                if common is None:
+                    continue
+                shift = sum(
+                    (a - b) * step
+                    for a, b, step in zip(common.start, box.start, window.stride, strict=True)
+                )
+                part = original[common.within(region)]
+                found += self._traced(part, home, window.offset + shift, window.stride)
+        return found
+
+
+def _written(func, args) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments that an operation writes into."""
+    for spec, argument in zip(func._schema.arguments, args, strict=False):
+        writes = spec.alias_info is not None and spec.alias_info.is_write
+        if writes and isinstance(argument, torch.Tensor):
+            yield argument
+
+
+def _concatenated(
+    out: torch.Tensor, parts: list[torch.Tensor], dim: int
+) -> list[tuple[Box, torch.Tensor]]:
+    """Return which box of a concatenation has the values of which part."""
+    boxes = []
+    start = 0
+    for part in parts:
+        stop = start + part.shape[dim]
+        boxes.append((Box.part(out.shape, dim, start, stop), part))
+        start = stop
+    return boxes
