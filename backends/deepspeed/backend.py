@@ -58,6 +58,7 @@ class DeepSpeedBackend(TrainingBackend):
             canonical,
             ties_of,
         )
+        from hybridflow.kit.huggingface.saved import SavedForm
 
         context = self.context
         config = self.config
@@ -71,6 +72,7 @@ class DeepSpeedBackend(TrainingBackend):
         hf, self._hf_config = build_hf_model(
             self.model_spec, torch.float32 if masters else self._dtype
         )
+        self._form = SavedForm.of(hf)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
 
@@ -251,19 +253,24 @@ class DeepSpeedBackend(TrainingBackend):
         for name in self._model():
             params[name] = Param(self._shapes[name], self._dtype)
         if self._sharded:
-            return zero3_layout(params, world, self._ties)
+            return self._form.layout(zero3_layout(params, world, self._ties))
 
         held = {
             name: dict.fromkeys(range(world), (Box.full(param.shape),))
             for name, param in params.items()
         }
-        return WeightLayout.by_name(params, held, range(world), self._ties)
+        whole = WeightLayout.by_name(params, held, range(world), self._ties)
+        return self._form.layout(whole)
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
         """Yield what this rank holds; with adapters a LazyShard, which merges them when read.
 
         A collective call with adapters.
         """
+        yield from self._form.shards(self._stored_shards())
+
+    def _stored_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        """Yield this rank's shards of the parameters as the model runs with them."""
         adapters = self._whole_adapters()
         for name, box, values in self._held(self._model()):
             shard: Shard = values
@@ -318,6 +325,10 @@ class DeepSpeedBackend(TrainingBackend):
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole canonical parameters, adapters merged, one after the other."""
+        yield from self._form.whole(self._stored_parameters())
+
+    def _stored_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the whole parameters as the model runs with them, adapters merged."""
         adapters = self._whole_adapters()
         for name, values in self._whole(self._model()):
             yield name, self._merged(name, values, adapters)

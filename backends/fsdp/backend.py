@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hybridflow.backends.fsdp.optimizer import ShardedAdamW
     from hybridflow.kit.huggingface.lora import Adapters
     from hybridflow.kit.huggingface.modeling import RoleModel
+    from hybridflow.kit.huggingface.saved import SavedForm
 
 
 class FSDPBackend(TrainingBackend):
@@ -45,6 +46,8 @@ class FSDPBackend(TrainingBackend):
     """The low-rank adapters; None without LoRA."""
     _trained: set[str]
     """Names of the parameters that have gradients."""
+    _form: SavedForm
+    """How the model's parameters make up the canonical ones."""
     _ties: dict[str, str]
     """Tied parameter -> the one that it is tied to."""
     _gathered: list[FSDPModule]
@@ -81,6 +84,7 @@ class FSDPBackend(TrainingBackend):
     def _build_module(self) -> None:
         """Build the whole model, with adapters where the config has them."""
         from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
+        from hybridflow.kit.huggingface.saved import SavedForm
 
         config = self.config
         trained = self.optimizer_config is not None
@@ -93,6 +97,7 @@ class FSDPBackend(TrainingBackend):
         if wide:
             dtype = torch.float32
         hf, self._hf_config = build_hf_model(self.model_spec, dtype)
+        self._form = SavedForm.of(hf)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
 
@@ -264,10 +269,14 @@ class FSDPBackend(TrainingBackend):
             params[name] = Param(tuple(parameter.shape), parameter.dtype)
             for rank, box in self._boxes[name].items():
                 held[rank][name] = (box,) if box.numel else ()
-        return WeightLayout(params, held, self._ties)
+        return self._form.layout(WeightLayout(params, held, self._ties))
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
         """Yield this rank's shards; adapted ones are LazyShards that merge when they are read."""
+        yield from self._form.shards(self._stored_shards())
+
+    def _stored_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        """Yield this rank's shards of the parameters as the model runs with them."""
         adapters = self._whole_adapters()
         for name, parameter in self._model().items():
             box = self._boxes[name][self.context.rank]
@@ -316,7 +325,7 @@ class FSDPBackend(TrainingBackend):
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole parameters with adapters merged, gathered over one HSDP replica."""
-        yield from self._gather(self._model(), self._whole_adapters())
+        yield from self._form.whole(self._gather(self._model(), self._whole_adapters()))
 
     def _gather(
         self,

@@ -18,6 +18,8 @@ import torch
 
 from hybridflow.backends.transformers.weights import Place
 from hybridflow.core.errors import ModelError
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.saved import SavedForm
 
 
 class GenericDecoder:
@@ -68,14 +70,24 @@ class GenericDecoder:
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
         # A tied parameter is received once, under its source's name.
-        tied = self.model.all_tied_weights_keys
-        self.ties = {name: source for name, source in tied.items() if name != source}
-        self.places = {
-            name: Place.whole(parameter.data)
-            for name, parameter in self.model.named_parameters(remove_duplicate=False)
-            if name not in self.ties
-        }
+        form = SavedForm.of(self.model)
+        self.ties = dict(form.ties)
+        self.places = {}
+        for stored, parameter in self.model.named_parameters(remove_duplicate=False):
+            whole = (stored, Box.full(parameter.shape), parameter.data)
+            for name, box, values in form.shards([whole]):
+                if name not in self.ties:
+                    self._place(name, values, form.shapes[name], box)
         self.free()
+
+    def _place(self, name: str, values: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
+        """Note where a parameter lies; raises ModelError for one in several stored parameters."""
+        if box != Box.full(shape):
+            raise ModelError(
+                f"{self.config.model_type}: {name} is saved as one parameter and stored in several, "
+                "which the embedded engine cannot take; use rollout = vllm or sglang"
+            )
+        self.places[name] = Place(values, None, shape, box)
 
     def row_bytes(self, capacity: int) -> int:
         """Return the bytes of the KV cache for one sequence of `capacity` tokens."""

@@ -42,16 +42,16 @@ def write_config(hf_config: Any, folder: str) -> None:
 def saved_parameters(hf_config: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return the parameters that `save_pretrained` writes, name -> shape, and the ties.
 
-    Ties are tied name -> saved name. The model is built without memory for its weights.
+    Ties are tied name -> saved name. The model is built without memory for its weights. Raises
+    ModelError where the saved form cannot be described (kit/huggingface/saved.py).
     """
     import torch
     from transformers import AutoModelForCausalLM
 
+    from hybridflow.kit.huggingface.saved import SavedForm
+
     # Tensors on this device have shapes alone.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    ties = {name: source for name, source in model.all_tied_weights_keys.items() if name != source}
-    shapes = {
-        name: tuple(values.shape) for name, values in model.state_dict().items() if name not in ties
-    }
-    return shapes, ties
+    form = SavedForm.of(model)
+    return dict(form.shapes), dict(form.ties)

@@ -281,4 +281,5 @@ def _hugging_face_parameters(ref: Reference, folder: Path) -> dict[str, torch.Te
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     auto = AutoModelForCausalLM if ref.spec.kind == "policy" else AutoModelForSequenceClassification
-    return dict(auto.from_pretrained(Path(folder)).named_parameters())
+    loaded = auto.from_pretrained(Path(folder))
+    return ref.saved({name: values.detach() for name, values in loaded.named_parameters()})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ import torch
 
 from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.kit.huggingface.saved import SavedForm
 
 VOCAB = 32
 SIZES = dict(
@@ -31,8 +32,19 @@ SIZES = dict(
     pad_token_id=None,
 )
 """Fields of the config that every architecture has."""
-ARCHITECTURES = {"qwen2": dict(tie_word_embeddings=True), "llama": dict(tie_word_embeddings=False)}
-"""Further fields by model type: qwen2 has tied embeddings and biases, llama neither."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2": dict(tie_word_embeddings=True),
+    "llama": dict(tie_word_embeddings=False),
+    "qwen3_moe": dict(
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        tie_word_embeddings=False,
+    ),
+}
+"""Further fields by model type: qwen2 has tied embeddings and biases, llama neither. qwen3_moe has
+experts, which transformers stores in one tensor and saves one by one."""
 
 
 def tiny_config(architecture: str = "qwen2", width: int = 32) -> dict[str, Any]:
@@ -96,6 +108,13 @@ class Reference:
         if topk_ids is not None:
             outputs["topk_logprobs"] = log_p.gather(-1, topk_ids)
         return outputs
+
+    def saved(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return values of the model's own parameters by canonical name, each once."""
+        whole = dict(SavedForm.of(self.model).whole(stored.items()))
+
+        # Tied parameters have one of their names in `parameters`.
+        return {name: whole[name] for name in self.parameters}
 
     def greedy(self, prompt: np.ndarray, tokens: int) -> list[int]:
         """Return the response that Hugging Face's generate gives at temperature 0."""

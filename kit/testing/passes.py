@@ -171,6 +171,10 @@ class Passes:
 
     def expected_gradients(self, ref: Reference, needs: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the gradients by Hugging Face's model and autograd, by canonical name."""
+        return ref.saved(self.model_gradients(ref, needs))
+
+    def model_gradients(self, ref: Reference, needs: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the gradients of the parameters that the reference runs with, by their names."""
         # The model is shared within the process: its gradients are cleared before and after.
         ref.model.zero_grad()
         total = torch.zeros(())
@@ -187,9 +191,7 @@ class Passes:
             grad = parameter.grad
             gradients[name] = torch.zeros_like(parameter) if grad is None else grad.clone()
         ref.model.zero_grad()
-
-        # Tied parameters have one of their names in `parameters`.
-        return {name: gradients[name] for name in ref.parameters}
+        return gradients
 
 
 def whole_weights(backend: TrainingBackend) -> dict[str, torch.Tensor]:
@@ -254,7 +256,7 @@ def optimizer_step(
     def take_step(
         passes: Passes, needs: Sequence[str], step: int
     ) -> tuple[float, dict[str, torch.Tensor]]:
-        for name, gradient in passes.expected_gradients(twin, needs).items():
+        for name, gradient in passes.model_gradients(twin, needs).items():
             named[name].grad = gradient
         norm = float(torch.nn.utils.clip_grad_norm_(named.values(), config.max_grad_norm))
 
@@ -263,6 +265,6 @@ def optimizer_step(
             group["lr"] = config.lr_at(step)
         adamw.step()
         adamw.zero_grad()
-        return norm, {name: named[name].detach().clone() for name in ref.parameters}
+        return norm, ref.saved({name: values.detach().clone() for name, values in named.items()})
 
     return take_step

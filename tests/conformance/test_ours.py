@@ -100,6 +100,11 @@ class TestFSDP(TrainingBackendConformance):
             yield make
 
 
+class TestFSDPWithExperts(TestFSDP):
+    architectures = ("qwen3_moe",)
+    kinds = ("policy",)
+
+
 class TestTransformers(RolloutEngineConformance):
     @pytest.fixture
     def start(self):
@@ -110,6 +115,10 @@ class TestTransformers(RolloutEngineConformance):
 
         with one_rank() as context:
             yield make
+
+
+class TestTransformersWithExperts(TestTransformers):
+    architectures = ("qwen3_moe",)
 
 
 class TestInline(RuntimeConformance):
