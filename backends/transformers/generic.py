@@ -76,6 +76,7 @@ class GenericDecoder:
         for stored, parameter in self.model.named_parameters(remove_duplicate=False):
             whole = (stored, Box.full(parameter.shape), parameter.data)
             for name, box, values in form.shards([whole]):
+                assert isinstance(values, torch.Tensor)
                 if name not in self.ties:
                     self._place(name, values, form.shapes[name], box)
         self.free()

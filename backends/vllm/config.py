@@ -6,9 +6,13 @@ from functools import cache
 from typing import Any, Literal, Self
 
 import attrs
+import torch
 
 from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.validators import at_least, fraction
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import GenerationLayout
+from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
 
@@ -20,6 +24,9 @@ OURS = frozenset({
     "async_scheduling", "enforce_eager",
 })  # fmt: skip
 """Arguments of vLLM that follow from the rest of the config; `engine_args` may not give them."""
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
 
 
 @cache
@@ -76,6 +83,18 @@ class VLLMConfig(ProcessConfig):
             cache_gb=self.kv_memory_gb or None,
             memory_share=None if self.kv_memory_gb else self.gpu_memory,
         )
+
+    def planned_layout(
+        self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
+    ) -> WeightLayout:
+        """Return the boxes that vLLM's loader takes of the models whose shapes are known.
+
+        In a run they are asked of the loader itself. vLLM pads the vocabulary to a multiple of 64.
+        """
+        from hybridflow.kit.layouts import engine_layout
+
+        multiple = max(VOCABULARY_MULTIPLE // generation.tp, 1)
+        return engine_layout(shape, generation, shape.params(dtype), multiple)
 
     def one_of(self, engines: int) -> Self:
         """Return these settings for one of `engines` on a device: at most half of it for all."""

@@ -2,7 +2,8 @@
 
     rank of a replica
     VLLMEngine
-      |- store (WholeParameters) -whole parameter-> vLLM's model, which cuts it for its tp rank
+      |- weights (MappedWeights) -boxes-----------> the tensors of vLLM's model
+      |- store (WholeParameters) -opaque ones-----> vLLM's own loader
       |- requests --------------------------------> vLLM's LLMEngine
       `- sampler (SeededSampler) <-logits---------- vLLM's model runner
 
@@ -15,7 +16,7 @@ import os
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +24,18 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.backends.vllm.config import VLLMConfig
-from hybridflow.backends.vllm.patches import a_guest, end, own_shared_memory
+from hybridflow.backends.vllm.patches import (
+    a_guest,
+    end,
+    own_shared_memory,
+    renew_groups,
+)
 from hybridflow.core.contracts.rollout import Completion, Request
-from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
-from hybridflow.kit.huggingface.models import policy_config, write_config
+from hybridflow.kit.huggingface.models import policy_config, saved_parameters, write_config
 from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_GB = 1.0
@@ -39,8 +46,8 @@ class VLLMEngine(ContinuousEngine, Hostable):
     """The rollout engine "vllm".
 
     Under tensor parallelism the ranks of a replica make the same calls with the same requests, and
-    each reads its stream to the end. vLLM takes whole parameters and cuts them itself. So every
-    rank receives whole parameters, one after the other.
+    each reads its stream to the end. A rank receives the boxes that vLLM's loader would take for
+    it, and whole parameters only where no box describes what the loader does.
     """
 
     Config = VLLMConfig
@@ -54,9 +61,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
     def start(self) -> None:
         """Build vLLM's engine with weights that are not set, and put our sampler into it.
 
-        Collective over all ranks of the role. Raises ModelError for a model that is no policy.
+        Collective over all ranks of the role. Raises ModelError for a model that is no policy, or
+        whose parameters vLLM does not take.
         """
         hf_config = policy_config(self.model)
+        # Before vLLM starts, which changes transformers' classes.
+        shapes, self.ties = saved_parameters(hf_config)
         text_config = hf_config.get_text_config()
         self.vocab = text_config.vocab_size
         self.max_positions = self.config.max_length or text_config.max_position_embeddings
@@ -69,6 +79,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
             write_config(hf_config, folder)
             from vllm import LLM
 
+            renew_groups()
             self.llm = LLM(**self._arguments(folder))
         self.engine = self.llm.llm_engine
         self._runner = self.engine.model_executor.driver_worker.worker.model_runner
@@ -77,7 +88,66 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
         self.sampler = SeededSampler(self._runner)
         self._runner.sampler = self.sampler
-        self.store = WholeParameters.of(hf_config, self.config.dtype, self.device, self._load)
+
+        dtype = getattr(torch, self.config.dtype)
+        params = {name: Param(shape, dtype) for name, shape in shapes.items()}
+        try:
+            self._map_weights(params)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map_weights(self, params: Mapping[str, Param]) -> None:
+        """Ask vLLM's loader where weights go, and prove the answer. Collective.
+
+        Raises ModelError where they cannot be brought there.
+        """
+        from hybridflow.backends.vllm.weights import MappedWeights
+
+        model = self._runner.model
+        with self._configured():
+            self.weights = MappedWeights(model, self._runner.model_config, params, self.device)
+            self._layout = self._gathered_layout(params)
+            self.weights.prove()
+
+        # Parameters that no box describes come whole, and go through vLLM's loader.
+        reasons = self.weights.map.opaque
+        opaque = {name: params[name] for name in reasons}
+        self.store = WholeParameters(opaque, {}, self.device, self.weights.load)
+        if opaque:
+            name, reason = next(iter(reasons.items()))
+            print(
+                f"{len(opaque)} of {len(params)} parameters come whole to each rank of vLLM, as no "
+                f"box describes what its loader does: {name} ({reason}), ...",
+                flush=True,
+            )
+
+    def _configured(self) -> Any:
+        """Return a context in which vLLM's layers find its config, as when they were made."""
+        from vllm.config import set_current_vllm_config
+
+        return set_current_vllm_config(self.engine.vllm_config)
+
+    def _gathered_layout(self, params: Mapping[str, Param]) -> WeightLayout:
+        """Return what every rank takes, as each one has traced it. Collective.
+
+        Raises ModelError for a parameter that no rank's engine takes.
+        """
+        own = {name: self.weights.boxes(name) for name in params}
+        every: list[Any] = [own]
+        if dist.is_initialized():
+            every = [None] * self.context.world_size
+            dist.all_gather_object(every, own)
+
+        unused = [name for name in params if not any(boxes[name] for boxes in every)]
+        if unused:
+            raise ModelError(
+                f"{type(self._runner.model).__name__} of vLLM takes no {unused[0]}"
+                f"{f' and {len(unused) - 1} more parameters' if len(unused) > 1 else ''} of this "
+                f"{self.model.hf_config.get('model_type')}: it would generate with other weights"
+            )
+        held = dict(enumerate(every))
+        return WeightLayout(params, held, self.ties, frozenset(params))
 
     def _variables(self) -> dict[str, str]:
         """Return the environment variables for vLLM's start, its place among the ranks included."""
@@ -157,51 +227,68 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
     # Weights
     def layout(self) -> WeightLayout:
-        """Return a layout in which every rank takes whole parameters."""
-        return self.store.layout(self.context.world_size)
+        """Return the boxes that each rank takes by vLLM's loader."""
+        return self._layout
 
     def begin_update(self, version: int) -> None:
-        """Begin an update: vLLM's layers wait for their weights, and are rebuilt with them."""
-        from vllm.model_executor.model_loader.reload.layerwise import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
-
-        interrupted = self.updating
+        """Begin an update; what an earlier one has left half done is brought again."""
         super().begin_update(version)
-        # After an update that was not ended, some layers are done and some still wait.
-        if interrupted:
-            finalize_layerwise_reload(self._runner.model, self._runner.model_config)
-        initialize_layerwise_reload(self._runner.model)
+        with self._configured():
+            self.weights.begin()
         self.store.begin()
+        self._lacks = {
+            name: sum(box.numel for box in self.weights.boxes(name))
+            for name in self._layout.params
+            if name not in self.store.params
+        }
+        """The number of elements that each parameter lacks in this update."""
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Add a box; vLLM loads the parameter once it is whole."""
+        """Copy a box to its places. Raises HybridFlowError for a name that is not of this model."""
         self.check_updating(name)
-        self.store.receive(name, box, tensor)
+        if name not in self._lacks:
+            self.store.receive(name, box, tensor)
+            return
+        self.weights.receive(name, box, tensor)
+        self._lacks[name] -= self._taken(name, box)
 
-    @torch.no_grad()
-    def _load(self, name: str, whole: torch.Tensor) -> None:
-        """Give vLLM's model a whole parameter."""
-        self._runner.model.load_weights([(name, whole)])
+    def _taken(self, name: str, box: Box) -> int:
+        """Return the number of a box's elements that this rank takes."""
+        parts = (box.intersect(own) for own in self.weights.boxes(name))
+        return sum(part.numel for part in parts if part is not None)
 
     @torch.no_grad()
     def end_update(self) -> None:
         """Finish the layers, and drop the cached keys and values of the old weights."""
         self.check_updating("end_update")
+        self._check_whole()
         self.store.end()
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
-
-        model = self._runner.model
-        finalize_layerwise_reload(model, self._runner.model_config)
+        with self._configured():
+            self.weights.end()
 
         # On a CPU a tied lm_head has packed the embedding's old values: pack the new ones.
-        if self.device.type == "cpu" and self.store.ties and hasattr(model, "lm_head"):
+        model = self._runner.model
+        if self.device.type == "cpu" and self.ties and hasattr(model, "lm_head"):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
         self.engine.reset_prefix_cache()
         super().end_update()
+
+    def _check_whole(self) -> None:
+        """Raise HybridFlowError where a parameter came in part, or the first update lacks one."""
+        for name, lacks in self._lacks.items():
+            whole = sum(box.numel for box in self.weights.boxes(name))
+            if 0 < lacks < whole:
+                raise HybridFlowError(
+                    f"the weight update brought only {whole - lacks} of {whole} elements of {name}"
+                )
+        missing = [name for name, lacks in self._lacks.items() if lacks > 0]
+        if missing and not self.store.complete:
+            raise HybridFlowError(
+                f"the first weight update lacks {len(missing)} of {len(self._layout.params)} "
+                f"parameters: {', '.join(missing[:3])}"
+            )
 
     def sleep(self) -> None:
         """On a GPU, free the weights and the KV cache; then `wake` needs an update."""

@@ -77,6 +77,40 @@ def own_shared_memory(token: str) -> Iterator[None]:
         _unlink_queues()
 
 
+def renew_groups() -> None:
+    """Let vLLM make its groups anew if those that it remembers have ended.
+
+    vLLM makes them once in a process, for the model that comes first. A second run in this process
+    has other process groups, and a mixture of experts behind a dense model lacks the group of
+    experts, which without expert parallelism is that of the tp ranks.
+    """
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is None:
+        return
+    if world.device_group in dist.distributed_c10d._world.pg_map:
+        parallel_state._EP = parallel_state._EP or parallel_state._TP
+        return
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, parallel_state.GroupCoordinator):
+            setattr(parallel_state, name, None)
+
+
+def process_as_at_first(layer: Any) -> None:
+    """Let vLLM process a layer's weights as when it was made, not as a second time.
+
+    The second time vLLM leaves out what packs experts for a CPU, and the packed kernel then reads
+    weights that are not packed (0.32: `_setup_kernel` of its unquantised experts).
+    """
+    layer.__dict__.pop("_already_called_process_weights_after_loading", None)
+    method: Any = getattr(layer, "quant_method", None)
+    weight = next(layer.parameters(recurse=False), None)
+    on_cpu = weight is not None and weight.device.type in ("cpu", "meta")
+    if on_cpu and getattr(method, "moe_kernel", None) is not None:
+        method.moe_kernel = None
+
+
 def end(engine: Any) -> None:
     """End an engine of vLLM's, but leave the process groups alone.
 

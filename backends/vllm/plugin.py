@@ -18,6 +18,7 @@ def hybridflow_plugins():
                 abort=True,
                 sleeps_on=frozenset({"cuda"}),
                 continuous=True,
+                traced_layout=True,
                 grouping="consecutive",
                 views=False,
                 process="either",

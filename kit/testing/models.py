@@ -19,7 +19,7 @@ from hybridflow.core.values.model import ModelConfig, ModelSpec
 from hybridflow.kit.huggingface.saved import SavedForm
 
 VOCAB = 32
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     num_hidden_layers=2,
@@ -36,7 +36,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen2": dict(tie_word_embeddings=True),
     "llama": dict(tie_word_embeddings=False),
     "qwen3_moe": dict(
-        head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
@@ -57,6 +56,7 @@ def tiny_config(architecture: str = "qwen2", width: int = 32) -> dict[str, Any]:
         **SIZES,
         **ARCHITECTURES[architecture],
         "hidden_size": width,
+        "head_dim": width // SIZES["num_attention_heads"],
     }
 
 

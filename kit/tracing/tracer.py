@@ -47,6 +47,8 @@ class LoaderMap:
     """Constants that the loader writes, such as padding."""
     opaque: Mapping[str, str]
     """Name -> the reason why no map describes what the loader does with the parameter."""
+    touched: Mapping[str, frozenset[str]]
+    """Name -> the tensors that the loader writes into."""
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return disjoint boxes that make up what the loader takes of a parameter."""
@@ -65,7 +67,8 @@ def trace(
     """Call `load` with each of the parameters, and return where it puts them in `tensors`.
 
     `tensors` (name -> parameter or buffer, on any device, meta too) keep their values. A loader
-    that raises makes the parameter opaque, with its error as the reason.
+    that raises makes the parameter opaque, with its error as the reason; what it had written until
+    then is in `touched`.
     """
     watch = _Watch(tensors)
     for name, param in params.items():
@@ -94,7 +97,8 @@ def trace(
         for name, found in watch.pieces.items()
         if name not in watch.opaque
     }
-    return LoaderMap(pieces, tuple(dict.fromkeys(watch.fills)), watch.opaque)
+    touched = {name: frozenset(tensors) for name, tensors in watch.touched.items()}
+    return LoaderMap(pieces, tuple(dict.fromkeys(watch.fills)), watch.opaque, touched)
 
 
 @contextmanager
@@ -128,7 +132,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         super().__init__()
         # Of tied tensors the first name counts.
-        self.homes = {_key(tensor): (name, tensor) for name, tensor in reversed(tensors.items())}
+        self.homes = {
+            _key(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))
+        }
         """The storages that the loader writes into."""
         self.sources: dict[int, tuple[str, Param]] = {}
         """The storages of parameters that the loader was given."""
@@ -139,6 +145,7 @@ class _Watch(TorchDispatchMode):
         self.pieces: dict[str, list[Piece]] = {}
         self.fills: list[tuple[Window, float]] = []
         self.opaque: dict[str, str] = {}
+        self.touched: dict[str, set[str]] = {}
         self.name = ""
         self.param = Param((), torch.float32)
 
@@ -147,6 +154,7 @@ class _Watch(TorchDispatchMode):
         self.name = name
         self.param = param
         self.pieces[name] = []
+        self.touched[name] = set()
 
     def forget(self) -> None:
         """Drop what was made of the parameter."""
@@ -165,7 +173,9 @@ class _Watch(TorchDispatchMode):
                 return self._copy(target, source)
 
         written = list(_written(func, args))
-        if any(_key(tensor) in self.homes for tensor in written):
+        at_home = [tensor for tensor in written if _key(tensor) in self.homes]
+        self.touched[self.name] |= {self.homes[_key(tensor)][0] for tensor in at_home}
+        if at_home:
             self._write(func, args, written)
             return args[0]
 
@@ -182,13 +192,16 @@ class _Watch(TorchDispatchMode):
         of = of.expand(to.shape)  # raises as copy_ does
         if _key(to) not in self.homes:
             self.derived[_key(to)] = to
-        elif not to.numel():
+            return to
+
+        home, tensor = self.homes[_key(to)]
+        self.touched[self.name].add(home)
+        if not to.numel():
             pass
         elif _key(of) not in self.sources and _key(of) not in self.copies:
             self.spoil(self.name, "it is computed")
         else:
-            home, tensor = self.homes[_key(to)]
-            offset = to.storage_offset() - tensor.storage_offset()
+            offset = int(to.storage_offset() - tensor.storage_offset())
             try:
                 if to.dtype != tensor.dtype or of.dtype != self.param.dtype:
                     raise NoBoxError("its bits are read as another dtype")

@@ -11,6 +11,7 @@ A view of a contiguous tensor is cut into boxes of it, and each box goes to a st
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -62,7 +63,7 @@ def pieces_of_view(
     NoBoxError where they do not form boxes.
     """
     strides = strides_of(shape)
-    start = view.storage_offset()
+    start = int(view.storage_offset())
     first = _index(start, strides, shape)
     runs = _runs(view, stride)
 
@@ -157,7 +158,7 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     joined = list(pieces)
     dims = len(joined[0][0].start) if len(joined) > 1 else 0
     for dim in range(dims):
-        joined.sort(key=lambda piece, dim=dim: _line(piece, dim))
+        joined.sort(key=partial(_line, dim=dim))
         done = joined[:1]
         for piece in joined[1:]:
             both = _joined(done[-1], piece, dim)

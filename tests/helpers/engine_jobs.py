@@ -70,8 +70,12 @@ def vllm(rank: int, world: int, spec: ModelSpec, updates: Updates) -> dict[str, 
     """With what is left in shared memory."""
     before = in_shared_memory()
     config = VLLMConfig(kv_memory_gb=0.05, max_sequences=8)
-    said = speak(VLLMEngine(spec, config, context_of(rank, world)), rank, updates)
-    return {**said, "left": sorted(in_shared_memory() - before)}
+    engine = VLLMEngine(spec, config, context_of(rank, world))
+    try:
+        said = speak(engine, rank, updates)
+        return {**said, "left": sorted(in_shared_memory() - before)}
+    finally:
+        engine.close()
 
 
 def sglang(

@@ -48,6 +48,11 @@ class Ranks:
             self._pools.pop(world).end()
             raise
 
+    def renew(self, world: int) -> None:
+        """Let the next call with this world have processes of its own, in which nothing has been built."""
+        if world in self._pools:
+            self._pools.pop(world).end()
+
     def end(self) -> None:
         for pool in self._pools.values():
             pool.end()

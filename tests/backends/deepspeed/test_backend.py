@@ -37,6 +37,13 @@ class TestStage3(Spread):
 
 
 @needs("deepspeed")
+class TestStage3WithExperts(Spread):
+    config = DeepSpeedConfig(stage=3)
+    architectures = ("qwen3_moe",)
+    kinds = ("policy",)
+
+
+@needs("deepspeed")
 class TestOffloaded(Spread):
     config = DeepSpeedConfig(stage=2, offload_optimizer=True)
 

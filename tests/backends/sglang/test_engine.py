@@ -35,6 +35,11 @@ class TestSGLang(KeptOnCPU):
 
 
 @needs("sglang")
+class TestSGLangWithExperts(TestSGLang):
+    architectures = ("qwen3_moe",)
+
+
+@needs("sglang")
 @pytest.mark.parametrize(("architecture", "weights"), [("qwen2", "bucket"), ("llama", "group")])
 @pytest.mark.timeout(400)
 def test_the_first_of_two_ranks_hosts_it_and_the_second_follows(

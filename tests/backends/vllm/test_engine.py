@@ -32,6 +32,11 @@ class TestVLLM(KeptOnCPU):
 
 
 @needs("vllm")
+class TestVLLMWithExperts(KeptOnCPU):
+    architectures = ("qwen3_moe",)
+
+
+@needs("vllm")
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 def test_two_ranks_speak_as_hugging_face_after_every_update(ranks, architecture):
     found = jobs.two_ranks(ranks, jobs.vllm, architecture)

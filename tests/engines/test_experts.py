@@ -1,0 +1,34 @@
+"""A mixture of experts, trained sharded and generated with by another package: the engine has the trainer's weights."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.tiny import hybridflow, learning, write
+
+EXPERTS = (
+    'actor.model.config={ model_type = "qwen3_moe", vocab_size = 16, hidden_size = 128, num_hidden_layers = 2, '
+    "num_attention_heads = 4, num_key_value_heads = 2, head_dim = 32, intermediate_size = 64, num_experts = 4, "
+    "num_experts_per_tok = 2, moe_intermediate_size = 16, max_position_embeddings = 64, tie_word_embeddings = false }"
+)
+ENGINES = {
+    "vllm": ['rollout={ name = "vllm", kv_memory_gb = 0.05 }'],
+    "sglang": ['rollout={ name = "sglang", kv_tokens = 4096, max_sequences = 16 }'],
+}
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize(
+    ("backend", "engine"), [("fsdp", "vllm"), ("deepspeed", "vllm"), ("fsdp", "sglang")]
+)
+def test_the_engine_speaks_with_the_weights_that_were_trained(tmp_path, backend, engine):
+    pytest.importorskip(engine)
+    pytest.importorskip(backend if backend == "deepspeed" else "torch")
+    write(tmp_path)
+    done = hybridflow(
+        tmp_path, "run", "tiny.toml", "runtime=ray", "pools.main=[2]", "actor.generation.tp=2",
+        f"actor.backend.name={backend}", EXPERTS, "run.steps=3", *ENGINES[engine],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = learning(tmp_path / "runs/tiny")
+    assert len(rows) == 3
+    assert [row["actor/mismatch_mean"] for row in rows] == pytest.approx([0.0] * 3, abs=1e-4)
