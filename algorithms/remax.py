@@ -43,7 +43,6 @@ class ReMax(PolicyGradient):
         batch = batch.join(baseline.repeat(config.group_size))
         advantages = ctx.compute(self.advantages, batch)
 
-        # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
             ctx.actor.update([(mini, losses["actor"]), *self.pretraining(ctx)])
 

@@ -19,7 +19,7 @@ from hybridflow.kit.console import make_console, print_line, print_table
 
 
 class PluginsCommand(Command):
-    """A plugin of kind "command", name "plugins"."""
+    """Prints a table of the plugins that are installed, and why some cannot be used."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("kind", nargs="?", help="only this kind")

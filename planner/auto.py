@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class AutoMapping(Planner):
-    """A plugin of kind "planner", name "auto-mapping".
+    """Simulates a step on every placement, and takes the fastest.
 
     Clusters are TOML files, or texts such as "a100-80gb:2x8".
     """

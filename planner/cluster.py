@@ -144,7 +144,7 @@ class RunsOn:
 
 @attrs.frozen
 class Nodes:
-    """Equal machines."""
+    """A number of equal machines, their devices and what joins them."""
 
     device: Device
     count: int = attrs.field(validator=at_least(1))
@@ -286,7 +286,7 @@ class Cluster:
 
 @attrs.frozen
 class NodesSection:
-    """[[nodes]]: equal machines."""
+    """[[nodes]] of a cluster file: a number of equal machines."""
 
     device: str
     """A name of the table of known devices, or of [devices.NAME]."""
@@ -316,7 +316,7 @@ class MeasuredSection:
 
 @attrs.frozen
 class ClusterFile:
-    """A cluster's TOML file."""
+    """The tables that a cluster file may have."""
 
     nodes: tuple[NodesSection, ...] = ()
     """Kinds of machines."""

@@ -180,7 +180,6 @@ def _more(other: Mapping, best: Mapping) -> str:
 
 def _why(other: Mapping, best: Mapping) -> str:
     """Return what differs, step stage by step stage, by at least half a percent of the best step."""
-    # Small differences are left out.
     parts = [
         f"{STAGE_NAMES[verb]} {seconds(theirs)} instead of {seconds(ours)}"
         for verb, theirs, ours in zip(STAGES, other.stages, best.stages, strict=True)

@@ -182,7 +182,7 @@ class DeepSpeedBackend(TrainingBackend):
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
         return settings
 
-    # Passes and updates
+    # --- passes and updates ---
 
     def forward(
         self,
@@ -239,7 +239,7 @@ class DeepSpeedBackend(TrainingBackend):
             self.version += 1
         return Metrics.of(grad_norm=norm, lr=lr)
 
-    # Access to the weights
+    # --- access to the weights ---
 
     def _model(self) -> dict[str, Any]:
         """Return the model's parameters by canonical name, without adapters."""
@@ -370,7 +370,7 @@ class DeepSpeedBackend(TrainingBackend):
             with deepspeed.zero.GatheredParameters([parameter]):
                 yield name, parameter.detach()
 
-    # Files
+    # --- files ---
 
     def _state(self) -> Iterator[StatePart]:
         """Yield this rank's masters and moments, or the weights of a frozen role."""
@@ -496,7 +496,7 @@ class DeepSpeedBackend(TrainingBackend):
             export_adapters,
         )
 
-    # Memory
+    # --- memory ---
 
     def offload(self) -> None:
         """Move what DeepSpeed can move to the host: a plain module, or a trained role's states.

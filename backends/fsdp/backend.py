@@ -191,7 +191,8 @@ class FSDPBackend(TrainingBackend):
 
         return local(parameter.detach())
 
-    # Compute
+    # --- compute ---
+
     def forward(
         self,
         micros: Sequence[MicroBatch],
@@ -258,7 +259,8 @@ class FSDPBackend(TrainingBackend):
             self.optimizer.clear()
         return Metrics.of(grad_norm=norm, lr=lr)
 
-    # Weights
+    # --- weights ---
+
     def layout(self) -> WeightLayout:
         """Return one box per rank and parameter, or none where the rank's part is empty."""
         held: dict[int, dict[str, tuple[Box, ...]]] = {}
@@ -360,7 +362,8 @@ class FSDPBackend(TrainingBackend):
                 device,
             )
 
-    # Files
+    # --- files ---
+
     def _state(self) -> Iterator[StatePart]:
         """Yield this rank's weights and moments for a checkpoint.
 
@@ -420,7 +423,8 @@ class FSDPBackend(TrainingBackend):
             export_adapters,
         )
 
-    # Memory
+    # --- memory ---
+
     def offload(self) -> None:
         """Move everything to the CPU; a role with cpu_offload is there already."""
         if self.context.device.type != "cpu" and not self.config.cpu_offload:

@@ -172,7 +172,7 @@ class MegatronBackend(TrainingBackend):
         optimizers = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         return [optimizer for optimizer in optimizers if not optimizer.is_stub_optimizer]
 
-    # Passes and updates
+    # --- passes and updates ---
 
     def forward(
         self,
@@ -348,7 +348,7 @@ class MegatronBackend(TrainingBackend):
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    # Access to the weights
+    # --- access to the weights ---
 
     def layout(self) -> WeightLayout:
         """Return which boxes of each canonical parameter each rank holds."""
@@ -388,7 +388,7 @@ class MegatronBackend(TrainingBackend):
                 full[box.slices()] = values
             yield name, full
 
-    # Files
+    # --- files ---
 
     def _state(self) -> Iterator[StatePart]:
         """Yield this rank's masters and moments, or the weights of a frozen role."""
@@ -466,7 +466,7 @@ class MegatronBackend(TrainingBackend):
             self.context,
         )
 
-    # Memory
+    # --- memory ---
 
     def offload(self) -> None:
         """Move weights, gradients and optimizer to the host and free the GPU's memory."""

@@ -92,7 +92,7 @@ class RayRuntime(Runtime):
         self._local = False
         self._reaper: subprocess.Popen | None = None
 
-    # Processes
+    # --- processes ---
 
     def start(self) -> None:
         """Connect to the configured cluster, or start a local Ray with a reaper beside it.
@@ -297,7 +297,7 @@ class RayRuntime(Runtime):
             self._reaper.wait()
             self._reaper = None
 
-    # Replies
+    # --- replies ---
 
     def track(self, reference: Any, call: Call, uses_store: bool) -> None:
         """Note a call that was sent; now and then, sort out those that are answered."""
@@ -367,7 +367,7 @@ class RayRuntime(Runtime):
                 return reply
         return None
 
-    # The store
+    # --- the store ---
 
     def put(self, block: list) -> Any:
         """Leave a block in Ray's object store; return its object reference."""

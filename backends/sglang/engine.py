@@ -149,7 +149,8 @@ class SGLangEngine(ContinuousEngine, Hostable):
         """End SGLang's processes."""
         self.engine.shutdown()
 
-    # Weights
+    # --- weights ---
+
     def layout(self) -> WeightLayout:
         """Return a layout in which the replica's one engine object takes whole parameters."""
         return self.store.layout(1)
@@ -313,7 +314,8 @@ class SGLangEngine(ContinuousEngine, Hostable):
             self.engine.resume_memory_occupation()
         self.asleep = False
 
-    # Generation
+    # --- generation ---
+
     def enter(self, request: Request) -> None:
         """Ask SGLang for the rest of a response; a prefix that it has goes behind its prompt."""
         sampling = request.sampling

@@ -86,7 +86,8 @@ class FastDecoder:
         self._eps = torch.tensor(self.shape.eps, device=device)
         self.free()
 
-    # Memory
+    # --- memory ---
+
     def row_bytes(self, capacity: int) -> int:
         """Return the bytes of the KV cache for one sequence of `capacity` tokens."""
         shape = self.shape
@@ -182,7 +183,8 @@ class FastDecoder:
             return 0
         return int(self.host_lengths.max())
 
-    # Rows
+    # --- rows ---
+
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:
         """Make row index[i] row i; rows not in `index` are gone.
@@ -240,7 +242,8 @@ class FastDecoder:
             return logits
         return logits.index_select(0, expand)
 
-    # The model
+    # --- the model ---
+
     def _prefill(
         self,
         ids: torch.Tensor,

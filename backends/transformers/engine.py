@@ -100,7 +100,8 @@ class TransformersEngine(ContinuousEngine, Hostable):
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self.vocab = text_config.vocab_size
 
-    # Weights
+    # --- weights ---
+
     def layout(self) -> WeightLayout:
         """Return the boxes that every rank of the actor holds."""
         return self.store.layout()
@@ -169,7 +170,8 @@ class TransformersEngine(ContinuousEngine, Hostable):
             self.store.restore()
         self.asleep = False
 
-    # Generation
+    # --- generation ---
+
     def enter(self, request: Request) -> None:
         """Queue a request for the next call of `advance`."""
         self._waiting.append(request)

@@ -86,7 +86,8 @@ class Split:
             generation=generation,
         )
 
-    # Boxes
+    # --- boxes ---
+
     def box(self, name: str, shape: tuple[int, ...]) -> Box:
         """Return the box of a canonical parameter that this rank holds."""
         if self.shape is None:
@@ -113,7 +114,8 @@ class Split:
         shards = {name: by_shape[param.shape] for name, param in params.items()}
         return WeightLayout.by_name(params, shards, ranks, ties, opaque)
 
-    # Collective calls
+    # --- collective calls ---
+
     def sum(self, parts: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, made in place."""
         if self.tp > 1:

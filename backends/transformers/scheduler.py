@@ -168,7 +168,8 @@ class Run:
         self.version = version
         return self._admit() if self._can_admit() else self._decode()
 
-    # Requests in
+    # --- requests in ---
+
     def _can_admit(self) -> bool:
         """Return whether to prefill now: with an idle decoder, or enough free slots for a batch."""
         alive = int(self.rows["alive"].sum())
@@ -281,7 +282,8 @@ class Run:
         self.out_versions[home, :length] = versions
         return row
 
-    # Tokens
+    # --- tokens ---
+
     def _decode(self) -> list[Completion]:
         """Decode some tokens for every row, without waiting for the device in between."""
         steps = self._burst()
@@ -352,7 +354,8 @@ class Run:
         self.tokens = self.tokens[indices]
         self.sampler = None
 
-    # Completions out
+    # --- completions out ---
+
     def _record(
         self,
         first: int,

@@ -133,6 +133,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
         Raises ModelError for a parameter that no rank's engine takes.
         """
+        # A rank may hold nothing of a parameter; one that no rank holds was not taken.
         own = {name: self.weights.boxes(name) for name in params}
         every: list[Any] = [own]
         if dist.is_initialized():
@@ -225,7 +226,8 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if (engine := self.__dict__.pop("engine", None)) is not None:
             end(engine)
 
-    # Weights
+    # --- weights ---
+
     def layout(self) -> WeightLayout:
         """Return the boxes that each rank takes by vLLM's loader."""
         return self._layout
@@ -236,6 +238,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
         with self._configured():
             self.weights.begin()
         self.store.begin()
+        # Opaque parameters are counted by the store.
         self._lacks = {
             name: sum(box.numel for box in self.weights.boxes(name))
             for name in self._layout.params
@@ -277,6 +280,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
     def _check_whole(self) -> None:
         """Raise HybridFlowError where a parameter came in part, or the first update lacks one."""
+        # What has begun to arrive must arrive in full.
         for name, lacks in self._lacks.items():
             whole = sum(box.numel for box in self.weights.boxes(name))
             if 0 < lacks < whole:
@@ -305,7 +309,8 @@ class VLLMEngine(ContinuousEngine, Hostable):
             self.llm.wake_up()
         self.asleep = False
 
-    # Generation
+    # --- generation ---
+
     def enter(self, request: Request) -> None:
         """Give vLLM the rest of a response; a prefix that it has goes behind its prompt."""
         from vllm import SamplingParams

@@ -71,9 +71,11 @@ class MappedWeights:
         """Begin an update; what an earlier one left half done is dropped."""
         from vllm.model_executor.model_loader.reload import layerwise
 
+        # An earlier update may have ended half-way.
         if self._open or self._written:
             self._finalize()
         layerwise.initialize_layerwise_reload(self.model)
+        # Live tensors that take values as they are need no second form.
         for name in self.direct:
             layer = self.layers[name]
             layerwise._place_kernel_tensors(layer, self._info(name))
@@ -85,6 +87,7 @@ class MappedWeights:
 
         Layers into which vLLM's loader writes are left out: they are whole at the update's end.
         """
+        # Windows count, not boxes: a box may go to two of them.
         elements: dict[str, int] = {}
         for pieces in self.map.pieces.values():
             for box, window in pieces:
@@ -125,6 +128,7 @@ class MappedWeights:
     @torch.no_grad()
     def end(self) -> None:
         """Let vLLM process the layers that were written and are not processed yet."""
+        # What live tensors are the source of: packed copies, absorbed projections
         for name in self._written:
             _process_again(self.layers[name])
         for name in list(self._open):
@@ -170,6 +174,7 @@ class MappedWeights:
             constant = _full(layer, own) not in self._targets
             if constant and own in live and live[own].shape == tensor.shape:
                 tensor.data.copy_(live[own])
+        # Padding, which no parameter brings
         for window, value in self.map.fills:
             owner, _, tensor = window.tensor.rpartition(".")
             if owner == layer:
@@ -242,12 +247,14 @@ class MappedWeights:
             for layer in joined:
                 group_of[layer] = joined
 
+        # A parameter belongs to the set of any layer that it touches: they are one.
         names_of: dict[int, list[str]] = {}
         for name, tensors in self.map.touched.items():
             for tensor in list(tensors)[:1]:
                 group = group_of[_layer(tensor)]
                 names_of.setdefault(id(group), []).append(name)
 
+        # Layers of one set share the object.
         seen: set[int] = set()
         for group in group_of.values():
             if id(group) not in seen:
@@ -350,6 +357,7 @@ class MappedWeights:
         loaded = {
             name: tensor.clone() for name, tensor in layerwise.get_layer_tensors(module).items()
         }
+        # Values can stay where they are only in a tensor of the same form.
         fits = all(
             name in live
             and live[name].shape == tensor.shape

@@ -25,7 +25,7 @@ KINDS = {
 
 
 class NewCommand(Command):
-    """A plugin of kind "command", name "new"."""
+    """Writes a package for a new plugin, with tests that pass."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("kind", choices=tuple(KINDS), help="what it brings")

@@ -35,7 +35,7 @@ class NoCapabilities:
 
 @attrs.frozen(kw_only=True)
 class TrainingCapabilities:
-    """The capabilities of a training backend."""
+    """What jobs may ask of a training backend, and the columns that its models read."""
 
     # Which jobs it can take
     axes: frozenset[str] = _names("dp")
@@ -58,7 +58,7 @@ class TrainingCapabilities:
 
 @attrs.frozen(kw_only=True)
 class EngineCapabilities:
-    """The capabilities of a rollout engine."""
+    """What jobs may ask of a rollout engine: where it runs, how requests and weights reach it."""
 
     # Where it can run
     tp: bool = False
@@ -97,7 +97,7 @@ class EngineCapabilities:
 
 @attrs.frozen(kw_only=True)
 class RuntimeCapabilities:
-    """The capabilities of a runtime."""
+    """How a runtime starts workers, and how far it reaches."""
 
     # How workers run
     processes: bool = True
@@ -112,7 +112,7 @@ class RuntimeCapabilities:
 
 @attrs.frozen(kw_only=True)
 class TransportCapabilities:
-    """The capabilities of a weight transport."""
+    """Whether `transport = "auto"` may choose a weight transport."""
 
     order: int | None = None
     """Its place among those that `transport = "auto"` tries, the lowest first; None: it is used
@@ -121,7 +121,7 @@ class TransportCapabilities:
 
 @attrs.frozen(kw_only=True)
 class CommandCapabilities:
-    """The capabilities of a command."""
+    """What `hybridflow --help` says of a command without importing it."""
 
     summary: str = ""
     """One sentence for `hybridflow --help`."""

@@ -56,13 +56,13 @@ class SyncSpec:
 
     @property
     def bucket_bytes(self) -> int:
-        """The limit `bucket_mb` in bytes."""
+        """The limit of messages under way, in bytes."""
         return int(self.bucket_mb * 1e6)
 
 
 @attrs.frozen
 class TrackerSpec:
-    """A tracker and its settings."""
+    """One of the places that a run logs to."""
 
     name: str
     """Name of a plugin of kind "tracker"."""
@@ -123,7 +123,7 @@ class PlacedModel:
 
 @attrs.frozen
 class Rewards:
-    """A role that scores by functions."""
+    """A role without a model: its scores are a weighted sum of reward functions."""
 
     role: Role
     parts: tuple[RewardPart, ...]
@@ -159,7 +159,6 @@ class Job:
     """The planner's settings, or None where it has none."""
     trackers: tuple[TrackerSpec, ...]
 
-    # Roles.
     models: dict[str, PlacedModel]
     """The roles with models, by name."""
     scorers: dict[str, Rewards]

@@ -229,7 +229,6 @@ class Reporter:
 
     def _line(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step's main metrics and its three longest calls, as progress or as a line."""
-        # The main metrics
         shown = {label: values[name] for name, label in SHOWN.items() if name in values}
         line = "  ".join(
             f"{label} {value:,.0f}" if value >= 1000 else f"{label} {value:.3g}"

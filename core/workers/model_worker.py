@@ -132,7 +132,8 @@ class ModelWorker(PoolMember):
             if self.role.offload:
                 self.backend.offload()
 
-    # Scoring
+    # --- scoring ---
+
     @register(Protocol.THREE_D, reads=BASE)
     def logprobs(self, batch: Batch, columns: dict[str, str], topk: int = 0) -> Batch:
         """Per response token: the logprobs and the entropy of the policy.
@@ -198,7 +199,8 @@ class ModelWorker(PoolMember):
             columns[name] = _column(tensors, plan, responses.lengths)
         return columns
 
-    # Training
+    # --- training ---
+
     @register(Protocol.THREE_D, reads=loss_reads)
     def update(self, pairs: Sequence[tuple[Batch, Loss]]) -> Metrics:
         """Take one optimizer step over the sum of the losses of one or more (mini-batch, loss)
@@ -245,7 +247,8 @@ class ModelWorker(PoolMember):
             "look at the columns that the loss reads, and at lr"
         )
 
-    # Generation
+    # --- generation ---
+
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
     def generate(
         self,
@@ -333,7 +336,8 @@ class ModelWorker(PoolMember):
         with self._resident() as backend:
             return sums_sent(self.side.plan, self.side.rank, ShardReader(backend.named_shards()))
 
-    # Files
+    # --- files ---
+
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint: weights and optimizer state."""

@@ -45,7 +45,7 @@ class RolloutWorker(PoolMember):
         self.engine = build_engine(role.engine, role.model, role.engine_config, context, role.logs)
 
     def close(self) -> None:
-        """Close the engine."""
+        """Free what the engine holds: its processes, files and memory."""
         self.engine.close()
 
     @register(Protocol.ONE_TO_ALL)
@@ -53,7 +53,8 @@ class RolloutWorker(PoolMember):
         """Start the engine; it has no weights yet."""
         start_engine(self.engine)
 
-    # Weights
+    # --- weights ---
+
     @register(Protocol.RANK_ZERO)
     def weight_layout(self) -> WeightLayout:
         """Return which boxes of the parameters each rank's engine holds."""
@@ -82,7 +83,8 @@ class RolloutWorker(PoolMember):
         """Generate again, with the new weights."""
         self.engine.end_update()
 
-    # Generation
+    # --- generation ---
+
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
     def episodes(
         self,

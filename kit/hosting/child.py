@@ -162,7 +162,7 @@ class Child:
         self.stepper.abort(ids)
 
     def on_begin_update(self, version: int) -> None:
-        """Begin a weight update."""
+        """Tell the engine of the weights that come; from now on it generates nothing."""
         self.engine.begin_update(version)
 
     def on_load(self, pieces: Any) -> None:
@@ -173,7 +173,7 @@ class Child:
             self.engine.receive(name, Box.full(tuple(whole.shape)), whole)
 
     def on_end_update(self) -> None:
-        """End a weight update."""
+        """Let the engine generate with the weights that have come."""
         self.engine.end_update()
 
     def on_sleep(self) -> None:

@@ -78,7 +78,8 @@ class HostedEngine(ContinuousEngine):
         self._proof: tuple[Request, Completion] | None = None
         """An answered request of this version, to compare a restarted engine with."""
 
-    # Ranks of a replica
+    # --- ranks of a replica ---
+
     @property
     def _ranks(self) -> list[int]:
         """The ranks of this rank's replica."""
@@ -117,7 +118,8 @@ class HostedEngine(ContinuousEngine):
             raise HybridFlowError(f"on the replica's first rank: {outcome[1]}")
         return outcome[0]
 
-    # Life
+    # --- life ---
+
     def start(self) -> None:
         """Start the process and wait for its engine. Collective over the replica.
 
@@ -218,7 +220,8 @@ class HostedEngine(ContinuousEngine):
             self._revive(error)
             return self._ask(name)
 
-    # Weights
+    # --- weights ---
+
     def layout(self) -> WeightLayout:
         """Give whole parameters to the first rank of each replica, and nothing to the others."""
         generation = self.context.generation
@@ -359,7 +362,8 @@ class HostedEngine(ContinuousEngine):
                 f"{before.logprobs[:1]}; its weights did not come back"
             )
 
-    # Memory
+    # --- memory ---
+
     def sleep(self) -> None:
         """Let the engine free its memory; on a GPU its weights are gone then."""
         self.check_idle()
@@ -377,7 +381,8 @@ class HostedEngine(ContinuousEngine):
             self._agreed(lambda: self._ask_or_revive("wake"))
         self.asleep = False
 
-    # Generation
+    # --- generation ---
+
     def enter(self, request: Request) -> None:
         """Note a request, which `advance` sends.
 

@@ -41,6 +41,8 @@ class Part:
         stored = self.stored.intersect(held)
         if stored is None:
             return None
+        # The two differ by a shift along each canonical dimension; a stored dimension that has none
+        # (the number of the expert) has one index here.
         start = []
         stop = []
         for dim, of in enumerate(self.dims):
@@ -51,6 +53,7 @@ class Part:
 
     def view(self, values: torch.Tensor, held: Box, box: Box) -> torch.Tensor:
         """Return the stored box `box` out of the values of `held`, with canonical dimensions."""
+        # Dimensions without a canonical one have one index, and go.
         part = values[box.within(held)]
         others = [dim for dim in range(part.ndim) if dim not in self.dims]
         return part.permute(*others, *self.dims).reshape(*(box.shape[dim] for dim in self.dims))
@@ -80,11 +83,13 @@ class SavedForm:
         tied = {
             name: source for name, source in model.all_tied_weights_keys.items() if name != source
         }
+        # Most models are saved as they are.
         saved = _revert(model, stored)
         if saved.keys() == stored.keys() and all(saved[name] is stored[name] for name in saved):
             shapes = {name: tuple(v.shape) for name, v in stored.items() if name not in tied}
             return cls(shapes, tied, {})
 
+        # Tied parameters may be saved under other names, too.
         parts = _trace(model, stored, saved)
         renamed = {name: of[0].name for name, of in parts.items() if name in tied.keys() | tied}
         ties = {renamed.get(name, name): renamed.get(of, of) for name, of in tied.items()}
@@ -97,6 +102,7 @@ class SavedForm:
         """Return a layout of stored parameters as one of canonical parameters."""
         if not self.parts:
             return layout
+        # Each stored parameter gives its boxes to the canonical ones that it is saved as.
         params: dict[str, Param] = {}
         held: dict[str, dict[int, tuple[Box, ...]]] = {}
         shards = layout.shards()
@@ -133,6 +139,7 @@ class SavedForm:
             for parts in self.parts.values()
             for part in parts
         }
+        # One that has several stored parameters waits here until all have come.
         made: dict[str, torch.Tensor] = {}
         for name, held, values in self.shards(
             (name, Box.full(values.shape), values) for name, values in parameters
@@ -180,6 +187,7 @@ def _trace(
     model: Any, stored: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each stored parameter that is saved under other names or shapes."""
+    # Its conversion makes new tensors; copied into these, they show what they were made of.
     homes = {name: torch.empty_like(v, device="meta") for name, v in saved.items()}
 
     def save(pairs: list[tuple[str, torch.Tensor]]) -> None:
@@ -195,6 +203,7 @@ def _trace(
             f"describe ({reason}), so its weights cannot be brought to an engine"
         )
 
+    # A parameter that is saved as it is needs no parts.
     parts = {}
     for name, pieces in found.pieces.items():
         own = tuple(_part(box, window, saved[window.tensor].shape) for box, window in pieces)
@@ -208,6 +217,7 @@ def _part(box: Box, window: Window, shape: torch.Size) -> Part:
     """Return a piece as a Part: its window is a box of the contiguous tensor of `shape`."""
     strides = strides_of(shape)
     start = tuple(window.offset // step % size for step, size in zip(strides, shape, strict=True))
+    # Along each canonical dimension runs the stored one with its stride.
     dims = []
     stop = []
     unused = [dim for dim, size in enumerate(window.size) if size > 1]

@@ -66,7 +66,8 @@ class AlgorithmConformance(LossConformance):
         """
         return {}
 
-    # What the algorithm declares
+    # --- what the algorithm declares ---
+
     def test_its_roles_can_be_used(self, algorithm):
         """Roles have different names, which ctx and the configuration can have."""
         roles = list(algorithm.roles())
@@ -129,7 +130,8 @@ class AlgorithmConformance(LossConformance):
             likely="an integer division of sizes rounds down to 0",
         )
 
-    # What its steps do
+    # --- what its steps do ---
+
     def test_it_trains(self, algorithm):
         """Metrics are finite, trained roles' weights change, and frozen ones stay."""
         with TinyRun(algorithm, self.tables()) as run:

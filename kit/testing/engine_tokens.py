@@ -78,7 +78,8 @@ class EngineTokens(EngineBase):
                 "leaves nothing of a float32 logit",
             )
 
-    # Updates of the weights
+    # --- updates of the weights ---
+
     def test_after_an_update_the_new_weights_speak(self, start):
         """Tokens and logprobs are those of the second update's weights alone."""
         for architecture in self.architectures:

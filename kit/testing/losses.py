@@ -63,7 +63,8 @@ class LossConformance:
         """
         return standard_column(name, shape)
 
-    # Invariants
+    # --- invariants ---
+
     def test_the_split_into_micro_batches_and_ranks_changes_nothing(self, losses):
         """Every split that keeps units whole gives the result of the mini-batch in one piece."""
         for name, loss, mini in self._cases(losses):
@@ -214,7 +215,8 @@ class LossConformance:
                 "state_dict), or an in-place operation",
             )
 
-    # What the tests share
+    # --- what the tests share ---
+
     def _cases(
         self, losses: Mapping[str, Loss], trials: int | None = None
     ) -> Iterator[tuple[str, Loss, MiniBatch]]:

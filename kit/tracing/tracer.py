@@ -218,6 +218,7 @@ class _Watch(TorchDispatchMode):
                 self.spoil(self.name, f"{func} writes it")
             return
 
+        # An empty part of a tensor is filled with nothing.
         target = args[0]
         home, tensor = self.homes[_key(target)]
         if target.numel():
@@ -225,7 +226,7 @@ class _Watch(TorchDispatchMode):
             window = Window(home, offset, tuple(target.shape), target.stride())
             self.fills.append((window, float(args[1]) if constant else 0.0))
 
-    # What may be made of a source
+    # --- what may be made of a source ---
 
     def _from_source(self, tensor: torch.Tensor) -> bool:
         key = _key(tensor)
@@ -281,6 +282,7 @@ class _Watch(TorchDispatchMode):
                 raise NoBoxError(f"values of {name} come with it")
             return pieces_of_view(param.shape, view, home, offset, stride)
 
+        # Of a copy: the part of the view that lies in each region of it, traced on.
         copy, parts = self.copies[_key(view)]
         found: list[Piece] = []
         for box, window in pieces_of_view(tuple(copy.shape), view, home, offset, stride):

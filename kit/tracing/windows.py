@@ -78,6 +78,7 @@ def pieces_of_view(
     if prod(count for count, _, _ in steps) > MOST_PIECES:
         raise NoBoxError(f"it falls into more than {MOST_PIECES} boxes")
 
+    # All boxes have one size; each begins where the indexes of the steps lead.
     sizes = tuple(extents.get(dim, (1, 1))[0] for dim in range(len(shape)))
     window_strides = tuple(extents.get(dim, (1, 1))[1] for dim in range(len(shape)))
     pieces = []
@@ -106,6 +107,7 @@ def _runs(view: torch.Tensor, stride: Sequence[int]) -> list[list[int]]:
     They come with the largest source stride first; dimensions that continue each other on both
     sides are joined.
     """
+    # Dimensions of one element have no stride that means anything.
     dims = [
         (count, source, target)
         for count, source, target in zip(view.shape, view.stride(), stride, strict=True)
@@ -155,6 +157,7 @@ def _fill(
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Join neighbouring boxes whose windows are neighbours, too: experts copied one by one, say."""
+    # One dimension after the other: boxes that are one along the first may be joined along the next.
     joined = list(pieces)
     dims = len(joined[0][0].start) if len(joined) > 1 else 0
     for dim in range(dims):

@@ -43,7 +43,7 @@ Call = tuple[Sample, Callable[[], float]]
 
 @attrs.frozen
 class ProbesConfig:
-    """[algorithm] of a calibration."""
+    """What a calibration times: models, lengths and rounds."""
 
     roles: tuple[str, ...] = ()
     """Names of the models that are measured."""
