@@ -44,12 +44,10 @@ class TokenizerConfig:
 
     def problems(self) -> list[str]:
         """List what is wrong with this configuration, each with what to do."""
-        # Sources
         problems = []
         if len(self.given) > 1:
             problems.append(f"tokenizer: {' and '.join(self.given)} are given; keep one of them")
 
-        # Characters
         if self.characters == "":
             problems.append(
                 "tokenizer.characters is empty; list the characters of your data, "
