@@ -168,7 +168,7 @@ def _head(console: Console, job: Job) -> None:
 
 
 def _print(console: Console, blocks: Iterable[Block]) -> None:
-    """Print the blocks of an explanation."""
+    """Print what the planner says: a Line as styled text, any other block as a table."""
     for block in blocks:
         if isinstance(block, Line):
             print_line(console, block.text, block.style)

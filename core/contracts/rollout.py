@@ -378,7 +378,6 @@ def check_requests(requests: Sequence[Request], max_positions: int | None, vocab
     """Raise HybridFlowError for the first request that cannot be served, with its id."""
     seen_ids: set[int] = set()
     checked_samplings: set[int] = set()  # by id(): many requests share one SamplingParams
-    # Request by request
     for request in requests:
         sampling = request.sampling
         problem = _problem(request, max_positions)

@@ -119,8 +119,9 @@ class Reader:
     def algorithm(self) -> tuple[str, Algorithm | None]:
         """Make the algorithm with its settings: (name, algorithm).
 
-        The algorithm is None, with problems noted, where there is no such class or where its
-        settings contradict each other.
+        The algorithm is None, with problems noted, where no usable class is named or where it
+        cannot be made with its settings. One whose `problems()` lists contradictions is
+        returned all the same, with these noted.
         """
         # The table may be missing, or be no table, which has been noted already.
         table = self.tables.get("algorithm")

@@ -329,9 +329,11 @@ class RoleResolver:
     def _sync(
         self, role: str, section: SyncConfig, apart: str | None, problems: list[str]
     ) -> SyncSpec | None:
-        """Choose the transport of the weights; None where it cannot be used.
+        """Choose the transport of the weights.
 
-        `apart` is the pool of the engines where they have one of their own.
+        None where no such plugin can be had or its settings are wrong. A transport that cannot
+        reach the pool `apart`, where the engines have one of their own, is returned too, and
+        noted in `problems`.
         """
         spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
         name = section.transport.get("name", AUTO)

@@ -177,7 +177,7 @@ class Param:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """Bytes of the whole parameter in the dtype that this side stores."""
         return self.numel * self.dtype.itemsize
 
 
