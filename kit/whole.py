@@ -23,7 +23,7 @@ class WholeParameters:
     """Collects the boxes of a weight update.
 
     `load(name, values)` gets each parameter once it is whole, in the order in which they become so.
-    `values` was received, or put together here; it stays as it is until the update ends.
+    `values` is a copy, which is the loader's own.
     """
 
     def __init__(
@@ -81,25 +81,13 @@ class WholeParameters:
 
         Raises HybridFlowError for a name or shape that is not of this model.
         """
-        # A tied parameter has no values of its own.
-        param = self.params.get(name)
-        if param is None:
-            if name in self.ties:
-                raise HybridFlowError(f"{name} is tied to {self.ties[name]}; send that one alone")
-            raise HybridFlowError(f"the rollout model has no parameter {name!r}")
-
-        # The box must have the tensor's shape, and lie inside the parameter.
+        check_box(self.params, self.ties, name, box, tensor)
+        param = self.params[name]
         full = Box.full(param.shape)
-        fits = tuple(tensor.shape) == box.shape
-        if not fits or any(map(gt, box.stop, full.stop)):
-            raise HybridFlowError(
-                f"{name} has shape {param.shape}; got a tensor of shape {tuple(tensor.shape)} "
-                f"for the box {box.start} to {box.stop}"
-            )
 
-        # The whole parameter at once needs no buffer.
+        # The caller may use the memory of its tensor again.
         if box == full:
-            self._hand_over(name, tensor.to(self.device))
+            self._hand_over(name, tensor.to(self.device, copy=True))
             return
 
         # A part: copy it to its place, and hand the parameter over with the last one.
@@ -138,3 +126,28 @@ class WholeParameters:
                 f"{', '.join(missing)}"
             )
         self.complete = True
+
+
+def check_box(
+    params: Mapping[str, Param],
+    ties: Mapping[str, str],
+    name: str,
+    box: Box,
+    tensor: torch.Tensor,
+) -> None:
+    """Raise HybridFlowError for a name or shape that is not of the model."""
+    # A tied parameter has no values of its own.
+    param = params.get(name)
+    if param is None:
+        if name in ties:
+            raise HybridFlowError(f"{name} is tied to {ties[name]}; send that one alone")
+        raise HybridFlowError(f"the rollout model has no parameter {name!r}")
+
+    # The box must have the tensor's shape, and lie inside the parameter.
+    full = Box.full(param.shape)
+    fits = tuple(tensor.shape) == box.shape
+    if not fits or any(map(gt, box.stop, full.stop)):
+        raise HybridFlowError(
+            f"{name} has shape {param.shape}; got a tensor of shape {tuple(tensor.shape)} "
+            f"for the box {box.start} to {box.stop}"
+        )

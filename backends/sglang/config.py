@@ -6,9 +6,13 @@ from functools import cache
 from typing import Any, Literal, Self
 
 import attrs
+import torch
 
 from hybridflow.core.contracts.footprint import EngineLimits
-from hybridflow.core.validators import at_least, fraction, positive
+from hybridflow.core.validators import at_least, fraction
+from hybridflow.core.values.model_shape import ModelShape
+from hybridflow.core.values.parallel import GenerationLayout
+from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
 
@@ -16,9 +20,12 @@ OURS = frozenset({
     "model_path", "tokenizer_path", "skip_tokenizer_init", "load_format", "dtype", "device",
     "random_seed", "tp_size", "pp_size", "dp_size", "context_length", "max_running_requests",
     "max_total_tokens", "mem_fraction_static", "disable_radix_cache", "sampling_backend",
-    "enable_memory_saver", "disable_cuda_graph",
+    "enable_memory_saver", "disable_cuda_graph", "custom_weight_loader",
 })  # fmt: skip
 """Arguments of SGLang that follow from the rest of the config; `engine_args` may not give them."""
+
+VOCABULARY_MULTIPLE = 64
+"""SGLang pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
 
 
 @cache
@@ -62,14 +69,6 @@ class SGLangConfig(ProcessConfig):
     eager: bool = True
     """Whether to run without CUDA graphs: the engine starts sooner and decodes more slowly."""
 
-    # Weight updates
-    weights: Literal["bucket", "group"] = "bucket"
-    """How the engine's process hands weights to its schedulers. "bucket": in buckets of shared
-    memory (CUDA IPC on a GPU). "group": by broadcast in a process group (gloo or NCCL), which needs
-    no memory that both sides see."""
-    bucket_mb: float = attrs.field(default=256.0, validator=positive)
-    """Size at which a bucket of weights is handed over, in MB (10^6 bytes)."""
-
     engine_args: dict[str, Any] = attrs.field(
         factory=dict, validator=known_arguments("SGLang", argument_names, OURS)
     )
@@ -90,6 +89,19 @@ class SGLangConfig(ProcessConfig):
             cache_tokens=self.kv_tokens or None,
             memory_share=None if self.kv_tokens else self.gpu_memory,
         )
+
+    def planned_layout(
+        self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
+    ) -> WeightLayout:
+        """Return the boxes that SGLang's loader takes of the models whose shapes are known.
+
+        In a run they are asked of the loader itself. SGLang pads the vocabulary to a multiple of
+        64; on a CPU it pads more, so that the first ranks take more than the last ones.
+        """
+        from hybridflow.kit.layouts import engine_layout
+
+        multiple = max(VOCABULARY_MULTIPLE // generation.tp, 1)
+        return engine_layout(shape, generation, shape.params(dtype), multiple)
 
     def one_of(self, engines: int) -> Self:
         """Return these settings for one of `engines` on a device: at most half of it for all."""

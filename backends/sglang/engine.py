@@ -6,7 +6,8 @@ fails kills the process which started it:
     worker's process     engine's process              SGLang's own processes
     HostedEngine  ---->  SGLangEngine
                          `- sglang.Engine  -requests-> schedulers, one for each tp rank
-                                           -weights--> (buckets of shared memory, or a broadcast)
+                                           -jobs-----> (places.py)
+    Bucket of a rank  ---------------------weights---> the scheduler of that rank
 
 This module is imported to check a config, so SGLang itself is imported when the engine starts.
 """
@@ -15,25 +16,28 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
 from hybridflow.backends.sglang.config import SGLangConfig
+from hybridflow.backends.sglang.places import LOADER, Ask, Derive, Fill, Schedulers, Take
 from hybridflow.backends.sglang.sampler import BACKEND
 from hybridflow.backends.sglang.shims import variables
 from hybridflow.core.contracts.rollout import Completion, Request
-from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.continuous import ContinuousEngine
+from hybridflow.kit.hosting.bucket import Bucket, BucketReader, Load, Piece
 from hybridflow.kit.hosting.hostable import Hostable
-from hybridflow.kit.huggingface.models import policy_config, write_config
+from hybridflow.kit.huggingface.models import policy_config, saved_parameters, write_config
+from hybridflow.kit.tracing.coverage import untaken
 from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_TOKENS = 65536
@@ -41,8 +45,6 @@ CPU_CACHE_TOKENS = 65536
 LOOK_S = 0.02
 """Seconds for which `advance` waits for answers. Requests and weight updates that come in the
 meantime wait as long."""
-GROUP = "hybridflow"
-"""Name of the process group through which weights are broadcast."""
 
 
 class SGLangEngine(ContinuousEngine, Hostable):
@@ -63,11 +65,11 @@ class SGLangEngine(ContinuousEngine, Hostable):
         """SGLang's answer to each running request, by the request's id."""
         self._leaving: set[int] = set()
         """Requests that were told to end early."""
-        self._bucket: list[tuple[str, torch.Tensor]] = []
-        """Parameters of this update that SGLang does not have yet: (name, values)."""
+        self._opaque: list[tuple[str, torch.Tensor]] = []
+        """Opaque parameters of this update that SGLang does not have yet: (name, values)."""
         self._paused = False
-        self._group: Any = None
-        """The process group for weights, once it is there; see `_joined_group`."""
+        self.complete = False
+        """Whether every parameter has arrived, in this update or an earlier one."""
 
     @classmethod
     def environment(cls, device: torch.device) -> dict[str, str]:
@@ -75,8 +77,12 @@ class SGLangEngine(ContinuousEngine, Hostable):
         return variables(device)
 
     def start(self) -> None:
-        """Start SGLang with weights that are not set; raises ModelError for a non-policy."""
+        """Start SGLang with weights that are not set, and ask its loader where they go.
+
+        Raises ModelError for a model that is no policy, or whose parameters SGLang does not take.
+        """
         hf_config = policy_config(self.model)
+        shapes, ties = saved_parameters(hf_config)
         text_config = hf_config.get_text_config()
         self.vocab = text_config.vocab_size
         self.max_positions = self.config.max_length or text_config.max_position_embeddings
@@ -92,7 +98,51 @@ class SGLangEngine(ContinuousEngine, Hostable):
             write_config(hf_config, folder)
             self.engine = sglang.Engine(**self._arguments(folder))
         self._unlink_shared()
-        self.store = WholeParameters.of(hf_config, self.config.dtype, self.device, self._load)
+        self._answers = tempfile.TemporaryDirectory(prefix="answers-")
+        self.schedulers = Schedulers(self.engine, self._tp, self._answers.name)
+
+        # A start that fails leaves no processes behind.
+        dtype = getattr(torch, self.config.dtype)
+        try:
+            self._map_weights({name: Param(shape, dtype) for name, shape in shapes.items()}, ties)
+        except BaseException:
+            self.close()
+            raise
+
+    def _map_weights(self, params: dict[str, Param], ties: dict[str, str]) -> None:
+        """Ask SGLang's loader where weights go. Raises ModelError where they cannot go there."""
+        self._open_session()
+        taken = self.schedulers.tell([Ask(params, ties)] * self._tp)
+        self._close_session()
+
+        # What one scheduler cannot take by boxes comes whole, to all of them.
+        opaque: dict[str, str] = {}
+        for one in taken:
+            opaque |= one.opaque
+        self.store = WholeParameters(
+            {name: params[name] for name in opaque}, {}, self.device, self._load
+        )
+        if opaque:
+            name, reason = next(iter(opaque.items()))
+            print(
+                f"{len(opaque)} of {len(params)} parameters come whole to each rank of SGLang, as "
+                f"no box describes what its loader does: {name} ({reason}), ...",
+                flush=True,
+            )
+
+        # The first rank's bucket brings the opaque ones.
+        held: dict[int, dict[str, tuple[Box, ...]]] = {}
+        for place, one in enumerate(taken):
+            held[place] = {name: boxes for name, boxes in one.boxes.items() if name not in opaque}
+        held[0] |= {name: (Box.full(params[name].shape),) for name in opaque}
+
+        # What nobody takes would stay as it was.
+        for name, elements in untaken(params, held.values()):
+            raise ModelError(
+                f"SGLang's {self.model.hf_config.get('model_type')} does not take {elements} of "
+                f"{params[name].numel} elements of {name}: it would generate with other weights"
+            )
+        self._layout = WeightLayout(params, held, ties, frozenset(params))
 
     def _unlink_shared(self) -> None:
         """Remove the name of the shared file in which SGLang's processes report their load.
@@ -129,6 +179,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             "log_level": "warning",
             "disable_overlap_schedule": True,
             "disable_cuda_graph": config.eager or self.device.type == "cpu",
+            "custom_weight_loader": [LOADER],
         }
 
         if self.device.type == "cpu":
@@ -148,12 +199,13 @@ class SGLangEngine(ContinuousEngine, Hostable):
     def close(self) -> None:
         """End SGLang's processes."""
         self.engine.shutdown()
+        self._answers.cleanup()
 
     # --- weights ---
 
     def layout(self) -> WeightLayout:
-        """Return a layout in which the replica's one engine object takes whole parameters."""
-        return self.store.layout(1)
+        """Return the boxes that each of the replica's ranks takes by SGLang's loader."""
+        return self._layout
 
     def begin_update(self, version: int) -> None:
         """Begin an update, and pause what runs: SGLang drops the keys and values of it."""
@@ -161,8 +213,9 @@ class SGLangEngine(ContinuousEngine, Hostable):
 
         interrupted = self.updating
         super().begin_update(version)
-        self._bucket.clear()
+        self._opaque.clear()
         self.store.begin()
+        self._arrived = Arrivals(self._layout.held, self.store.params)
         # SGLang is paused and knows of an update already if the last one was not ended.
         if interrupted:
             return
@@ -172,36 +225,61 @@ class SGLangEngine(ContinuousEngine, Hostable):
             pause = PauseGenerationReqInput(mode="retract")
             self._wait(self.engine.tokenizer_manager.pause_generation(pause))
             self._paused = True
+        self._open_session()
+        if not self.complete:
+            self.schedulers.tell([Fill()] * self._tp)
+
+    def _open_session(self) -> None:
+        """Let SGLang undo what it has made of the weights after loading."""
         if hasattr(self.engine, "begin_weight_update"):  # from 0.5.22 on
             _checked("begin_weight_update", self.engine.begin_weight_update())
 
+    def _close_session(self) -> None:
+        """Let SGLang make again what it makes of the weights after loading."""
+        if hasattr(self.engine, "end_weight_update"):
+            _checked("end_weight_update", self.engine.end_weight_update())
+
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Add a box; SGLang gets the parameter in a bucket, once it is whole."""
+        """Bring a box to the first rank's scheduler."""
         self.check_updating(name)
-        self.store.receive(name, box, tensor)
+        nbytes = tensor.numel() * self._layout.params[name].dtype.itemsize
+        bucket = Bucket(self.device, nbytes)
+        try:
+            reader = BucketReader(bucket.handle(), self.device)
+            for load in bucket.write(name, box, tensor, self._layout.params[name].dtype):
+                self.take(0, reader, load)
+            self.take(0, reader, bucket.taken())
+        finally:
+            bucket.close()
+
+    def take(self, place: int, reader: BucketReader, load: Load) -> bytes | None:
+        """Let a rank's scheduler copy what that rank's bucket holds; return None."""
+        # Opaque parameters are put together here.
+        pieces: list[Piece] = []
+        for piece in load.pieces:
+            self.check_updating(piece.name)
+            if piece.name in self.store.params:
+                self.store.receive(piece.name, piece.box, piece.of(reader.memory))
+            else:
+                pieces.append(piece)
+                self._arrived.note(place, piece.name, piece.box)
+        # The others never pass through this process.
+        if pieces:
+            jobs: list[Take | None] = [None] * self._tp
+            jobs[place] = Take(reader.handle, attrs.evolve(load, pieces=tuple(pieces)))
+            self.schedulers.tell(jobs)
+        return None
 
     def _load(self, name: str, whole: torch.Tensor) -> None:
-        """Put a whole parameter into the bucket; hand the bucket over when it is full."""
-        self._bucket.append((name, whole))
-        if sum(values.nbytes for _, values in self._bucket) >= self.config.bucket_mb * 1e6:
-            self._flush()
-
-    def _flush(self) -> None:
-        """Hand the parameters in the bucket to the schedulers, and empty it."""
-        if not self._bucket:
-            return
-        if self.config.weights == "group":
-            self._broadcast()
-        else:
-            self._hand_over()
-        self._bucket.clear()
+        """Note a whole parameter, which `end_update` hands over."""
+        self._opaque.append((name, whole))
 
     def _hand_over(self) -> None:
-        """Give every scheduler a handle of the bucket in shared memory."""
+        """Give every scheduler a handle of the opaque parameters, for SGLang's own loader."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        bucket = FlattenedTensorBucket(named_tensors=self._bucket)
+        bucket = FlattenedTensorBucket(named_tensors=self._opaque)
         content = {
             "flattened_tensor": bucket.get_flattened_tensor(),
             "metadata": bucket.get_metadata(),
@@ -213,86 +291,31 @@ class SGLangEngine(ContinuousEngine, Hostable):
             handles, load_format="flattened_bucket", flush_cache=False
         )
         _checked("update_weights_from_tensor", answer)
-
-    def _broadcast(self) -> None:
-        """Send the bucket to the schedulers through the process group.
-
-        A thread sends while SGLang's call, which makes the schedulers receive, runs in this one.
-        """
-        import torch.distributed as dist
-
-        group = self._joined_group()
-        names = [name for name, _ in self._bucket]
-        dtypes = [str(values.dtype).removeprefix("torch.") for _, values in self._bucket]
-        shapes = [list(values.shape) for _, values in self._bucket]
-
-        def send():
-            for _, values in self._bucket:
-                dist.broadcast(values.contiguous(), src=0, group=group)
-
-        sending = threading.Thread(target=send)
-        sending.start()
-        answer = self.engine.update_weights_from_distributed(
-            names, dtypes, shapes, GROUP, flush_cache=False
-        )
-        sending.join()
-        _checked("update_weights_from_distributed", answer)
-
-    def _joined_group(self) -> Any:
-        """Return the process group for weights; the first call makes it.
-
-        This process is rank 0, and SGLang's schedulers are the others. Making a group waits for all
-        of its ranks, so a thread joins while SGLang's call makes the schedulers join.
-        """
-        if self._group is not None:
-            return self._group
-        from sglang.srt.utils import init_custom_process_group
-
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        backend = "gloo" if self.device.type == "cpu" else "nccl"
-        world = self._tp + 1
-        groups: list[Any] = []
-
-        def join():
-            group = init_custom_process_group(
-                backend=backend,
-                init_method=f"tcp://127.0.0.1:{port}",
-                world_size=world,
-                rank=0,
-                group_name=GROUP,
-            )
-            groups.append(group)
-
-        joining = threading.Thread(target=join)
-        joining.start()
-        answer = self.engine.init_weights_update_group("127.0.0.1", port, 1, world, GROUP, backend)
-        _checked("init_weights_update_group", answer)
-        joining.join()
-        self._group = groups[0]
-        return self._group
+        self._opaque.clear()
 
     def end_update(self) -> None:
-        """Hand over the rest, and let paused sequences continue with the new version."""
+        """Let SGLang finish, and paused sequences continue with the new version."""
         from sglang.srt.managers.io_struct import (
             ContinueGenerationReqInput,
             UpdateWeightVersionReqInput,
         )
 
         self.check_updating("end_update")
+        self._arrived.check(self.complete)
         self.store.end()
-        self._flush()
-        if hasattr(self.engine, "end_weight_update"):
-            _checked("end_weight_update", self.engine.end_weight_update())
+        if self._opaque:
+            self._hand_over()
+        # With the old weights go their keys and values.
+        self.schedulers.tell([Derive()] * self._tp, flush_cache=True)
+        self._close_session()
+        self.complete = True
 
-        # SGLang notes the version with each token, and forgets the keys and values of the old one.
+        # SGLang notes the version with each token.
         manager = self.engine.tokenizer_manager
         version = UpdateWeightVersionReqInput(
             new_version=str(self._next_version), abort_all_requests=False
         )
         self._wait(manager.update_weight_version(version))
-        self.engine.flush_cache()
         super().end_update()
 
         if self._paused:
@@ -306,6 +329,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             self.engine.release_memory_occupation()
             self.version = None
             self.store.complete = False
+            self.complete = False
         self.asleep = True
 
     def wake(self) -> None:

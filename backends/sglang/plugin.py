@@ -19,7 +19,7 @@ def hybridflow_plugins():
                 sleeps_on=frozenset({"cuda"}),
                 continuous=True,
                 weights_in_flight=True,
-                grouping="consecutive",
+                traced_layout=True,
                 views=False,
                 process="own",
             ),

@@ -36,6 +36,7 @@ from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
 from hybridflow.kit.huggingface.models import policy_config, saved_parameters, write_config
+from hybridflow.kit.tracing.coverage import untaken
 from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_GB = 1.0
@@ -148,6 +149,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
                 f"{self.model.hf_config.get('model_type')}: it would generate with other weights"
             )
         held = dict(enumerate(every))
+        for name, elements in untaken(params, held.values()):
+            raise ModelError(
+                f"{type(self._runner.model).__name__} of vLLM takes {elements} of "
+                f"{params[name].numel} elements of {name} on no rank: it would generate with other "
+                "weights"
+            )
         return WeightLayout(params, held, self.ties, frozenset(params))
 
     def _variables(self) -> dict[str, str]:

@@ -24,6 +24,7 @@ import torch
 from hybridflow.backends.vllm.patches import process_as_at_first
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box, Param
+from hybridflow.kit.tracing.coverage import uncovered
 from hybridflow.kit.tracing.tracer import LoaderMap, trace
 from hybridflow.kit.tracing.windows import Window
 
@@ -41,12 +42,16 @@ class MappedWeights:
         self.device = device
         self.layers = dict(model.named_modules())
         with self._on_meta():
-            self.map: LoaderMap = trace(model.load_weights, _tensors_of(model), params)
+            tensors = _tensors_of(model)
+            self.map: LoaderMap = trace(model.load_weights, tensors, params)
+            problems = list(uncovered(self.map, tensors))
         self._targets = frozenset().union(*self.map.touched.values())
         """Tensors that take values; the others are constants, such as scales of attention."""
         for name, reason in self.map.opaque.items():
             if not self.map.touched[name]:
                 raise ModelError(f"{type(model).__name__} of vLLM does not take {name}: {reason}")
+        for problem in problems:
+            raise self._problem(problem)
         self.direct: set[str] = set()
         """Layers whose live tensors hold values as they are loaded."""
         self._open: set[str] = set()
@@ -122,8 +127,7 @@ class MappedWeights:
         """Load a whole parameter, an opaque one, by vLLM's own loader."""
         for tensor in self.map.touched[name]:
             self._home(tensor)
-        # A loader may write into what it gets.
-        self.model.load_weights([(name, whole.clone())])
+        self.model.load_weights([(name, whole)])
 
     @torch.no_grad()
     def end(self) -> None:

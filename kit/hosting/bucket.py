@@ -1,40 +1,52 @@
-"""Memory that a worker and its engine's process share, through which weights go piece by piece.
+"""Memory that a worker and its engine's process share, through which weights go box by box.
 
 worker                                      engine's process
-parameter -> Bucket.write -> [ memory ] -> Assembler.take -> parameter
-                        list of Piece, over the socket
+box -> Bucket.write -> [ memory ] -> BucketReader.take -> the engine's tensors
+               Load (list of Piece), over the socket
+
+Each rank of a replica has a bucket of its own, on its own device.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import torch
 
-BUCKET_BYTES = 32 << 20
-"""Size of a bucket. A larger parameter goes over in several pieces."""
+from hybridflow.core.values.weights import Box
+from hybridflow.kit.hosting.fence import Fence
+
 ALIGNED = 16
 """Pieces begin at multiples of this many bytes, so that views of any dtype are possible."""
 
 
 @attrs.frozen
 class Piece:
-    """Consecutive elements of a flattened parameter, and where they are in the bucket."""
+    """A box of a parameter, and where its values lie in the bucket, row by row."""
 
     name: str
-    shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    box: Box
     dtype: torch.dtype
-    start: int
-    """The first element of the flattened parameter."""
-    count: int
-    """The number of elements."""
     offset: int
     """Bytes from the beginning of the bucket."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the values as a view of the bucket's memory, of the box's shape."""
+        nbytes = self.box.numel * self.dtype.itemsize
+        return memory[self.offset : self.offset + nbytes].view(self.dtype).view(self.box.shape)
+
+
+@attrs.frozen
+class Load:
+    """What a bucket holds, as its reader is told."""
+
+    pieces: tuple[Piece, ...]
+    written: bytes | None = None
+    """The handle of the event behind the writer's copies (see Fence)."""
 
 
 class Bucket:
@@ -44,11 +56,12 @@ class Bucket:
     memory that CUDA shares between processes.
     """
 
-    def __init__(self, device: torch.device, nbytes: int = BUCKET_BYTES):
+    def __init__(self, device: torch.device, nbytes: int, fence: Fence | None = None):
         self.device = device
         self.nbytes = nbytes
+        self.fence = fence or Fence(device)
         self.fd = -1
-        """The anonymous file's descriptor, which the other process inherits; -1 on a GPU."""
+        """The anonymous file's descriptor; -1 on a GPU."""
         self._pieces: list[Piece] = []
         self._filled = 0
         if device.type == "cuda":
@@ -59,46 +72,51 @@ class Bucket:
             self.memory = _mapped(self.fd, nbytes)
 
     def handle(self) -> Any:
-        """Return what `open_bucket` opens the memory by in the other process; it is pickled."""
+        """Return what a BucketReader opens the memory by in another process; it is pickled."""
         if self.device.type == "cuda":
-            # CUDA has handles of its own; a file is known by the inherited descriptor.
+            # CUDA has handles of its own; a file is found through this process's descriptors.
             from torch.multiprocessing.reductions import reduce_tensor
 
             return reduce_tensor(self.memory)
-        return (self.fd, self.nbytes)
+        return (f"/proc/{os.getpid()}/fd/{self.fd}", self.nbytes)
 
-    def write(self, name: str, values: torch.Tensor) -> Iterator[list[Piece]]:
-        """Add a parameter; yield the bucket's pieces each time that it is full.
+    @torch.no_grad()
+    def write(
+        self, name: str, box: Box, values: torch.Tensor, dtype: torch.dtype
+    ) -> Iterator[Load]:
+        """Add a box in the reader's dtype; yield what the bucket holds each time that it is full.
 
-        The reader must have taken them when the generator is advanced. What is added last stays in
+        The reader must have taken that when the generator is advanced. What is added last stays in
         the bucket until `taken`.
         """
-        flat = values.detach().reshape(-1)
-        size = flat.element_size()
         start = 0
-        while start < flat.numel():
+        while start < box.numel:
             # Elements are never cut.
-            room = (self.nbytes - self._filled) // size
+            room = (self.nbytes - self._filled) // dtype.itemsize
             if not room:
                 yield self.taken()
                 continue
 
-            part = flat[start : start + room]
-            window = self.memory[self._filled : self._filled + part.nbytes]
-            window.view(values.dtype).copy_(part)
-            self._pieces.append(
-                Piece(name, tuple(values.shape), values.dtype, start, part.numel(), self._filled)
-            )
+            # As much as one box can hold: a part of a row, or whole rows.
+            part = next(box.flat_range(start, min(start + room, box.numel)))
+            piece = Piece(name, part, dtype, self._filled)
+            piece.of(self.memory).copy_(values[part.within(box)])
+            self._pieces.append(piece)
             # Rounded up to where the next piece may begin.
-            self._filled += -(-part.nbytes // ALIGNED) * ALIGNED
-            start += part.numel()
+            nbytes = part.numel * dtype.itemsize
+            self._filled += -(-nbytes // ALIGNED) * ALIGNED
+            start += part.numel
 
-    def taken(self) -> list[Piece]:
-        """Return the bucket's pieces, which the reader takes now, and start an empty bucket."""
-        pieces = self._pieces
+    def taken(self) -> Load:
+        """Return what the bucket holds, which the reader takes now, and start an empty bucket."""
+        load = Load(tuple(self._pieces), self.fence.record())
         self._pieces = []
         self._filled = 0
-        return pieces
+        return load
+
+    def emptied(self, read: bytes | None) -> None:
+        """Let later copies wait until the reader's are done; `read` is what its `done` gave."""
+        self.fence.wait(read)
 
     def close(self) -> None:
         """Close the anonymous file. Safe to call twice."""
@@ -107,40 +125,45 @@ class Bucket:
             self.fd = -1
 
 
-def open_bucket(handle: Any) -> torch.Tensor:
-    """Return the same memory in the engine's process, uint8 [bytes]."""
-    if isinstance(handle[0], int):
-        return _mapped(*handle)
-    rebuild, arguments = handle
-    return rebuild(*arguments)
+class BucketReader:
+    """The engine's side of a bucket; the memory is opened with the first load."""
+
+    def __init__(self, handle: Any, device: torch.device, fence: Fence | None = None):
+        self.handle = handle
+        self.fence = fence or Fence(device)
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The same memory in this process, uint8 [bytes]."""
+        if self._memory is None:
+            self._memory = _opened(self.handle)
+        return self._memory
+
+    def take(self, load: Load) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield the pieces with their values, which are the bucket's own until `done`."""
+        self.fence.wait(load.written)
+        for piece in load.pieces:
+            yield piece, piece.of(self.memory)
+
+    def done(self) -> bytes | None:
+        """Return the handle of the event behind this side's copies, for `Bucket.emptied`."""
+        return self.fence.record()
+
+
+def _opened(handle: Any) -> torch.Tensor:
+    """Open a bucket's memory by its handle."""
+    if not isinstance(handle[0], str):
+        rebuild, arguments = handle
+        return rebuild(*arguments)
+    path, nbytes = handle
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _mapped(fd, nbytes)
+    finally:
+        os.close(fd)
 
 
 def _mapped(fd: int, nbytes: int) -> torch.Tensor:
     """Return a file's bytes as a tensor, uint8 [nbytes]."""
     return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
-
-
-class Assembler:
-    """The engine's side: it puts pieces together to whole parameters in memory of their own."""
-
-    def __init__(self, memory: torch.Tensor):
-        self.memory = memory
-        self._open: dict[str, torch.Tensor] = {}
-
-    def take(self, pieces: Sequence[Piece]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copy pieces out of the bucket; yield (name, whole parameter) with each last piece."""
-        for piece in pieces:
-            # Pieces of a parameter come in order; with the first one it gets its memory.
-            if piece.start == 0:
-                self._open[piece.name] = torch.empty(
-                    piece.shape, dtype=piece.dtype, device=self.memory.device
-                )
-
-            whole = self._open[piece.name]
-            nbytes = piece.count * whole.element_size()
-            window = self.memory[piece.offset : piece.offset + nbytes].view(piece.dtype)
-            stop = piece.start + piece.count
-            whole.view(-1)[piece.start : stop].copy_(window)
-            # The last piece makes it whole.
-            if stop == whole.numel():
-                yield piece.name, self._open.pop(piece.name)

@@ -10,6 +10,9 @@ It ends with the worker, however that ends, and takes every process that the eng
                       ("error", text)            generation went wrong
                       ("alive", steps)           every ALIVE_S seconds
                       ("failed", text)           the engine did not start
+
+The replica's first rank has the process. Its other ranks connect to an address of the process's,
+and use "join" and "load" alone: each has a bucket for its own weights.
 """
 
 from __future__ import annotations
@@ -23,13 +26,16 @@ import sys
 import threading
 import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from hybridflow.kit.hosting.group import end_own_group
 
 ALIVE_S = 1.0
 """Seconds between two signs of life."""
+OF_A_RANK = ("join", "load")
+"""Messages that the replica's ranks send for themselves: the handler is told which one."""
 
 
 class Child:
@@ -39,27 +45,51 @@ class Child:
     """
 
     def __init__(self, connection: Connection):
-        self.connection = connection
-        self.inbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        self.connections: dict[int, Connection] = {0: connection}
+        """The connections to the replica's ranks, by their number in the replica."""
+        self.inbox: queue.SimpleQueue[tuple[int, tuple]] = queue.SimpleQueue()
+        """(the rank's number in the replica, message)"""
         self.steps = 0
         """Steps of the engine so far: the worker sees from them whether it makes progress."""
         self._sending = threading.Lock()
 
-    def say(self, *message: Any) -> None:
-        """Send a message to the worker; several threads do."""
+    def say(self, *message: Any, place: int = 0) -> None:
+        """Send a message to a rank of the replica; several threads do."""
         with self._sending:
-            self.connection.send(message)
+            self.connections[place].send(message)
 
     def read(self) -> None:
         """Put the worker's messages into the inbox. Runs in a thread of its own."""
         try:
             while True:
-                self.inbox.put(self.connection.recv())
+                self.inbox.put((0, self.connections[0].recv()))
         except (EOFError, OSError):
             # The worker is gone: so are this process, its scratch folder (which the worker made for
             # it alone), and the engine's own processes.
             shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
             end_own_group()
+
+    def accept(self, listener: Listener, ranks: int) -> None:
+        """Let the replica's other ranks connect, and read each in a thread of its own."""
+        with listener:
+            joined = 1
+            while joined < ranks:
+                # Somebody who does not know the key is no rank of ours.
+                with contextlib.suppress(AuthenticationError):
+                    connection = listener.accept()
+                    joined += 1
+                    threading.Thread(target=self.follow, args=(connection,), daemon=True).start()
+
+    def follow(self, connection: Connection) -> None:
+        """Put a later rank's messages into the inbox; the first one says which rank it is."""
+        # A rank that ends takes its job with it; nothing is to be done here.
+        with contextlib.suppress(EOFError, OSError):
+            # It says who it is.
+            _, place, bucket = connection.recv()
+            self.connections[place] = connection
+            self.inbox.put((place, ("join", bucket)))
+            while True:
+                self.inbox.put((place, connection.recv()))
 
     def tell_alive(self) -> None:
         """Send signs of life until the connection ends. Runs in a thread of its own."""
@@ -70,7 +100,7 @@ class Child:
 
     def run(self) -> None:
         """Start the engine with the first message, then serve for ever."""
-        setup = self.connection.recv()
+        setup = self.connections[0].recv()
         # Signs of life are sent while the engine loads, too.
         threading.Thread(target=self.read, daemon=True).start()
         threading.Thread(target=self.tell_alive, daemon=True).start()
@@ -82,36 +112,47 @@ class Child:
             self.say("failed", f"{type(error).__name__}: {error}")
             sys.exit(1)
 
-        self.say("answer", os.getpid())
+        self.say("answer", self.engine.layout())
         while True:
             self.turn()
 
     def start(
-        self, engine_class: type, model: Any, config: Any, place: dict[str, Any], bucket: Any
+        self,
+        engine_class: type,
+        model: Any,
+        config: Any,
+        place: dict[str, Any],
+        bucket: Any,
+        door: tuple[str, bytes],
     ) -> None:
         """Build and start the engine; what takes seconds to import is imported here.
 
-        `place` has role, device, seed and tp. `bucket` is a Bucket's handle.
+        `place` has role, device, seed and tp. `bucket` is a Bucket's handle. `door` is where the
+        replica's other ranks connect: an address, and the key that they must know.
         """
         import torch
 
         from hybridflow.core.contracts.worker import RankContext
         from hybridflow.core.serving.stepper import Stepper
         from hybridflow.core.values.parallel import ParallelLayout, generation_layout
-        from hybridflow.kit.hosting.bucket import Assembler, open_bucket
 
         # The engine drives all devices of its replica, as if it were rank 0 of a pool of its own.
         tp = place["tp"]
         layout = ParallelLayout(dp=tp)
         generation = generation_layout(layout, tp=tp, grouping="consecutive") if tp > 1 else None
-        context = RankContext(
-            place["role"], 0, layout, torch.device(place["device"]), place["seed"], generation
-        )
+        self.device = torch.device(place["device"])
+        context = RankContext(place["role"], 0, layout, self.device, place["seed"], generation)
 
         self.engine = engine_class(model, config, context)
         self.engine.start()
         self.stepper = Stepper(self.engine)
-        self.assembler = Assembler(open_bucket(bucket))
+        self.readers: dict[int, Any] = {}
+        self.on_join(0, bucket)
+        # Later ranks connect when the first one says that this has started.
+        if tp > 1:
+            address, key = door
+            listener = Listener(address, "AF_UNIX", authkey=key)
+            threading.Thread(target=self.accept, args=(listener, tp), daemon=True).start()
 
     def turn(self) -> None:
         """Handle every waiting message, then take a step of the engine.
@@ -121,14 +162,16 @@ class Child:
         from hybridflow.core.errors import HybridFlowError
 
         while not self.stepper.busy or not self.inbox.empty() or self.engine.updating:
-            name, *arguments = self.inbox.get()
+            place, (name, *arguments) = self.inbox.get()
+            if name in OF_A_RANK:
+                arguments = [place, *arguments]
             try:
                 value = getattr(self, f"on_{name}")(*arguments)
             except HybridFlowError as error:
                 value = error
             # What becomes of added and aborted requests is told by events.
             if name not in ("add", "abort"):
-                self.say("answer", value)
+                self.say("answer", value, place=place)
             elif value is not None:
                 self.say("error", str(value))
 
@@ -165,12 +208,15 @@ class Child:
         """Tell the engine of the weights that come; from now on it generates nothing."""
         self.engine.begin_update(version)
 
-    def on_load(self, pieces: Any) -> None:
-        """Take these pieces out of the bucket, and give the engine what is whole now."""
-        from hybridflow.core.values.weights import Box
+    def on_join(self, place: int, bucket: Any) -> None:
+        """Note the bucket of a rank of the replica."""
+        from hybridflow.kit.hosting.bucket import BucketReader
 
-        for name, whole in self.assembler.take(pieces):
-            self.engine.receive(name, Box.full(tuple(whole.shape)), whole)
+        self.readers[place] = BucketReader(bucket, self.device)
+
+    def on_load(self, place: int, load: Any) -> bytes | None:
+        """Let the engine take what this rank's bucket holds."""
+        return self.engine.take(place, self.readers[place], load)
 
     def on_end_update(self) -> None:
         """Let the engine generate with the weights that have come."""

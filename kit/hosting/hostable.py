@@ -6,7 +6,9 @@ from typing import Any
 
 from hybridflow.core.contracts.rollout import RolloutEngine
 from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.model import ModelSpec
+from hybridflow.kit.hosting.bucket import BucketReader, Load
 from hybridflow.kit.hosting.hosted import HostedEngine
 
 
@@ -24,3 +26,15 @@ class Hostable(RolloutEngine):
         if config.own_process:
             return HostedEngine(cls, model, config, context, logs)
         return cls(model, config, context)
+
+    def take(self, place: int, reader: BucketReader, load: Load) -> bytes | None:
+        """Take weights out of the bucket of the replica's rank number `place`; return `done`'s.
+
+        `receive` gets values that are the bucket's own: it must copy them before it returns. An
+        engine that drives several devices replaces this method.
+        """
+        if place:
+            raise HybridFlowError(f"{type(self).__name__} drives one device; got weights of two")
+        for piece, values in reader.take(load):
+            self.receive(piece.name, piece.box, values)
+        return reader.done()

@@ -1,10 +1,13 @@
 """A rollout engine in a process of its own, behind the contract of one in this process.
 
-worker                                  engine's process
+first rank of the replica               engine's process
 HostedEngine  --  EngineProcess  ==  Child  --  Stepper  --  engine
                           socket: requests, completions
-WholeParameters -- Bucket  ==  Assembler  --  engine.receive
-                   shared memory: weights
+              --  Bucket         ==  BucketReader  --  engine.take
+                          shared memory: this rank's weights
+later ranks
+HostedEngine  --  Follower       ==  Child
+              --  Bucket         ==  BucketReader  --  engine.take
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +29,17 @@ import torch.distributed as dist
 from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.continuous import ContinuousEngine
-from hybridflow.kit.hosting.bucket import Bucket
+from hybridflow.kit.hosting.bucket import Bucket, Load
+from hybridflow.kit.hosting.follower import Follower
 from hybridflow.kit.hosting.process import EngineDied, EngineProcess
 from hybridflow.kit.hosting.settings import ProcessConfig
 from hybridflow.kit.huggingface.models import policy_config
-from hybridflow.kit.whole import WholeParameters
+from hybridflow.kit.whole import check_box
 
+SMALLEST_BUCKET = 64
+"""Bytes of a bucket at least."""
 LOOK_S = 1.0
 """Seconds that one call of `advance` waits for a completion."""
 SAME_NATS = 0.05
@@ -42,7 +50,8 @@ class HostedEngine(ContinuousEngine):
     """A rollout engine that another process runs.
 
     Under generation tensor parallelism the first rank of a replica has the process, whose engine
-    drives all of the replica's devices; the other ranks follow it, and hold no weights.
+    drives all of the replica's devices; the other ranks follow it. Each rank receives the boxes of
+    its own device, and brings them there through a bucket of its own.
 
     When the process dies it is started anew, up to `restarts` times. It gets the weights of the
     last update again, is asked for a token that is known, and then gets the unfinished requests.
@@ -65,12 +74,16 @@ class HostedEngine(ContinuousEngine):
         folder = Path(logs or tempfile.gettempdir())
         self.logs = folder / f"engine-{context.role}-{context.rank}.log"
         self.process: EngineProcess | None = None
+        self._follower: Follower | None = None
+        """A later rank's connection to the process."""
+        self.complete = False
+        """Whether every parameter has arrived, in this update or an earlier one."""
         self.restarts = 0
         """How often it was started anew."""
         self._told = 0
         """Restarts that `figures` has reported."""
-        self._kept: dict[str, torch.Tensor] = {}
-        """The weights of the last update in host memory, where restarts are allowed."""
+        self._kept: dict[tuple[str, Box], torch.Tensor] = {}
+        """This rank's weights in host memory, where restarts are allowed."""
         self._entering: list[Request] = []
         """Requests that the process does not have yet."""
         self._broken: EngineDied | None = None
@@ -93,13 +106,23 @@ class HostedEngine(ContinuousEngine):
         """Whether this rank has the process."""
         return self._ranks[0] == self.context.rank
 
-    def _agreed(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on the leading rank; every rank of the replica returns its result.
+    @property
+    def _place(self) -> int:
+        """This rank's number in its replica."""
+        return self._ranks.index(self.context.rank)
 
-        All of them raise where it fails: the leading rank its error, the others HybridFlowError.
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """The process group of the replica's ranks; None where there is one alone."""
+        return self.context.group("generation.tp") if len(self._ranks) > 1 else None
+
+    def _leading(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on the replica's first rank; every rank returns its result. Collective.
+
+        All of them raise where it fails: EngineDied where the process did, else the first rank its
+        own error and the others HybridFlowError.
         """
-        group = self.context.group("generation.tp") if len(self._ranks) > 1 else None
-        outcome: list[Any] = [None, None]  # the result, and the text of an error
+        outcome: list[Any] = [None, None]  # the result, and what failed: (whether it died, text)
         failure: Exception | None = None
         if self.leads:
             # A failure is sent before it is raised, for the other ranks wait.
@@ -107,16 +130,46 @@ class HostedEngine(ContinuousEngine):
                 outcome[0] = work()
             except Exception as error:
                 failure = error
-                outcome[1] = str(error)
-        # The other ranks wait here for what the leading one got.
-        if group is not None:
+                outcome[1] = _told(error)
+        # The other ranks wait here for what the first one got.
+        if (group := self._group) is not None:
             dist.broadcast_object_list(outcome, src=self._ranks[0], group=group)
 
         if failure is not None:
             raise failure
         if outcome[1] is not None:
-            raise HybridFlowError(f"on the replica's first rank: {outcome[1]}")
+            raise _error_of("on the replica's first rank: ", *outcome[1])
         return outcome[0]
+
+    def _everyone(self, work: Callable[[], Any]) -> None:
+        """Run `work` on every rank of the replica; all raise where it fails on any. Collective.
+
+        A process that died counts more than another failure, for it can be replaced.
+        """
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        every: list[Any] = [_told(failure)]
+        if (group := self._group) is not None:
+            every = [None] * len(self._ranks)
+            dist.all_gather_object(every, _told(failure), group=group)
+
+        # The gravest failure is told to all, each rank's own to itself.
+        failed = sorted((told for told in every if told is not None), reverse=True)
+        if failed and failed[0] != _told(failure):
+            raise _error_of("on another rank of the replica: ", *failed[0])
+        if failure is not None:
+            raise failure
+
+    def _surviving(self, work: Callable[[], Any]) -> Any:
+        """Return what a collective call gives; where the process dies, that of its successor."""
+        while True:
+            try:
+                return work()
+            except EngineDied as error:
+                self._revive(error)
 
     # --- life ---
 
@@ -130,43 +183,65 @@ class HostedEngine(ContinuousEngine):
         text = hf_config.get_text_config()
         self.max_positions = self.config.limits().max_length or text.max_position_embeddings
         self.vocab = text.vocab_size
-        # Boxes come together in the store, whole parameters leave through the bucket.
-        self.store = WholeParameters.of(
-            hf_config, self.config.dtype, self.context.device, self._load
-        )
-        self.bucket = Bucket(self.context.device)
+        # Weights leave this rank through memory of its own.
+        nbytes = int(self.process_config.bucket_mb * 1e6)
+        self.bucket = Bucket(self.context.device, max(nbytes, SMALLEST_BUCKET))
 
         # These variables must be set when the process starts.
         devices = self._visible_devices()
         environment = self.engine_class.environment(self.context.device)
         self._environment: Mapping[str, str] = environment | devices
-        self._agreed(self._launch)
+        self._launch()
 
     def _visible_devices(self) -> dict[str, str]:
-        """Return the variable that shows the whole replica's GPUs to the leading rank's process.
+        """Return the variable that shows the replica's GPUs, and no others, to the process.
 
-        It is set where each rank sees its own GPU alone.
+        They stand in the order of the replica's ranks, so that the engine's rank and ours agree.
         """
-        group = self.context.group("generation.tp") if len(self._ranks) > 1 else None
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if group is None or self.context.device.type != "cuda":
-            return {}
-        if visible is None or "," in visible:
+        device = self.context.device
+        group = self._group
+        if group is None or device.type != "cuda":
             return {}
 
+        # A rank may see its own GPU alone, or those of others too.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        own = str(device.index or 0) if visible is None else visible.split(",")[device.index or 0]
         devices: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(devices, visible, group=group)
+        dist.all_gather_object(devices, own, group=group)
         return {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
     def _launch(self) -> None:
-        """Start a process and wait until its engine has started. Raises EngineDied."""
+        """Start a process, and connect this rank's bucket with its engine. Collective.
+
+        Raises EngineDied where it does not start.
+        """
+        door, self._boxes_of = self._leading(self._start_process)
+
+        def join() -> None:
+            if self.leads:
+                return
+            if self._follower is not None:
+                self._follower.close()
+            self._follower = Follower(*door)
+            self._ask("join", self._place, self.bucket.handle())
+
+        self._everyone(join)
+
+    def _start_process(self) -> tuple[tuple[str, bytes], WeightLayout]:
+        """Start a process and wait for its engine.
+
+        Returns where the other ranks connect, and what the engine takes of the weights.
+        """
         started = time.monotonic()
         name = f"{self.engine_class.__name__} of {self.context.role}, rank {self.context.rank}"
         print(f"starting {name} in a process of its own; its log: {self.logs}", flush=True)
-        fds = () if self.bucket.fd < 0 else (self.bucket.fd,)
-        self.process = EngineProcess(self.logs, self._environment, fds)
+        # One that died may have left children.
+        if self.process is not None:
+            self.process.end()
+        self.process = EngineProcess(self.logs, self._environment)
 
-        # The first message has what Child.start takes.
+        # The first message has what Child.start takes. An address that begins with 0 has no file.
+        door = ("\0hybridflow-" + secrets.token_hex(8), secrets.token_bytes(16))
         place = {
             "role": self.context.role,
             "device": str(self.context.device),
@@ -179,21 +254,27 @@ class HostedEngine(ContinuousEngine):
             "config": self.config,
             "place": place,
             "bucket": self.bucket.handle(),
+            "door": door,
         }
         self.process.connection.send(setup)
         # Loading takes long: a line is printed now and then meanwhile.
-        self.process.started(
+        boxes = self.process.started(
             self.process_config.start_timeout_s,
             lambda seconds: print(f"{name} is starting ({seconds:.0f} s)", flush=True),
         )
         seconds = time.monotonic() - started
         print(f"{name} started in {seconds:.0f} s (pid {self.process.pid})", flush=True)
+        return door, boxes
 
     def close(self) -> None:
         """End the process and free the shared memory."""
         if self.process is not None:
             self.process.end()
             self.process = None
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+        if "bucket" in self.__dict__:
             self.bucket.close()
 
     def __del__(self):
@@ -209,31 +290,31 @@ class HostedEngine(ContinuousEngine):
 
     def _ask(self, name: str, *arguments: Any) -> Any:
         """Call the engine and return its answer. Raises EngineDied."""
-        assert self.process is not None
-        return self.process.ask(name, *arguments, timeout_s=self.process_config.hang_timeout_s)
-
-    def _ask_or_revive(self, name: str) -> Any:
-        """Call the engine; if its process died, call the one that is started anew."""
-        try:
-            return self._ask(name)
-        except EngineDied as error:
-            self._revive(error)
-            return self._ask(name)
+        link = self.process if self.leads else self._follower
+        assert link is not None
+        return link.ask(name, *arguments, timeout_s=self.process_config.hang_timeout_s)
 
     # --- weights ---
 
     def layout(self) -> WeightLayout:
-        """Give whole parameters to the first rank of each replica, and nothing to the others."""
+        """Give each rank the boxes that the engine takes for its device."""
+        # Each replica's engine is like this one.
         generation = self.context.generation
-        layout = self.store.layout(self.context.world_size)
-        if generation is None:
-            return layout
+        own = self._boxes_of
+        replicas: list[Sequence[int]] = [[rank] for rank in range(self.context.world_size)]
+        if generation is not None:
+            replicas = [generation.ranks(number) for number in range(len(generation.replicas))]
+        # A rank's number in its replica is that of its device.
+        held = {}
+        for ranks in replicas:
+            for place, rank in enumerate(ranks):
+                held[rank] = own.held.get(place, {})
+        return WeightLayout(own.params, held, own.ties, frozenset(own.params))
 
-        # Ranks that follow hold nothing, so that nothing is sent to them.
-        replicas = range(len(generation.replicas))
-        leading = {generation.ranks(replica)[0] for replica in replicas}
-        held = {rank: boxes if rank in leading else {} for rank, boxes in layout.held.items()}
-        return attrs.evolve(layout, held=held)
+    @property
+    def _own_boxes(self) -> Mapping[str, Sequence[Box]]:
+        """What the engine takes for this rank's device, by parameter."""
+        return self._boxes_of.held.get(self._place, {})
 
     def begin_update(self, version: int) -> None:
         """Send what waits while the engine still takes requests, then begin the update there."""
@@ -241,81 +322,110 @@ class HostedEngine(ContinuousEngine):
         self._enter_all()
         # Answers of the old weights prove nothing about the new ones.
         self._proof = None
-        self.store.begin()
+        self._broken = None
+        self._arrived = Arrivals({self._place: self._own_boxes})
         self.bucket.taken()
-        self._loading("begin_update", version)
+        try:
+            self._leading(lambda: self._ask("begin_update", version))
+        except EngineDied as error:
+            self._break(error)
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Collect boxes until a parameter is whole, and send it then."""
+        """Send a box through the bucket, and keep it for restarts."""
         self.check_updating(name)
-        self.store.receive(name, box, tensor)
-
-    def _load(self, name: str, whole: torch.Tensor) -> None:
-        """Send a whole parameter through the bucket, and keep it for restarts."""
-        whole = whole.to(getattr(torch, self.config.dtype))
+        check_box(self._boxes_of.params, self._boxes_of.ties, name, box, tensor)
+        self._arrived.note(self._place, name, box)
         # A copy is kept even while the process is dead, for the one that replaces it.
         if self.process_config.restarts:
-            self._keep(name, whole)
-        if self.leads and self._broken is None:
-            for pieces in self.bucket.write(name, whole):
-                self._loading("load", pieces)
-
-    def _keep(self, name: str, whole: torch.Tensor) -> None:
-        """Copy a parameter into host memory, which is made once."""
-        if name not in self._kept:
-            self._kept[name] = torch.empty(whole.shape, dtype=whole.dtype)
-        self._kept[name].copy_(whole)
-
-    def _loading(self, name: str, *arguments: Any) -> None:
-        """Call the engine within a weight update.
-
-        If the process dies, the rest of the weights is only kept, and `end_update` starts a process
-        anew. Raises EngineDied where restarts are used up.
-        """
-        if self._broken is not None or not self.leads:
+            self._keep(name, box, tensor)
+        if self._broken is not None:
             return
         try:
-            self._ask(name, *arguments)
+            self._write(name, box, tensor)
         except EngineDied as error:
-            if self.restarts >= self.process_config.restarts:
-                raise self._final(error) from error
-            self._broken = error
+            self._break(error)
+
+    def _write(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        """Put a box into the bucket, and hand that over each time that it is full."""
+        for load in self.bucket.write(name, box, tensor, self._boxes_of.params[name].dtype):
+            self._hand_over(load)
+
+    def _hand_over(self, load: Load) -> None:
+        """Let the engine take what the bucket holds."""
+        if load.pieces:
+            self.bucket.emptied(self._ask("load", load))
+
+    def _keep(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+        """Copy a box into host memory, which is made once for each box of this rank."""
+        for own in self._own_boxes.get(name, ()):
+            common = box.intersect(own)
+            if common is None:
+                continue
+
+            # A box of the plan may be a part of this one.
+            if (name, own) not in self._kept:
+                dtype = self._boxes_of.params[name].dtype
+                self._kept[name, own] = torch.empty(own.shape, dtype=dtype)
+            self._kept[name, own][common.within(own)] = tensor[common.within(box)].cpu()
+
+    def _break(self, error: EngineDied) -> None:
+        """Note that the process died in a weight update.
+
+        The rest of the weights is only kept then, and `end_update` starts a process anew. Raises
+        EngineDied where restarts are used up.
+        """
+        if self.restarts >= self.process_config.restarts:
+            raise self._final(error) from error
+        self._broken = error
 
     def end_update(self) -> None:
         """Send the rest and end the update; start the process anew if it died meanwhile."""
         self.check_updating("end_update")
-        if self.leads:
-            self.store.end()
-        self._loading("load", self.bucket.taken())
-        self._loading("end_update")
-        super().end_update()
-        # The new process gets all weights of this update from the copy.
-        if self._broken is not None:
-            error = self._broken
+
+        def send_the_rest() -> None:
+            self._arrived.check(self.complete)
+            if self._broken is not None:
+                raise self._broken
+            self._hand_over(self.bucket.taken())
+
+        try:
+            self._everyone(send_the_rest)
+            self._leading(lambda: self._ask("end_update"))
+        except EngineDied as error:
+            # The new process gets all weights of this update from the copy.
             self._broken = None
+            super().end_update()
+            self.complete = True
             self._revive(error)
+            return
+        super().end_update()
+        self.complete = True
 
     def _revive(self, error: EngineDied) -> None:
         """Start a new process with the weights of the last update and the unfinished requests.
 
-        Raises EngineDied where restarts are used up.
+        Collective over the replica. Raises EngineDied where restarts are used up.
         """
         while True:
             if self.restarts >= self.process_config.restarts:
                 raise self._final(error) from error
             self.restarts += 1
-            print(f"{error}\nrestart {self.restarts} of {self.process_config.restarts}", flush=True)
+            if self.leads:
+                limit = self.process_config.restarts
+                print(f"{error}\nrestart {self.restarts} of {limit}", flush=True)
 
             try:
                 self._launch()
                 self._load_again()
-                self._prove()
-                # `running` has the requests that wait to be sent, too.
-                self._entering.clear()
-                self._send("add", list(self.running.values()))
-                return
+                self._leading(self._prove)
             except EngineDied as again:
                 error = again
+                continue
+            # `running` has the requests that wait to be sent, too.
+            self._entering.clear()
+            if self.leads:
+                self._send("add", list(self.running.values()))
+            return
 
     def _final(self, error: EngineDied) -> EngineDied:
         """Return the error with a hint about restarts."""
@@ -327,18 +437,20 @@ class HostedEngine(ContinuousEngine):
         return EngineDied(f"{error}\n({hint})")
 
     def _load_again(self) -> None:
-        """Give a new process the weights that were kept. Raises EngineDied."""
-        # Drop the pieces that the dead process did not take.
+        """Give a new process the weights that were kept. Collective. Raises EngineDied."""
+        # Drop what the dead process did not take.
         self.bucket.taken()
         if self.version is None:
             return
 
-        self._ask("begin_update", self.version)
-        for name, values in self._kept.items():
-            for pieces in self.bucket.write(name, values):
-                self._ask("load", pieces)
-        self._ask("load", self.bucket.taken())
-        self._ask("end_update")
+        def send_all() -> None:
+            for (name, box), values in self._kept.items():
+                self._write(name, box, values)
+            self._hand_over(self.bucket.taken())
+
+        self._leading(lambda: self._ask("begin_update", self.version))
+        self._everyone(send_all)
+        self._leading(lambda: self._ask("end_update"))
 
     def _prove(self) -> None:
         """Check that a new process draws a known first token with its log-probability.
@@ -368,17 +480,17 @@ class HostedEngine(ContinuousEngine):
         """Let the engine free its memory; on a GPU its weights are gone then."""
         self.check_idle()
         if not self.asleep:
-            self._agreed(lambda: self._ask_or_revive("sleep"))
+            self._surviving(lambda: self._leading(lambda: self._ask("sleep")))
             # The next update must bring the whole weights.
             if self.context.device.type == "cuda":
                 self.version = None
-                self.store.complete = False
+                self.complete = False
         self.asleep = True
 
     def wake(self) -> None:
         """Let the engine take its memory again."""
         if self.asleep:
-            self._agreed(lambda: self._ask_or_revive("wake"))
+            self._surviving(lambda: self._leading(lambda: self._ask("wake")))
         self.asleep = False
 
     # --- generation ---
@@ -417,14 +529,13 @@ class HostedEngine(ContinuousEngine):
         A process that died, or made no progress for hang_timeout_s, is started anew.
         """
         self._enter_all()
-        return self._agreed(self._advance)
+        return self._surviving(lambda: self._leading(self._advance))
 
     def _advance(self) -> list[Completion]:
         assert self.process is not None
         kind, value = self._event(LOOK_S)
         if kind == "gone":
-            self._revive(self.process.died())
-            return []
+            raise self.process.died()
         if kind == "error":
             raise HybridFlowError(value)
         if kind == "none":
@@ -432,7 +543,7 @@ class HostedEngine(ContinuousEngine):
             silent = time.monotonic() - self.process.moved
             if silent > self.process_config.hang_timeout_s:
                 how = f"made no progress for {silent:.0f} s (rollout.hang_timeout_s)"
-                self._revive(self.process.died(how))
+                raise self.process.died(how)
             return []
 
         # Take the completions that are there already; anything else is for the next call.
@@ -475,3 +586,13 @@ def _first_token_agrees(before: Completion, after: Completion) -> bool:
         return False
     nats = abs(float(after.logprobs[0]) - float(before.logprobs[0]))
     return nats < SAME_NATS
+
+
+def _told(error: Exception | None) -> tuple[bool, str] | None:
+    """Return what other ranks are told of a failure: (whether the process died, text)."""
+    return None if error is None else (isinstance(error, EngineDied), str(error))
+
+
+def _error_of(where: str, died: bool, text: str) -> HybridFlowError:
+    """Return the error for a failure on another rank."""
+    return EngineDied(text) if died else HybridFlowError(where + text)

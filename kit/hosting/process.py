@@ -39,8 +39,8 @@ class EngineProcess:
     errors). Both get ("gone", None) when the connection ends. See child.py for the messages.
     """
 
-    def __init__(self, log: Path, environment: Mapping[str, str], pass_fds: tuple[int, ...] = ()):
-        """Start the process; it inherits `pass_fds`, and its output is appended to `log`."""
+    def __init__(self, log: Path, environment: Mapping[str, str]):
+        """Start the process; its output is appended to `log`."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         # Its temporary files go into a folder of its own, which is removed with it.
@@ -58,7 +58,7 @@ class EngineProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(), *pass_fds),
+                pass_fds=(theirs.fileno(),),
                 env={
                     **os.environ,
                     **environment,
@@ -121,10 +121,11 @@ class EngineProcess:
         self.send(name, *arguments)
         return self.answer(name, timeout_s)
 
-    def started(self, timeout_s: float, waiting: Callable[[float], None]) -> None:
-        """Wait until the engine has started, as `answer` does, and note what it started."""
-        self.answer("start", timeout_s, waiting)
+    def started(self, timeout_s: float, waiting: Callable[[float], None]) -> Any:
+        """Wait until the engine has started, as `answer` does; return what it says then."""
+        answer = self.answer("start", timeout_s, waiting)
         self._members = members(self.pid)
+        return answer
 
     def answer(
         self, what: str, timeout_s: float, waiting: Callable[[float], None] | None = None

@@ -28,6 +28,10 @@ class ProcessConfig(EngineSettings):
     """Seconds without any progress after which an engine in a process of its own, with requests to
     answer, counts as dead."""
 
+    bucket_mb: float = attrs.field(default=128.0, validator=positive)
+    """Size of the memory, in MB (10^6 bytes), through which each rank's weights go to an engine in
+    a process of its own."""
+
     def problems(self) -> list[str]:
         """Refuse restarts where there is no process to restart."""
         if self.restarts and not self.own_process:

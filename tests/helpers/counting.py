@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.bucket import Bucket
+from hybridflow.kit.hosting.hostable import Hostable
 from hybridflow.kit.hosting.process import EngineProcess
 
 MODEL = ModelSpec({"model_type": "counting", "vocab_size": 50}, None, 0)
 STEP = Box.full((2,))
 
 
-class Counting(ContinuousEngine):
+class Counting(ContinuousEngine, Hostable):
     """A token per request and call of `advance`: the last one plus step[0], of logprob -step[1]."""
 
     max_positions = 40
@@ -102,7 +104,8 @@ def setup_of(bucket: Bucket, engine_class: type = Counting, tp: int = 1) -> dict
     """What the worker sends to a process that is to run the engine."""
     place = {"role": "counter", "device": "cpu", "seed": 0, "tp": tp}
     engine = {"engine_class": engine_class, "model": MODEL, "config": None}
-    return {**engine, "place": place, "bucket": bucket.handle()}
+    door = (f"\0hybridflow-test-{secrets.token_hex(8)}", b"key")
+    return {**engine, "place": place, "bucket": bucket.handle(), "door": door}
 
 
 def counting_process(
@@ -112,6 +115,6 @@ def counting_process(
 ) -> tuple[EngineProcess, Bucket]:
     """A process that was told to start the engine, and the bucket for its weights."""
     bucket = Bucket(torch.device("cpu"), 64)
-    process = EngineProcess(log, environment, (bucket.fd,))
+    process = EngineProcess(log, environment)
     process.connection.send(setup_of(bucket, engine_class))
     return process, bucket

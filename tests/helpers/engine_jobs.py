@@ -19,7 +19,7 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.kit.hosting.hosted import HostedEngine
-from hybridflow.kit.testing.engine_base import PROMPTS, give_weights, requests
+from hybridflow.kit.testing.engine_base import PROMPTS, requests
 from hybridflow.kit.testing.models import Reference, reference
 
 Updates = list[dict[str, torch.Tensor]]
@@ -39,16 +39,17 @@ def context_of(rank: int, world: int) -> RankContext:
 
 
 def speak(engine: Any, rank: int, updates: Updates) -> dict[str, Any]:
-    """Greedy tokens and logprobs after each of several updates, samples, and the number of parameters held here."""
+    """Greedy tokens and logprobs after each of several updates, samples, and the elements held here."""
     engine.start()
-    holding = len(engine.layout().held[rank])
+    own = engine.layout().held[rank]
+    holding = sum(box.numel for boxes in own.values() for box in boxes)
     found = []
     for version, parameters in enumerate(updates):
-        if holding:
-            give_weights(engine, parameters, version, pieces=2)
-        else:
-            engine.begin_update(version)
-            engine.end_update()
+        engine.begin_update(version)
+        for name, boxes in own.items():
+            for box in boxes:
+                engine.receive(name, box, parameters[name][box.slices()])
+        engine.end_update()
         done = engine.generate(
             requests(PROMPTS, SamplingParams(max_tokens=TOKENS, temperature=0.0))
         )
@@ -78,11 +79,9 @@ def vllm(rank: int, world: int, spec: ModelSpec, updates: Updates) -> dict[str, 
         engine.close()
 
 
-def sglang(
-    rank: int, world: int, spec: ModelSpec, updates: Updates, weights: str, logs: str
-) -> dict[str, Any]:
+def sglang(rank: int, world: int, spec: ModelSpec, updates: Updates, logs: str) -> dict[str, Any]:
     """The first rank hosts the engine."""
-    config = SGLangConfig(kv_tokens=4096, max_sequences=8, weights=weights, bucket_mb=0.1)
+    config = SGLangConfig(kv_tokens=4096, max_sequences=8, bucket_mb=0.02)
     engine = HostedEngine(SGLangEngine, spec, config, context_of(rank, world), logs)
     try:
         return speak(engine, rank, updates)

@@ -31,7 +31,8 @@ def kept_engines(
             engine._end_old_stream()
             if engine.asleep:
                 engine.wake()
-            engine.version, engine.store.complete = None, False
+            engine.version = None
+            getattr(engine, "store", engine).complete = False
             return engine
 
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.counting import Counting, count_from, setup_of
+from helpers.counting import STEP, Counting, count_from, setup_of
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.kit.hosting.bucket import Bucket
@@ -28,7 +28,7 @@ class Talk:
 
     def tell(self, *messages: tuple) -> list[tuple]:
         for message in messages:
-            self.child.inbox.put(message)
+            self.child.inbox.put((0, message))
         self.child.turn()
         return self.heard()
 
@@ -40,7 +40,7 @@ class Talk:
 
     def update(self, version: int, step: float) -> list[tuple]:
         """The messages of a weight update."""
-        list(self.bucket.write("step", torch.tensor([step, 0.5])))
+        list(self.bucket.write("step", STEP, torch.tensor([step, 0.5]), torch.float32))
         return [("begin_update", version), ("load", self.bucket.taken()), ("end_update",)]
 
 

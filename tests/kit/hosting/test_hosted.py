@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from helpers import hosted_jobs as jobs
 from helpers.counting import Counting
 from helpers.kept_engines import kept_engines
 
@@ -249,3 +250,40 @@ def test_weights_of_an_engine_that_cannot_change_them_in_flight_wait_in_the_work
     assert len(list(stream)) == 3
     give_weights(engine, REF.parameters, 2)
     assert set(engine.generate(asked(1))[0].weight_version.tolist()) == {2}
+
+
+def test_two_ranks_bring_their_own_weights_and_come_back_with_them(ranks, tmp_path):
+    """Tokens count on by step[0], which the first rank brings; logprobs are -step[1], of the second."""
+    for found in ranks(jobs.life, 2, str(tmp_path)):
+        held, *answers, restarts = found
+        assert held == {0: ["step"], 1: ["step"]}
+        assert answers == [
+            ([7, 9], [-0.5, -0.5]),
+            ([7, 9], [-0.5, -0.5]),
+            ([8, 11], [-0.75, -0.75]),
+            ([9, 13], [-1.0, -1.0]),
+        ]
+        assert restarts == 2
+
+
+def test_what_the_engine_refuses_of_one_rank_is_told_to_both(ranks, tmp_path):
+    first, second = ranks(jobs.refusal, 2, str(tmp_path))
+    assert first[0] == "on another rank of the replica: rank 1: 1000.0 is no step"
+    assert second[0] == "rank 1: 1000.0 is no step"
+    assert first[1] == second[1] == "([7, 9], [-0.5, -0.5])"
+
+
+def test_without_restarts_both_ranks_are_told_of_the_death(ranks, tmp_path):
+    for told in ranks(jobs.used_up, 2, str(tmp_path)):
+        assert told.startswith("EngineDied: the process of the rollout engine")
+        assert "was killed by SIGKILL" in told and "rollout.restarts > 0" in told
+
+
+def test_a_replica_may_be_of_any_ranks_each_with_the_boxes_of_its_place(ranks, tmp_path):
+    """Of a trainer with tp 4, zero-redundancy groups are ranks 0 and 2, and ranks 1 and 3 (paper, section 5.3)."""
+    found = ranks(jobs.apart, 4, str(tmp_path))
+    first, second = jobs.HALVES
+    for rank, (held, replica, answer) in enumerate(found):
+        assert held == {0: first, 1: first, 2: second, 3: second}
+        assert replica == [rank % 2, rank % 2 + 2]
+        assert answer == [([7, 9], [-0.5, -0.5]), ([8, 11], [-0.75, -0.75])][rank % 2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.counting import Counting, count_from, counting_process
+from helpers.counting import STEP, Counting, count_from, counting_process
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.kit.hosting import process as module
@@ -55,7 +55,7 @@ def test_calls_are_answered_and_completions_come_as_events(running):
     process, bucket = running()
     process.started(60.0, ignore)
     assert process.pid != os.getpid() and process.ask("sleep", timeout_s=60.0) is None
-    list(bucket.write("step", torch.tensor([2.0, 0.5])))
+    list(bucket.write("step", STEP, torch.tensor([2.0, 0.5]), torch.float32))
     process.ask("begin_update", 4, timeout_s=60.0)
     process.ask("load", bucket.taken(), timeout_s=60.0)
     process.ask("end_update", timeout_s=60.0)
