@@ -41,7 +41,7 @@ class MappedWeights:
         self.device = device
         self.layers = dict(model.named_modules())
         with self._on_meta():
-            self.map: LoaderMap = trace(model.load_weights, _tensors_of(model), params)
+            self.map: LoaderMap = trace(model.load_weights, tensors_of(model), params)
         self._targets = frozenset().union(*self.map.touched.values())
         """Tensors that take values; the others are constants, such as scales of attention."""
         for name, reason in self.map.opaque.items():
@@ -384,7 +384,7 @@ def _process_again(layer: Any) -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the model's parameters and buffers by name."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     return tensors | dict(model.named_parameters(remove_duplicate=False))
