@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +107,29 @@ def ask_child(module: str, engine: str, request: Mapping[str, Any]) -> TracedRan
             asked.write_text(text)
             command = [sys.executable, "-m", module, str(asked), str(answered)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode or not answered.exists():
+            if not answered.exists():
                 lines = [line for line in done.stderr.splitlines() if line.strip()]
                 raise ModelError(
-                    f"{engine} does not build this model, or its loader fails: "
-                    f"{lines[-1] if lines else f'exit status {done.returncode}'}"
+                    f"{engine} was asked what its loader takes, and its process ended with exit "
+                    f"status {done.returncode}: {lines[-1] if lines else 'without a word'}"
                 )
             # Written by our own child, into a folder that is ours alone
-            _answers[module, text] = pickle.loads(answered.read_bytes())
+            said = pickle.loads(answered.read_bytes())
+        if isinstance(said, str):
+            raise ModelError(f"{engine} does not take this model: {said}")
+        _answers[module, text] = said
     return _answers[module, text]
 
 
-def answer(path: str, ranks: TracedRanks) -> None:
-    """Write a child's answer."""
-    Path(path).write_bytes(pickle.dumps(ranks))
+def answer(ask: Callable[..., TracedRanks]) -> None:
+    """Answer the request of a child's command line: with what `ask` returns, or why it fails."""
+    request, answered = map(Path, sys.argv[1:])
+    said: TracedRanks | str
+    try:
+        said = ask(**json.loads(request.read_text()))
+    except ModelError as error:
+        said = str(error)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {text[-1] if text else ''}"
+    answered.write_bytes(pickle.dumps(said))
