@@ -1,7 +1,8 @@
 """CPU seconds to ask vLLM's loader what one tp rank takes of a model's config.json, and to plan a sync with it.
 
 In a process of one thread, imports apart: the saved parameters by transformers, vLLM's model on meta, its loader traced,
-and the plan from FSDP on 64 ranks to vLLM. Tensor rank 1 alone is asked; the plan gives its boxes to all. Needs vLLM. One JSON line per figure; exits 1 when a bar is missed.
+and the plan from FSDP on 64 ranks to vLLM. Tensor rank 1 alone is asked; the plan gives its boxes to all. Needs vLLM.
+One JSON line per figure; exits 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ def main() -> int:
         traced = time.process_time() - began
         ranks = TracedRanks(one.shapes, one.ties, one.boxes * TP, one.opaque)
         params = ranks.params(torch.bfloat16)
-        plan = plan_reshard(
-            fsdp_layout(params, layout), ranks.layout(generation, torch.bfloat16)
-        )
+        plan = plan_reshard(fsdp_layout(params, layout), ranks.layout(generation, torch.bfloat16))
         most = max(plan.bytes_received.values())
         whole = time.process_time() - began
         emit(f"{name}: {len(params):,} parameters asked of vLLM, tp {TP}", traced, "CPU s")
         emit(f"{name}: the most that a rank receives", most / 1e9, "GB")
-        good &= emit(f"{name}: asked and planned, {RANKS} ranks", whole, "CPU s", bar=bar, at_most=True)
+        good &= emit(
+            f"{name}: asked and planned, {RANKS} ranks", whole, "CPU s", bar=bar, at_most=True
+        )
     return 0 if good else 1
 
 
