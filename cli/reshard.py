@@ -32,6 +32,7 @@ from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.kit.console import make_console, print_line, print_table
 from hybridflow.kit.huggingface.shapes import PUBLISHED, read_fields
 from hybridflow.kit.layouts import zero3_layout
+from hybridflow.kit.planned import AsksLoader, TracedRanks
 
 SIZES = ("pp", "tp", "dp", "cp", "ep")
 """Sizes that --from may have; --to has pp and tp."""
@@ -58,6 +59,12 @@ class ReshardCommand(Command):
             metavar="LAYOUT",
             help='"tp=2", also pp, engine=NAME and settings of the engine',
         )
+        parser.add_argument("--engine", default="", help="the same as engine=NAME in --to")
+        parser.add_argument(
+            "--formula",
+            action="store_true",
+            help="take what the engine holds from a formula, also where its loader can be asked",
+        )
         parser.add_argument(
             "--model",
             required=True,
@@ -79,7 +86,15 @@ class ReshardCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> int:
         a = arguments
-        reshard(a.source, a.target, a.model, a.dtype, a.grouping, a.ranks)
+        reshard(
+            a.source,
+            f"{a.target},engine={a.engine}" if a.engine else a.target,
+            a.model,
+            a.dtype,
+            a.grouping,
+            a.ranks,
+            formula=a.formula,
+        )
         return 0
 
 
@@ -91,14 +106,21 @@ class Source:
     backend: str
     settings: TrainingSettings
 
-    def shape(self, model: str) -> ModelShape:
+    def shape(self, model: str, traced: TracedRanks | None = None) -> ModelShape:
         """Return the shape of a published model, else of the config that `model` names.
 
-        The backend reads the fields of a config. Raises ConfigError.
+        The backend reads the fields of a config. One that it does not know has the parameters that
+        `traced` names, which backends without tensor parallelism cut as any others. Raises
+        ConfigError.
         """
         if model in PUBLISHED:
             return PUBLISHED[model]
-        return self.settings.model_shape(read_fields(model))
+        try:
+            return self.settings.model_shape(read_fields(model))
+        except ConfigError:
+            if traced is None or self.layout.tp * self.layout.pp * self.layout.ep > 1:
+                raise
+            return traced.shape()
 
     def weights(self, shape: ModelShape, dtype: torch.dtype) -> WeightLayout:
         """Return what each rank holds of a model's weights. Raises ConfigError for a layout not
@@ -217,6 +239,28 @@ def read_target(text: str) -> Target:
     return Target(sizes.get("pp", 1), sizes.get("tp", 1), name, engine_settings(config))
 
 
+def ask_loader(
+    target: Target, model: str, dtype: torch.dtype, formula: bool
+) -> tuple[TracedRanks | None, str]:
+    """Return what the engine's loader takes, or None, and in words which of both it is.
+
+    It is asked for a config.json, where the engine is installed. Raises ConfigError, and ModelError
+    for a model that the engine does not take.
+    """
+    settings = target.settings
+    if not isinstance(settings, AsksLoader):
+        return None, f"by the formula; the loader of {target.engine} is not asked"
+    if formula:
+        return None, "by the formula, as --formula asks"
+    if model in PUBLISHED:
+        return None, f"by the formula; {model} is a shape without a config.json"
+    if (missing := settings.loader_missing()) is not None:
+        return None, f"by the formula; {missing}"
+    if target.pp > 1:
+        return None, f"by the formula; the loader of {target.engine} is asked with pp 1 alone"
+    return settings.traced(read_fields(model), target.tp, dtype), "by its own loader"
+
+
 def reshard(
     source: str,
     target: str,
@@ -225,8 +269,11 @@ def reshard(
     grouping: str = "zero-redundancy",
     ranks: bool = False,
     console: Console | None = None,
+    formula: bool = False,
 ) -> None:
     """Print the comparison; `ranks`: also the figures of every rank.
+
+    What the engine holds is asked of its own loader where that can be; not with `formula`.
 
     Raises ConfigError for layouts that cannot be. It reads a config at the most, and moves nothing.
     """
@@ -234,7 +281,9 @@ def reshard(
     console = console or make_console()
     origin = read_source(source)
     wanted = read_target(target)
-    shape = origin.shape(model)
+    weights = getattr(torch, dtype)
+    traced, how = ask_loader(wanted, model, weights, formula)
+    shape = origin.shape(model, traced)
     layout = origin.layout
     if registry().engine_capabilities(wanted.engine).grouping == "consecutive":
         grouping = "consecutive"
@@ -245,14 +294,18 @@ def reshard(
         raise ConfigError(f"--to {target!r}: {error}") from error
 
     # Our plan: shard to shard.
-    weights = getattr(torch, dtype)
+    def taken(generation: GenerationLayout) -> WeightLayout:
+        if traced is not None:
+            return traced.layout(generation, weights)
+        return wanted.settings.planned_layout(shape, generation, weights)
+
     held = origin.weights(shape, weights)
-    plan = plan_reshard(held, wanted.settings.planned_layout(shape, asked, weights))
-    _head(console, model, shape, origin, wanted, asked, weights)
+    plan = plan_reshard(held, taken(asked))
+    _head(console, model, shape, origin, wanted, asked, weights, how)
 
     # Engines to compare with gather whole parameters, and have consecutive ranks in their groups.
     everything = zero3_layout(shape.params(weights), layout.world, shape.ties)
-    sliced = wanted.settings.planned_layout(shape, ordinary, weights)
+    sliced = taken(ordinary)
     over_all = gather_plan(everything, sliced, [list(range(layout.world))])
     over_replica = gather_plan(held, sliced, _replicas(held, layout))
     rows = [
@@ -297,8 +350,9 @@ def _head(
     target: Target,
     asked: GenerationLayout,
     dtype: torch.dtype,
+    how: str,
 ) -> None:
-    """Print the model's size, and the two layouts."""
+    """Print the model's size, the two layouts, and how the engine's was found."""
     total = sum(param.numel for param in shape.params().values())
     layout = source.layout
     print_line(
@@ -311,6 +365,7 @@ def _head(
         f"from {source.backend} {layout} ({layout.world} ranks, {layout.order}) to "
         f"{len(asked.replicas)} replicas of {target.engine} pp {asked.pp} x tp {asked.tp}",
     )
+    print_line(console, f"what {target.engine} takes: {how}")
     print_line(console)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, Self
 
@@ -15,6 +16,7 @@ from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
+from hybridflow.kit.planned import AsksLoader, TracedRanks, ask_child
 
 OURS = frozenset({
     "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "seed",
@@ -39,7 +41,7 @@ def argument_names() -> tuple[str, ...]:
 
 
 @attrs.frozen
-class VLLMConfig(ProcessConfig):
+class VLLMConfig(ProcessConfig, AsksLoader):
     """vLLM runs in the worker's own process, or in a child of it."""
 
     own_process: bool = False
@@ -89,12 +91,32 @@ class VLLMConfig(ProcessConfig):
     ) -> WeightLayout:
         """Return the boxes that vLLM's loader takes of the models whose shapes are known.
 
-        In a run they are asked of the loader itself. vLLM pads the vocabulary to a multiple of 64.
+        In a run they are asked of the loader itself, as `traced` does. vLLM pads the vocabulary to a multiple of 64.
         """
         from hybridflow.kit.layouts import engine_layout
 
         multiple = max(VOCABULARY_MULTIPLE // generation.tp, 1)
         return engine_layout(shape, generation, shape.params(dtype), multiple)
+
+    def loader_missing(self) -> str | None:
+        """Say that vLLM is not installed, where it is not."""
+        return "vLLM is not installed" if package_folder("vllm") is None else None
+
+    def traced(self, fields: Mapping[str, Any], tp: int, dtype: torch.dtype) -> TracedRanks:
+        """Return what vLLM's loader takes on each tp rank, asked in a child process.
+
+        Raises ModelError for a model that vLLM does not take.
+        """
+        arguments = dict(self.engine_args)
+        if self.max_length:
+            arguments["max_model_len"] = self.max_length
+        request = {
+            "fields": fields,
+            "tp": tp,
+            "dtype": str(dtype).removeprefix("torch."),
+            "arguments": arguments,
+        }
+        return ask_child("hybridflow.backends.vllm.planned", "vLLM", request)
 
     def one_of(self, engines: int) -> Self:
         """Return these settings for one of `engines` on a device: at most half of it for all."""

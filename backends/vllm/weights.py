@@ -42,7 +42,7 @@ class MappedWeights:
         self.device = device
         self.layers = dict(model.named_modules())
         with self._on_meta():
-            tensors = _tensors_of(model)
+            tensors = tensors_of(model)
             self.map: LoaderMap = trace(model.load_weights, tensors, params)
             problems = list(uncovered(self.map, tensors))
         self._targets = frozenset().union(*self.map.touched.values())
@@ -388,7 +388,7 @@ def _process_again(layer: Any) -> None:
         layer.quant_method.process_weights_after_loading(layer)
 
 
-def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the model's parameters and buffers by name."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     return tensors | dict(model.named_parameters(remove_duplicate=False))

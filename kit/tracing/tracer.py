@@ -71,27 +71,8 @@ def trace(
     then is in `touched`.
     """
     watch = _Watch(tensors)
-    for name, param in params.items():
-        watch.begin(name, param)
-        source = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        key = _key(source)
-        watch.sources[key] = (name, param)
-        try:
-            with torch.no_grad(), _in_this_thread(), watch:
-                load([(name, source)])
-        except Exception as error:  # it looks at values, or does not know the name
-            text = str(error).splitlines()[0] if str(error) else ""
-            watch.spoil(name, f"{type(error).__name__}: {text}")
-
-        # A source that somebody keeps may be copied when other values come.
-        left = StorageWeakRef(source.untyped_storage())
-        watch.forget()
-        del source
-        if left.expired():
-            del watch.sources[key]
-        else:
-            watch.spoil(name, "the loader keeps it for later")
-
+    if params:
+        _hand_over(watch, load, list(params.items()))
     pieces = {
         name: merged(dict.fromkeys(found))
         for name, found in watch.pieces.items()
@@ -99,6 +80,68 @@ def trace(
     }
     touched = {name: frozenset(tensors) for name, tensors in watch.touched.items()}
     return LoaderMap(pieces, tuple(dict.fromkeys(watch.fills)), watch.opaque, touched)
+
+
+def _hand_over(watch: _Watch, load: Load, params: list[tuple[str, Param]]) -> None:
+    """Give the loader all parameters in one call, and halves of them where it does not just copy.
+
+    Many calls would cost much: a loader looks through the whole model at each. What is not simple
+    comes down to a call of its own, so that its reason has the right name.
+    """
+    known = dict(watch.opaque)
+    fills = len(watch.fills)
+    if _clean(watch, load, dict(params)) or len(params) == 1:
+        return
+
+    # What such a call has noted does not count.
+    watch.opaque = known
+    del watch.fills[fills:]
+    middle = len(params) // 2
+    _hand_over(watch, load, params[:middle])
+    _hand_over(watch, load, params[middle:])
+
+
+def _clean(watch: _Watch, load: Load, group: Mapping[str, Param]) -> bool:
+    """Give these parameters to the loader in one call; return whether it just copies them."""
+    # Sources live until the call has ended, so that no other tensor gets the storage of one.
+    sources = {
+        name: torch.empty(param.shape, dtype=param.dtype, device="meta")
+        for name, param in group.items()
+    }
+    keys = {_key(source): (name, group[name]) for name, source in sources.items()}
+    asked = set()
+
+    def handed() -> Iterator[tuple[str, torch.Tensor]]:
+        for key, (name, param) in keys.items():
+            asked.add(name)
+            watch.forget()
+            watch.begin(name, param)
+            watch.sources[key] = (name, param)
+            yield name, sources[name]
+
+    # A list for one, as loaders are used to; they take what they ask for of many.
+    pairs = handed()
+    try:
+        with torch.no_grad(), _in_this_thread(), watch:
+            load(list(pairs) if len(group) == 1 else pairs)  # type: ignore[arg-type]
+    except Exception as error:  # it looks at values, or does not know the name
+        text = str(error).splitlines()[0] if str(error) else ""
+        watch.spoil(watch.name, f"{type(error).__name__}: {text}")
+
+    # A source that somebody keeps may be copied when other values come.
+    pairs.close()
+    left = {
+        name: (key, StorageWeakRef(sources[name].untyped_storage()))
+        for key, (name, _) in keys.items()
+    }
+    watch.forget()
+    sources.clear()
+    for name, (key, storage) in left.items():
+        if storage.expired():
+            watch.sources.pop(key, None)
+        else:
+            watch.spoil(name, "the loader keeps it for later")
+    return len(asked) == len(group) and asked.isdisjoint(watch.opaque)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from helpers.installed import needs
 
 from hybridflow.cli.main import main
 
@@ -94,3 +95,37 @@ def test_what_cannot_be_is_said(source, target, said, capsys):
 def test_an_unknown_model_names_the_known_ones(capsys):
     assert main(["reshard", "--from", "tp=2", "--to", "tp=1", "--model", "gpt-5"]) == 1
     assert "llama-70b" in capsys.readouterr().err
+
+
+FIELDS = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "intermediate_size": 192, "vocab_size": 97, "max_position_embeddings": 128,
+          "tie_word_embeddings": True}  # fmt: skip
+TO_VLLM = ["reshard", "--from", "backend=fsdp,dp=4", "--to", "tp=2", "--engine", "vllm"]
+
+
+@needs("vllm")
+def test_vllms_own_loader_is_asked_also_for_a_model_that_no_formula_knows(capsys, tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(FIELDS))
+    assert main([*TO_VLLM, "--model", str(config)]) == 0
+    asked = capsys.readouterr().out
+    assert "what vllm takes: by its own loader" in asked
+    assert main([*TO_VLLM, "--model", str(config), "--formula"]) == 0
+    formula = capsys.readouterr().out
+    assert "what vllm takes: by the formula, as --formula asks" in formula
+    assert rows(asked)["planned"][0] == rows(formula)["planned"][0]
+
+    config.write_text(json.dumps({**FIELDS, "model_type": "gemma2", "head_dim": 32}))
+    assert main([*TO_VLLM, "--model", str(config)]) == 0
+    assert "what vllm takes: by its own loader" in capsys.readouterr().out
+    assert main([*TO_VLLM, "--model", str(config), "--formula"]) != 0
+    assert "gemma2" in capsys.readouterr().err
+
+
+def test_the_output_says_why_a_formula_served(capsys, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS))
+    monkeypatch.setattr("hybridflow.backends.vllm.config.package_folder", lambda name: None)
+    assert main([*TO_VLLM, "--model", str(tmp_path)]) == 0
+    assert "what vllm takes: by the formula; vLLM is not installed" in capsys.readouterr().out
+    assert main([*TO_VLLM, "--model", "llama-7b"]) == 0
+    assert "llama-7b is a shape without a config.json" in capsys.readouterr().out

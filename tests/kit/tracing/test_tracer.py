@@ -166,6 +166,45 @@ def test_a_loader_that_ignores_or_refuses_a_name_says_so():
     assert found.opaque == {"refused": "KeyError: 'refused'"}
 
 
+def test_many_parameters_are_one_call_and_an_unclean_one_takes_few_more():
+    home = torch.empty(64, 4, device="meta")
+    calls = []
+
+    def load(pairs):
+        calls.append([])
+        for name, source in pairs:
+            calls[-1].append(name)
+            row = int(name[1:])
+            home[row].copy_(source * 2 if row in doubled else source)
+            home[row, 3:].fill_(0)
+
+    params = {f"w{row}": Param((4,), torch.float32) for row in range(64)}
+    doubled: set[int] = set()
+    found = trace(load, {"home": home}, params)
+    assert calls == [list(params)] and not found.opaque
+    assert found.pieces["w9"][0][1].offset == 9 * 4
+
+    # Halves of 64, 32, ... 2 around it: 6 pairs of calls behind the first.
+    calls.clear()
+    doubled.add(9)
+    again = trace(load, {"home": home}, params)
+    assert len(calls) == 13 and dict(again.opaque) == {"w9": "it is computed"}
+    assert again.pieces == {name: held for name, held in found.pieces.items() if name != "w9"}
+    assert set(again.fills) == set(found.fills) and again.touched == found.touched
+
+
+def test_a_loader_that_sorts_what_it_gets_is_asked_one_by_one():
+    home = torch.empty(3, 4, device="meta")
+
+    def load(pairs):
+        for name, source in sorted(pairs, reverse=True):
+            home[int(name)].copy_(source)
+
+    found = trace(load, {"home": home}, {str(row): Param((4,), torch.float32) for row in range(3)})
+    assert [found.pieces[str(row)][0][1].offset for row in range(3)] == [0, 4, 8]
+    assert not found.opaque
+
+
 def test_a_source_that_is_kept_for_later_is_opaque():
     kept = []
     found = trace(kept.extend, {}, {"w": Param((2, 2), torch.float32)})
