@@ -27,11 +27,13 @@ from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.patches import (
     a_guest,
     end,
+    groups_of,
     own_shared_memory,
-    renew_groups,
+    running,
 )
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.parallel import Replicas
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
@@ -80,9 +82,10 @@ class VLLMEngine(ContinuousEngine, Hostable):
             write_config(hf_config, folder)
             from vllm import LLM
 
-            renew_groups()
-            self.llm = LLM(**self._arguments(folder))
+            with groups_of(self._replicas()):
+                self.llm = LLM(**self._arguments(folder))
         self.engine = self.llm.llm_engine
+        running(self.engine)
         self._runner = self.engine.model_executor.driver_worker.worker.model_runner
 
         from hybridflow.backends.vllm.sampler import SeededSampler
@@ -157,6 +160,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
             )
         return WeightLayout(params, held, self.ties, frozenset(params))
 
+    def _replicas(self) -> Replicas:
+        """Return the ranks of all replicas; without a layout of generation each rank is one."""
+        if self.context.generation is not None:
+            return self.context.generation.replicas
+        return tuple(((rank,),) for rank in range(self.context.world_size))
+
     def _variables(self) -> dict[str, str]:
         """Return the environment variables for vLLM's start, its place among the ranks included."""
         rank = str(self.context.rank)
@@ -226,6 +235,10 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if self.device.type == "cuda":
             arguments["gpu_memory_utilization"] = config.gpu_memory
             arguments["enable_sleep_mode"] = True
+            # vLLM's own all-reduce looks for the devices of all tp ranks in this process, and fails
+            # where it sees its own alone, as under Ray.
+            if torch.cuda.device_count() < arguments["tensor_parallel_size"]:
+                arguments["disable_custom_all_reduce"] = True
         return arguments | config.engine_args
 
     def close(self) -> None:

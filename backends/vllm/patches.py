@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.parallel import Replicas
 
 SHARED = Path("/dev/shm")
 """Where Linux keeps the names of shared memory."""
@@ -77,24 +81,78 @@ def own_shared_memory(token: str) -> Iterator[None]:
         _unlink_queues()
 
 
-def renew_groups() -> None:
-    """Let vLLM make its groups anew if those that it remembers have ended.
+@contextlib.contextmanager
+def groups_of(replicas: Replicas) -> Iterator[None]:
+    """Let vLLM form its groups of these replicas; a rank's place in its group is its tp rank.
+
+    vLLM 0.32 knows neighbours alone: it cuts 0, 1, 2, ... into replicas, of which the n-th rank is
+    made the n-th of ours. The ranks of a group must ascend, since torch sorts them. Raises
+    HybridFlowError where an engine runs in this process with other groups.
+    """
+    from vllm.distributed import parallel_state
+
+    _renew(replicas)
+    order = [rank for replica in replicas for stage in replica for rank in stage]
+    original = parallel_state.init_model_parallel_group
+
+    def in_order(numbers: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
+        ranks = [[order[number] for number in group] for group in numbers]
+        return original(ranks, *args, **kwargs)
+
+    parallel_state.init_model_parallel_group = in_order
+    try:
+        yield
+    finally:
+        parallel_state.init_model_parallel_group = original
+
+
+_REPLICAS: Replicas = ()
+"""Those that vLLM's groups in this process were made of."""
+_RUNNING: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The engines that run in this process, by id(). All of them use the same groups."""
+
+
+def running(engine: Any) -> None:
+    """Note that an engine of vLLM's uses the groups, until `end`."""
+    _RUNNING[id(engine)] = engine
+
+
+def _renew(replicas: Replicas) -> None:
+    """Let vLLM make its groups anew if those that it remembers have ended, or are of other ranks.
 
     vLLM makes them once in a process, for the model that comes first. A second run in this process
     has other process groups, and a mixture of experts behind a dense model lacks the group of
     experts, which without expert parallelism is that of the tp ranks.
     """
+    global _REPLICAS
     from vllm.distributed import parallel_state
 
+    before = _REPLICAS
+    if _RUNNING and before != replicas:
+        raise HybridFlowError(
+            "vLLM has one set of groups in a process: an engine runs with the replicas "
+            f"{_listed(before)}, and this one asks for {_listed(replicas)}; give the roles of the "
+            "pool the same layout and generation"
+        )
+    _REPLICAS = replicas
     world = parallel_state._WORLD
     if world is None:
         return
-    if world.device_group in dist.distributed_c10d._world.pg_map:
+
+    # Ended groups are forgotten. Those of other ranks end, and that of the world stays.
+    if world.device_group not in dist.distributed_c10d._world.pg_map:
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+    elif before != replicas:
+        parallel_state.destroy_model_parallel()
+    else:
         parallel_state._EP = parallel_state._EP or parallel_state._TP
-        return
-    for name, value in list(vars(parallel_state).items()):
-        if isinstance(value, parallel_state.GroupCoordinator):
-            setattr(parallel_state, name, None)
+
+
+def _listed(replicas: Replicas) -> str:
+    """Write the ranks of replicas, one bracket for each."""
+    return " ".join(str([rank for stage in replica for rank in stage]) for replica in replicas)
 
 
 def process_as_at_first(layer: Any) -> None:
@@ -116,6 +174,7 @@ def end(engine: Any) -> None:
 
     vLLM's own end runs as a finalizer, and would destroy process groups that are not its own.
     """
+    _RUNNING.pop(id(engine), None)
     client = engine.engine_core
     finalizer = getattr(client, "_finalizer", None)
     if finalizer is not None:

@@ -19,7 +19,6 @@ def hybridflow_plugins():
                 sleeps_on=frozenset({"cuda"}),
                 continuous=True,
                 traced_layout=True,
-                grouping="consecutive",
                 views=False,
                 process="either",
             ),

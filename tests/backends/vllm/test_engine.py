@@ -13,7 +13,7 @@ from hybridflow.backends.vllm.engine import VLLMEngine
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
-from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.kit.testing import tiny_config
 
 SMALL = VLLMConfig(kv_memory_gb=0.05, max_sequences=64)
@@ -51,3 +51,21 @@ def test_a_model_that_is_no_policy_is_refused_before_vllm_is_imported(kind):
     ):
         engine.start()
     engine.close()  # there is nothing to end
+
+
+@pytest.mark.parametrize(
+    ("device", "seen", "tp", "off"),
+    [("cuda", 1, 2, True), ("cuda", 1, 1, False), ("cuda", 2, 2, False), ("cpu", 0, 2, False)],
+)
+def test_vllms_own_all_reduce_is_off_where_a_rank_sees_its_device_alone(
+    monkeypatch, device, seen, tp, off
+):
+    # vLLM asks its table of device pairs for "0->1", which has no such pair where one device is seen.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    layout = ParallelLayout(dp=2)
+    context = RankContext(
+        "actor", 0, layout, torch.device(device), generation=generation_layout(layout, tp=tp)
+    )
+    engine = VLLMEngine(ModelSpec(tiny_config(), None, 0), SMALL, context)
+    engine.max_positions = 32
+    assert engine._arguments("folder").get("disable_custom_all_reduce", False) is off

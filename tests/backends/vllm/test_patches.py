@@ -7,13 +7,20 @@ import uuid
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers.installed import needs
 
-from hybridflow.backends.vllm.patches import SHARED, a_guest, end, own_shared_memory
-from hybridflow.kit.testing import one_rank
+from hybridflow.backends.vllm.config import VLLMConfig
+from hybridflow.backends.vllm.engine import VLLMEngine
+from hybridflow.backends.vllm.patches import SHARED, a_guest, end, groups_of, own_shared_memory
+from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.kit.testing import one_rank, reference
 
 
 @pytest.fixture
@@ -112,3 +119,49 @@ def test_shared_memory_has_names_of_its_own_and_is_unlinked():
             mine[1].write_bytes(b"sums")
             raise OSError("the link is down")
     assert names.make_group_name is before and not any(path.exists() for path in mine)
+
+
+def groups_in_turn(rank: int, world: int, spec: Any) -> list[Any]:
+    """(ranks of vLLM's tp group, place in it) of engines in turn, and what a second one beside another says."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    def engine(train: ParallelLayout, tp: int, grouping: str) -> VLLMEngine:
+        generation = generation_layout(train, tp=tp, grouping=grouping)
+        context = RankContext("actor", rank, train, torch.device("cpu"), 0, generation)
+        return VLLMEngine(spec, VLLMConfig(kv_memory_gb=0.02, max_sequences=4), context)
+
+    four = ParallelLayout(tp=4)
+    found: list[Any] = []
+    for tp, grouping in [(2, "zero-redundancy"), (2, "consecutive"), (4, "consecutive")]:
+        one = engine(four, tp, grouping)
+        one.start()
+        found.append((list(get_tp_group().ranks), get_tp_group().rank_in_group))
+        if len(found) == 2:
+            with pytest.raises(HybridFlowError) as refused:
+                engine(four, 2, "zero-redundancy").start()
+            found.append(str(refused.value))
+        one.close()
+    return found
+
+
+@needs("vllm")
+@pytest.mark.timeout(300)
+def test_tensor_parallel_groups_are_those_of_the_layout_one_set_at_a_time(ranks):
+    spec = attrs.evolve(reference("llama", width=128).spec, path=None)
+    for rank, found in enumerate(ranks(groups_in_turn, 4, spec)):
+        alternate, place = [[0, 2], [1, 3]][rank % 2], rank // 2
+        assert found[0] == (alternate, place)
+        assert found[1] == ([[0, 1], [2, 3]][rank // 2], rank % 2)
+        assert "replicas [0, 1] [2, 3], and this one asks for [0, 2] [1, 3]" in found[2]
+        assert found[3] == ([0, 1, 2, 3], rank)
+
+
+@needs("vllm")
+def test_vllm_has_its_own_way_of_making_groups_back():
+    from vllm.distributed import parallel_state
+
+    before = parallel_state.init_model_parallel_group
+    with pytest.raises(RuntimeError, match="no memory"), groups_of((((0,),),)):
+        assert parallel_state.init_model_parallel_group is not before
+        raise RuntimeError("no memory")
+    assert parallel_state.init_model_parallel_group is before
