@@ -135,19 +135,27 @@ def _renew(replicas: Replicas) -> None:
             "pool the same layout and generation"
         )
     _REPLICAS = replicas
-    world = parallel_state._WORLD
-    if world is None:
+    forget_ended_groups()
+    if parallel_state._WORLD is None:
         return
 
-    # Ended groups are forgotten. Those of other ranks end, and that of the world stays.
-    if world.device_group not in dist.distributed_c10d._world.pg_map:
-        for name, value in list(vars(parallel_state).items()):
-            if isinstance(value, parallel_state.GroupCoordinator):
-                setattr(parallel_state, name, None)
-    elif before != replicas:
+    # Groups of other ranks end, and that of the world stays.
+    if before != replicas:
         parallel_state.destroy_model_parallel()
     else:
         parallel_state._EP = parallel_state._EP or parallel_state._TP
+
+
+def forget_ended_groups() -> None:
+    """Let vLLM forget its groups if the process groups behind them have ended."""
+    from vllm.distributed import parallel_state
+
+    world = parallel_state._WORLD
+    if world is None or world.device_group in dist.distributed_c10d._world.pg_map:
+        return
+    for name, value in list(vars(parallel_state).items()):
+        if isinstance(value, parallel_state.GroupCoordinator):
+            setattr(parallel_state, name, None)
 
 
 def _listed(replicas: Replicas) -> str:

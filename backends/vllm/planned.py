@@ -123,7 +123,7 @@ def _groups_of_nobody(tp: int, rank: int) -> Iterator[None]:
         parallel_state,
     )
 
-    from hybridflow.backends.vllm.patches import renew_groups
+    from hybridflow.backends.vllm.patches import forget_ended_groups
 
     new_group = dist.new_group
     coordinator: Any = parallel_state.GroupCoordinator
@@ -152,7 +152,7 @@ def _groups_of_nobody(tp: int, rank: int) -> Iterator[None]:
         coordinator.__init__ = make
         parallel_state._node_count = count_nodes
         dist.destroy_process_group()
-        renew_groups()
+        forget_ended_groups()
 
 
 def main() -> None:

@@ -85,8 +85,8 @@ def shifted(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
 
     def call(load, tensors, params):
         found = original(load, tensors, params)
-        pieces = {**found.pieces, name: tuple(map(change, found.pieces[name]))}
-        return attrs.evolve(found, pieces=pieces)
+        pieces = [new for piece in found.pieces[name] for new in change(piece)]
+        return attrs.evolve(found, pieces={**found.pieces, name: tuple(pieces)})
 
     return call
 
@@ -94,22 +94,41 @@ def shifted(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
 
-def one_row_further(piece):
-    box, window = piece
-    return box, attrs.evolve(window, offset=window.offset + window.stride[0])
-
-
-def half(piece):
+def halves_of(piece):
     box, window = piece
     rows = box.shape[0] // 2
     size = (rows, *window.size[1:])
-    return Box(box.start, (rows, *box.stop[1:])), attrs.evolve(window, size=size)
+    middle = (box.start[0] + rows, *box.start[1:])
+    further = window.offset + rows * window.stride[0]
+    return [
+        (Box(box.start, (middle[0], *box.stop[1:])), attrs.evolve(window, size=size)),
+        (Box(middle, box.stop), attrs.evolve(window, size=size, offset=further)),
+    ]
+
+
+def one_row_further(piece):
+    box, window = piece
+    return [(box, attrs.evolve(window, offset=window.offset + window.stride[0]))]
+
+
+def half(piece):
+    return halves_of(piece)[:1]
+
+
+def halves_exchanged(piece):
+    """Every element has one source, the wrong one: only real values can tell."""
+    (first, to_first), (second, to_second) = halves_of(piece)
+    return [(first, to_second), (second, to_first)]
 
 
 @needs("vllm")
 @pytest.mark.parametrize(
     "change, said",
-    [(one_row_further, "brings other values of"), (half, "writes more of .* than was traced")],
+    [
+        (one_row_further, "two values come to one element of"),
+        (half, r"nothing gives \d+ of \d+ elements of .* their values"),
+        (halves_exchanged, "brings other values of"),
+    ],
 )
 def test_a_map_that_is_wrong_ends_the_start(monkeypatch, change, said):
     from hybridflow.backends.vllm import weights
