@@ -140,7 +140,7 @@ def _groups_of_nobody(tp: int, rank: int) -> Iterator[None]:
         return new_group(ranks, backend="fake")
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
-    dist.new_group = group_of_nobody
+    dist.new_group = group_of_nobody  # type: ignore[assignment]
     coordinator.__init__ = make_alone
     parallel_state._node_count = lambda group: 1
     try:

@@ -15,7 +15,7 @@ a source makes its parameter opaque, with the reason; so the map is right, or sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -111,7 +111,7 @@ def _clean(watch: _Watch, load: Load, group: Mapping[str, Param]) -> bool:
     keys = {_key(source): (name, group[name]) for name, source in sources.items()}
     asked = set()
 
-    def handed() -> Iterator[tuple[str, torch.Tensor]]:
+    def handed() -> Generator[tuple[str, torch.Tensor], None, None]:
         for key, (name, param) in keys.items():
             asked.add(name)
             watch.forget()
