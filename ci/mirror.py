@@ -7,10 +7,10 @@ and calls nothing does not count.
 
     python ci/mirror.py                    every module: some minutes
     python ci/mirror.py core/job kit       those of these folders or files
-    python ci/mirror.py --paths            only whether the mirrored files exist: a second
+    python ci/mirror.py --paths            only whether the mirrored files exist: a second; a report, never fails
 
 Functions that hold no statement of their own (abstract ones, protocols) are not counted, nor are modules that have
-no others. Exits 1 where fewer than 85% of all modules count.
+no others. Exits 1 where fewer than 85% of all modules fail when broken.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def main(arguments: list[str]) -> int:
     print(
         f"mirrored: {count} of {len(problems)} modules with functions ({share:.0%}; bar {LEAST:.0%})"
     )
-    return 0 if share >= LEAST else 1
+    return 0 if given.only_paths or share >= LEAST else 1
 
 
 if __name__ == "__main__":
