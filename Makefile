@@ -3,7 +3,9 @@
 # make text, make paths  reports: how the code reads, which module has no test of its own
 # make mirror  breaks each module and sees its test fail
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
+# make test-fake  training backends on GPUs and ranks that are not there
 # make matrix  each training backend with each rollout engine
+# make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds
 # make bench  every benchmark, beside its peers        make clean  remove what these made
 SHELL := /bin/bash
@@ -39,13 +41,25 @@ ENGINES := vllm sglang deepspeed megatron
 test-engines: .venv-engines/.done
 	.venv-engines/bin/python -m pytest tests/engines $(ENGINES:%=tests/backends/%)
 
+# Backends on GPUs and ranks that are not there; they register a device for the whole process, so they run apart.
+test-fake: .venv-engines/.done
+	HYBRIDFLOW_FAKE=1 .venv-engines/bin/python -m pytest -n0 tests/fake
+
+# Their memory at full depth.
+bench-fake: $(VENV)/.done
+	$(PY) bench/fake.py
+
 matrix: .venv-engines/.done
 	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest tests/engines/test_combinations.py -v
+
+zoo: .venv-engines/.done
+	.venv-engines/bin/python ci/zoo.py
 
 # Types and import contracts are checked on an installed copy: tools do not follow the editable install's mapping.
 check: $(VENV)/.done
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(PY) -m ruff check --select E501 --config 'lint.pycodestyle.max-line-length=100' core kit planner cli backends algorithms
 	rm -rf .installed build && $(PIP) install -q --no-deps --no-build-isolation --target .installed .
 	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.kit -p hybridflow.planner -p hybridflow.cli -p hybridflow.backends -p hybridflow.algorithms
 	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
@@ -90,4 +104,4 @@ curves: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines matrix check text paths mirror docs bench curves clean
+.PHONY: demo test test-engines test-fake bench-fake matrix zoo check text paths mirror docs bench curves clean

@@ -1,7 +1,7 @@
-"""CPU seconds to ask vLLM's loader what one tp rank takes of a model's config.json, and to plan a sync with it.
+"""CPU seconds to ask vLLM's loader what each tp rank takes of a model's config.json, and to plan a sync with it.
 
-In a process of one thread, imports apart: the saved parameters by transformers, vLLM's model on meta, its loader traced,
-and the plan from FSDP on 64 ranks to vLLM. Tensor rank 1 alone is asked; the plan gives its boxes to all. Needs vLLM.
+In a process of one thread, imports apart: the saved parameters by transformers, vLLM's model of each of eight tp ranks on
+meta, its loader traced, and the plan from FSDP on 64 ranks to vLLM. Needs vLLM.
 One JSON line per figure; exits 1 when a bar is missed.
 """
 
@@ -40,7 +40,6 @@ def main() -> int:
     from hybridflow.core.resharding.plan import plan_reshard
     from hybridflow.core.values.parallel import ParallelLayout, generation_layout
     from hybridflow.kit.layouts import fsdp_layout
-    from hybridflow.kit.planned import TracedRanks
 
     for config, _ in MODELS.values():
         small = {"vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 1, "intermediate_size": 128,
@@ -53,9 +52,8 @@ def main() -> int:
     generation = generation_layout(layout, tp=TP, grouping="consecutive")
     for name, (config, bar) in MODELS.items():
         began = time.process_time()
-        one = planned.traced_ranks(config, TP, "bfloat16", {}, ranks=[1])
+        ranks = planned.traced_ranks(config, TP, "bfloat16", {})
         traced = time.process_time() - began
-        ranks = TracedRanks(one.shapes, one.ties, one.boxes * TP, one.opaque)
         params = ranks.params(torch.bfloat16)
         plan = plan_reshard(fsdp_layout(params, layout), ranks.layout(generation, torch.bfloat16))
         most = max(plan.bytes_received.values())

@@ -47,10 +47,16 @@ class PlanCommand(Command):
         parser.add_argument(
             "--timeline", metavar="FILE", help="draw the step: a file ending in .svg or .png"
         )
+        parser.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="take the memory from the backends' own code, without devices: minutes",
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         a = arguments
-        plan(a.config, a.overrides, a.cluster, a.write, read_sizes(a.what_if), a.timeline)
+        sizes = read_sizes(a.what_if)
+        plan(a.config, a.overrides, a.cluster, a.write, sizes, a.timeline, dry_run=a.dry_run)
         return 0
 
 
@@ -73,17 +79,19 @@ def plan(
     what_if: Sequence[int] = (),
     timeline: str | None = None,
     console: Console | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Print the best placement of each run stage of a config; starts nothing.
 
     `write` and `timeline` are files for the config with this placement, and for a picture of the
-    step. With `what_if` it prints a table of these numbers of devices instead. Raises
-    HybridFlowError where nothing fits.
+    step. With `dry_run` the memory by the backends' own code follows. With `what_if` it prints a
+    table of these numbers of devices instead. Raises HybridFlowError where nothing fits.
     """
     console = console or make_console()
-    if what_if and (write or timeline):
+    if what_if and (write or timeline or dry_run):
         raise ConfigError(
-            "--what-if tables many plans; leave out --write and --timeline, which are of one"
+            "--what-if tables many plans; leave out --write, --timeline and --dry-run, which are "
+            "of one"
         )
     if write and overrides:
         raise ConfigError(
@@ -118,6 +126,12 @@ def plan(
     if timeline is not None:
         draw_steps(timeline, plans)
         print_line(console, f"drawn: {timeline}")
+
+    # The slowest part comes last, and tells how far it is.
+    if dry_run:
+        for job in jobs:
+            _head(console, job)
+            _print(console, planner_of(job).rehearse(job, clusters[job.stage]))
 
 
 def _print_plans(

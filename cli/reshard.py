@@ -221,7 +221,7 @@ def read_source(text: str) -> Source:
 
 
 def read_target(text: str) -> Target:
-    """Return the target that --to names. Raises ConfigError, and PluginError for an unknown engine."""
+    """Return the target that --to names. Raises ConfigError; PluginError for an unknown engine."""
     # Sizes and engine leave the table; what remains are the engine's settings.
     table = read_table(text, "--to")
     sizes = _sizes(table, "--to", ("pp", "tp"))

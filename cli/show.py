@@ -200,7 +200,7 @@ def _is_given(tables: Mapping[str, Any], key: str) -> bool:
 
 
 def blocks(job: Job, provenance: Provenance) -> list[Block]:
-    """Return the sections of a job in the order of a file, then its roles, then what is not used."""
+    """Return a job's sections in the order of a file, then its roles, then what is not used."""
     sources = Sources(job, provenance)
     of = sources.values
 

@@ -41,6 +41,7 @@ import attrs
 from hybridflow.core.errors import WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.running.agreement import Agreement
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.reporting import Reporter
@@ -103,6 +104,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
     with session, StopSignal() as stop:
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
+        run.ctx.check = Agreement(job).check
         if resume and checkpoints.steps():
             restore(run, algorithm)
         report.begin(run.step, session.parameters)

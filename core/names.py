@@ -27,7 +27,7 @@ def did_you_mean(name: str, candidates: Iterable[str], quote: str = "'") -> str:
 
 
 def is_path(text: str) -> bool:
-    """Return whether the text has the form "package.module:Object" or "package.module:Outer.Inner"."""
+    """Return whether the text is like "package.module:Object" or "package.module:Outer.Inner"."""
     module, colon, attribute = text.partition(":")
     parts = [*module.split("."), *attribute.split(".")]
     return bool(colon) and all(part.isidentifier() for part in parts)

@@ -28,6 +28,10 @@ class Arrivals:
             common = (box.intersect(one) for one in own)
             self.lacks[rank, name] -= sum(part.numel for part in common if part is not None)
 
+    def written(self, rank: int, name: str, version: int | None) -> int | None:
+        """Return this update's version where it has brought the whole parameter, else None."""
+        return version if self.lacks.get((rank, name), 1) <= 0 else None
+
     def check(self, complete: bool) -> None:
         """Raise HybridFlowError where a parameter came in part, or one has never arrived.
 

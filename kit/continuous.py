@@ -35,6 +35,8 @@ class ContinuousEngine(RolloutEngine):
         self.running: dict[int, Request] = {}
         """Requests that have entered and are not answered, by id."""
         self.asleep = False
+        self.has_cache = True
+        """Whether there is memory for keys and values; `wake` may leave it for later."""
         self._done: list[Completion] = []
         """Completions that `step` has not returned yet."""
         self._stream_number = 0
@@ -66,7 +68,7 @@ class ContinuousEngine(RolloutEngine):
         Raises HybridFlowError for a request that cannot be served, and when the engine sleeps or
         has no weights.
         """
-        if self.asleep:
+        if self.asleep or not self.has_cache:
             raise HybridFlowError("the rollout engine sleeps; wake it before generating")
         self.check_ready()
         check_requests([request], self.max_positions, self.vocab)
@@ -101,7 +103,7 @@ class ContinuousEngine(RolloutEngine):
 
     def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yield completions as they end; an earlier stream that was not read to its end ends."""
-        if self.asleep:
+        if self.asleep or not self.has_cache:
             raise HybridFlowError("the rollout engine sleeps; wake it before generating")
         self.check_ready()
 

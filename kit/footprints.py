@@ -323,7 +323,8 @@ class Zero(Sharding):
 class FullyShardedLayers(Sharding):
     """FSDP2: everything is spread over tp and dp, and weights are gathered layer by layer.
 
-    Gradients stay unsharded while micro-batches add up.
+    Every micro-batch reduces its gradients, so those of one layer are whole at a time. What lies
+    outside the layers (embedding and head) stays gathered until the last micro-batch is over.
     """
 
     keeps_gathered: bool = False
@@ -341,12 +342,24 @@ class FullyShardedLayers(Sharding):
         at_once = size.layer_params < self.whole_below
         forward, backward = self._gathered(size, layout, shards, at_once)
 
+        # The layer that is fetched ahead is not there while the head works.
+        ahead = 0.0
+        begun = 0.0
+        if shards > 1 and not at_once:
+            ahead = size.layer_params / layout.tp * self.compute_bytes
+
+            # What lies outside the layers is gathered first, and copied out of the message.
+            whole = size.params / layout.tp * self.compute_bytes
+            begun = 2.0 * (whole - size.shape.layers * ahead) + 2.0 * ahead
+
         # Weights come once in a call where they stay, else in every pass of every micro-batch.
         gather = (self._weight_gather(size, layout),)
         once = at_once or self.keeps_gathered
         spread: dict[str, Any] = {
             "resident": self.resident(size, held, trained, self.keeps_gradients),
-            "reading": forward,
+            "reading": forward - ahead,
+            "ahead": ahead,
+            "begun": begun,
             "weight_ranks": layout.pp * layout.tp * shards,
             "spread_over_dp": True,
             "call": gather if once else (),
@@ -355,10 +368,15 @@ class FullyShardedLayers(Sharding):
         }
         if not trained:
             return Footprint(**spread)
+        if at_once:
+            training = self._phases_at_once(size, layout, held, forward, backward)
+        else:
+            training = self._phases(size, layout, held, micro_batches, forward, ahead)
+            training = (*training, Phase(training[0].nbytes - (forward - ahead) + begun))
         return Footprint(
             **spread,
-            training=self._phases(size, layout, held, micro_batches, at_once, forward, backward),
-            update=self.reduction(size, layout, gathers=False),
+            training=training,
+            update=self.reduction(size, layout, micro_batches, gathers=False),
             step_traffic=self.step_traffic(size, layout, shards),
         )
 
@@ -392,37 +410,87 @@ class FullyShardedLayers(Sharding):
         layout: ParallelLayout,
         held: Held,
         micro_batches: int,
-        at_once: bool,
+        gathered: float,
+        ahead: float,
+    ) -> tuple[Phase, ...]:
+        """Return the moments of an update at which a rank may hold most, layer by layer.
+
+        With C and G bytes of an element of a whole gradient, before and in its reduction, and
+        beside the gathered weights:
+
+            end of the forward pass     -
+            the head's backward pass    -
+            of the last layer           C head + C a matrix
+            its reduction               C head + (C + G) layer
+            of the layer before         C head + C a matrix + G layer
+            reduction of the rest       (C + G) of what lies outside the layers
+            a tied table's gradients    3 C table + G layer
+            the embedding's, under tp   C (head + table, and the table of all tp ranks) + G layer,
+                                        and C table for the sum of tied ones
+
+        From the second micro-batch on a rank's shards of gradients are there too.
+        """
+        compute = self.compute_bytes
+        share = size.trained_share
+        layer = size.layer_params / layout.tp
+        outside = size.params / layout.tp - size.shape.layers * layer
+        head = size.head_params / layout.tp * compute * share
+        inner = size.shape.expert_intermediate or size.shape.intermediate
+        matrix = size.shape.hidden * inner / layout.tp * compute * share
+        reduced = layer * self.gradient_bytes * share
+
+        # Earlier micro-batches leave the shards' gradients, and embedding and head gathered.
+        several = micro_batches > 1
+        earlier = held.gradients if several else 0.0
+        stays = outside * compute if several or self.keeps_gathered else 0.0
+        root = outside * share * (compute + self.gradient_bytes)
+        phases = [
+            Phase(earlier + gathered - ahead, "forward"),
+            Phase(earlier + gathered - ahead, "head"),
+            Phase(earlier + gathered + head + matrix, "layer"),
+            Phase(earlier + gathered + head + layer * compute * share + reduced, "rest"),
+            Phase(earlier + gathered + head + matrix + reduced, "next"),
+            Phase(held.gradients + stays + root),
+        ]
+        tied = size.shape.tied and size.head == "policy"
+        begun = held.gradients + outside * compute + reduced
+        if tied:
+            phases.append(Phase(begun + 3.0 * head))
+
+        # A rank of tp makes the gradient of the whole table, and keeps its part.
+        if layout.tp > 1:
+            table = size.embedding_params * compute * share * (1.0 + 1.0 / layout.tp)
+            phases.append(Phase(begun + (2.0 if tied else 1.0) * head + table))
+        return tuple(phases)
+
+    def _phases_at_once(
+        self,
+        size: ModelSize,
+        layout: ParallelLayout,
+        held: Held,
         forward: float,
         backward: float,
     ) -> tuple[Phase, ...]:
-        """Return the moments of an update at which a rank may hold most.
+        """Return the moments of an update at which a rank may hold most, all weights at once.
 
         These are the end of the forward pass, the beginning of the backward pass, its end (with a
         gradient of the embedding and one of the head), and the reduction of gradients.
         """
-        # Gradients of several micro-batches add up unsharded; a single one's are sharded at once.
+        # All gradients are whole until all of them are reduced.
         learnt = size.params / layout.tp * size.trained_share
         embedding = size.embedding_params / layout.tp * self.compute_bytes * size.trained_share
-        several = micro_batches > 1
-        whole_gradients = several or at_once
-        unreduced = learnt * self.compute_bytes if whole_gradients else held.gradients
-
+        unreduced = learnt * self.compute_bytes
         phases = [
             Phase(forward, "forward"),
             Phase(backward, "backward"),
             Phase(backward + unreduced + 2.0 * embedding),
         ]
-        if several:
-            phases.append(Phase(backward + unreduced, "backward"))
 
-        # gloo reduces a group of parameters (a layer, the head or the model) in a copy.
-        if layout.dp > 1 and whole_gradients:
-            group = 1.0 if at_once else max(size.layer_params, size.head_params) / size.params
-            sent = group * learnt * self.gradient_bytes
-            remaining = unreduced if group < 1.0 else 0.0
+        # gloo reduces in a copy.
+        if layout.dp > 1:
+            sent = learnt * self.gradient_bytes
             phases.append(Phase(unreduced + sent))
-            phases.append(Phase(remaining + sent * (2.0 + 1.0 / layout.dp)))
+            phases.append(Phase(sent * (2.0 + 1.0 / layout.dp)))
         return tuple(phases)
 
 

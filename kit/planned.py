@@ -3,7 +3,7 @@
 A formula (kit/layouts.py) knows the shapes that we know. An engine that can build its model without
 memory can be asked instead, for any config.json:
 
-    config.json --child process--> the engine's model on meta --its loader, traced--> boxes per tp rank
+    config.json --child process--> engine's model on meta --its loader, traced--> boxes per tp rank
                                                                                           |
     WeightLayout: every replica's rank of one place takes the same boxes  <---------------'
 """

@@ -66,7 +66,7 @@ def draw(
             probs[filtered], uniform[filtered], top_k[filtered], top_p[filtered], min_p[filtered]
         )
 
-    tokens = invert(probs.cumsum_(-1), uniform[:, None])[:, 0]
+    tokens = invert(cumulate(probs), uniform[:, None])[:, 0]
     if filtered_tokens is not None:
         tokens[filtered] = filtered_tokens
     return tokens
@@ -92,13 +92,49 @@ def _filtered(
     probs = probs.masked_fill(beyond_k, 0.0)
 
     # top_p: a token stays if the more likely ones have less than that share of the total.
-    cumulated = probs.cumsum(-1)
-    inside_p = cumulated - probs < top_p[:, None] * cumulated[:, -1:]
+    parts = addable(probs)
+    cumulated = parts.cumsum(-1)
+    inside_p = cumulated - parts < share(top_p[:, None], cumulated[:, -1:])
     remaining = inside_p & (probs > 0)
     probs = probs.masked_fill(~remaining, 0.0)
 
-    places = invert(probs.cumsum(-1), uniform[:, None])
+    places = invert(cumulate(probs), uniform[:, None])
     return order.gather(1, places)[:, 0]
+
+
+FRACTION_BITS = 40
+"""Bits behind the point of a probability as a whole number."""
+
+
+def adds_in_order(device: torch.device) -> bool:
+    """Return whether a cumulative sum there adds one number after the other, as a CPU does.
+
+    A GPU adds in blocks, whose sums of floats are neither monotone nor, over 150,000 tokens, equal
+    from run to run.
+    """
+    return device.type == "cpu"
+
+
+def addable(weights: torch.Tensor) -> torch.Tensor:
+    """Return weights whose sums do not depend on their order: whole numbers where that matters."""
+    if adds_in_order(weights.device):
+        return weights
+    return (weights.double() * 2.0**FRACTION_BITS).round_().to(torch.int64)
+
+
+def cumulate(weights: torch.Tensor) -> torch.Tensor:
+    """Return the running totals of weights [R, V]; it may overwrite them."""
+    # In place, where no copy was made.
+    parts = addable(weights)
+    return parts.cumsum_(-1)
+
+
+def share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Return fraction * total, in the kind of number that the total is."""
+    # A whole number is cut off, as the sums are.
+    if total.is_floating_point():
+        return fraction * total
+    return (fraction.double() * total).floor_().to(torch.int64)
 
 
 def invert(
@@ -106,9 +142,9 @@ def invert(
 ) -> torch.Tensor:
     """Return the first column whose cumulated weight exceeds uniform * total, int64 [R, 1].
 
-    `cumulated` is [R, V]; `uniform` and `total` are [R, 1]. The total is the last column if not
-    given.
+    `cumulated` is [R, V] (see `cumulate`); `uniform` and `total` are [R, 1]. The total is the last
+    column if not given.
     """
     total = cumulated[:, -1:] if total is None else total
-    columns = torch.searchsorted(cumulated, uniform * total, right=True)
+    columns = torch.searchsorted(cumulated, share(uniform, total), right=True)
     return columns.clamp_(max=cumulated.shape[-1] - 1)

@@ -106,6 +106,10 @@ class WholeParameters:
         self._loaded.add(name)
         self._lacks.pop(name, None)
 
+    def brought(self, name: str) -> bool:
+        """Return whether the last update has handed over this parameter."""
+        return name in self._loaded
+
     def end(self) -> None:
         """End the update. A later update may bring some of the parameters alone.
 

@@ -7,13 +7,17 @@ finds their mapping on a cluster (search.py), and the mapping becomes tables of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping as Table, Sequence
+from typing import Any
 
+from hybridflow.core.config.load import merge
 from hybridflow.core.contracts.planner import STAGES, Block, Plan, PlannableJob, Planner, Prediction
 from hybridflow.planner.cluster import DEVICES
-from hybridflow.planner.jobs import check_ranks, plan_job, settings_of
-from hybridflow.planner.report import bars, kinds_of, report, scaling
-from hybridflow.planner.search import Mapping
+from hybridflow.planner.dry_run import dry_run
+from hybridflow.planner.jobs import JobPlan, Misfit, check_ranks, plan_job, settings_of
+from hybridflow.planner.report import bars, kinds_of, report, scaling, unfit, worth
+from hybridflow.planner.search import Mapping, NothingFitsError
+from hybridflow.planner.switches import Switches, Trial, hinted, what_fits
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +34,24 @@ class AutoMapping(Planner):
         """Return the fastest placement; its explanation only with `alternatives`."""
         plan = plan_job(job, cluster)
         check_ranks(job, plan.cluster)
-        best = plan.best(alternatives)
 
-        # Without alternatives nobody reads the explanation (`placement = "auto"`).
-        generation, inference, _ = best.stages
-        return Plan(
-            settings=settings_of(best, plan.cluster),
-            prediction=prediction(best),
-            cluster=kinds_of(plan.cluster),
-            explanation=tuple(report(plan, best, placed)) if alternatives else (),
-            bars=tuple(bars(best)),
-            ends=(generation, generation + inference, best.seconds),
-        )
+        # A run changes no settings by itself (`placement = "auto"`), and nobody reads why.
+        if not alternatives:
+            try:
+                best = plan.best()
+            except NothingFitsError as error:
+                raise hinted(plan, error) from error
+            return _plan(plan, best)
+
+        # What does not fit as it is written is planned with the settings that make it fit.
+        switches = Switches(plan)
+        trial, problems = _fitting(switches)
+        best = trial.plan.best(alternatives)
+        explanation = [
+            *unfit(problems, switches, trial),
+            *report(trial.plan, best, placed, worth(switches, trial)),
+        ]
+        return _plan(plan, best, switches.tables(trial.changes), explanation)
 
     def predict(self, job: PlannableJob, cluster: str) -> Prediction:
         """Return a step of the job as it is placed; warns where a job on CPUs is timed on
@@ -58,16 +68,59 @@ class AutoMapping(Planner):
         return prediction(mapping)
 
     def problems(self, job: PlannableJob, cluster: str) -> list[str]:
-        """Return why the job as it is placed does not fit the cluster, and a placement that does."""
+        """Return why the job as placed does not fit the cluster, and a placement that does."""
         # One sentence at most, with what fits instead.
-        misfit = plan_job(job, cluster).misfit()
-        return [] if misfit is None else [misfit]
+        plan = plan_job(job, cluster)
+        try:
+            plan.written()
+        except Misfit as error:
+            return [f"the config does not fit its cluster: {error}; {what_fits(plan)}"]
+        return []
 
     def scaling(self, job: PlannableJob, cluster: str, devices: Sequence[int]) -> tuple[Block, ...]:
         """Return a table of the best placements on other numbers of devices."""
         plan = plan_job(job, cluster)
         check_ranks(job, plan.cluster)
         return (scaling(plan, devices),)
+
+    def rehearse(self, job: PlannableJob, cluster: str) -> Iterator[Block]:
+        """Yield the memory of the best placement from the backends' own code, role by role."""
+        plan = plan_job(job, cluster)
+        check_ranks(job, plan.cluster)
+        trial, _ = _fitting(Switches(plan))
+        yield from dry_run(trial.plan, trial.plan.best())
+
+
+def _fitting(switches: Switches) -> tuple[Trial, list[str]]:
+    """Return the job as it is written if it fits, else with the settings that make it fit, and why
+    it does not. Raises NothingFitsError where no settings do.
+    """
+    try:
+        switches.plan.best()
+    except NothingFitsError as error:
+        trial = switches.that_fit()
+        if trial is None:
+            raise hinted(switches.plan, error) from error
+        return trial, error.problems
+    return switches.trial({}), []
+
+
+def _plan(
+    plan: JobPlan,
+    best: Mapping,
+    changes: Table[str, Any] | None = None,
+    explanation: Sequence[Block] = (),
+) -> Plan:
+    """Return a mapping, and the settings that make it fit, as a plan."""
+    generation, inference, _ = best.stages
+    return Plan(
+        settings=merge(settings_of(best, plan.cluster), changes or {}),
+        prediction=prediction(best),
+        cluster=kinds_of(plan.cluster),
+        explanation=tuple(explanation),
+        bars=tuple(bars(best)),
+        ends=(generation, generation + inference, best.seconds),
+    )
 
 
 def prediction(mapping: Mapping) -> Prediction:

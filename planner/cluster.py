@@ -112,6 +112,9 @@ class Efficiency:
     """Fixed microseconds of each layer of a decoding step."""
     decode_tp_layer_us: float = attrs.field(default=0.0, validator=non_negative)
     """Extra microseconds per layer of a decoding step under tensor parallelism."""
+    eager_layer_us: float = attrs.field(default=300.0, validator=non_negative)
+    """Microseconds in which the host launches a layer of a decoding step without CUDA graphs, while
+    the device works; of an engine that was measured it is in the figures above."""
     sequence_us: float = attrs.field(default=25.0, validator=non_negative)
     """Microseconds of the engine's work (scheduling, sampling) per sequence and decoding step."""
     micro_batch_us: float = attrs.field(default=0.0, validator=non_negative)
@@ -364,7 +367,7 @@ def _table_problems(file: ClusterFile) -> list[str]:
 
 
 def known_device(name: str, own: Mapping[str, Device]) -> Device:
-    """Return the device of this name, in `own` or in the table. Raises ConfigError with the names."""
+    """Return the device of this name, in `own` or in the table. ConfigError tells the names."""
     devices = {**DEVICES, **own}
     if name not in devices:
         raise ConfigError(

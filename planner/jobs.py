@@ -24,9 +24,7 @@ from hybridflow.planner.cluster import Cluster, RunsOn, gigabytes, read_cluster
 from hybridflow.planner.pools import Choice, Entry, Option, PoolPlanner, after
 from hybridflow.planner.search import (
     Mapping,
-    NothingFitsError,
     Pool,
-    describe,
     plan_mapping,
     slowest,
 )
@@ -40,10 +38,24 @@ class Plannable:
 
     workload: Workload
     models: tuple[PlannedModel, ...]
-    remarks: tuple[str, ...] = ()
-    """What the plan leaves out of account, in sentences."""
+    of_models: tuple[str, ...] = ()
+    """What the plan leaves out of account of the models, in sentences."""
+    of_step: tuple[str, ...] = ()
+    """What it leaves out of account of the step."""
     runs_on: dict[str, RunsOn] = attrs.field(factory=dict)
     """The backend, the engine and the precision of each model."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the plan leaves out of account, in sentences."""
+        return (*self.of_models, *self.of_step)
+
+    def of(self, models: Table[str, PlacedModel]) -> Plannable:
+        """Return the same step with models of other settings. Raises NotPlanned."""
+        remarks: list[str] = []
+        planned = _planned_models(models, remarks)
+        runs_on = {model.name: _runs_on(models[model.name], model) for model in planned}
+        return attrs.evolve(self, models=planned, of_models=tuple(remarks), runs_on=runs_on)
 
 
 @attrs.frozen
@@ -63,23 +75,6 @@ class JobPlan:
     def written(self) -> Mapping:
         """Return the mapping that the job's own settings describe. Raises Misfit and NotPlanned."""
         return as_written(self.job, self.work, self.cluster)
-
-    def misfit(self) -> str | None:
-        """Return why the job does not fit as it is, and what does; None if it fits. Raises
-        NotPlanned.
-        """
-        try:
-            self.written()
-        except Misfit as error:
-            return f"the config does not fit its cluster: {error}; {self._what_fits()}"
-        return None
-
-    def _what_fits(self) -> str:
-        try:
-            fits = describe(self.best())
-        except NothingFitsError as error:
-            return f"nothing fits: {error.problems[0]}"
-        return f'this fits: {fits} (`hybridflow plan` writes it; placement = "auto" takes it)'
 
 
 class Misfit(HybridFlowError):
@@ -116,31 +111,28 @@ def plannable(job: PlannableJob) -> Plannable:
 
     Raises NotPlanned for models whose shape is not known, and for a step that cannot be followed.
     """
-    remarks: list[str] = []
-    models = _planned_models(job, remarks)
-    names = {model.name for model in models}
-
     # A fresh algorithm takes the step, so that the state of the job's own stays as it is.
     tasks = trace_step(type(job.algorithm)(job.algorithm.config))
-    remarks += _unseen_work(tasks, names)
 
     # Lengths are the longest that the settings allow.
+    names = set(job.models)
     kept = tuple(task for task in tasks if task.role in names)
     prompt_tokens = max(1, job.data.max_prompt_tokens)
     work = Workload(kept, prompt_tokens, max(1, job.sampling.max_tokens))
-    runs_on = {model.name: _runs_on(job.models[model.name], model) for model in models}
-    return Plannable(work, models, tuple(remarks), runs_on)
+    return Plannable(work, (), of_step=tuple(_unseen_work(tasks, names))).of(job.models)
 
 
-def _planned_models(job: PlannableJob, remarks: list[str]) -> tuple[PlannedModel, ...]:
-    """Return the job's models, and append to `remarks` what the plan does not account for.
+def _planned_models(
+    placed_models: Table[str, PlacedModel], remarks: list[str]
+) -> tuple[PlannedModel, ...]:
+    """Return a job's models, and append to `remarks` what the plan does not account for.
 
     Raises NotPlanned with the problems of all models.
     """
     # Collect the problems of all models, so that one run shows them all.
     models = []
     problems = []
-    for name, placed in job.models.items():
+    for name, placed in placed_models.items():
         try:
             models.append(planned_model(name, placed, remarks))
         except HybridFlowError as error:
@@ -193,11 +185,18 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
             f"{name}: its backend does not offload it as it is; planned as staying on the device"
         )
 
+    shape = settings.model_shape(spec.model.hf_config)
+    if shape.experts:
+        remarks.append(
+            f"{name}: a layer's {shape.experts} experts are planned as one grouped product, as "
+            "transformers and the engines compute them on devices from Ampere on"
+        )
+
     # Reward and cost models have a value head, as critics do.
     head: Literal["policy", "value"] = "policy" if placed.role.kind == "policy" else "value"
     return PlannedModel(
         name,
-        ModelSize(settings.model_shape(spec.model.hf_config), head, runs.adapter_rank),
+        ModelSize(shape, head, runs.adapter_rank),
         settings,
         trained=trained,
         offload=spec.offload and runs.offloads,
@@ -208,7 +207,7 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
 
 
 def _engine(name: str, placed: PlacedModel, remarks: list[str]) -> dict[str, Any]:
-    """Return the fields of a PlannedModel that its engine decides: limits, sizes, memory it keeps."""
+    """Return a PlannedModel's fields that its engine decides: limits, sizes, memory it keeps."""
     spec = placed.spec
     assert spec.engine is not None
     settings = engine_settings(spec.engine_config)

@@ -40,6 +40,10 @@ class Activations:
     """Bytes that the micro-batches in flight keep for the backward pass."""
     working: float
     """Bytes that one layer works with."""
+    reading: float
+    """Bytes that one layer works with where nothing is kept for a backward pass."""
+    returning: float
+    """Bytes of gradients that one layer's backward pass works with."""
     logits: float
     """Bytes of the float32 logits of a micro-batch that exist at the same time."""
 
@@ -51,7 +55,7 @@ class Memory:
     simulator: Simulator
 
     def bytes(self, model: PlannedModel, layout: ParallelLayout) -> Bytes:
-        """Return what the model takes on a device at rest, and on top of that in its largest calls."""
+        """Return what the model takes on a device at rest, and besides in its largest calls."""
         workload = self.simulator.workload
         # What rests does not depend on the number of micro-batches.
         resident = self.simulator.footprint(model, layout, 1).resident
@@ -77,25 +81,30 @@ class Memory:
     def _read_bytes(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
         """Return the additional bytes during a forward-only pass.
 
-            gathered parameters + max(a layer's activations, the head's logits)
+            gathered parameters + max(a layer's activations + the next layer, the head's logits)
 
         The layer's activations are gone when the head begins.
         """
         activations = self.activations(model, sequences, layout)
         count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
 
-        gathered = self.simulator.footprint(model, layout, count).reading
+        gathered = self.simulator.footprint(model, layout, count)
         logits = self._forward_logits(model, layout.tp, activations.logits)
-        return gathered + max(activations.working, logits)
+        most = gathered.reading + max(activations.reading + gathered.ahead, logits)
+        return max(gathered.begun, most)
 
     def _forward_logits(self, model: PlannedModel, tp: int, logits: float) -> float:
-        """Return the bytes of the logits, of their softmax, and of a rank's 1 / tp before they are
-        gathered.
+        """Return the bytes of the float32 logits, of their softmax, and of the logits that the head
+        made: a copy in another dtype, or a rank's 1 / tp before they are gathered.
         """
-        copies = 2.0
-        if model.execution.gathers_logits and tp > 1:
-            copies += 1.0 / tp
-        return logits * copies
+        # A copy in float32 stands beside the logits that the head made in another dtype.
+        made = model.execution.compute_bytes / 4.0
+        if made < 1.0:
+            return logits * (2.0 + made)
+
+        # In float32 they are the same tensor, gathered or not.
+        gathered = model.execution.gathers_logits and tp > 1
+        return logits * (2.0 + (1.0 / tp if gathered else 0.0))
 
     def _update_bytes(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
         """Return the additional bytes while the model trains: the most of the moments its backend
@@ -106,22 +115,43 @@ class Memory:
 
             none        0
             forward     kept + logits, at the end of the forward pass
-            backward    kept + a layer computed again, if so + 3 logits (with softmax and gradient)
-                        + gradient of the head's weights, which backends do not count
+            head        kept + 3 logits (with softmax and gradient), or the gradient of the head's
+                        weights; both where logits are made in pieces
+            layer       kept + what the last layer's backward pass works with
+            next        the same with a layer less
+            rest        kept, with a layer less
+            backward    kept + 3 logits + gradient of the head's weights, or as layer
         """
         tp = layout.tp
         runs = model.execution
-        count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
+        count, each = self.simulator.micro_batches(model, sequences, layout.dp)
         activations = self.activations(model, sequences, layout)
+        kept = activations.kept
 
-        # The gradient of the head's weights has the size of the embedding.
+        # The head. Its weights' gradient is counted here, since backends do not count it.
         embedding = model.size.embedding_params / tp * runs.compute_bytes * model.size.trained_share
+        logits = activations.logits
+        tokens = each * self.simulator.workload.response_tokens
+        in_pieces = tokens * model.logits_of_a_token(tp) > runs.logits_at_once
+        if in_pieces:
+            head = 3.0 * logits + embedding
+        else:
+            made = logits * runs.compute_bytes / 4.0
+            head = max(3.0 * logits, made + embedding) if logits else 0.0
+
+        # The layers. Under recomputation one is there again.
+        layers = -(-model.shape.layers // layout.pp)
         recomputed = activations.working if runs.recompute else 0.0
-        begun = activations.kept + recomputed + 3.0 * activations.logits
+        works = kept + recomputed + activations.returning
+        less = kept / layers
         alive = {
             "none": 0.0,
-            "forward": activations.kept + self._forward_logits(model, tp, activations.logits),
-            "backward": begun + (embedding if activations.logits else 0.0),
+            "forward": kept + self._forward_logits(model, tp, logits),
+            "head": kept + head,
+            "layer": works,
+            "next": works - less,
+            "rest": kept - less,
+            "backward": max(kept + 3.0 * logits + (embedding if logits else 0.0), works),
         }
 
         # The backend names moments of an update, what it holds then, and which activations live.
@@ -133,18 +163,24 @@ class Memory:
     ) -> Activations:
         """Return the bytes of the activations of a micro-batch, for a call with `sequences` in all.
 
-        A layer with rotary attention and a gated MLP keeps these numbers per token:
+        A layer with rotary attention and a gated MLP keeps these bytes per token, with c bytes of a
+        number:
 
-            6 hidden                          two residuals, two norms before and after weights
-            2 (heads + kv_heads) head_dim     queries, keys, values, and what attention gives
-            4 intermediate                    gate, its activation, up, their product
+            (8 + 4 c) hidden                    of two norms float32 copies of what they read, and
+                                                values before and after their weights
+            2 c (heads + kv_heads) head_dim     queries, keys, values, and what attention gives
+            4 c intermediate                    gate, its activation, up, their product
 
         Attention keeps no scores. tp cuts all but the first line:
 
-            layer = tokens * (6 hidden + (2 (heads + kv_heads) head_dim + 4 intermediate) / tp)
+            layer = tokens * ((8 + 4 c) hidden
+                              + c (2 (heads + kv_heads) head_dim + 4 intermediate) / tp)
 
-        numbers. With recomputation a layer keeps its input alone. A pipeline stage has as many
-        micro-batches in flight as there are stages (one forward, one backward: 1F1B).
+        With recomputation a layer keeps its input alone. A pipeline stage has as many micro-batches
+        in flight as there are stages (one forward, one backward: 1F1B). The backward pass of a
+        layer has at most the gradients of its result, and of the MLP's units three times, where it
+        has given back one of the four. A pass without gradients has the embeddings, what the layer
+        reads, what attention added to, and its norm; and of the MLP's units three.
         """
         pp = layout.pp
         tp = layout.tp
@@ -159,7 +195,10 @@ class Memory:
             inner = shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate
         else:
             inner = shape.intermediate
-        layer = tokens * (6 * shape.hidden + (attention + 4 * inner) / tp) * runs.compute_bytes
+        width = runs.compute_bytes
+        layer = tokens * ((8 + 4 * width) * shape.hidden + width * (attention + 4 * inner) / tp)
+        reading = tokens * (4 * shape.hidden + 3 * inner / tp) * width
+        returning = tokens * (shape.hidden + 2 * inner / tp) * width
 
         # The head sees the responses alone; long ones in pieces.
         responses = each * self.simulator.workload.response_tokens
@@ -168,7 +207,7 @@ class Memory:
         # What the micro-batches in flight keep in the layers of the fullest stage.
         layers = -(-shape.layers // pp) * min(count, pp)
         per_layer = tokens * shape.hidden * runs.compute_bytes if runs.recompute else layer
-        return Activations(layers * per_layer, layer, logits)
+        return Activations(layers * per_layer, layer, reading, returning, logits)
 
     def engine_weights(
         self, model: PlannedModel, layout: ParallelLayout, engines: GenerationLayout

@@ -440,7 +440,7 @@ class PoolPlanner:
     def _with(
         self, combinations: _Combinations, options: list[Option], memory: float
     ) -> _Combinations:
-        """Return each combination with each of another model's options, where the memory is enough."""
+        """Return each combination with each of another model's options, where memory is enough."""
         infer, train, resident, most = np.array(list(map(_figures, options))).reshape(-1, 4).T
         times = np.column_stack([infer, train])
 

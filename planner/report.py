@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hybridflow.core.contracts.planner import (
     STAGE_NAMES,
@@ -18,6 +18,7 @@ from hybridflow.planner.cluster import GB, Cluster
 from hybridflow.planner.jobs import JobPlan, Misfit, Plannable
 from hybridflow.planner.pools import Choice
 from hybridflow.planner.search import Mapping, NothingFitsError, Pool, describe
+from hybridflow.planner.switches import Key, Switches, Trial
 
 STAGE_COLUMNS = tuple(STAGE_NAMES[verb] for verb in STAGES)
 POOL_COLUMNS = ("pool", "role", "devices", "layout", "engine", *STAGE_COLUMNS)
@@ -30,6 +31,9 @@ MEMORY_COLUMNS = (
     "usable",
     "tightest",
 )
+SWITCH_COLUMNS = ("setting", "step", "change", "fullest device, GB", "placement")
+LITTLE = 0.005
+"""A share of the step that is not worth a row."""
 SCALING_COLUMNS = ("devices", "step", *STAGE_COLUMNS, "efficiency", "placement")
 
 
@@ -43,8 +47,67 @@ def kinds_of(cluster: Cluster) -> str:
     return f"cluster: {' and '.join(kinds)}"
 
 
-def report(plan: JobPlan, best: Mapping, placed: bool) -> Iterator[Block]:
-    """Yield the explanation of a mapping, block by block.
+def unfit(problems: Sequence[str], switches: Switches, trial: Trial) -> Iterator[Block]:
+    """Yield why a job fits nowhere as it is written, and the settings with which it does."""
+    if not problems:
+        return
+    for problem in problems:
+        yield Line(f"as it is written it fits nowhere: {problem}", "yellow")
+    yield Line("it fits with these settings; without any one of them it does not:")
+    for line in switches.lines(trial.changes):
+        yield Line(f"  {line}", "bold")
+    yield Line()
+
+
+def worth(switches: Switches, start: Trial) -> Iterator[Block]:
+    """Yield what each setting costs or saves, alone, and all that pay together.
+
+    Of a setting with several other values the fastest stands there.
+    """
+    found: dict[Key, list[Trial]] = {}
+    for key, trial in switches.one_by_one(start):
+        found.setdefault(key, []).append(trial)
+
+    # Those that change the step, and those that do not.
+    rows = []
+    same = []
+    for key, trials in found.items():
+        fastest = min(trials, key=lambda one: one.seconds)
+        what = switches.line(key, fastest.values[key])
+        if fastest.mapping is None:
+            rows.append((what, "does not fit", "", "", ""))
+        elif abs(fastest.seconds / start.seconds - 1.0) < LITTLE:
+            same.append(what)
+        else:
+            rows.append((what, *_costs(fastest, start)))
+    if rows:
+        yield Table(SWITCH_COLUMNS, tuple(rows))
+    if same:
+        yield Line(f"less than {100 * LITTLE:g}% of the step: {', '.join(same)}")
+
+    # All that pay, together.
+    best = switches.fastest(start)
+    if best is not start:
+        changed = {key: value for key, value in best.values.items() if value != start.values[key]}
+        lines = ", ".join(switches.lines(changed))
+        step, change, *_ = _costs(best, start)
+        yield Line(f"the fastest together: {lines}: {step} ({change})", "bold")
+    yield Line()
+
+
+def _costs(trial: Trial, start: Trial) -> tuple[str, str, str, str]:
+    """Return the step of a trial, its change, its fullest device in GB, and its placement."""
+    assert trial.mapping is not None and start.mapping is not None
+    full = max(max(_phases(pool, trial.plan.cluster)[1:]) for pool in trial.mapping.pools)
+    more = _more(trial.mapping, start.mapping)
+    return seconds(trial.seconds), more, f"{full / GB:.1f}", describe(trial.mapping)
+
+
+def report(
+    plan: JobPlan, best: Mapping, placed: bool, settings: Iterable[Block] = ()
+) -> Iterator[Block]:
+    """Yield the explanation of a mapping, block by block; what `settings` are worth comes before
+    the notes.
 
     `placed`: the config has a placement of its own, and the mapping is compared with it.
     """
@@ -75,10 +138,13 @@ def report(plan: JobPlan, best: Mapping, placed: bool) -> Iterator[Block]:
         yield Line(f"next: {describe(other)}: {more}")
     own = _written(plan, best) if placed else "the same (placement = auto)"
     yield Line(f"as the config says it: {own}")
+    yield Line()
+    yield from settings
 
     # What the reader should know of the figures.
     notes = (
         *plan.work.remarks,
+        *_room(plan, best),
         *_kinds_to_choose(best, cluster),
         *_otherwise_measured(plan.work, cluster),
     )
@@ -88,6 +154,10 @@ def report(plan: JobPlan, best: Mapping, placed: bool) -> Iterator[Block]:
 
 def _written(plan: JobPlan, best: Mapping) -> str:
     """Return what the config's own placement takes, or why that is not known."""
+    # A config without pools has one device, which nobody means by that.
+    asked = sum(pool.world for pool in plan.job.pools.values())
+    if asked == 1 < plan.cluster.devices:
+        return "not compared, as its pools have one device"
     try:
         written = plan.written()
     except Misfit as error:
@@ -139,6 +209,40 @@ def scaling(plan: JobPlan, sizes: Sequence[int]) -> Table:
     return Table(SCALING_COLUMNS, tuple(rows))
 
 
+def _room(plan: JobPlan, best: Mapping) -> Iterator[str]:
+    """Yield notes on engines that decode fewer sequences at once than memory has room for."""
+    work = plan.work.workload
+    for pool in best.pools:
+        nodes = plan.cluster.nodes[pool.kind]
+        for choice in pool.entry.choices:
+            if choice.engines is None:
+                continue
+            model = choice.option.model
+            limits = model.limits
+            shards = choice.engines.pp * choice.engines.tp
+            asked = max(task.sequences for task in work.of(model.name, "generate"))
+            each = -(-asked // (pool.entry.devices // shards))
+            if each <= limits.max_sequences:
+                continue
+
+            # What the cache has, and what stays idle beside it.
+            cut = min(choice.engines.tp, model.shape.kv_heads) * choice.engines.pp
+            sequence = model.cache_bytes * work.tokens / cut
+            idle = nodes.memory - _phases(pool, plan.cluster)[0]
+            fit = int(choice.cache_bytes // sequence)
+            if fit > limits.max_sequences:
+                yield (
+                    f"{model.name}: an engine gets {each} sequences and decodes "
+                    f"{limits.max_sequences} at once, where its cache has room for {fit} "
+                    "(rollout.max_sequences)"
+                )
+            if idle > sequence:
+                yield (
+                    f"{model.name}: {idle / GB:.1f} GB of each device are idle while it generates, "
+                    f"room for {int(idle // sequence)} more sequences at once"
+                )
+
+
 def _kinds_to_choose(best: Mapping, cluster: Cluster) -> list[str]:
     """Return a note for pools on several kinds of devices, which a config cannot ask for."""
     # On one kind of device there is nothing to choose.
@@ -179,7 +283,7 @@ def _more(other: Mapping, best: Mapping) -> str:
 
 
 def _why(other: Mapping, best: Mapping) -> str:
-    """Return what differs, step stage by step stage, by at least half a percent of the best step."""
+    """Return what differs, step stage by step stage, by half a percent of the best step or more."""
     parts = [
         f"{STAGE_NAMES[verb]} {seconds(theirs)} instead of {seconds(ours)}"
         for verb, theirs, ours in zip(STAGES, other.stages, best.stages, strict=True)
@@ -189,7 +293,7 @@ def _why(other: Mapping, best: Mapping) -> str:
 
 
 def _slowest(mapping: Mapping, verb: str) -> str:
-    """Return the pool that a step stage waits for, with its models' times, and the pools that wait."""
+    """Return the pool that a step stage waits for, with its models' times, and those that wait."""
     stage = STAGES.index(verb)
     slowest = max(mapping.pools, key=lambda p: p.entry.times[stage])
     times = {c.option.model.name: c.time(verb) for c in slowest.entry.choices}
@@ -237,11 +341,13 @@ def _engine(choice: Choice, devices: int) -> str:
     return f"{devices // (pp * tp)} of pp {pp} tp {tp}"
 
 
-def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
-    """Return the memory of a pool's devices, at rest and in each step stage."""
+def _phases(pool: Pool, cluster: Cluster) -> tuple[float, float, float]:
+    """Return the bytes of a pool's devices in generation, inference and training; 0 where nothing
+    happens.
+    """
     nodes = cluster.nodes[pool.kind]
-    sizes = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
-    resident = sum(size.resident for size in sizes.values())
+    sizes = [c.option.bytes for c in pool.entry.choices]
+    resident = sum(size.resident for size in sizes)
 
     # While it generates, an engine has its weights and its cache; of these it may keep a part.
     engines = [choice for choice in pool.entry.choices if choice.engines is not None]
@@ -249,10 +355,21 @@ def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
     generation = max((resident + c.weights_bytes + c.cache_bytes for c in engines), default=0.0)
 
     # One model reads or trains at a time, so the largest counts.
-    most_read = max(size.inference for size in sizes.values())
-    most_trained = max(size.training for size in sizes.values())
+    most_read = max(size.inference for size in sizes)
+    most_trained = max(size.training for size in sizes)
     inference = resident + kept + most_read if most_read else 0.0
     training = resident + kept + most_trained if most_trained else 0.0
+    return generation, inference, training
+
+
+def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
+    """Return the memory of a pool's devices, at rest and in each step stage."""
+    nodes = cluster.nodes[pool.kind]
+    sizes = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
+    resident = sum(size.resident for size in sizes.values())
+    engines = [choice for choice in pool.entry.choices if choice.engines is not None]
+    kept = sum(choice.option.model.kept(nodes.device.memory_gb) for choice in engines)
+    generation, inference, training = _phases(pool, cluster)
 
     # The model whose phase needs the most.
     most = {role: max(size.training, size.inference) for role, size in sizes.items()}

@@ -209,7 +209,7 @@ class _Search:
     def _placement(
         self, placement: tuple[tuple[PlannedModel, ...], ...], bound: float
     ) -> Mapping | None:
-        """Return the best mapping of a placement; None where none fits and is faster than `bound`."""
+        """Return a placement's best mapping; None where none fits and is faster than `bound`."""
         # Every way to put the pools on kinds of nodes.
         best: Mapping | None = None
         for kinds in itertools.product(range(len(self.cluster.nodes)), repeat=len(placement)):
@@ -356,7 +356,7 @@ class _Search:
         return ordered[low], picked
 
     def why_not(self) -> list[str]:
-        """Return why nothing fits: for each model that does not fit alone, else for all together."""
+        """Return why nothing fits: of each model that does not fit alone, else of all together."""
         problems = [problem for model in self.models if (problem := self._alone(model))]
         return problems or [self._together()]
 

@@ -237,6 +237,8 @@ class Simulator:
                        b * 2 * active params / rate)
                    + 2 L * all-reduce + p_g * send + launches + work per sequence * b
 
+        and at least L * eager_layer_us for an engine without CUDA graphs.
+
         `cut` is p_g times min(t_g, kv_heads), and `share` the fraction of the weights that b / p_g
         sequences need (a mixture's experts). Pipeline stages have b / p_g sequences each and pass
         them on, so in one step each stage reads its 1 / p_g of the weights p_g times. Of prefill
@@ -278,6 +280,10 @@ class Simulator:
         if pp > 1:
             step = step + pp * machine.send(per_stage * hidden, tp)
         step = step + self._engine_overhead(layers, tp, at_once)
+
+        # Without CUDA graphs the device waits where the host launches more slowly than it works.
+        if limits.eager and machine.nodes.measured is None:
+            step = np.maximum(step, layers * e.eager_layer_us * US)
 
         seconds = prefill + per_engine / at_once * w.response_tokens * step + e.call_ms * 1e-3
         return np.where(fit >= 1.0, seconds, np.inf)

@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridflow.core.contracts.training import LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
 from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state, save_state
 from hybridflow.kit.huggingface.config import lora_problems
 from hybridflow.kit.layouts import zero3_layout
+from hybridflow.kit.offload import Residence
 
 if TYPE_CHECKING:
     from hybridflow.kit.huggingface.lora import Adapters
@@ -51,27 +52,61 @@ class DeepSpeedBackend(TrainingBackend):
         return problems + lora_problems(config.lora)
 
     def build(self) -> None:
-        """Build the Hugging Face model, its adapters if any, and DeepSpeed's engine."""
-        from hybridflow.kit.huggingface.modeling import (
-            RoleModel,
-            build_hf_model,
-            canonical,
-            ties_of,
+        """Cut a model without memory in stage 3, read this rank's values, and make the engine."""
+        from hybridflow.kit.huggingface.loading import allocate, move_buffers
+
+        config = self.config
+        trained = self.optimizer_config is not None
+        self._sharded = config.stage == 3
+        self._build_module()
+
+        # Whole shapes: cutting empties the parameters.
+        shapes = {name: tuple(values.shape) for name, values in self._canonical()}
+        self._shapes: dict[str, tuple[int, ...]] = shapes
+        if self._adapters is None and self._sharded:
+            self._cut_module()
+        elif self._adapters is None:
+            allocate(self.module, self.context.device)
+        move_buffers(self.module, self.context.device)
+
+        # Cutting has put other parameters into the module.
+        self._named: dict[str, Any] = dict(self._canonical())
+        self._trained = [name for name, values in self._named.items() if values.requires_grad]
+        if self._adapters is None:
+            self._read([*self._held(self._named), *self._saved_buffers()])
+
+        # A frozen role of stage 1 or 2 has no state to shard.
+        self.engine: Any = None
+        self._has_gradients = False
+        if trained or self._sharded:
+            self._initialize()
+        else:
+            self.module.to(self.context.device)
+
+        # DeepSpeed makes masters of rounded weights: give them the float32 values instead.
+        if trained and self._dtype != torch.float32 and self._adapters is None:
+            self._read(self._masters())
+        self.residence = Residence(
+            self.context.device,
+            {"weights": self._weight_tensors, "optimizer": self._optimizer_tensors},
+            scratch={"optimizer": self._gradient_buffers},
         )
+
+    def _build_module(self) -> None:
+        """Build the model on meta, in the dtype in which it runs.
+
+        With adapters it is built whole, since peft puts its layers into it.
+        """
+        from hybridflow.kit.huggingface.loading import empty_model
+        from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
         from hybridflow.kit.huggingface.saved import SavedForm
 
-        context = self.context
         config = self.config
         trained = self.optimizer_config is not None
         lora = config.lora if trained else None
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-
-        # DeepSpeed makes its float32 masters of the weights that it gets, so weights that are
-        # trained themselves begin in float32, also where they are to be bfloat16.
-        masters = trained and lora is None
-        hf, self._hf_config = build_hf_model(
-            self.model_spec, torch.float32 if masters else self._dtype
-        )
+        build = empty_model if lora is None else build_hf_model
+        hf, self._hf_config = build(self.model_spec, self._dtype)
         self._form = SavedForm.of(hf)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
@@ -84,29 +119,43 @@ class DeepSpeedBackend(TrainingBackend):
         if config.activation_checkpointing and trained:
             hf.gradient_checkpointing_enable({"use_reentrant": False})
         self.module.train(trained)
-
-        # Canonical names and whole shapes: stage 3 is about to empty the parameters.
         self._ties = ties_of(self.module)
-        self._named: dict[str, Any] = {
-            canonical(name): parameter for name, parameter in self.module.named_parameters()
-        }
-        self._trained = [name for name, values in self._named.items() if values.requires_grad]
-        self._shapes = {name: tuple(values.shape) for name, values in self._named.items()}
-        self._sharded = config.stage == 3
 
-        self.engine: Any = None
-        self._has_gradients = False
-        if not trained and not self._sharded:
-            self.module.to(context.device)
-            return
+    def _canonical(self) -> Iterator[tuple[str, Any]]:
+        """Yield the module's parameters by canonical name."""
+        from hybridflow.kit.huggingface.modeling import canonical
 
-        # DeepSpeed rounds the weights to bfloat16 before it copies the masters: write the float32
-        # values into the masters afterwards.
-        rounded = trained and self._dtype != torch.float32
-        names = self._trained if rounded else []
-        exact = {name: self._named[name].detach().clone() for name in names}
-        self._initialize()
-        self._set_masters(exact)
+        for name, parameter in self.module.named_parameters():
+            yield canonical(name), parameter
+
+    def _cut_module(self) -> None:
+        """Give each parameter memory for this rank's part alone, through DeepSpeed's zero.Init."""
+        deepspeed = _import_deepspeed(self.context.device)
+        whole = _OneByOne(self.module, self.context.device, self._dtype)
+        deepspeed.zero.Init(module=whole, config_dict_or_path=self._settings(), dtype=self._dtype)
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield the buffers that checkpoints have; they are whole on every rank."""
+        saved = self.module.hf.state_dict().keys() - self._shapes.keys()
+        for name, buffer in self.module.hf.named_buffers():
+            if name in saved:
+                yield name, Box.full(buffer.shape), buffer
+
+    def _masters(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
+        """Yield this rank's float32 masters."""
+        for part in self._state():
+            if part.entry.startswith("model."):
+                yield part.entry.removeprefix("model."), part.box, part.values
+
+    def _read(self, parts: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read boxes of the stored parameters from the model's folder, or draw them."""
+        from hybridflow.kit.huggingface.loading import Part, fill
+
+        found: list[Part] = []
+        for name, box, values in self._form.shards(parts):
+            assert isinstance(values, torch.Tensor)  # no adapters
+            found.append((name, box, values))
+        fill(found, self.model_spec, torch.float32)
 
     def _initialize(self) -> None:
         """Make the optimizer of a trained role, and wrap the module in DeepSpeed's engine."""
@@ -229,6 +278,7 @@ class DeepSpeedBackend(TrainingBackend):
         for group in self.zero.param_groups:
             group["lr"] = lr
         self.engine.step()
+        self.residence.changed()
         self._has_gradients = False
 
         # DeepSpeed skips the update on an overflow, and its norm then means nothing.
@@ -433,6 +483,7 @@ class DeepSpeedBackend(TrainingBackend):
         Raises CheckpointError when it cannot be read.
         """
         self.version = load_state(self._state(), folder, self.context.role)
+        self.residence.changed()
         if self.optimizer_config is None:
             return
 
@@ -465,14 +516,7 @@ class DeepSpeedBackend(TrainingBackend):
             persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
 
-    def _set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write whole float32 values, by canonical name, into the masters of this rank."""
-        for name, full in values.items():
-            for entry, start, masters in self._kept(name, self._named[name]):
-                if entry == "model":
-                    masters.copy_(full.flatten()[start : start + masters.numel()])
-
-    def export_hf(self, folder: Path) -> None:
+    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors on rank 0, and adapters to folder/adapter.
 
         A collective call.
@@ -491,32 +535,83 @@ class DeepSpeedBackend(TrainingBackend):
             self._hf_config,
             generation,
             folder,
-            self._dtype,
+            dtype or self._dtype,
             self.context,
             export_adapters,
         )
 
     # --- memory ---
 
-    def offload(self) -> None:
-        """Move what DeepSpeed can move to the host: a plain module, or a trained role's states.
+    def offload(self, parts: Sequence[str] = PARTS) -> None:
+        """Move parts to the host; what DeepSpeed keeps there stays."""
+        if self.context.device.type != "cpu":
+            self._release_gathered()
+            self.residence.offload(parts)
 
-        A frozen role of stage 3 and offloaded parameters stay where they are.
-        """
-        if self.context.device.type == "cuda":
-            if self.engine is None:
-                self.module.to("cpu")
-            elif self.optimizer_config is not None and not self.config.offload_parameters:
-                self.engine.offload_states()
-            torch.cuda.empty_cache()
+    def onload(self, parts: Sequence[str] = PARTS) -> None:
+        """Move parts back to the device."""
+        if self.context.device.type != "cpu":
+            self.residence.onload(parts)
 
-    def onload(self) -> None:
-        """Undo `offload`."""
-        if self.context.device.type == "cuda":
-            if self.engine is None:
-                self.module.to(self.context.device)
-            elif self.optimizer_config is not None and not self.config.offload_parameters:
-                self.engine.reload_states()
+    def _release_gathered(self) -> None:
+        """Give back whole parameters that stage 3 has gathered ahead."""
+        if self._sharded:
+            self.zero.empty_partition_cache()
+
+    def _weight_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the weights, of stage 3 this rank's parts and what is kept whole; and buffers."""
+        for parameter in self._named.values():
+            yield parameter.data
+            if self._sharded:
+                yield parameter.ds_tensor
+        yield from self.module.buffers()
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield masters and moments."""
+        if self.optimizer_config is None:
+            return
+        # Flat buffers, of each group of parameters.
+        if self._sharded:
+            yield from self.zero.fp32_partitioned_groups_flat
+        else:
+            yield from self.zero.single_partition_of_fp32_groups
+        for moments in self.zero.optimizer.state.values():
+            yield from (value for value in moments.values() if isinstance(value, torch.Tensor))
+
+    def _gradient_buffers(self) -> Iterator[torch.Tensor]:
+        """Yield DeepSpeed's buffers of gradients, whose values nobody needs between updates."""
+        if self.optimizer_config is None:
+            return
+        for bucket in self.zero.ipg_buckets.values():
+            buffers = bucket.buffer if isinstance(bucket.buffer, list) else [bucket.buffer]
+            yield from (buffer for buffer in buffers if buffer is not None)
+        if self._sharded:
+            yield self.zero.grad_partitions_flat_buffer
+
+
+class _OneByOne(torch.nn.Module):
+    """Gives a module's parameters memory one by one, as DeepSpeed walks over them to cut them."""
+
+    def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype):
+        super().__init__()
+        self._places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
+        self._device = device
+        self._dtype = dtype
+        for owner in module.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(parameter, []).append((owner, key))
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Yield parameters with memory, which stand in the module in place of those on meta."""
+        for parameter, places in self._places.items():
+            # Any values: those of the folder are read after the cut.
+            memory = torch.empty(parameter.shape, device=self._device, dtype=self._dtype)
+            real = torch.nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            # Tied names keep one parameter.
+            for owner, key in places:
+                owner._parameters[key] = real
+            yield real
 
 
 def _import_deepspeed(device: torch.device) -> Any:

@@ -19,6 +19,8 @@ from hybridflow.kit.layouts import zero3_layout
 class DeepSpeedConfig(KnownSettings):
     """DeepSpeed's ZeRO (arXiv:1910.02054) on Hugging Face models."""
 
+    switches = {"stage": (1, 2, 3), "activation_checkpointing": (False, True)}
+
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
     """ZeRO stage: 1 shards the optimizer state over the dp ranks, 2 the gradients too, 3 the
     weights too."""
@@ -68,8 +70,6 @@ class DeepSpeedConfig(KnownSettings):
             compute_bytes=4 if wide else 2,
             recompute=self.activation_checkpointing,
             on_host=self.offload_parameters,
-            # `offload` moves nothing of a frozen model of stage 3.
-            moves=trained or self.stage != 3,
             adapter_rank=self.lora.rank if self.lora and trained else 0,
         )
 

@@ -6,19 +6,21 @@ hooks. Checking a config imports this module, so slow imports stand where they a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybridflow.backends.fsdp.gather import Piece, whole_parameters
-from hybridflow.core.contracts.training import LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
 from hybridflow.kit.checkpoint import StatePart, load_state, save_state
 from hybridflow.kit.huggingface.config import lora_problems
+from hybridflow.kit.offload import Residence
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,12 +42,17 @@ class FSDPBackend(TrainingBackend):
     optimizer: ShardedAdamW | None
     """The optimizer of this rank's shards; None for a frozen role."""
 
+    residence: Residence
+    """Where this rank's weights and optimizer state are while others use the device."""
+
     _hf_config: Any
     """The Hugging Face config of the model, for exports."""
     _adapters: Adapters | None
     """The low-rank adapters; None without LoRA."""
     _trained: set[str]
     """Names of the parameters that have gradients."""
+    _dtype: torch.dtype
+    """The dtype in which the model is built; a few parameters may be wider."""
     _form: SavedForm
     """How the model's parameters make up the canonical ones."""
     _ties: dict[str, str]
@@ -76,13 +83,22 @@ class FSDPBackend(TrainingBackend):
         return problems + lora_problems(config.lora)
 
     def build(self) -> None:
-        """Build the model on every rank, shard it in place, and give it an optimizer."""
+        """Shard a model without memory, read this rank's shards, and give it an optimizer."""
         self._build_module()
         self._shard_module()
+        self._read_weights()
         self._build_optimizer()
+        self.residence = Residence(
+            self.context.device,
+            {"weights": self._weight_tensors, "optimizer": self._optimizer_tensors},
+        )
 
     def _build_module(self) -> None:
-        """Build the whole model, with adapters where the config has them."""
+        """Build the model on meta.
+
+        With adapters it is built whole, since peft puts its layers into it.
+        """
+        from hybridflow.kit.huggingface.loading import empty_model
         from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
         from hybridflow.kit.huggingface.saved import SavedForm
 
@@ -93,10 +109,9 @@ class FSDPBackend(TrainingBackend):
         # Weights that an optimizer changes are float32 masters; frozen ones may be bfloat16.
         masters = trained and lora is None
         wide = masters or config.precision != "bf16"
-        dtype = torch.bfloat16
-        if wide:
-            dtype = torch.float32
-        hf, self._hf_config = build_hf_model(self.model_spec, dtype)
+        self._dtype = torch.float32 if wide else torch.bfloat16
+        build = empty_model if lora is None else build_hf_model
+        hf, self._hf_config = build(self.model_spec, self._dtype)
         self._form = SavedForm.of(hf)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
@@ -118,10 +133,14 @@ class FSDPBackend(TrainingBackend):
     def _shard_module(self) -> None:
         """Cut the model over tp and dp on its device, and record every rank's boxes."""
         from hybridflow.backends.fsdp import sharding
+        from hybridflow.kit.huggingface.loading import allocate, move_buffers
 
         context = self.context
         config = self.config
         layout = context.layout
+
+        # Parameters have no memory yet.
+        move_buffers(self.module, context.device)
 
         # A single rank in float32 without offload needs no FSDP.
         self._gathered = []
@@ -129,10 +148,9 @@ class FSDPBackend(TrainingBackend):
             mesh = sharding.device_mesh(layout, config.replicas, context.device)
             if layout.tp > 1:
                 sharding.apply_tensor_parallel(self.module, mesh["tp"])
-            # FSDP moves each parameter to the device as it cuts it.
             self._gathered = sharding.apply_fsdp(self.module, mesh, config)
-        else:
-            self.module.to(context.device)
+        home = torch.device("cpu") if config.cpu_offload else context.device
+        allocate(self.module, home)
 
         # Models without a list of layers are left as they are.
         if config.compile:
@@ -152,6 +170,20 @@ class FSDPBackend(TrainingBackend):
             config.replicas,
             context.rank,
         )
+
+    def _read_weights(self) -> None:
+        """Read this rank's shards from the model's folder, or draw them."""
+        from hybridflow.kit.huggingface.loading import Part, fill
+
+        if self._adapters is not None:
+            return
+
+        def parts() -> Iterator[Part]:
+            for name, box, shard in self._form.shards(self._stored_shards()):
+                assert isinstance(shard, torch.Tensor)
+                yield name, box, shard
+
+        fill(parts(), self.model_spec, self._dtype)
 
     def _build_optimizer(self) -> None:
         """Give a trained role AdamW over this rank's shards of what has gradients."""
@@ -179,6 +211,16 @@ class FSDPBackend(TrainingBackend):
 
         for name, parameter in self.module.named_parameters():
             yield canonical(name), parameter
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what the checkpoint has beside parameters, under its names; each rank has it whole.
+
+        No step changes it: the bias by which a router chooses its experts (deepseek_v3, glm4_moe).
+        """
+        from hybridflow.kit.huggingface.modeling import canonical, saved_buffers
+
+        for name, values in saved_buffers(self.module):
+            yield canonical(name), values
 
     def _model(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters without adapters."""
@@ -217,7 +259,7 @@ class FSDPBackend(TrainingBackend):
         loss: LossFunction,
         temperature: float = 1.0,
     ) -> None:
-        """Add up gradients over the micro-batches; the last one reduces them over dp."""
+        """Add up gradients over the micro-batches, each cut to this rank's shard at once."""
         for index, micro in enumerate(micros):
             self._set_last(index == len(micros) - 1)
             outputs: Mapping[str, torch.Tensor] = self.module(micro, needs, temperature)
@@ -227,14 +269,17 @@ class FSDPBackend(TrainingBackend):
             (share * self.context.layout.dp).backward()
 
     def _set_last(self, last: bool) -> None:
-        """Reduce gradients once, after the last micro-batch.
+        """Sum gradients over HSDP's replicas once, after the last micro-batch.
 
-        Before it, weights that may stay gathered (reshard_after_forward = false) do.
+        Inside a replica every micro-batch reduces and cuts them: unreduced, those of the whole
+        model would add up on every rank. Before the last, weights that may stay gathered
+        (reshard_after_forward = false) do.
         """
         # The root passes the settings on to the modules below it, the second where it recurses.
         if self._gathered:
             root = self._gathered[-1]
-            root.set_requires_gradient_sync(last)
+            if self.config.replicas > 1:
+                root.set_requires_all_reduce(last)
             every = not self.config.reshard_after_forward
             root.set_reshard_after_backward(last, recurse=every)
 
@@ -254,6 +299,7 @@ class FSDPBackend(TrainingBackend):
             if clip:
                 scale = config.max_grad_norm / (norm + 1e-6)
             self.optimizer.step(lr, scale)
+            self.residence.changed()
             self.version += 1
         else:
             self.optimizer.clear()
@@ -271,6 +317,10 @@ class FSDPBackend(TrainingBackend):
             params[name] = Param(tuple(parameter.shape), parameter.dtype)
             for rank, box in self._boxes[name].items():
                 held[rank][name] = (box,) if box.numel else ()
+        for name, values in self._buffers():
+            params[name] = Param(tuple(values.shape), values.dtype)
+            for boxes in held.values():
+                boxes[name] = (Box.full(values.shape),)
         return self._form.layout(WeightLayout(params, held, self._ties))
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
@@ -290,6 +340,8 @@ class FSDPBackend(TrainingBackend):
                 yield name, box, self._adapters.shard(name, box, local, adapters)
             else:
                 yield name, box, local
+        for name, values in self._buffers():
+            yield name, Box.full(values.shape), values
 
     def _whole_adapters(self) -> dict[str, torch.Tensor]:
         """Return the adapters' whole values on every rank; collective where there are adapters."""
@@ -327,7 +379,8 @@ class FSDPBackend(TrainingBackend):
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole parameters with adapters merged, gathered over one HSDP replica."""
-        yield from self._form.whole(self._gather(self._model(), self._whole_adapters()))
+        gathered = self._gather(self._model(), self._whole_adapters())
+        yield from self._form.whole(chain(gathered, self._buffers()))
 
     def _gather(
         self,
@@ -393,17 +446,16 @@ class FSDPBackend(TrainingBackend):
     def load(self, folder: Path) -> None:
         """Read the shards of this layout, whatever layout or backend wrote them."""
         self.version = load_state(self._state(), folder, self.context.role)
+        self.residence.changed()
         if self.optimizer is not None:
             self.optimizer.set_step(self.version)
 
-    def export_hf(self, folder: Path) -> None:
+    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write the model with its adapters merged, and peft's files of them in adapter/."""
         from hybridflow.kit.huggingface.export import export_role
 
         hf = self.module.hf
-        dtype = torch.float32
-        if self.config.precision == "bf16":
-            dtype = torch.bfloat16
+        computed = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         generation = getattr(hf, "generation_config", None)
 
         # Gathering adapters is collective, so it happens here and not on rank 0 alone.
@@ -418,30 +470,34 @@ class FSDPBackend(TrainingBackend):
             self._hf_config,
             generation,
             folder,
-            dtype,
+            dtype or computed,
             self.context,
             export_adapters,
         )
 
     # --- memory ---
 
-    def offload(self) -> None:
-        """Move everything to the CPU; a role with cpu_offload is there already."""
-        if self.context.device.type != "cpu" and not self.config.cpu_offload:
-            self._move(lambda tensor: tensor.to("cpu"))
-            torch.cuda.empty_cache()
+    def offload(self, parts: Sequence[str] = PARTS) -> None:
+        """Move parts to the host; a role with cpu_offload is there already."""
+        if self._moves:
+            self.residence.offload(parts)
 
-    def onload(self) -> None:
-        """Move everything back to the device."""
-        if self.context.device.type != "cpu" and not self.config.cpu_offload:
-            self._move(lambda tensor: tensor.to(self.context.device))
+    def onload(self, parts: Sequence[str] = PARTS) -> None:
+        """Move parts back to the device."""
+        if self._moves:
+            self.residence.onload(parts)
 
-    def _move(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Give weights, buffers and optimizer other storage: another device, or (in tests) a copy.
+    @property
+    def _moves(self) -> bool:
+        return self.context.device.type != "cpu" and not self.config.cpu_offload
 
-        FSDP may make new parameter objects, so they are collected anew.
-        """
-        self.module._apply(change)
-        self.parameters = dict(self._canonical())
+    def _weight_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield this rank's shards and the buffers."""
+        for parameter in self.parameters.values():
+            yield self._local(parameter)
+        yield from self.module.buffers()
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the optimizer's state, which there is from the first step on."""
         if self.optimizer is not None:
-            self.optimizer.relink(self.parameters)
+            yield from self.optimizer.state()

@@ -17,6 +17,8 @@ from hybridflow.kit.layouts import fsdp_layout, tensor_shard
 class FSDPConfig(KnownSettings):
     """PyTorch FSDP2 on Hugging Face models."""
 
+    switches = {"reshard_after_forward": (False, True), "activation_checkpointing": (False, True)}
+
     precision: str = attrs.field(
         default="fp32",
         validator=attrs.validators.in_(("fp32", "bf16")),

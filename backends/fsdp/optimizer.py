@@ -6,7 +6,7 @@ dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -128,6 +128,11 @@ class ShardedAdamW:
             state = self._moments(shard)
             moments[name] = {moment: state[moment] for moment in state if moment in MOMENTS}
         return moments
+
+    def state(self) -> Iterator[torch.Tensor]:
+        """Yield all tensors of AdamW's state."""
+        for state in self._adamw.state.values():
+            yield from state.values()
 
     def set_step(self, step: int) -> None:
         """Set the number of steps taken, from which AdamW corrects the bias of its moments."""

@@ -26,12 +26,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hybridflow.backends.megatron.cpu import no_warnings_of_what_is_meant, on_cpu
-from hybridflow.core.contracts.training import LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.core.workers.micro_batch import dummy_micro_batch
 from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state, save_state
 from hybridflow.kit.huggingface.shapes import shape_of
+from hybridflow.kit.offload import Residence
 
 Finish = Callable[[int, dict[str, torch.Tensor]], torch.Tensor]
 """(index of the micro-batch, outputs) -> a scalar; called on the last pipeline stage."""
@@ -73,6 +74,7 @@ class MegatronBackend(TrainingBackend):
     def _build(self) -> None:
         from hybridflow.backends.megatron import modules, weights
         from hybridflow.backends.megatron.groups import group_collection
+        from hybridflow.kit.huggingface import loading
         from hybridflow.kit.huggingface.modeling import hf_config
 
         # The model's config in both libraries' terms, and where each canonical parameter belongs.
@@ -110,7 +112,7 @@ class MegatronBackend(TrainingBackend):
         self._pieces = list(weights.local_pieces(self.chunks, self._shape, context.coords.tp))
         self._models: list[Any] = list(self.chunks)
         self.optimizer: Any = None
-        weights.fill(self.named_shards(), spec)
+        loading.fill(self.named_shards(), spec, torch.float32)
 
         if self.optimizer_config is not None:
             self._make_optimizer()
@@ -122,7 +124,13 @@ class MegatronBackend(TrainingBackend):
                     for part in self._state()
                     if part.entry.startswith("model.")
                 )
-                weights.fill(masters, spec)
+                loading.fill(masters, spec, torch.float32)
+
+        self.residence = Residence(
+            context.device,
+            {"weights": self._weight_tensors, "optimizer": self._optimizer_tensors},
+            scratch={"optimizer": self._gradient_buffers},
+        )
 
     def _make_optimizer(self) -> None:
         """Wrap the chunks in Megatron's data parallelism and make its distributed optimizer."""
@@ -338,6 +346,7 @@ class MegatronBackend(TrainingBackend):
                             optimizer.get_parameters(), settings.max_grad_norm, norm
                         )
                 self.optimizer.step_with_ready_grads()
+                self.residence.changed()
                 self.version += 1
             self._clear()
         return Metrics.of(grad_norm=norm, lr=lr)
@@ -426,6 +435,7 @@ class MegatronBackend(TrainingBackend):
         Raises CheckpointError when it cannot be read.
         """
         self.version = load_state(self._state(), folder, self.context.role)
+        self.residence.changed()
         if self.optimizer is None:
             return
 
@@ -441,7 +451,7 @@ class MegatronBackend(TrainingBackend):
         )
         load_state(weights, folder, self.context.role)
 
-    def export_hf(self, folder: Path) -> None:
+    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors with canonical names, on rank 0."""
         from transformers import (
             AutoModelForCausalLM,
@@ -462,44 +472,46 @@ class MegatronBackend(TrainingBackend):
             self._hf_config,
             generation,
             folder,
-            self._dtype,
+            dtype or self._dtype,
             self.context,
         )
 
     # --- memory ---
 
-    def offload(self) -> None:
-        """Move weights, gradients and optimizer to the host and free the GPU's memory."""
-        if self.context.device.type == "cuda":
-            self._move("cpu")
-            torch.cuda.empty_cache()
+    def offload(self, parts: Sequence[str] = PARTS) -> None:
+        """Move parts to the host; gradients, which are zeros between updates, only free memory."""
+        if self.context.device.type != "cpu":
+            self.residence.offload(parts)
 
-    def onload(self) -> None:
-        """Undo `offload`."""
-        if self.context.device.type == "cuda":
-            self._move(self.context.device)
+    def onload(self, parts: Sequence[str] = PARTS) -> None:
+        """Move parts back to the device."""
+        if self.context.device.type != "cpu":
+            self.residence.onload(parts)
 
-    def _move(self, device: Any) -> None:
-        """Move the weights; of a trained role gradients, masters and moments too."""
+    def _weight_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the weights and the modules' buffers; Megatron's flat buffers hold the weights."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+            yield from chunk.buffers()
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield masters and moments."""
         if self.optimizer is None:
-            for chunk in self.chunks:
-                chunk.to(device)
             return
-
-        # Megatron's buffers hold weights and gradients, and fp32 masters are these weights.
-        for model in self._models:
-            for buffer in (*model.buffers, *model.expert_parallel_buffers):
-                if str(device) == "cpu":
-                    buffer.offload_to_cpu()
-                else:
-                    buffer.reload_from_cpu()
-
         for optimizer in self._optimizers():
             for _, (_, master, moments) in _masters(optimizer):
+                # float32 weights are their own masters, and leave with the weights.
                 if self._dtype != torch.float32:
-                    master.data = master.data.to(device)
-                for name in MOMENTS:
-                    moments[name].data = moments[name].data.to(device)
+                    yield master
+                yield from moments.values()
+
+    def _gradient_buffers(self) -> Iterator[torch.Tensor]:
+        """Yield Megatron's flat buffers of gradients, which are zeros between updates."""
+        if self.optimizer is None:
+            return
+        for model in self._models:
+            for buffer in (*model.buffers, *model.expert_parallel_buffers):
+                yield buffer.grad_data
 
 
 def _zero_loss(hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> Any:

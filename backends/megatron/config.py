@@ -16,6 +16,8 @@ from hybridflow.kit.layouts import megatron_layout
 class MegatronConfig(KnownSettings):
     """Megatron-Core's GPTModel (arXiv:1909.08053, 2104.04473) with its distributed optimizer."""
 
+    switches = {"recompute": (False, True)}
+
     precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
     """fp32: everything in float32. bf16: weights and compute in bfloat16; a trained role's masters,
     moments and gradients are float32. Masters and moments are sharded over dp."""

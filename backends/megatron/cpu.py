@@ -1,4 +1,4 @@
-"""Patches that megatron-core 0.16 needs to run without CUDA.
+"""What megatron-core 0.16 needs to run without CUDA: on a CPU, and on a GPU that is not there.
 
 None of them is active on a GPU, nor outside `on_cpu`.
 """
@@ -16,27 +16,34 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _CudaIsCpu(TorchFunctionMode):
-    """While it is active, torch takes the CPU for a CUDA device.
+class _Stand(TorchFunctionMode):
+    """While it is active, torch takes another device for a CUDA device.
 
-    device="cuda" is the CPU, Tensor.cuda() is the tensor, and Tensor.type() names CUDA types: the
-    distributed optimizer and gradient clipping compare these names.
+    device="cuda" is that device, Tensor.cuda() brings a tensor there, and Tensor.type() names CUDA
+    types: the distributed optimizer and gradient clipping compare these names.
     """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if str(kwargs.get("device")).startswith("cuda"):
-            kwargs = kwargs | {"device": "cpu"}
+            kwargs = kwargs | {"device": self.device}
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self.device)
 
+        # Everything else runs as ever, but for the names of types.
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
+            # A tensor of the CPU has no device in its type's name.
+            kind = result.rpartition(".")[2]
+            return f"torch.cuda.{kind}"
         return result
 
 
-def _random() -> contextlib.AbstractContextManager:
+def _random(device: torch.device) -> contextlib.AbstractContextManager:
     """Return a patch with which Megatron's generator tracker saves and sets the CPU's state."""
     import megatron.core.tensor_parallel.random as random
 
@@ -53,18 +60,18 @@ def _random() -> contextlib.AbstractContextManager:
     )
 
 
-PATCHES: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
-    "the current device is a number of a GPU": lambda: mock.patch(
-        "torch.cuda.current_device", lambda: "cpu"
+PATCHES: dict[str, Callable[[torch.device], contextlib.AbstractContextManager]] = {
+    "the current device is a number of a GPU": lambda device: mock.patch(
+        "torch.cuda.current_device", lambda: device
     ),
-    "pipelines wait for the GPU": lambda: mock.patch(
+    "pipelines wait for the GPU": lambda device: mock.patch(
         "torch.cuda.synchronize", lambda *a, **k: None
     ),
-    "states of generators come from the GPU": lambda: mock.patch(
+    "states of generators come from the GPU": lambda device: mock.patch(
         "torch.cuda.get_rng_state", lambda device="cuda": torch.get_rng_state()
     ),
     "checkpointed layers keep the GPU's state": _random,
-    "tensors are made on the GPU by name": _CudaIsCpu,
+    "tensors are made on the GPU by name": _Stand,
 }
 """What Megatron does that a CPU cannot -> the patch for it.
 
@@ -92,13 +99,13 @@ def no_warnings_of_what_is_meant() -> None:
 
 @contextlib.contextmanager
 def on_cpu(device: torch.device, without: Any = ()) -> Iterator[None]:
-    """Activate the patches for calls into Megatron on a CPU; for other devices do nothing.
+    """Activate the patches for calls into Megatron without CUDA; on a GPU do nothing.
 
     without: keys of PATCHES that are left out (tests use it).
     """
     with contextlib.ExitStack() as stack:
-        if device.type == "cpu":
+        if device.type != "cuda":
             for reason, patch in PATCHES.items():
                 if reason not in without:
-                    stack.enter_context(patch())
+                    stack.enter_context(patch(device))
         yield

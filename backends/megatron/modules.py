@@ -153,7 +153,7 @@ def transformer_config(
         variable_seq_lengths=virtual == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=on_gpu,
-        # Precision and first values (weights.fill writes them)
+        # Precision and first values (the backend fills them in)
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

@@ -11,18 +11,14 @@ key/value heads and tp 2:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-from hybridflow.core.errors import ModelError
-from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import Box, Param, WeightLayout
-from hybridflow.kit.huggingface.modeling import build_hf_model
 from hybridflow.kit.layouts import megatron_layout
 
 Piece = tuple[str, tuple[int, ...], Box, int]
@@ -222,55 +218,3 @@ def local_pieces(
                 _, _, index, name = name.split(".", 3)
                 layer = chunk.decoder.layers[int(index)].layer_number - 1
             yield parameter, list(shape.pieces(name, layer, tp_rank))
-
-
-def fill(parts: Iterable[tuple[str, Box, torch.Tensor]], spec: ModelSpec) -> None:
-    """Write the model's first values into (canonical name, box, storage).
-
-    Only the boxes are read from the model's folder. A head that the folder lacks, and a model
-    without a folder, are drawn from init_seed as Hugging Face draws them. Raises ModelError for any
-    other parameter that is missing.
-    """
-    wanted = list(parts)
-    missing = _from_folder(wanted, Path(spec.path)) if spec.path is not None else wanted
-    if not missing:
-        return
-
-    if spec.path is not None:
-        names = {name for name, *_ in missing} - {"score.weight"}
-        if names:
-            model_type = spec.hf_config.get("model_type")
-            raise ModelError(
-                f"{spec.path} has no {sorted(names)[0]}, which this {model_type} needs"
-            )
-
-    hf, _ = build_hf_model(spec, torch.float32)
-    values = dict(hf.named_parameters())
-    with torch.no_grad():
-        for name, box, storage in missing:
-            storage.copy_(values[name][box.slices()].reshape(storage.shape))
-
-
-def _from_folder(
-    wanted: list[tuple[str, Box, torch.Tensor]], folder: Path
-) -> list[tuple[str, Box, torch.Tensor]]:
-    """Fill the parts from the folder's safetensors files, and return those that it lacks."""
-    from safetensors import safe_open
-
-    by_name: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-    for name, box, storage in wanted:
-        by_name.setdefault(name, []).append((box, storage))
-
-    # Slices are read from the files, never whole parameters.
-    with torch.no_grad():
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                for name in by_name.keys() & set(tensors.keys()):
-                    values = tensors.get_slice(name)
-                    for box, storage in by_name.pop(name):
-                        storage.copy_(values[box.slices()].reshape(storage.shape))
-
-    missing: list[tuple[str, Box, torch.Tensor]] = []
-    for name, parts in by_name.items():
-        missing += [(name, box, storage) for box, storage in parts]
-    return missing

@@ -23,6 +23,9 @@ class RayConfig(RuntimeSettings):
     start_timeout_s: float = 300.0
     """Seconds that the processes of a pool may take to be placed, and again to join their process
     group."""
+    collective_timeout_s: float = attrs.field(default=1800.0, validator=attrs.validators.gt(0))
+    """Seconds that a rank waits for the others in a collective call. Ranks run free while they
+    generate and score, so it must be longer than these take on the slowest rank."""
     temp_dir: str | None = None
     """Folder of a local Ray for sockets and logs. Default: Ray's own choice (/tmp/ray)."""
 

@@ -216,7 +216,8 @@ class RayRuntime(Runtime):
         try:
             address = ray.get(processes[0].actor.address.remote(), timeout=timeout)
             # To join is to wait for all others: every process must be asked before any answer.
-            joins = [process.actor.join.remote(address, device, 600.0) for process in processes]
+            patience = self.config.collective_timeout_s
+            joins = [process.actor.join.remote(address, device, patience) for process in processes]
             ray.get(joins, timeout=timeout)
         except GetTimeoutError as error:
             raise HybridFlowError(

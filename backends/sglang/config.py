@@ -46,6 +46,8 @@ def argument_names() -> tuple[str, ...]:
 class SGLangConfig(ProcessConfig):
     """SGLang runs in a process of its own, which starts further ones for its schedulers."""
 
+    switches = {"max_sequences": (1024, 512, 256, 128), "gpu_memory": (0.3, 0.4, 0.6, 0.8, 0.9)}
+
     # The model
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, activations and KV cache."""
@@ -86,6 +88,7 @@ class SGLangConfig(ProcessConfig):
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
             max_length=self.max_length or None,
+            eager=bool(self.eager),
             cache_tokens=self.kv_tokens or None,
             memory_share=None if self.kv_tokens else self.gpu_memory,
         )

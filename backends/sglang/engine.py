@@ -26,18 +26,25 @@ import numpy as np
 import torch
 
 from hybridflow.backends.sglang.config import SGLangConfig
-from hybridflow.backends.sglang.places import LOADER, Ask, Derive, Fill, Schedulers, Take
+from hybridflow.backends.sglang.places import LOADER, Ask, Derive, Fill, Prove, Schedulers, Take
 from hybridflow.backends.sglang.sampler import BACKEND
 from hybridflow.backends.sglang.shims import variables
-from hybridflow.core.contracts.rollout import Completion, Request
+from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.bucket import Bucket, BucketReader, Load, Piece
 from hybridflow.kit.hosting.hostable import Hostable
-from hybridflow.kit.huggingface.models import policy_config, saved_parameters, write_config
+from hybridflow.kit.huggingface.models import (
+    longest,
+    policy_config,
+    saved_parameters,
+    windows_of,
+    write_config,
+)
 from hybridflow.kit.tracing.coverage import untaken
+from hybridflow.kit.tracing.proofs import WindowSums
 from hybridflow.kit.whole import WholeParameters
 
 CPU_CACHE_TOKENS = 65536
@@ -70,6 +77,12 @@ class SGLangEngine(ContinuousEngine, Hostable):
         self._paused = False
         self.complete = False
         """Whether every parameter has arrived, in this update or an earlier one."""
+        self._update = 0
+        """The number of this update: one that is begun again brings everything anew."""
+        self._wanted: dict[int, Wanted] = {}
+        """What is asked of each rank's proof."""
+        self._whole = WindowSums({})
+        """Checksums of opaque parameters, as SGLang's loader is given them."""
 
     @classmethod
     def environment(cls, device: torch.device) -> dict[str, str]:
@@ -85,7 +98,8 @@ class SGLangEngine(ContinuousEngine, Hostable):
         shapes, ties = saved_parameters(hf_config)
         text_config = hf_config.get_text_config()
         self.vocab = text_config.vocab_size
-        self.max_positions = self.config.max_length or text_config.max_position_embeddings
+        self.max_positions = longest(hf_config, self.config.max_length)
+        windows = windows_of(hf_config, self.max_positions)
 
         # Without this variable SGLang wants a NUMA node for each tp rank.
         if self.device.type == "cpu" and self._tp > 1:
@@ -104,15 +118,17 @@ class SGLangEngine(ContinuousEngine, Hostable):
         # A start that fails leaves no processes behind.
         dtype = getattr(torch, self.config.dtype)
         try:
-            self._map_weights({name: Param(shape, dtype) for name, shape in shapes.items()}, ties)
+            params = {name: Param(shape, dtype) for name, shape in shapes.items()}
+            self._map_weights(Ask(params, ties, windows))
         except BaseException:
             self.close()
             raise
 
-    def _map_weights(self, params: dict[str, Param], ties: dict[str, str]) -> None:
+    def _map_weights(self, ask: Ask) -> None:
         """Ask SGLang's loader where weights go. Raises ModelError where they cannot go there."""
+        params = ask.params
         self._open_session()
-        taken = self.schedulers.tell([Ask(params, ties)] * self._tp)
+        taken = self.schedulers.tell([ask] * self._tp)
         self._close_session()
 
         # What one scheduler cannot take by boxes comes whole, to all of them.
@@ -142,7 +158,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
                 f"SGLang's {self.model.hf_config.get('model_type')} does not take {elements} of "
                 f"{params[name].numel} elements of {name}: it would generate with other weights"
             )
-        self._layout = WeightLayout(params, held, ties, frozenset(params))
+        self._layout = WeightLayout(params, held, ask.ties, frozenset(params))
 
     def _unlink_shared(self) -> None:
         """Remove the name of the shared file in which SGLang's processes report their load.
@@ -213,6 +229,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
 
         interrupted = self.updating
         super().begin_update(version)
+        self._update += 1
         self._opaque.clear()
         self.store.begin()
         self._arrived = Arrivals(self._layout.held, self.store.params)
@@ -266,13 +283,60 @@ class SGLangEngine(ContinuousEngine, Hostable):
         # The others never pass through this process.
         if pieces:
             jobs: list[Take | None] = [None] * self._tp
-            jobs[place] = Take(reader.handle, attrs.evolve(load, pieces=tuple(pieces)))
+            load = attrs.evolve(load, pieces=tuple(pieces))
+            jobs[place] = Take(reader.handle, load, self._update)
             self.schedulers.tell(jobs)
         return None
 
     def _load(self, name: str, whole: torch.Tensor) -> None:
         """Note a whole parameter, which `end_update` hands over."""
+        self._whole.take(name, whole)
         self._opaque.append((name, whole))
+
+    def expect_of(self, place: int, wanted: Wanted) -> None:
+        """Hear what the proof of a rank is asked for."""
+        self._wanted[place] = wanted
+        if not place:
+            self._whole.expect(wanted)
+
+    def proof_of(self, place: int) -> Proof:
+        """Return what a rank's scheduler holds in its live tensors.
+
+        Of opaque parameters it is what SGLang's loader is given.
+        """
+        opaque = self.store.params
+        wanted = self._wanted[place]
+        jobs: list[Prove | None] = [None] * self._tp
+        jobs[place] = Prove(
+            {name: one for name, one in wanted.items() if name not in opaque}, self._update
+        )
+        # SGLang talks to schedulers about weights within a session, which an update is.
+        outside = not self.updating
+        if outside:
+            self._open_session()
+        try:
+            answer = self.schedulers.tell(jobs)[place]
+        finally:
+            if outside:
+                self._close_session()
+        proof = {
+            name: (None if update is None else self._next_version, value)
+            for name, (update, value) in answer.items()
+        }
+        # Outside of an update nothing can be read of the opaque ones.
+        whole = self._whole.totals()
+        for name in wanted.keys() & opaque:
+            version = self._next_version if self.store.brought(name) else None
+            proof[name] = (version, whole.get(name, 0) if self.updating else None)
+        return proof
+
+    def expect(self, wanted: Wanted) -> None:
+        """Hear what the proof of the first rank is asked for."""
+        self.expect_of(0, wanted)
+
+    def proof(self) -> Proof:
+        """Return what the first rank's scheduler holds."""
+        return self.proof_of(0)
 
     def _hand_over(self) -> None:
         """Give every scheduler a handle of the opaque parameters, for SGLang's own loader."""
@@ -331,12 +395,19 @@ class SGLangEngine(ContinuousEngine, Hostable):
             self.store.complete = False
             self.complete = False
         self.asleep = True
+        self.has_cache = False
 
-    def wake(self) -> None:
-        """Allocate again what `sleep` freed."""
-        if self.asleep and self.device.type == "cuda":
-            self.engine.resume_memory_occupation()
+    def wake(self, cache: bool = True) -> None:
+        """Allocate again what `sleep` freed; SGLang has names for its parts."""
+        parts = []
+        if self.asleep:
+            parts.append("weights")
+        if cache and not self.has_cache:
+            parts += ["kv_cache", "cuda_graph"]
+        if parts and self.device.type == "cuda":
+            self.engine.resume_memory_occupation(tags=parts)
         self.asleep = False
+        self.has_cache = self.has_cache or cache
 
     # --- generation ---
 

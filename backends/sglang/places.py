@@ -20,7 +20,8 @@ from typing import Any
 import attrs
 import torch
 
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.contracts.rollout import Proof, Wanted
+from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.hosting.bucket import BucketReader, Load
 from hybridflow.kit.tracing.placed import PlacedWeights
@@ -44,9 +45,12 @@ class Ask:
 
     params: Mapping[str, Param]
     ties: Mapping[str, str]
+    windows: int = 0
+    """Number of the model's layers with sliding windows."""
 
     def run(self, model: Any) -> Taken:
         """Trace and prove; the weights are NaN afterwards. Raises ModelError."""
+        self._check_attention(model)
         tensors = dict(model.named_buffers(remove_duplicate=False))
         tensors |= dict(model.named_parameters(remove_duplicate=False))
         # The proof stands for all updates, so it is made once.
@@ -56,6 +60,28 @@ class Ask:
         _placed[id(model)] = placed
         boxes = {name: placed.boxes(name) for name in self.params}
         return Taken(boxes, placed.map.opaque)
+
+    def _check_attention(self, model: Any) -> None:
+        """Raise ModelError where SGLang leaves out what the model does with its scores (0.5.23).
+
+        Its mistral and phi3 know no sliding window; its attention on a CPU no caps.
+        """
+        who = f"{type(model).__name__} of SGLang"
+        if type(model).__name__ in WRONG:
+            raise ModelError(f"{who} {WRONG[type(model).__name__]}; take another engine")
+        layers = [layer for layer in model.modules() if type(layer).__name__ == "RadixAttention"]
+        windows = sum((layer.sliding_window_size or -1) > 0 for layer in layers)
+        if windows != self.windows:
+            raise ModelError(
+                f"{who} has sliding windows in {windows} of its {len(layers)} layers, and the "
+                f"model has them in {self.windows}: it would attend to other tokens; take another "
+                "engine, or sequences that fit into a window (rollout.max_length)"
+            )
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        if on_cpu and any(layer.logit_cap for layer in layers):
+            raise ModelError(
+                f"{who} on a CPU leaves out the cap of attention scores; take another engine"
+            )
 
 
 @attrs.frozen
@@ -74,9 +100,13 @@ class Take:
     bucket: Any
     """The bucket's handle."""
     load: Load
+    update: int
+    """The number of the update that brings it."""
 
     def run(self, model: Any) -> None:
         """Copy, and wait until the copies are done: the bucket is filled again then."""
+        if _placed[id(model)].version != self.update:
+            _placed[id(model)].begin(self.update)
         # Memory is mapped once.
         key = pickle.dumps(self.bucket)
         if key not in _readers:
@@ -99,7 +129,23 @@ class Derive:
         post_load_weights(model)
 
 
-Job = Ask | Fill | Take | Derive
+@attrs.frozen
+class Prove:
+    """Say what is in the places, and whether an update has brought it; the answer is a Proof."""
+
+    wanted: Wanted
+    update: int
+
+    def run(self, model: Any) -> Proof:
+        """Add up what the live tensors hold; in place of a version stands the update's number."""
+        if _placed[id(model)].version != self.update:
+            _placed[id(model)].begin(self.update)
+        return _placed[id(model)].proof(self.wanted)
+
+
+WRONG = {"PhiForCausalLM": "leaves out the bias of its head"}
+"""Classes of SGLang 0.5.23 that compute other values than their models -> what they do."""
+Job = Ask | Fill | Take | Derive | Prove
 _placed: dict[int, PlacedWeights] = {}
 """By the model's id()."""
 _readers: dict[bytes, BucketReader] = {}
@@ -140,7 +186,7 @@ class Schedulers:
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        # Each scheduler takes its own payload: the job's bytes, under the name of the answer's file.
+        # Each scheduler takes its own payload: the job's bytes, by the name of the answer's file.
         payloads = []
         for rank, job in enumerate(jobs):
             packed = torch.frombuffer(bytearray(pickle.dumps(job or _Nothing())), dtype=torch.uint8)

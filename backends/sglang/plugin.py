@@ -20,7 +20,6 @@ def hybridflow_plugins():
                 continuous=True,
                 weights_in_flight=True,
                 traced_layout=True,
-                views=False,
                 process="own",
             ),
             requires=("sglang",),

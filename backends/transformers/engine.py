@@ -147,6 +147,10 @@ class TransformersEngine(ContinuousEngine, Hostable):
         self.check_updating(name)
         self.store.receive(name, box, tensor)
 
+    def written(self, name: str) -> int | None:
+        """Return the version of the last update where that has brought the parameter."""
+        return self._next_version if self.store.brought(name) else None
+
     def end_update(self) -> None:
         """End an update; raises HybridFlowError where the first one was incomplete."""
         self.check_updating("end_update")
@@ -164,8 +168,11 @@ class TransformersEngine(ContinuousEngine, Hostable):
             self.version = None
         self.asleep = True
 
-    def wake(self) -> None:
-        """Allocate dropped weights again; their values come with the next update."""
+    def wake(self, cache: bool = True) -> None:
+        """Allocate dropped weights again; their values come with the next update.
+
+        The cache is made by each generation.
+        """
         if self.asleep:
             self.store.restore()
         self.asleep = False

@@ -19,6 +19,7 @@ import torch
 from hybridflow.backends.transformers.weights import Place
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.models import attention_of
 from hybridflow.kit.huggingface.saved import SavedForm
 
 
@@ -52,7 +53,9 @@ class GenericDecoder:
 
         try:
             with no_init_weights(), device:
-                self.model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                self.model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=attention_of(config)
+                )
         except ValueError as error:
             raise ModelError(
                 f"transformers has no causal model for {config.model_type!r}: {error}"
@@ -73,8 +76,8 @@ class GenericDecoder:
         form = SavedForm.of(self.model)
         self.ties = dict(form.ties)
         self.places = {}
-        for stored, parameter in self.model.named_parameters(remove_duplicate=False):
-            whole = (stored, Box.full(parameter.shape), parameter.data)
+        for stored, held in self.model.state_dict().items():
+            whole = (stored, Box.full(held.shape), held)
             for name, box, values in form.shards([whole]):
                 assert isinstance(values, torch.Tensor)
                 if name not in self.ties:
@@ -85,7 +88,7 @@ class GenericDecoder:
         """Note where a parameter lies; raises ModelError for one in several stored parameters."""
         if box != Box.full(shape):
             raise ModelError(
-                f"{self.config.model_type}: {name} is saved as one parameter and stored in several, "
+                f"{self.config.model_type}: {name} is saved as one parameter and stored in many, "
                 "which the embedded engine cannot take; use rollout = vllm or sglang"
             )
         self.places[name] = Place(values, None, shape, box)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.kit.sampling import invert, uniforms
+from hybridflow.kit.sampling import addable, cumulate, invert, share, uniforms
 
 
 class Sampler:
@@ -173,7 +173,7 @@ class Sampler:
             # min_p alone needs no sort.
             floor = self.min_p * probs.amax(-1, keepdim=True)
             probs.masked_fill_(probs < floor, 0.0)
-        tokens = invert(probs.cumsum_(-1), uniform[:, None])
+        tokens = invert(cumulate(probs), uniform[:, None])
 
         # Filtered and greedy rows were drawn too; their tokens are replaced.
         if self.filtered is not None:
@@ -221,8 +221,9 @@ class Sampler:
             probs.masked_fill_(probs < floor, 0.0)
 
         # Draw from the tokens up to `last`: invert their part of the cumulative sum.
-        cumulative = probs.cumsum(-1)
-        last = self._nucleus_size(probs, cumulative, rank) - 1
+        parts = addable(probs)
+        cumulative = parts.cumsum(-1)
+        last = self._nucleus_size(parts, cumulative, rank) - 1
         chosen = invert(cumulative, uniform, cumulative.gather(1, last))
         return order.gather(1, torch.minimum(chosen, last))
 
@@ -237,7 +238,7 @@ class Sampler:
         Token i is kept if those before it have less than top_p of the total:
         c_i - p_i < top_p * c_last, and if i < top_k.
         """
-        limit = self.top_p * cumulative[:, -1:]
+        limit = share(self.top_p, cumulative[:, -1:])
         nucleus = (cumulative - probs < limit) & (rank < self.top_k)
         return nucleus.sum(-1, keepdim=True).clamp_(min=1)
 

@@ -11,6 +11,7 @@ storage, with rows in the decoder's order:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import attrs
 import torch
@@ -18,6 +19,9 @@ import torch
 from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box, Param, WeightLayout
+
+BLOCK_ROWS = 64
+"""Rows that are transposed at once."""
 
 
 @attrs.frozen(eq=False)
@@ -55,14 +59,38 @@ class Place:
     def write(self, box: Box, tensor: torch.Tensor) -> None:
         """Copy `tensor` (the values of `box`) in, with a cast to the storage's dtype and device."""
         first, *others = box.within(self.held)
+        columns = self.storage[(slice(None), *others)]
         if self.rows is None:
-            self.storage[(first, *others)].copy_(tensor)
+            _copy(columns[first], tensor)
             return
 
-        # index_copy_ does not cast as copy_ does.
-        target = self.storage[(slice(None), *others)]
-        values = tensor.to(device=target.device, dtype=target.dtype)
-        target.index_copy_(0, self.rows[first], values)
+        # Rows lie behind each other in few runs, within which a copy is quick.
+        rows, order = self.rows[first].sort()
+        values = tensor.to(columns.device).index_select(0, order)
+        start = 0
+        for length in _runs(rows):
+            _copy(columns.narrow(0, int(rows[start]), length), values.narrow(0, start, length))
+            start += length
+
+
+def _runs(rows: torch.Tensor) -> list[int]:
+    """Return the lengths of runs of consecutive numbers."""
+    # A run ends where the next number is not the next.
+    ends = torch.nonzero(rows.diff() != 1).flatten() + 1
+    edges = [0, *ends.tolist(), len(rows)]
+    return [stop - start for start, stop in pairwise(edges)]
+
+
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy with a cast, in blocks that a cache holds where the memory is that of the transpose."""
+    if target.dim() != 2 or target.stride(0) != 1 or target.device.type != "cpu":
+        target.copy_(values)
+        return
+    for start in range(0, len(values), BLOCK_ROWS):
+        block = values[start : start + BLOCK_ROWS]
+        block = block.to(device=target.device, dtype=target.dtype)
+        # Torch transposes into contiguous memory quickly, and otherwise element by element.
+        target[start : start + BLOCK_ROWS].t().copy_(block.t().contiguous())
 
 
 class WeightStore:
@@ -123,6 +151,11 @@ class WeightStore:
             )
         place.write(box, tensor)
         self._received.setdefault(name, {})[box] = box.numel
+
+    def brought(self, name: str) -> bool:
+        """Return whether the last update has brought the whole parameter."""
+        arrived = sum(self._received.get(name, {}).values())
+        return name in self._lent or arrived >= self.places[name].held.numel
 
     def lend(self, name: str) -> None:
         """Leave this parameter's memory alone, and do not expect it in updates."""

@@ -44,6 +44,8 @@ def argument_names() -> tuple[str, ...]:
 class VLLMConfig(ProcessConfig, AsksLoader):
     """vLLM runs in the worker's own process, or in a child of it."""
 
+    switches = {"max_sequences": (1024, 512, 256, 128), "gpu_memory": (0.3, 0.4, 0.6, 0.8, 0.9)}
+
     own_process: bool = False
     """Run the engine in a child of the worker's process. If it crashes, the worker lives on. Not
     with tensor parallelism."""
@@ -82,6 +84,7 @@ class VLLMConfig(ProcessConfig, AsksLoader):
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
             max_length=self.max_length or None,
+            eager=bool(self.eager),
             cache_gb=self.kv_memory_gb or None,
             memory_share=None if self.kv_memory_gb else self.gpu_memory,
         )
@@ -91,7 +94,8 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     ) -> WeightLayout:
         """Return the boxes that vLLM's loader takes of the models whose shapes are known.
 
-        In a run they are asked of the loader itself, as `traced` does. vLLM pads the vocabulary to a multiple of 64.
+        In a run they are asked of the loader itself, as `traced` does. vLLM pads the vocabulary to
+        a multiple of 64.
         """
         from hybridflow.kit.layouts import engine_layout
 

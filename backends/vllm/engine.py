@@ -26,18 +26,25 @@ import torch.distributed as dist
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.patches import (
     a_guest,
+    classes_of_its_own,
     end,
     groups_of,
+    make_room_for_the_stage_before,
     own_shared_memory,
     running,
 )
-from hybridflow.core.contracts.rollout import Completion, Request
+from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.parallel import Replicas
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
-from hybridflow.kit.huggingface.models import policy_config, saved_parameters, write_config
+from hybridflow.kit.huggingface.models import (
+    longest,
+    policy_config,
+    saved_parameters,
+    write_config,
+)
 from hybridflow.kit.tracing.coverage import untaken
 from hybridflow.kit.whole import WholeParameters
 
@@ -58,6 +65,8 @@ class VLLMEngine(ContinuousEngine, Hostable):
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
         self.device = torch.device(context.device)
+        self._latent = False
+        """Whether its attention keeps one latent vector for all heads (MLA)."""
         self._names: dict[int, str] = {}
         """The id of each running request -> vLLM's name of it."""
 
@@ -72,7 +81,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
         shapes, self.ties = saved_parameters(hf_config)
         text_config = hf_config.get_text_config()
         self.vocab = text_config.vocab_size
-        self.max_positions = self.config.max_length or text_config.max_position_embeddings
+        self.max_positions = longest(hf_config, self.config.max_length)
+        self._latent = getattr(text_config, "kv_lora_rank", None) is not None
+        self._check_rotation(text_config)
 
         with (
             a_guest(self._variables()),
@@ -82,11 +93,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
             write_config(hf_config, folder)
             from vllm import LLM
 
-            with groups_of(self._replicas()):
+            with groups_of(self._replicas()), classes_of_its_own():
                 self.llm = LLM(**self._arguments(folder))
         self.engine = self.llm.llm_engine
         running(self.engine)
         self._runner = self.engine.model_executor.driver_worker.worker.model_runner
+        make_room_for_the_stage_before(self._runner)
 
         from hybridflow.backends.vllm.sampler import SeededSampler
 
@@ -100,6 +112,20 @@ class VLLMEngine(ContinuousEngine, Hostable):
         except BaseException:
             self.close()
             raise
+
+    def _check_rotation(self, text_config: Any) -> None:
+        """Raise ModelError for what vLLM 0.32 computes wrongly: a CPU's kernel of plain rotations.
+
+        It takes the part of a query that rotates for a tensor of its own. Scaled rotations (yarn,
+        as all published models of this kind have) are computed by other code.
+        """
+        rotation = getattr(text_config, "rope_parameters", None) or {}
+        plain = rotation.get("rope_type", "default") == "default"
+        if self.device.type == "cpu" and self._latent and plain:
+            raise ModelError(
+                f"vLLM on a CPU computes other positions for a {text_config.model_type} without "
+                "rope scaling; take another engine"
+            )
 
     def _map_weights(self, params: Mapping[str, Param]) -> None:
         """Ask vLLM's loader where weights go, and prove the answer. Collective.
@@ -215,6 +241,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
             "dtype": config.dtype,
             "seed": 0,
             "tensor_parallel_size": generation.tp if generation is not None else 1,
+            "pipeline_parallel_size": generation.pp if generation is not None else 1,
             # Sizes
             "max_model_len": self.max_positions,
             "max_num_seqs": config.max_sequences,
@@ -232,6 +259,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if self.device.type == "cpu" or config.kv_memory_gb:
             cache_gb = config.kv_memory_gb or CPU_CACHE_GB
             arguments["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
+        # What vLLM takes otherwise, on a CPU with matrix tiles (AMX), has no float32.
+        if self.device.type == "cpu" and self._latent and config.dtype == "float32":
+            arguments["attention_backend"] = "CPU_MLA"
         if self.device.type == "cuda":
             arguments["gpu_memory_utilization"] = config.gpu_memory
             arguments["enable_sleep_mode"] = True
@@ -265,6 +295,30 @@ class VLLMEngine(ContinuousEngine, Hostable):
             if name not in self.store.params
         }
         """The number of elements that each parameter lacks in this update."""
+
+    def expect(self, wanted: Wanted) -> None:
+        """Hear what to add up: of layers that vLLM packs, before it does."""
+        super().expect(wanted)
+        self.weights.sums.expect(wanted)
+
+    def proof(self) -> Proof:
+        """Return checksums of what vLLM's tensors hold, or held when vLLM packed them.
+
+        Of opaque parameters it is what vLLM's loader was given. Outside of an update what is packed
+        or opaque cannot be read.
+        """
+        held = self.weights.held()
+        unread = () if self.updating else self.weights.unreadable
+        return {
+            name: (self.written(name), None if name in unread else held[name])
+            for name in self.wanted
+        }
+
+    def written(self, name: str) -> int | None:
+        """Return the version of the last update where that has brought the parameter."""
+        opaque = name in self.store.params
+        whole = self.store.brought(name) if opaque else self._lacks[name] <= 0
+        return self._next_version if whole else None
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         """Copy a box to its places. Raises HybridFlowError for a name that is not of this model."""
@@ -322,12 +376,19 @@ class VLLMEngine(ContinuousEngine, Hostable):
             self.version = None
             self.store.complete = False
         self.asleep = True
+        self.has_cache = False
 
-    def wake(self) -> None:
-        """Allocate again what `sleep` freed."""
-        if self.asleep and self.device.type == "cuda":
-            self.llm.wake_up()
+    def wake(self, cache: bool = True) -> None:
+        """Allocate again what `sleep` freed; vLLM has names for the two parts."""
+        parts = []
+        if self.asleep:
+            parts.append("weights")
+        if cache and not self.has_cache:
+            parts.append("kv_cache")
+        if parts and self.device.type == "cuda":
+            self.llm.wake_up(tags=parts)
         self.asleep = False
+        self.has_cache = self.has_cache or cache
 
     # --- generation ---
 

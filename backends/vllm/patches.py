@@ -82,6 +82,48 @@ def own_shared_memory(token: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def classes_of_its_own() -> Iterator[None]:
+    """Let vLLM change transformers' classes for its own objects alone.
+
+    vLLM 0.32 runs models that it has no code for by transformers' classes, to which it gives
+    another __init__ and __call__ for torch.compile. Neither works for a trainer's model of the same
+    class: its objects, made before or later, keep what the class had.
+    """
+    from vllm.compilation import decorators
+    from vllm.config import get_current_vllm_config_or_none
+
+    original = decorators._support_torch_compile
+
+    def change(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        init = cls.__init__
+        call = cls.__call__
+        original(cls, *args, **kwargs)
+        their_init = cls.__init__
+        their_call = cls.__call__
+        if not cls.__module__.startswith("transformers.") or their_call is call:
+            return cls
+
+        def __init__(self, *args, **kwargs):
+            own = get_current_vllm_config_or_none() is not None
+            (their_init if own else init)(self, *args, **kwargs)
+
+        def __call__(self, *args, **kwargs):
+            # Set by vLLM's __init__
+            own = "do_not_compile" in vars(self)
+            return (their_call if own else call)(self, *args, **kwargs)
+
+        cls.__init__ = __init__
+        cls.__call__ = __call__
+        return cls
+
+    decorators._support_torch_compile = change
+    try:
+        yield
+    finally:
+        decorators._support_torch_compile = original
+
+
+@contextlib.contextmanager
 def groups_of(replicas: Replicas) -> Iterator[None]:
     """Let vLLM form its groups of these replicas; a rank's place in its group is its tp rank.
 
@@ -104,6 +146,20 @@ def groups_of(replicas: Replicas) -> Iterator[None]:
         yield
     finally:
         parallel_state.init_model_parallel_group = original
+
+
+def make_room_for_the_stage_before(runner: Any) -> None:
+    """Give a later pipeline stage the memory that takes what the stage before it sends.
+
+    vLLM makes it while it measures memory, which it leaves out where the cache's size is given.
+    `runner` is vLLM's model runner.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 _REPLICAS: Replicas = ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,9 +40,8 @@ def traced_ranks(
     tp: int,
     dtype: str,
     arguments: Mapping[str, Any],
-    ranks: Sequence[int] | None = None,
 ) -> TracedRanks:
-    """Return what each tp rank, or each of `ranks`, takes of the model with these config fields.
+    """Return what each tp rank takes of the model with these config fields.
 
     It changes this process, as vLLM does. Raises ModelError for a model that vLLM does not take.
     """
@@ -54,13 +53,13 @@ def traced_ranks(
     opaque: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_config(hf_config, folder)
-        for rank in range(tp) if ranks is None else ranks:
+        for rank in range(tp):
             own, reasons = _traced(folder, params, tp, rank, dtype, arguments)
             boxes.append(own)
             opaque |= reasons
 
     # A rank may hold nothing of a parameter; one that no rank holds is not of vLLM's model.
-    unused = [name for name in params if ranks is None and not any(own[name] for own in boxes)]
+    unused = [name for name in params if not any(own[name] for own in boxes)]
     if unused:
         raise ModelError(
             f"vLLM takes no {unused[0]}, one of {len(unused)} of {len(params)} parameters of this "

@@ -15,11 +15,11 @@ def hybridflow_plugins():
             config="hybridflow.backends.vllm.config:VLLMConfig",
             capabilities=EngineCapabilities(
                 tp=True,
+                pp=True,
                 abort=True,
                 sleeps_on=frozenset({"cuda"}),
                 continuous=True,
                 traced_layout=True,
-                views=False,
                 process="either",
             ),
             requires=("vllm",),

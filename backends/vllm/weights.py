@@ -7,7 +7,7 @@ asked of vLLM's loader (kit/tracing), not written down here:
                                  |
               direct             | processed
               the live tensor    | a tensor made for this update; vLLM's own processing of the layer
-              is that tensor     | then brings its values into the live ones (packed for the CPU, say)
+              is that tensor     | then brings its values into the live ones (packed for a CPU, say)
 
 In both cases the live tensors keep their storage, so CUDA graphs stay valid.
 """
@@ -25,6 +25,7 @@ from hybridflow.backends.vllm.patches import process_as_at_first
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.tracing.coverage import uncovered
+from hybridflow.kit.tracing.proofs import WindowSums
 from hybridflow.kit.tracing.tracer import LoaderMap, trace
 from hybridflow.kit.tracing.windows import Window
 
@@ -60,6 +61,7 @@ class MappedWeights:
         """The number of elements that each of them lacks, if boxes bring them all."""
         self._written: set[str] = set()
         """Direct layers that this update has written into."""
+        self.sums = WindowSums(self.map.pieces)
 
     # --- what this rank takes ---
 
@@ -127,6 +129,7 @@ class MappedWeights:
         """Load a whole parameter, an opaque one, by vLLM's own loader."""
         for tensor in self.map.touched[name]:
             self._home(tensor)
+        self.sums.take(name, whole)
         self.model.load_weights([(name, whole)])
 
     @torch.no_grad()
@@ -143,9 +146,33 @@ class MappedWeights:
         """Bring the values of a layer into its live tensors by vLLM's own processing."""
         from vllm.model_executor.model_loader.reload import layerwise
 
+        # Packed values cannot be read back, so they are proven here.
+        self._look(layer)
         process_as_at_first(self.layers[layer])
         layerwise._layerwise_process(self.layers[layer], self._info(layer))
         self._open.discard(layer)
+
+    def _look(self, layer: str) -> None:
+        """Add up what the tensors of a layer hold, as the loader knows them."""
+        for full, tensor in self._taking(layer):
+            self.sums.look(full, tensor)
+
+    def held(self) -> dict[str, int]:
+        """Return the checksums of what a proof wants."""
+        for layer in self.direct | self._open:
+            self._look(layer)
+        sums = self.sums.totals()
+        return {name: sums.get(name, 0) for name in self.sums.wanted}
+
+    @property
+    def unreadable(self) -> set[str]:
+        """The parameters that outside of an update lie in no tensor as they came."""
+        packed = {
+            name
+            for name, pieces in self.map.pieces.items()
+            if any(_layer(window.tensor) not in self.direct for _, window in pieces)
+        }
+        return packed | set(self.map.opaque)
 
     def _finalize(self) -> None:
         """Put back what was not written, and let attention layers derive what they need."""

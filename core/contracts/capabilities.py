@@ -86,7 +86,7 @@ class EngineCapabilities:
     grouping: Literal["any", "consecutive"] = "any"
     """Which ranks can form a replica."""
     views: bool = True
-    """Whether `read` returns stored weights, which sync.verify compares."""
+    """Whether `proof` returns checksums of stored weights, which every sync compares."""
 
     # Processes and columns
     process: Literal["worker", "own", "either"] = "worker"

@@ -75,9 +75,10 @@ class Phase:
 
     nbytes: float
     """Bytes of weights, gradients and buffers beyond Footprint.resident."""
-    activations: Literal["none", "forward", "backward"] = "none"
-    """Activations that are held as well: none, those at the end of the forward pass, or those at
-    the start of the backward pass."""
+    activations: Literal["none", "forward", "backward", "head", "layer", "next", "rest"] = "none"
+    """Activations that are held as well: none, those at the end of the forward pass ("forward"), or
+    of the backward pass: the most of it ("backward"), while the head works ("head"), the last layer
+    ("layer"), the layer before it ("next"), or neither, between those two ("rest")."""
 
 
 @attrs.frozen(kw_only=True)
@@ -92,6 +93,10 @@ class Footprint:
     """Held on the device between calls: weights, optimizer, and gradients and buffers that stay."""
     reading: float = 0.0
     """Additional bytes during a forward-only pass, without activations."""
+    ahead: float = 0.0
+    """Bytes beside `reading` while the layers work, and not while the head does."""
+    begun: float = 0.0
+    """Additional bytes when a forward-only pass begins, before there are activations."""
     training: tuple[Phase, ...] = ()
     """Moments of an update; the largest counts."""
 
@@ -129,6 +134,8 @@ class EngineLimits:
         default=None, validator=attrs.validators.optional(at_least(1))
     )
     """Maximum number of tokens of a prompt with its response; None: the model's positions."""
+    eager: bool = False
+    """Whether the host launches each kernel of a decoding step: there are no CUDA graphs."""
 
     # Memory
     memory_share: float | None = attrs.field(

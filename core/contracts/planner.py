@@ -6,7 +6,7 @@ A planner says where a job's models go, how long a step takes there, and whether
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol as Typing
 
 import attrs
@@ -172,3 +172,10 @@ class Planner(ABC):
         Raises NotPlanned where the planner cannot tell.
         """
         raise NotPlanned(f"the planner {type(self).__name__} has no what-if")
+
+    def rehearse(self, job: PlannableJob, cluster: str) -> Iterator[Block]:
+        """Yield what the best placement's memory is when the backends' code runs without devices.
+
+        Blocks come while the work goes on. Raises NotPlanned where the planner cannot tell.
+        """
+        raise NotPlanned(f"the planner {type(self).__name__} has no dry run")

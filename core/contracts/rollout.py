@@ -20,11 +20,17 @@ from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.checksum import checksum, totals
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import Box, WeightLayout
 
+Wanted = Mapping[str, tuple[torch.dtype, tuple[Box, ...]]]
+"""What a proof is asked for, of one rank: parameter -> the dtype in which it travels, and boxes."""
+Proof = Mapping[str, tuple[int | None, int | None]]
+"""Parameter -> the version that brought it last, whole (None: an earlier one), and the checksum of
+the wanted boxes (None: they cannot be read back)."""
 MAX_BIAS = 1e9
 """Largest absolute logit_bias: float32 still holds it after division by a small temperature."""
 
@@ -164,6 +170,9 @@ class EngineSettings:
     It must not need the engine's library.
     """
 
+    switches: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Settings that trade memory for time, with the values that a planner tries, the one that takes
+    the least of a device that is the engine's own last."""
     start_timeout_s: float | None = None
     """Seconds within which the engine must start; None sets no limit."""
 
@@ -315,15 +324,44 @@ class RolloutEngine(ABC):
     def read(self, name: str, box: Box) -> torch.Tensor:
         """Return the stored values of a box of this rank, to compare them with what was sent."""
         if (view := self.view(name, box)) is None:
-            raise HybridFlowError(
-                f"{type(self).__name__} gives no view of {name}; set sync.verify = false"
-            )
+            raise HybridFlowError(f"{type(self).__name__} gives no view of {name}")
         return view
 
     def begin_update(self, version: int) -> None:
         """Begin an update of the weights to `version`."""
         self.updating = True
         self._next_version = version
+
+    wanted: Wanted = {}
+
+    def expect(self, wanted: Wanted) -> None:
+        """Hear what the next `proof` is asked for; it comes before the weights of an update."""
+        self.wanted = wanted
+
+    def proof(self) -> Proof:
+        """Return which version brought each wanted parameter, and checksums of the wanted boxes.
+
+        It is called when all boxes of an update have come, before `end_update`; and outside of
+        updates. By default values are those of `read`, where the engine has any.
+        """
+        mine = type(self)
+        blind = mine.read is RolloutEngine.read and mine.view is RolloutEngine.view
+        sums = {} if blind else totals(self._sums())
+        return {
+            name: (self.written(name), sums.get(name, None if blind else 0)) for name in self.wanted
+        }
+
+    def _sums(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, (dtype, boxes) in self.wanted.items():
+            for box in boxes:
+                yield name, checksum(self.read(name, box).to(dtype), box)
+
+    def written(self, name: str) -> int | None:
+        """Return the version that brought this rank's part of a parameter last, and whole.
+
+        None is an earlier one. By default the engine believes that updates bring everything.
+        """
+        return self._next_version
 
     @abstractmethod
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
@@ -370,8 +408,13 @@ class RolloutEngine(ABC):
     def sleep(self) -> None:  # noqa: B027
         """Release memory between generation phases, where the engine can."""
 
-    def wake(self) -> None:  # noqa: B027
-        """Undo `sleep`; the weights need an update if `sleep` dropped them."""
+    def wake(self, cache: bool = True) -> None:  # noqa: B027
+        """Undo `sleep`; the weights need an update if `sleep` dropped them.
+
+        With `cache` false the memory of keys and values stays released: a weight sync needs the
+        weights alone, and meets the trainer's. A later call with `cache` brings the rest, before
+        anything is generated.
+        """
 
 
 def check_requests(requests: Sequence[Request], max_positions: int | None, vocab: int) -> None:

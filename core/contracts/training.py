@@ -153,6 +153,9 @@ def check_needs(kind: str, needs: Sequence[str]) -> None:
             raise HybridFlowError(f"a {kind} model has no output {need!r}; it has {outputs}")
 
 
+PARTS = ("weights", "optimizer")
+"""What a backend moves off the device and back, each by itself."""
+
 LossFunction = Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
 """(index of the micro-batch, outputs with gradients) -> its share of the loss, a scalar."""
 
@@ -163,6 +166,10 @@ class TrainingSettings:
     It must not need the backend's library. The defaults describe data parallelism alone: every rank
     holds the whole model in float32.
     """
+
+    switches: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Settings that trade memory for time, with the values that a planner tries, the thriftiest
+    last."""
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return a model's shape by the fields of its config.
@@ -349,16 +356,16 @@ class TrainingBackend(ABC):
         """
 
     @abstractmethod
-    def export_hf(self, folder: Path) -> None:
+    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors with canonical names, on rank 0.
 
-        A collective call.
+        dtype: of the written weights; None: that in which the backend computes. A collective call.
         """
 
     # --- memory ---
 
-    def offload(self) -> None:  # noqa: B027
-        """Move weights and optimizer off the device while others use it."""
+    def offload(self, parts: Sequence[str] = PARTS) -> None:  # noqa: B027
+        """Move these of PARTS off the device, while others use it; those that are off stay so."""
 
-    def onload(self) -> None:  # noqa: B027
-        """Undo `offload`."""
+    def onload(self, parts: Sequence[str] = PARTS) -> None:  # noqa: B027
+        """Move these of PARTS back; those that are on the device stay so."""

@@ -17,6 +17,8 @@ from hybridflow.core.contracts.protocol import Protocol, TransferProtocol
 from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.values.parallel import Coords, GenerationLayout, ParallelLayout
 
+COLLECTIVE_TIMEOUT = "collective timeout"
+"""The name under which workers share how long a collective may take, a timedelta."""
 EVERY_AXIS = "tp-cp-pp-dp"
 """The axis name under which `RankContext.group` gives the process group of all ranks."""
 
@@ -41,6 +43,8 @@ class RankContext:
     """Layout of generation, where the role has a rollout engine."""
     store: Store | None = attrs.field(default=None, repr=False)
     """The runtime's object store."""
+    shared: dict[str, Any] = attrs.field(factory=dict, repr=False)
+    """What the workers of this process share, by name."""
     _groups: dict[str, dist.ProcessGroup | None] = attrs.field(factory=dict, repr=False)
     """The process groups made up to now, by axis."""
 
@@ -57,9 +61,10 @@ class RankContext:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return this rank's process group along an axis; None when the group has one rank.
 
-        `axis` is one of the layout ("dp", "tp", "cp-dp", ...), or "generation.tp" or
-        "generation.micro_dp" for the generation layout. The first call for an axis makes its
-        groups, a collective operation: every rank asks for the same axes in the same order.
+        `axis` is one of the layout ("dp", "tp", "cp-dp", ...), or "generation.tp",
+        "generation.pp", "generation.replica" or "generation.micro_dp" for the generation layout.
+        The first call for an axis makes its groups, a collective operation: every rank asks for the
+        same axes in the same order.
         """
         if axis not in self._groups:
             # The same axis means other ranks in training than in generation.
@@ -86,7 +91,7 @@ class RankContext:
         # torch wants every process to make every group, also those it is not in.
         own_group = None
         for members in ranks:
-            group = dist.new_group(members)
+            group = dist.new_group(members, timeout=self.shared.get(COLLECTIVE_TIMEOUT))
             if self.rank in members:
                 own_group = group
         return own_group

@@ -293,7 +293,7 @@ class WorkerGroup:
     def _collect(
         self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources
     ) -> Any:
-        """Return the call's result, made of the sources' replies: a Batch of promises, or a Future."""
+        """Return the call's result, of the sources' replies: a Batch of promises, or a Future."""
         if not method.returns_batch:
 
             def results() -> Any:
@@ -346,7 +346,7 @@ def _read_batch(method: str, reply: PendingReply, peers: Sequence[PendingReply])
 
 
 def _identity(piece: tuple) -> tuple[int, ...]:
-    """Return the object ids of a rank's (args, kwargs): equal for ranks that get the same objects."""
+    """Return the object ids of a rank's (args, kwargs), equal where ranks get the same objects."""
     args, kwargs = piece
     return (*map(id, args), *map(id, kwargs.values()))
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.contracts.runtime import Store
-from hybridflow.core.contracts.worker import RankContext, Worker
+from hybridflow.core.contracts.worker import COLLECTIVE_TIMEOUT, RankContext, Worker
 from hybridflow.core.errors import HybridFlowError, WorkerError
 from hybridflow.core.groups.wire import Decoder, Encoder
 from hybridflow.core.values.batch import Batch
@@ -73,6 +73,8 @@ class Host:
         self.store = store
         self.device = torch.device("cpu")
         self.workers: dict[str, Worker] = {}
+        self.shared: dict[str, Any] = {}
+        """What the workers share, by name."""
         self._joined = False
 
     def address(self) -> str:
@@ -90,7 +92,8 @@ class Host:
     def join(self, address: str | None, device: str, timeout_s: float = 600.0) -> None:
         """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs).
 
-        address: of the rendezvous; None for a pool of one rank. Raises HybridFlowError if the
+        address: of the rendezvous; None for a pool of one rank. timeout_s: how long a collective
+        call may take. Raises HybridFlowError if the
         process is in a process group already.
         """
         device_name = device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
@@ -99,6 +102,8 @@ class Host:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             backend = "cpu:gloo,cuda:nccl"
+
+        self.shared[COLLECTIVE_TIMEOUT] = timedelta(seconds=timeout_s)
 
         # Pools of one rank may share the calling process, and so its group.
         if dist.is_initialized():
@@ -187,7 +192,9 @@ class Host:
         self, role: str, cls: type[Worker], args: tuple, kwargs: dict, layout, generation, seed: int
     ) -> None:
         """Build the worker of a role on this rank; `args` and `kwargs` follow its context."""
-        context = RankContext(role, self.rank, layout, self.device, seed, generation, self.store)
+        context = RankContext(
+            role, self.rank, layout, self.device, seed, generation, self.store, self.shared
+        )
         self.workers[role] = cls(context, *args, **kwargs)
 
     def _encode(self, reply: tuple) -> tuple[bytes, list[Any]]:

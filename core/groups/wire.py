@@ -447,7 +447,7 @@ class Encoder:
 
 
 def _local_columns(view: View) -> dict[str, Column]:
-    """Return the columns that a view of LocalTables sees; of a single table they share its memory."""
+    """Return the columns that a view of LocalTables sees; a single table's share its memory."""
     if len(view.tables) > 1:
         return {name: view.read(name) for name in view.names()}
 

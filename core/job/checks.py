@@ -84,6 +84,18 @@ def device(job: Job) -> Iterator[str]:
         yield "run.device: is cuda, and this machine has none that torch can use; set cpu or auto"
 
 
+@_reads("run", "runtime")
+def cluster_device(job: Job) -> Iterator[str]:
+    """A machine without a GPU does not decide for a cluster: it may be its head alone."""
+    # Where the workers run, nobody has looked.
+    here = job.run.device != "auto" or not runtime_settings(job.runtime_config).remote
+    if not here and not torch.cuda.is_available():
+        yield (
+            "run.device: is auto, and the run is for the cluster at runtime.address; this machine "
+            "has no CUDA device, and does not know of the cluster's: say cuda or cpu"
+        )
+
+
 @_reads("run", "runtime", "pools")
 def local_devices(job: Job) -> Iterator[str]:
     """Without the address of a cluster, the pools must fit this machine."""

@@ -52,7 +52,7 @@ class SyncSpec:
     alias: bool = True
     """Whether trainer and engine share storage where their shards are identical."""
     verify: bool = False
-    """Whether each sync is followed by a comparison of every parameter's checksum."""
+    """Whether each sync compares the checksums of all values, not of a 32nd."""
 
     @property
     def bucket_bytes(self) -> int:
@@ -220,7 +220,7 @@ class Job:
         return [(kind, name) for kind, name in dict.fromkeys(plugins) if name and ":" not in name]
 
     def follows_stage(self, earlier: Job) -> bool:
-        """Return whether its models or its tokenizer come from the exports of the stage `earlier`."""
+        """Return whether its models or tokenizer come from the exports of the stage `earlier`."""
         # A stage writes both into its own folder, so their paths tell.
         sources = [model.spec.model.export for model in self.models.values()]
         sources.append(self.tokenizer_path)

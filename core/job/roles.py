@@ -64,12 +64,18 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
     """Merge a role's table over the actor's where it inherits.
 
     A role with a model of its own inherits nothing of the actor's model, and one with a backend of
-    its own nothing of the actor's backend: settings of two models or backends are not mixed.
+    its own nothing of the actor's backend: settings of two models or backends are not mixed. A
+    reward's model takes the backend alone, so that it computes as precisely.
     """
     own = dict(tables.get(role.name, {}))
-    if not inherits(role) or not isinstance(tables.get("actor"), Mapping):
+    if not isinstance(tables.get("actor"), Mapping):
         return own
-    inherited = dict(tables["actor"])
+    if inherits(role):
+        inherited = dict(tables["actor"])
+    elif role.kind == "reward" and "model" in own:
+        inherited = _backend_of(tables["actor"])
+    else:
+        return own
 
     # A model of its own
     model = own.get("model")
@@ -90,6 +96,14 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
                 if key in names and isinstance(table, Mapping)
             }
     return merge(inherited, own)
+
+
+def _backend_of(actor: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the actor's backend, without the adapters that it alone has, as a part of a table."""
+    backend = actor.get("backend")
+    if isinstance(backend, Mapping):
+        backend = {key: value for key, value in backend.items() if key != "lora"}
+    return {} if backend is None else {"backend": backend}
 
 
 class RoleResolver:
@@ -385,10 +399,9 @@ class RoleResolver:
             grouping = "consecutive"
 
         # An engine that gives no view of its weights has nothing to compare.
-        if role.sync.verify and (apart or not can.views):
-            where = " in a process of its own" if can.views else ""
+        if role.sync.verify and not can.views:
             problems.append(
-                f"sync.verify: the engine {engine}{where} gives no view of its weights to compare; "
+                f"sync.verify: the engine {engine} gives no view of its weights to compare; "
                 "leave it out"
             )
         axes = (("tp", section.tp, can.tp), ("pp", section.pp, can.pp))

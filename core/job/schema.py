@@ -69,7 +69,8 @@ class RunSection:
     """Random seed of sampling and of the order of mini-batches. Data and models have seeds of their
     own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the models: "auto" means cuda where there is one, else cpu."""
+    """Device of the models: "auto" means cuda where this machine has one, else cpu. For a cluster
+    (runtime.address), a machine without CUDA devices asks for one of the two."""
 
     # Checkpoints and restarts
     checkpoint_every: int = _setting(0, non_negative)
@@ -79,6 +80,8 @@ class RunSection:
     export: bool = False
     """Whether the trained models are written as Hugging Face folders at the end. A stage that other
     stages start from always writes them."""
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of exported weights. "auto": that in which the backend computes."""
     restarts: int = _setting(0, non_negative)
     """How many times the run resumes from its last checkpoint by itself after a worker has died."""
 
@@ -93,6 +96,14 @@ class RunSection:
     mismatch_stop: float | None = _setting(None, positive)
     """End the run, before that step's checkpoint, when those logprobs differ by more than this, in
     nats."""
+    agreement_fp32: float = _setting(1e-3, positive)
+    """End the run before it trains on the first responses after a start, a resume or the restart of
+    an engine, or on the first after the next sync, when those logprobs differ by more than this on
+    average, in nats, where engine and trainer compute in float32. inf switches it off."""
+    agreement_bf16: float = _setting(0.05, positive)
+    """The same where engine or trainer computes in bfloat16."""
+    agreement_experts: float = _setting(0.1, positive)
+    """The same in bfloat16 for mixtures of experts, whose routing may tip over."""
 
     # Observation
     trackers: tuple[str | dict[str, Any], ...] = ("jsonl", "tensorboard")
@@ -170,8 +181,8 @@ class SyncConfig:
     and memory order, of a role on one rank that is not offloaded and keeps its engine
     (generation.keep)."""
     verify: bool = False
-    """Whether each sync is followed by a comparison of every parameter's checksum on both sides.
-    The first parameter that differs is named."""
+    """Whether each sync compares the checksums of all values on both sides. Without it each one
+    compares a 32nd of them, and all at the start, after a failure and every 32 syncs."""
 
 
 @attrs.frozen
@@ -210,7 +221,7 @@ class RoleSection:
     """How the pool's devices split the model."""
     backend: dict[str, Any] = attrs.field(factory=dict)
     """`name` of a training backend (default: the one whose descriptor says so), and that backend's
-    own settings."""
+    own settings. A reward's model without one has the actor's, but for its adapters."""
 
     # Generation
     generation: GenerationSection = attrs.field(factory=GenerationSection)

@@ -6,7 +6,7 @@ The next round is packed, and travels, before the one under way is unpacked (see
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import attrs
 import torch
@@ -192,31 +192,3 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.stride() == b.stride()
         and a.device == b.device
     )
-
-
-def checksum(values: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
-    """Return a checksum of a box of a parameter of shape `shape`, modulo 2^64.
-
-    It is the sum of (bits of x_i + 1) w_i, where w_i is an odd number mixed from the place i of the
-    element in the complete parameter. Checksums of disjoint boxes therefore add up to the
-    parameter's, however it is cut; swapped elements change it.
-    """
-    if not values.numel():
-        return 0
-
-    # The bits of each value, as an integer of its size.
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    same_size = bits[values.element_size()]
-    numbers = values.detach().contiguous().view(same_size).to(torch.int64)
-
-    # Row-major place of every element: the sum over dimensions of index times stride.
-    place = torch.zeros(box.shape, dtype=torch.int64, device=values.device)
-    stride = 1
-    for dim in reversed(range(len(shape))):
-        index = torch.arange(box.start[dim], box.stop[dim], device=values.device)
-        steps = index * stride
-        place += steps.view([-1 if d == dim else 1 for d in range(len(shape))])
-        stride *= shape[dim]
-
-    weight = (place * -7046029254386353131) ^ (place >> 7) | 1
-    return int(((numbers + 1) * weight).sum()) & (2**64 - 1)

@@ -27,7 +27,7 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import AUTO, SyncSpec
 from hybridflow.core.resharding.exchange import Exchange, Moved, ShardReader, same_storage
 from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
-from hybridflow.core.rollouts.checksums import differing
+from hybridflow.core.rollouts.checksums import differing, wanted
 from hybridflow.core.rollouts.transports import connect
 from hybridflow.core.rollouts.weight_sync import SyncCost, WeightSync, node_name, on_every_rank
 from hybridflow.core.values.weights import Box
@@ -148,13 +148,15 @@ class HybridEngine(WeightSync):
         """Let the engine refuse to generate until `end`."""
         self.engine.begin_update(version)
 
+    def expect(self, part: int | None) -> None:
+        self.engine.expect(wanted(self.plan, self.context.rank, part))
+
     def end(self) -> None:
         self.engine.end_update()
 
-    def differing(self) -> list[str]:
-        return differing(
-            self.plan, self.context, ShardReader(self.backend.named_shards()), self.engine
-        )
+    def differing(self, version: int, part: int | None) -> dict[str, str]:
+        source = ShardReader(self.backend.named_shards())
+        return differing(self.plan, self.context, source, self.engine, version, part)
 
     def transfer(self, version: int) -> None:
         """Copy what this rank has, and receive what it lacks. A collective call."""

@@ -18,7 +18,7 @@ from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.groups.group import Future, WorkerGroup
 from hybridflow.core.job.job import SyncSpec
 from hybridflow.core.resharding.plan import plan_reshard
-from hybridflow.core.rollouts.checksums import Sums, compare
+from hybridflow.core.rollouts.checksums import Proofs, Sums, compare
 from hybridflow.core.rollouts.weight_sync import SyncCost, WeightSync
 from hybridflow.core.values.batch import Batch
 
@@ -101,6 +101,9 @@ class SeparateRollout(WeightSync):
         """Let every engine refuse to generate until `end`."""
         self.engines.begin_update(version).result()
 
+    def expect(self, part: int | None) -> None:
+        self.engines.expect(part).result()
+
     def end(self) -> None:
         self.engines.end_update().result()
 
@@ -121,10 +124,10 @@ class SeparateRollout(WeightSync):
             fetched.result()
         self.actor.forget_messages().result()
 
-    def differing(self) -> list[str]:
+    def differing(self, version: int, part: int | None) -> dict[str, str]:
         """`compare` over the ranks of both groups, in the controller."""
-        all_sent = self.actor.sums_sent().result()
-        all_held = self.engines.sums_held().result()
-        every: list[tuple[Sums, Sums]] = [(sent, {}) for sent in all_sent]
-        every += [({}, held) for held in all_held]
-        return compare(every)
+        all_sent = self.actor.sums_sent(part)
+        all_held = self.engines.proof()
+        every: list[tuple[Sums, Proofs]] = [(sent, {}) for sent in all_sent.result()]
+        every += [({}, held) for held in all_held.result()]
+        return compare(version, every)

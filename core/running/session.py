@@ -258,7 +258,8 @@ class Session:
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder for each trained role, with the tokenizer."""
         for name, group in self.trained.items():
-            group.export(str((folder / "export" / name).absolute())).result()
+            path = str((folder / "export" / name).absolute())
+            group.export(path, self.job.run.export_dtype).result()
             self.prepared.tokenizer.save(folder / "export" / name)
         self.prepared.tokenizer.save(folder / "tokenizer")
 

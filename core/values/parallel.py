@@ -173,6 +173,7 @@ class GenerationLayout:
 
         "tp": ranks that share a layer.
         "pp": ranks that pass activations on.
+        "replica": all ranks of a generation replica.
         "micro_dp": ranks of one training replica that hold equal generation shards. Where
             generation replicas span dp there are none, so each group has one rank.
         """
@@ -186,8 +187,11 @@ class GenerationLayout:
                 groups += map(list, replica)
             elif kind == "pp":
                 groups += map(list, zip(*replica, strict=True))
+            elif kind == "replica":
+                groups.append(list(chain(*replica)))
             else:
-                raise ValueError(f"unknown kind of group {kind!r}; there are tp, pp and micro_dp")
+                known = "tp, pp, replica and micro_dp"
+                raise ValueError(f"unknown kind of group {kind!r}; there are {known}")
         return sorted(groups)
 
     def _micro_dp_groups(self) -> list[list[int]]:

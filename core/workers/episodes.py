@@ -45,7 +45,7 @@ class Episodes:
     """The policy's tokenizer."""
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Return the tokens that end a turn. Raises ConfigError for a stop that is not one token."""
+        """Return the tokens that end a turn. Raises ConfigError for a stop of several tokens."""
         section = self.section
         stops = []  # engines compare single tokens
         for text in environment_class(section.name, section.options).stops:
@@ -109,7 +109,7 @@ class Episode:
             log.exception("environment %r could not be closed", self.spec.section.name)
 
     def _plain_answer(self, call: Any, text: str) -> dict[str, Any]:
-        """Return the answer as plain values, which can travel; a failure as {"error": its message}."""
+        """Return the answer as plain values, which travel; a failure as {"error": its message}."""
         try:
             answer = call()
         except Exception as error:
@@ -253,7 +253,7 @@ def _on_first_rank(work: Any, context: RankContext) -> list[Any]:
 
     What it raises becomes an EnvironmentFailure on every rank, so that none waits for ever.
     """
-    group = context.group("generation.tp")
+    group = context.group("generation.replica")
     if group is None:
         return work()
 
@@ -274,7 +274,7 @@ def _on_first_rank(work: Any, context: RankContext) -> list[Any]:
 
 
 def _batch(episodes: Sequence[Episode]) -> Batch:
-    """Return the columns of ended episodes, with their mean return and number of turns as metrics."""
+    """Return the columns of ended episodes; their mean return and number of turns are metrics."""
     ids = tokens([episode.ids for episode in episodes], torch.int64)
     turns = tokens([episode.turns for episode in episodes], torch.int32)
     returns = torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float32)

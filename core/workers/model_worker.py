@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import RolloutEngine, SamplingParams
-from hybridflow.core.contracts.training import TrainingBackend, check_needs
+from hybridflow.core.contracts.training import PARTS, TrainingBackend, check_needs
 from hybridflow.core.contracts.worker import RankContext, register
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import ModelRole
@@ -54,6 +53,7 @@ from hybridflow.core.workers.micro_batch import (
     unpad,
 )
 from hybridflow.core.workers.pool_member import PoolMember
+from hybridflow.core.workers.residents import Residents
 
 
 @attrs.frozen
@@ -86,6 +86,7 @@ class ModelWorker(PoolMember):
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
         self.sync_peak = Peak()
+        self.residents: Residents = context.shared.setdefault("residents", Residents())
 
         # Further columns that the backend reads, and that the engine is sent.
         self._reads = registry().training_capabilities(role.backend).extras
@@ -111,26 +112,21 @@ class ModelWorker(PoolMember):
             cost = self.hybrid.prepare()
 
         if role.offload:
-            self.backend.offload()
+            self.residents.join(self.context.role, self.backend)
         # `numel` of the layout is that of the whole parameter.
         params = self.backend.layout().params.values()
         return Built(sum(param.numel for param in params), cost)
 
     def close(self) -> None:
         """Close the engine, if there is one."""
+        self.residents.part(self.context.role)
         if self.engine is not None:
             self.engine.close()
 
-    @contextmanager
-    def _resident(self) -> Iterator[TrainingBackend]:
-        """Yield the backend, with its weights on the device inside the block."""
-        if self.role.offload:
-            self.backend.onload()
-        try:
-            yield self.backend
-        finally:
-            if self.role.offload:
-                self.backend.offload()
+    def _resident(self, *parts: str, alone: bool = False) -> TrainingBackend:
+        """Return the backend with these of PARTS on the device; roles that move make room."""
+        self.residents.enter(self.context.role, parts, alone)
+        return self.backend
 
     # --- scoring ---
 
@@ -188,8 +184,7 @@ class ModelWorker(PoolMember):
         # another; dummies fill up.
         most = int(max(*self.context.max([len(micros)]), 1))
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
-        with self._resident() as backend:
-            outputs = backend.forward(micros, needs, self.role.temperature)
+        outputs = self._resident("weights").forward(micros, needs, self.role.temperature)
         if not outputs[0]:
             return {}
 
@@ -210,7 +205,8 @@ class ModelWorker(PoolMember):
         no weights.
         """
         started = time.perf_counter()
-        with measured(self.context.device) as peak, self._resident() as backend:
+        with measured(self.context.device) as peak:
+            backend = self._resident(*PARTS)
             metrics = self._losses(pairs, train=True)
             step = backend.optim_step()
         # The optimizer has left the weights as they were where the gradient is not finite.
@@ -225,8 +221,8 @@ class ModelWorker(PoolMember):
     @register(Protocol.THREE_D, reads=lambda pair: loss_reads([pair]))
     def loss(self, pair: tuple[Batch, Loss]) -> Metrics:
         """Return the loss and its terms without an update (validation)."""
-        with self._resident():
-            return self._losses([pair], train=False)
+        self._resident("weights")
+        return self._losses([pair], train=False)
 
     def _losses(self, pairs: Sequence[tuple[Batch, Loss]], train: bool) -> Metrics:
         # A loss that this model cannot serve raises before any forward.
@@ -284,7 +280,11 @@ class ModelWorker(PoolMember):
         """
         assert self.engine is not None, "this role has no rollout engine"
 
+        # The engine's caches take what the trainers leave.
         sync_seconds = self._sync()
+        self.residents.clear()
+        if not self.role.keep_engine:
+            self.engine.wake()
         with measured(self.context.device) as peak:
             generated = verb(self.engine, batch, *how, extras=self._sends)
         if not self.role.keep_engine:
@@ -304,14 +304,26 @@ class ModelWorker(PoolMember):
     def _sync(self) -> float:
         if self.engine is None or self.hybrid is None:
             return 0.0
-        if not self.role.keep_engine:
-            self.engine.wake()
-
         # A sync that was begun and not ended failed: it is repeated.
         if self.engine.version == self.backend.version and not self.engine.updating:
             return 0.0
-        with self._resident(), measured(self.context.device) as self.sync_peak:
+        # Neither the optimizer nor the engine's caches are needed, and both may not fit.
+        self._resident("weights", alone=True)
+        if not self.role.keep_engine:
+            self.engine.wake(cache=False)
+        with measured(self.context.device) as self.sync_peak:
             return self.hybrid.sync()
+
+    @register(Protocol.ONE_TO_ALL)
+    def compared(self) -> dict[str, str]:
+        """Compare the engine's weights with the trainer's, all that can be read back.
+
+        It gives the parameters that differ, and how; the weights must not be newer than the sync.
+        """
+        if self.engine is None or self.hybrid is None or self.engine.version is None:
+            return {}
+        self.engine.wake()
+        return self.hybrid.compared(self._resident("weights").version)
 
     # To engines in a pool of their own (core/rollouts/separate.py)
     @register(Protocol.RANK_ZERO)
@@ -327,45 +339,45 @@ class ModelWorker(PoolMember):
     @register(Protocol.ONE_TO_ALL)
     def post(self, at: int) -> dict[int, Any]:
         """Leave this rank's messages of round `at`: receiver -> ticket."""
-        with self._resident() as backend:
-            return self.side.post(at, ShardReader(backend.named_shards()).read)
+        backend = self._resident("weights")
+        return self.side.post(at, ShardReader(backend.named_shards()).read)
 
     @register(Protocol.ONE_TO_ALL)
-    def sums_sent(self) -> dict:
+    def sums_sent(self, part: int | None = None) -> dict:
         """Return the checksums of the weights that this rank sends (core/rollouts/checksums.py)."""
-        with self._resident() as backend:
-            return sums_sent(self.side.plan, self.side.rank, ShardReader(backend.named_shards()))
+        source = ShardReader(self._resident("weights").named_shards())
+        return sums_sent(self.side.plan, self.side.rank, source, part)
 
     # --- files ---
 
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint: weights and optimizer state."""
-        with self._resident() as backend:
-            backend.save(Path(folder))
+        self._resident(*PARTS).save(Path(folder))
 
     @register(Protocol.ONE_TO_ALL)
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
-        with self._resident() as backend:
-            backend.load(Path(folder))
+        self._resident(*PARTS).load(Path(folder))
 
     @register(Protocol.ONE_TO_ALL)
-    def export(self, folder: str) -> None:
-        """Write the model as a Hugging Face folder."""
-        with self._resident() as backend:
+    def export(self, folder: str, dtype: str = "auto") -> None:
+        """Write the model as a Hugging Face folder; dtype: a name of torch's, or "auto"."""
+        backend = self._resident("weights")
+        if dtype == "auto":
             backend.export_hf(Path(folder))
+        else:
+            backend.export_hf(Path(folder), getattr(torch, dtype))
 
     @register(Protocol.ONE_TO_ALL)
     def checksum(self) -> str:
         """Return a SHA-256 digest of the whole parameters, for tests and for `resume` checks."""
         digest = hashlib.sha256()
-        with self._resident() as backend:
-            # As bytes, which numpy has for every dtype.
-            for name, tensor in backend.full_parameters():
-                digest.update(name.encode())
-                values = tensor.detach().cpu().contiguous()
-                digest.update(values.view(torch.uint8).numpy().tobytes())
+        # As bytes, which numpy has for every dtype.
+        for name, tensor in self._resident("weights").full_parameters():
+            digest.update(name.encode())
+            values = tensor.detach().cpu().contiguous()
+            digest.update(values.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def _sync_figures(self, seconds: float) -> dict[str, float]:

@@ -13,7 +13,7 @@ from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.worker import RankContext, register
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
-from hybridflow.core.rollouts.checksums import sums_held
+from hybridflow.core.rollouts.checksums import wanted
 from hybridflow.core.rollouts.weight_sync import on_every_rank
 from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.values.batch import Batch
@@ -66,6 +66,11 @@ class RolloutWorker(PoolMember):
         self.engine.begin_update(version)
 
     @register(Protocol.ONE_TO_ALL)
+    def expect(self, part: int | None) -> None:
+        """Tell the engine which part of its weights is proven next; None is all of them."""
+        self.engine.expect(wanted(self.side.plan, self.side.rank, part))
+
+    @register(Protocol.ONE_TO_ALL)
     def fetch(self, at: int, tickets: Mapping[tuple[int, int], Any]) -> int:
         """Fetch this rank's messages of round `at`; return their bytes.
 
@@ -74,9 +79,9 @@ class RolloutWorker(PoolMember):
         return self.side.fetch(at, tickets, self.engine.receive)
 
     @register(Protocol.ONE_TO_ALL)
-    def sums_held(self) -> dict:
-        """Return the checksums of the weights that the engine holds (core/rollouts/checksums.py)."""
-        return sums_held(self.side.plan, self.side.rank, self.engine)
+    def proof(self) -> dict:
+        """Return what the engine holds, by its rank in the plan (core/rollouts/checksums.py)."""
+        return {self.side.rank: self.engine.proof()}
 
     @register(Protocol.ONE_TO_ALL)
     def end_update(self) -> None:

@@ -173,7 +173,7 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
 
 
 def _full(name: str, column: Column) -> Any:
-    """Return a column as functions get it: objects, or a tensor, with floats and masks in float32."""
+    """Return a column as functions get it: objects, or a tensor; floats and masks are float32."""
     if column.kind == "object":
         return column.values
     tensor = column.padded() if column.kind == "token" else torch.as_tensor(column.values)

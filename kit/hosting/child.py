@@ -12,7 +12,7 @@ It ends with the worker, however that ends, and takes every process that the eng
                       ("failed", text)           the engine did not start
 
 The replica's first rank has the process. Its other ranks connect to an address of the process's,
-and use "join" and "load" alone: each has a bucket for its own weights.
+and use the messages OF_A_RANK alone: each has a bucket for its own weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hybridflow.kit.hosting.group import end_own_group
 
 ALIVE_S = 1.0
 """Seconds between two signs of life."""
-OF_A_RANK = ("join", "load")
+OF_A_RANK = ("join", "load", "expect", "proof")
 """Messages that the replica's ranks send for themselves: the handler is told which one."""
 
 
@@ -218,6 +218,14 @@ class Child:
         """Let the engine take what this rank's bucket holds."""
         return self.engine.take(place, self.readers[place], load)
 
+    def on_expect(self, place: int, wanted: Any) -> None:
+        """Tell the engine what this rank's proof is asked for."""
+        self.engine.expect_of(place, wanted)
+
+    def on_proof(self, place: int) -> Any:
+        """Let the engine say what it holds for this rank."""
+        return self.engine.proof_of(place)
+
     def on_end_update(self) -> None:
         """Let the engine generate with the weights that have come."""
         self.engine.end_update()
@@ -226,9 +234,9 @@ class Child:
         """Free the engine's device memory."""
         self.engine.sleep()
 
-    def on_wake(self) -> None:
-        """Take the device memory again."""
-        self.engine.wake()
+    def on_wake(self, cache: bool = True) -> None:
+        """Take the device memory again; without `cache` not that of keys and values."""
+        self.engine.wake(cache)
 
 
 def main() -> None:

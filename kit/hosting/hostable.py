@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridflow.core.contracts.rollout import RolloutEngine
+from hybridflow.core.contracts.rollout import Proof, RolloutEngine, Wanted
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.model import ModelSpec
@@ -26,6 +26,17 @@ class Hostable(RolloutEngine):
         if config.own_process:
             return HostedEngine(cls, model, config, context, logs)
         return cls(model, config, context)
+
+    def expect_of(self, place: int, wanted: Wanted) -> None:
+        """Hear what the proof of the replica's rank number `place` is asked for."""
+        self.expect(wanted)
+
+    def proof_of(self, place: int) -> Proof:
+        """Return the proof of that rank, whose boxes `take` has brought.
+
+        An engine that drives several devices replaces both methods.
+        """
+        return self.proof()
 
     def take(self, place: int, reader: BucketReader, load: Load) -> bytes | None:
         """Take weights out of the bucket of the replica's rank number `place`; return `done`'s.

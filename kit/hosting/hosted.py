@@ -18,7 +18,7 @@ import queue
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.contracts.rollout import Completion, Proof, Request, RolloutEngine, Wanted
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.checksum import checksum, totals
 from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.continuous import ContinuousEngine
@@ -330,6 +331,55 @@ class HostedEngine(ContinuousEngine):
         except EngineDied as error:
             self._break(error)
 
+    def expect(self, wanted: Wanted) -> None:
+        """Tell the engine what this rank's proof is asked for."""
+        super().expect(wanted)
+        if self._broken is None:
+            try:
+                self._ask("expect", wanted)
+            except EngineDied as error:
+                self._break(error)
+
+    def proof(self) -> Proof:
+        """Return what the engine holds in its own process. Collective over the replica.
+
+        Where the process has died it is what the one that replaces it will get, and prove.
+        """
+        answers: list[Proof] = []
+
+        def ask() -> None:
+            if self._broken is not None:
+                raise self._broken
+            self._hand_over(self.bucket.taken())
+            answers.append(self._ask("proof"))
+
+        try:
+            self._everyone(ask)
+        except EngineDied as error:
+            if not self.updating:
+                raise
+            self._break(error)
+            return self._kept_proof(self.wanted)
+        return answers[0]
+
+    def _kept_proof(self, wanted: Wanted) -> Proof:
+        """Return the proof of the weights that are kept for restarts."""
+        # A parameter of which a part is missing is not of this version: `end_update` raises then.
+        values = totals(self._kept_sums(wanted))
+        version = self._next_version
+        return {
+            name: (self._arrived.written(self._place, name, version), values.get(name, 0))
+            for name in wanted
+        }
+
+    def _kept_sums(self, wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
+        for (name, own), kept in self._kept.items():
+            dtype, boxes = wanted.get(name, (kept.dtype, ()))
+            for box in boxes:
+                common = box.intersect(own)
+                if common is not None:
+                    yield name, checksum(kept[common.within(own)].to(dtype), common)
+
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         """Send a box through the bucket, and keep it for restarts."""
         self.check_updating(name)
@@ -443,14 +493,31 @@ class HostedEngine(ContinuousEngine):
         if self.version is None:
             return
 
+        # All that this rank holds, in the engine's dtype
+        everything: dict[str, tuple[torch.dtype, tuple[Box, ...]]] = {}
+        for name, boxes in self._own_boxes.items():
+            if any(box.numel for box in boxes):
+                everything[name] = (self._boxes_of.params[name].dtype, tuple(boxes))
+
         def send_all() -> None:
+            self._ask("expect", everything)
             for (name, box), values in self._kept.items():
                 self._write(name, box, values)
             self._hand_over(self.bucket.taken())
+            self._check_again(self._ask("proof"), self._kept_proof(everything))
 
         self._leading(lambda: self._ask("begin_update", self.version))
         self._everyone(send_all)
         self._leading(lambda: self._ask("end_update"))
+
+    def _check_again(self, held: Proof, kept: Proof) -> None:
+        """Raise HybridFlowError where a new process does not hold what was kept."""
+        for name, (version, value) in held.items():
+            if version != kept[name][0] or value not in (None, kept[name][1]):
+                raise HybridFlowError(
+                    f"the rollout engine that was started anew holds other values of {name} than "
+                    "it was sent; its weights did not come back"
+                )
 
     def _prove(self) -> None:
         """Check that a new process draws a known first token with its log-probability.
@@ -486,12 +553,14 @@ class HostedEngine(ContinuousEngine):
                 self.version = None
                 self.complete = False
         self.asleep = True
+        self.has_cache = False
 
-    def wake(self) -> None:
+    def wake(self, cache: bool = True) -> None:
         """Let the engine take its memory again."""
-        if self.asleep:
-            self._surviving(lambda: self._leading(lambda: self._ask("wake")))
+        if self.asleep or (cache and not self.has_cache):
+            self._surviving(lambda: self._leading(lambda: self._ask("wake", cache)))
         self.asleep = False
+        self.has_cache = self.has_cache or cache
 
     # --- generation ---
 

@@ -12,6 +12,10 @@ import torch.distributed as dist
 
 from hybridflow.core.contracts.worker import RankContext
 
+FILE_BYTES = 5 * 10**9
+"""A file has at most so many bytes, unless a single parameter has more."""
+INDEX = "model.safetensors.index.json"
+
 
 def export_role(
     parameters: Iterable[tuple[str, torch.Tensor]],
@@ -31,15 +35,23 @@ def export_role(
     rank 0 and writes what else belongs into the folder.
     """
     # All ranks read, since reading gathers a parameter; only rank 0 has to keep it.
-    tensors = {}
+    files = _Files(folder)
+    failure: Exception | None = None
     for name, whole in parameters:
-        if context.rank == 0:
-            tensors[name] = whole.to("cpu", dtype, copy=True).contiguous()
+        if context.rank == 0 and failure is None:
+            # A full disk must not leave the other ranks waiting in a collective call.
+            try:
+                files.add(name, whole.to("cpu", dtype, copy=True).contiguous())
+            except Exception as error:
+                failure = error
 
     # Rank 0 meets the others at the barrier even where it fails, so that none waits for ever.
     try:
+        if failure is not None:
+            raise failure
         if context.rank == 0:
-            _write(hf, config, generation, tensors, folder)
+            files.finish()
+            _describe(hf, config, generation, dtype, folder)
             if more is not None:
                 more()
     finally:
@@ -47,25 +59,65 @@ def export_role(
             dist.barrier()
 
 
-def _write(
-    hf: type, config: Any, generation: Any, tensors: dict[str, torch.Tensor], folder: Path
-) -> None:
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
+class _Files:
+    """Safetensors files, each written as soon as it is full: rank 0 holds one of them at a time."""
 
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.written: list[list[str]] = []
+        """The names of the tensors in each file."""
+        self.nbytes = 0
+        """Bytes of all tensors."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._held = 0
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Take a tensor; a file that it does not fit into is written first."""
+        # A parameter that is larger than a file has one to itself.
+        if self._tensors and self._held + values.nbytes > FILE_BYTES:
+            self._write()
+        self._tensors[name] = values
+        self._held += values.nbytes
+        self.nbytes += values.nbytes
+
+    def finish(self) -> None:
+        """Write the last file, and give all of them transformers' names."""
+        # The number of files is known only now.
+        self._write()
+        count = len(self.written)
+        names = ["model.safetensors"]
+        if count > 1:
+            names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        for number, name in enumerate(names):
+            self._part(number).rename(self.folder / name)
+
+        # Several files have an index that says which parameter is in which.
+        if count > 1:
+            places = {}
+            for name, inside in zip(names, self.written, strict=True):
+                places.update(dict.fromkeys(inside, name))
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": places}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file(self._tensors, self._part(len(self.written)), metadata={"format": "pt"})
+        self.written.append(list(self._tensors))
+        self._tensors = {}
+        self._held = 0
+
+    def _part(self, number: int) -> Path:
+        """Return the name of a file while the number of files is not known."""
+        return self.folder / f"model.safetensors.part{number}"
+
+
+def _describe(hf: type, config: Any, generation: Any, dtype: torch.dtype, folder: Path) -> None:
+    """Write the config, and that of generation."""
     # fully_shard puts "FSDP" before the name of the model's class.
-    folder.mkdir(parents=True, exist_ok=True)
     config.architectures = [hf.__name__.removeprefix("FSDP")]
-    config.dtype = next(iter(tensors.values())).dtype
+    config.dtype = dtype
     config.save_pretrained(folder)
     if generation is not None:
         generation.save_pretrained(folder)
-
-    # Several files have an index that says which parameter is in which.
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size="5GB")
-    for file, names in split.filename_to_tensors.items():
-        content = {name: tensors[name] for name in names}
-        save_file(content, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

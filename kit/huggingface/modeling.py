@@ -9,6 +9,7 @@ ids [B, S]  ->  trunk  ->  hidden [B, S, H]
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Iterator, Sequence
@@ -18,28 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging as hf_logging
 
 from hybridflow.core.contracts.footprint import LOGITS_AT_ONCE
 from hybridflow.core.contracts.training import MicroBatch
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
+from hybridflow.kit.huggingface.models import attention_of, auto_class
 
-DROPOUTS = (
-    "attention_dropout",
-    "resid_pdrop",
-    "embd_pdrop",
-    "attn_pdrop",
-    "hidden_dropout",
-    "classifier_dropout",
-)
-"""Fields of Hugging Face configs that hold a probability of dropout."""
+HEAD = "score."
+"""How the names of a value or score model's head begin."""
 
 
 def hf_config(spec: ModelSpec) -> PretrainedConfig:
@@ -69,48 +59,74 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def running_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config to train with: without dropout, with torch's attention kernels.
+    """Return the config to train with: without noise, with attention kernels that are right for it.
 
     Dropout would make old and new log-probabilities of equal weights differ.
     """
     config = copy.deepcopy(config)
-    config._attn_implementation = "sdpa"
-    for name in DROPOUTS:
-        if getattr(config, name, None):
+    config._attn_implementation = attention_of(config)
+    # Each architecture has names of its own: attention_dropout, resid_pdrop, router_jitter_noise.
+    for name, value in list(vars(config).items()):
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
     return config
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers while it builds a model.
+
+    It warns of a value head that the checkpoint lacks (it is new on purpose), and every rank would
+    show its progress bar.
+    """
+    level = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, PretrainedConfig]:
     """Return the model with its weights, equal on every rank, and its config.
 
-    Weights come from the folder, or are drawn from `init_seed`. Raises ModelError when transformers
-    cannot build the model.
+    Weights come from the folder, or are drawn from `init_seed`, as the head of a value or score
+    model is that the folder lacks. Raises ModelError when transformers cannot build the model, and
+    when the folder lacks another parameter.
     """
     # `config` stays as it is exported; the model runs with another one.
     config = hf_config(spec)
     running = running_config(config)
-    auto = AutoModelForCausalLM if spec.kind == "policy" else AutoModelForSequenceClassification
-
-    # Silence the warning of a value head that the checkpoint lacks (it is new on purpose), and the
-    # progress bar that every rank would show.
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()
+    auto = auto_class(spec.kind)
+    missing: set[str] = set()
     try:
         # New weights are equal on every rank, and the caller's random state stays as it was.
-        with torch.random.fork_rng(devices=[]):
+        with quiet(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.init_seed)
             if spec.path is not None:
-                model = auto.from_pretrained(spec.path, config=running, dtype=dtype)
+                model, found = auto.from_pretrained(
+                    spec.path, config=running, dtype=dtype, output_loading_info=True
+                )
+                missing = set(found["missing_keys"])
             else:
                 model = auto.from_config(running, dtype=dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"could not build {config.model_type!r} from {spec.path or 'its config'}: {error}"
         ) from error
-    finally:
-        hf_logging.set_verbosity(level)
+
+    # transformers would draw what the folder lacks.
+    if spec.kind != "policy":
+        missing = {name for name in missing if not name.startswith(HEAD)}
+    if missing:
+        raise ModelError(
+            f"{spec.path} has no {min(missing)}, which this {config.model_type} needs "
+            f"({len(missing)} parameters are missing)"
+        )
     return model, config
 
 
@@ -133,6 +149,14 @@ def ties_of(role: RoleModel) -> dict[str, str]:
         if canonical(name) != owner:
             ties[canonical(name)] = owner
     return ties
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, values) of what a checkpoint has of the module beside parameters."""
+    for path, part in module.named_modules():
+        for name, values in part.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
+                yield name, values
 
 
 class RoleModel(nn.Module):
@@ -206,7 +230,7 @@ class RoleModel(nn.Module):
         """
 
         def piece(states, targets, topk_ids):
-            logits = self.head(states)
+            logits = finished(self.head(states), self.hf.config)
             return dict(token_outputs(logits, targets, needs, temperature, topk_ids))
 
         # So many states have at most LOGITS_AT_ONCE logits.
@@ -222,6 +246,21 @@ class RoleModel(nn.Module):
             pieces.append(outputs)
         names = list(pieces[0])
         return {name: torch.cat([outputs[name] for outputs in pieces]) for name in names}
+
+
+def finished(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """Return a head's output as the model's own forward turns it into logits.
+
+    Cohere multiplies it, granite divides it, and gemma2 caps it: c tanh(logits / c).
+    """
+    # Most models have none of these, and their logits are large.
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
 def token_outputs(

@@ -8,6 +8,13 @@ from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
 
 
+def auto_class(kind: str) -> Any:
+    """Return transformers' class that builds a policy; for other kinds, one with a new head."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
+
+
 def hf_config_of(model: ModelSpec) -> Any:
     """Return the Hugging Face config of a ModelSpec."""
     from transformers import AutoConfig
@@ -27,6 +34,48 @@ def policy_config(model: ModelSpec) -> Any:
             f"a rollout engine generates with a policy; this model is a {model.kind!r} model"
         )
     return hf_config_of(model)
+
+
+def attention_of(hf_config: Any) -> str:
+    """Return the attention of transformers that computes a causal model right: "sdpa" or "eager".
+
+    torch's kernels know no sinks (gpt_oss), which transformers refuses, and no capped scores
+    (gemma2), which it leaves out in silence.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    capped = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped or not getattr(model_class, "_supports_sdpa", True):
+        return "eager"
+    return "sdpa"
+
+
+def longest(hf_config: Any, max_length: int) -> int:
+    """Return the largest number of tokens of a prompt with its response: `max_length`, unless 0.
+
+    Raises ModelError where that is 0 and the model names no limit of its own (bloom has none).
+    """
+    limit = max_length or getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        raise ModelError(
+            f"the config of this {hf_config.model_type} names no longest sequence "
+            "(max_position_embeddings); set rollout.max_length"
+        )
+    return int(limit)
+
+
+def windows_of(hf_config: Any, length: int) -> int:
+    """Return the number of layers whose sliding window is shorter than sequences of `length`."""
+    config = hf_config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not window or window >= length:
+        return 0
+    # Without a list of kinds all layers have the window (mistral, phi3, starcoder2).
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return int(config.num_hidden_layers)
+    return sum(kind == "sliding_attention" for kind in kinds)
 
 
 def write_config(hf_config: Any, folder: str) -> None:

@@ -82,6 +82,8 @@ class EngineBase:
     """Whether the engine follows logit_bias."""
     boxes = True
     """Whether `receive` takes parts of a parameter; False: only complete parameters."""
+    proofs = True
+    """Whether `proof` says which parameters an update has brought, and sums up their values."""
     tolerance = 2e-3
     """Absolute tolerance of logprobs, in nats: rollout engines and trainers round differently."""
     samples = 2000

@@ -292,10 +292,11 @@ class EngineRequests(EngineBase):
             engine = self.speaking(start, ref)
             before = self._ids(self._run(engine, PROMPTS))
 
-            # Sleep may give up the weights: an update brings them back.
+            # Sleep may give up the weights: an update brings them back. A sync wakes no cache.
             engine.sleep()
-            engine.wake()
+            engine.wake(cache=False)
             give_weights(engine, ref.parameters, 4)
+            engine.wake()
             require(
                 self._ids(self._run(engine, PROMPTS)) == before,
                 got="other tokens after sleep, wake and an update with the same weights",

@@ -7,6 +7,7 @@ import pytest
 
 from hybridflow.core.contracts.rollout import Completion, RolloutEngine
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.checksum import checksum, totals
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.checks import require, require_raises
 from hybridflow.kit.testing.engine_base import PROMPTS, EngineBase, give_weights
@@ -172,6 +173,58 @@ class EngineTokens(EngineBase):
                 expected="7, as begin_update said, for each token",
                 likely="versions are counted by the engine instead of taken from begin_update",
             )
+
+    def test_a_proof_tells_what_an_update_has_brought(self, start):
+        """`proof` has checksums of the values that were sent, and finds the one that was not."""
+        if not self.proofs:
+            pytest.skip("it proves nothing")
+
+        for version, ref in enumerate(self._two_of_one_model(), 1):
+            if version == 1:
+                engine = start(ref.spec)
+            expected = self._begin_proof(engine, ref, version)
+            *names, lost = expected
+            for name in (*names, lost):
+                if name == lost:
+                    require(
+                        engine.proof()[lost][0] != version,
+                        got=f"proof() says that version {version} brought {lost}",
+                        expected="another version, or None: nothing of it was received",
+                        likely="`written` answers for the update, not for the parameter",
+                    )
+                values = ref.parameters[name]
+                engine.receive(name, Box.full(values.shape), values)
+            proof = dict(engine.proof())
+            wrong = sorted(name for name in expected if proof.get(name) != expected[name])
+            require(
+                not wrong,
+                got=f"{[(name, proof.get(name)) for name in wrong[:3]]}",
+                expected=f"{[(name, expected[name]) for name in wrong[:3]]}, the version and the "
+                "checksums of what was received",
+                likely="`read` gives other values, or a copy from before the update",
+            )
+            engine.end_update()
+
+    def _two_of_one_model(self) -> list[Reference]:
+        """Return references of one architecture with different weights."""
+        architecture = self.architectures[0]
+        return [reference(architecture, seed=seed, width=self.width) for seed in (0, 1)]
+
+    def _begin_proof(
+        self, engine: RolloutEngine, ref: Reference, version: int
+    ) -> dict[str, tuple[int, int]]:
+        """Begin an update that is proven; return what the proof must say of each parameter."""
+        layout = engine.layout()
+        engine.begin_update(version)
+        wanted = {}
+        sums = []
+        for name, boxes in layout.held[0].items():
+            dtype = layout.params[name].dtype
+            wanted[name] = (dtype, tuple(boxes))
+            for box in boxes:
+                sums.append((name, checksum(ref.parameters[name][box.slices()].to(dtype), box)))
+        engine.expect(wanted)
+        return {name: (version, value) for name, value in totals(sums).items()}
 
     def test_the_layout_has_the_canonical_names_and_shapes(self, start):
         """layout().params lists the parameters of the model's safetensors, with their shapes."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import cached_property
 
 import attrs
 import torch
 
+from hybridflow.core.contracts.rollout import Proof, Wanted
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box, Param
+from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.tracing.coverage import uncovered
+from hybridflow.kit.tracing.proofs import WindowSums
 from hybridflow.kit.tracing.tracer import Load, LoaderMap, trace
 from hybridflow.kit.tracing.windows import Window
 
@@ -44,8 +48,11 @@ class PlacedWeights:
             if not self.map.touched[name]:
                 raise ModelError(f"{who} does not take {name}: {reason}")
         self.aliases: dict[str, str] = {}
-        """Tied names that the model keeps in a tensor of its own -> the name whose values it has."""
+        """Tied names that have a tensor of their own -> the name whose values it holds."""
         self._fill_untied(ties)
+        self.version: int | None = None
+        """That of the update which `arrived` counts."""
+        self.begin(None)
 
     def _fill_untied(self, ties: Mapping[str, str]) -> None:
         """Bring tied values to a tensor of their own, where the model does not tie it."""
@@ -90,6 +97,12 @@ class PlacedWeights:
         """Return the boxes of a parameter that this rank takes; () of an opaque one."""
         return () if name in self.map.opaque else self.map.boxes(name)
 
+    def begin(self, version: int | None) -> None:
+        """Begin an update: nothing of it has arrived."""
+        self.version = version
+        boxes = {name: self.boxes(name) for name in self.params}
+        self.arrived = Arrivals({0: boxes})
+
     @torch.no_grad()
     def fill(self) -> None:
         """Write the constants of the loader, such as padding, which no parameter brings."""
@@ -104,6 +117,23 @@ class PlacedWeights:
             if common is not None:
                 target = window.of(self.tensors[window.tensor])
                 target[common.within(own)].copy_(values[common.within(box)])
+        self.arrived.note(0, name, box)
+
+    def proof(self, wanted: Wanted) -> Proof:
+        """Return what the model's tensors hold of these boxes, and which version brought it."""
+        sums = self._sums
+        sums.expect(wanted)
+        for tensor in self._targets:
+            sums.look(tensor, self.tensors[tensor])
+        values = sums.totals()
+        return {
+            name: (self.arrived.written(0, name, self.version), values.get(name, 0))
+            for name in wanted
+        }
+
+    @cached_property
+    def _sums(self) -> WindowSums:
+        return WindowSums(self.map.pieces)
 
     # --- the proof ---
 

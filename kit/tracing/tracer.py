@@ -146,7 +146,7 @@ def _clean(watch: _Watch, load: Load, group: Mapping[str, Param]) -> bool:
 
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Run what is given to thread pools at once, since a dispatch mode sees its own thread alone."""
+    """Run what is given to thread pools at once: a dispatch mode sees its own thread alone."""
     submit = ThreadPoolExecutor.submit
 
     def call(self, function, /, *args, **kwargs):

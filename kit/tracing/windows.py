@@ -157,7 +157,7 @@ def _fill(
 
 def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """Join neighbouring boxes whose windows are neighbours, too: experts copied one by one, say."""
-    # One dimension after the other: boxes that are one along the first may be joined along the next.
+    # One dimension after the other: boxes joined along the first may be joined along the next.
     joined = list(pieces)
     dims = len(joined[0][0].start) if len(joined) > 1 else 0
     for dim in range(dims):

@@ -99,7 +99,7 @@ class Probed:
     engines: GenerationLayout
 
     def predicted(self, nodes: Nodes) -> float:
-        """Return the seconds of the call on these nodes, as `hybridflow plan` would predict them."""
+        """Return the call's seconds on these nodes, as `hybridflow plan` would predict them."""
         sample = self.sample
         verb = "train" if sample.verb == "sync" else sample.verb
         task = Task(sample.role, verb, sample.sequences)
@@ -277,7 +277,7 @@ def _cuts(backend: str, engine: str, devices: int) -> list[tuple[int, int]]:
 
 
 def described(found: Sequence[MachineFigures], kind: str, name: str | None) -> Device:
-    """Return a known device by its data sheet; any other by what was measured, the slowest rank's."""
+    """Return a known device by its data sheet, any other by the slowest rank's measurements."""
     memory_gb = min(figures.memory_bytes for figures in found) / GB
     known = device_called(found[0].name) if kind == "cuda" else None
     if known is not None:

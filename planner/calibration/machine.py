@@ -40,7 +40,7 @@ class MachineProbe(Worker):
 
     @register(Protocol.ONE_TO_ALL)
     def measure(self, dtype: str) -> MachineFigures:
-        """Return the rates of this rank; matrix products are of `dtype`, a name such as "bfloat16"."""
+        """Return this rank's rates; matrix products are of `dtype`, a name such as "bfloat16"."""
         device = self.context.device
         ranks = self.context.world_size
         on_gpu = device.type == "cuda"
@@ -89,7 +89,7 @@ class MachineProbe(Worker):
 
 
 def _device(device: torch.device, ranks: int) -> tuple[str, float]:
-    """Return what the system calls the device, and its memory in bytes (on a CPU a rank's share)."""
+    """Return the system's name of the device, and its memory in bytes (on a CPU a rank's share)."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return properties.name, float(properties.total_memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.tiny import hybridflow, learning, write
+from helpers.zoo_cells import check_cells
 
 EXPERTS = (
     'actor.model.config={ model_type = "qwen3_moe", vocab_size = 16, hidden_size = 128, num_hidden_layers = 2, '
@@ -32,3 +33,11 @@ def test_the_engine_speaks_with_the_weights_that_were_trained(tmp_path, backend,
     rows = learning(tmp_path / "runs/tiny")
     assert len(rows) == 3
     assert [row["actor/mismatch_mean"] for row in rows] == pytest.approx([0.0] * 3, abs=1e-4)
+
+
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_has_the_weights_of_other_experts(engine):
+    """One by one as w1, w2, w3; fused on disk; with MLA, which SGLang's attention on a CPU lacks."""
+    with_mla = ("deepseek_v2",) if engine == "vllm" else ()
+    check_cells(("mixtral", "granitemoe", *with_mla), engine)

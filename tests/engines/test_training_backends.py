@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
+from helpers.same_tensors import assert_equal
 from helpers.training_check import check
-from helpers.training_jobs import Setup
-from helpers.training_reference import Blend
+from helpers.training_jobs import Setup, moved, train
+from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.megatron.config import MegatronConfig
@@ -63,3 +65,24 @@ def test_megatron_trains_as_hugging_face_does(ranks, folder, name, case):
 @pytest.mark.parametrize("name", ["qwen2-odd", "llama-odd"])
 def test_deepspeed_trains_as_hugging_face_does(ranks, folder, name, stage, dp):
     check(ranks, folder, name, deepspeed(stage, dp), Blend())
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        lambda: megatron(ParallelLayout(dp=2, tp=2), precision="bf16"),
+        lambda: megatron(ParallelLayout(pp=2)),
+        lambda: deepspeed(2, 2, precision="bf16"),
+        lambda: deepspeed(3, 2, precision="bf16"),
+        lambda: deepspeed(3, 2, persist_elements=0),
+    ],
+    ids=["megatron bf16", "megatron", "zero 2 bf16", "zero 3 bf16", "zero 3"],
+)
+def test_training_goes_on_after_its_memory_was_given_back(ranks, folder, setup):
+    """offload and onload do it on a GPU; `moved` sees that every storage is empty in between."""
+    made = attrs.evolve(setup(), path=folder("qwen2-tied"))
+    pairs = [(make_batch(7), Blend())]
+    got = ranks(moved, made.layout.world, made, pairs, 2)
+    want = ranks(train, made.layout.world, made, pairs, 2)
+    for a, b in zip(got, want, strict=True):
+        assert_equal(a, b["parameters"])

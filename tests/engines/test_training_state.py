@@ -16,6 +16,7 @@ from helpers.training_jobs import (
     load_and_train,
     outputs,
     save_after,
+    train,
 )
 from helpers.training_reference import (
     MODELS,
@@ -224,7 +225,6 @@ def test_splits_and_pieces_change_nothing(ranks, folder, setup):
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_loss_whose_weights_are_all_zero_changes_nothing(ranks, folder, setup):
-    from helpers.training_jobs import train
 
     setup = attrs.evolve(setup, path=folder("llama-deep"))
     got = ranks(train, setup.layout.world, setup, [(make_batch(6), Nothing())])

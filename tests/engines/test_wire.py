@@ -19,20 +19,19 @@ from hybridflow.core.values.columns import Column
 from hybridflow.core.values.parallel import ParallelLayout
 
 SIZES = {
-    "even": dict(heads=4, kv_heads=4, vocab=128, width=176),
-    "odd": dict(heads=4, kv_heads=1, vocab=97, width=178),  # replicated heads, padded vocabulary
+    "even": dict(heads=4, kv_heads=4, vocab=128, width=192),
+    "odd": dict(
+        heads=4, kv_heads=1, vocab=97, width=178
+    ),  # replicated or padded heads, padded vocabulary
 }
 LAYERS = 2
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {"kv_memory_gb": 0.02, "max_sequences": 4},
     "sglang": {"kv_tokens": 512, "max_sequences": 4},
 }
-VOCABULARY = {"vllm": 64, "sglang": 64}
-"""Both pad embeddings to a multiple of so many rows."""
-ENGINE_CASES = [
-    "vllm",
-    pytest.param("sglang", marks=pytest.mark.skip("asks for whole parameters, not for boxes")),
-]
+RULES = {"vllm": wire.tensor_parallel, "sglang": wire.sglang_on_cpu}
+VOCABULARY = 64
+"""Both engines pad embeddings to a multiple of so many rows."""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +81,7 @@ def wanted(engine: str, groups: list[list[int]], sizes: dict[str, int]) -> wire.
     tp = len(groups[0])
 
     def part(name, shape, rank):
-        return wire.tensor_parallel(
-            name, shape, place[rank], tp, sizes["kv_heads"], VOCABULARY[engine]
-        )
+        return RULES[engine](name, shape, place[rank], tp, sizes["kv_heads"], VOCABULARY)
 
     return part
 
@@ -135,7 +132,7 @@ def check(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("engine", ENGINE_CASES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_each_rank_receives_what_it_lacks_and_speaks_with_it(ranks, model, trainer, sizes, engine):
@@ -176,6 +173,31 @@ def test_megatron_to_zero_redundancy_groups_moves_the_papers_bytes(ranks, model,
 
 
 @pytest.mark.timeout(500)
-def test_fsdp_on_four_ranks_feeds_replicas_of_ranks_that_are_no_neighbours(ranks, model):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fsdp_on_four_ranks_feeds_replicas_of_ranks_that_are_no_neighbours(ranks, model, engine):
     layout = ParallelLayout(dp=4)
-    check(ranks, model("odd"), ("fsdp", None, layout), "vllm", [[0, 2], [1, 3]], "odd")
+    groups = [[0, 2], [1, 3]]
+    check(ranks, model("odd"), ("fsdp", None, layout), engine, groups, "odd")
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron-pp"])
+def test_stages_of_vllm_receive_their_layers_alone_and_speak(ranks, model, trainer):
+    """Stages as in Megatron: equally many layers, the embeddings with the first, the head with the last."""
+    pytest.importorskip("vllm")
+    config, layout = TRAINERS[trainer]
+    backend = trainer.partition("-")[0]
+    pytest.importorskip(PACKAGES[backend])
+    path, sizes = model("odd"), SIZES["odd"]
+    setup = Setup(
+        path, layout=layout, backend=backend, config=config, engine="vllm", generation_pp=2, engine_config=ENGINES["vllm"],
+    )  # fmt: skip
+    batch = replayed(ranks, path)
+    found = ranks(wire.sync_and_speak, 2, setup, batch, ReplayedPPO())
+
+    stage = partial(wire.shard_of_megatron, tp=1, pp=2, layers=LAYERS, kv_heads=sizes["kv_heads"])
+    source = held(backend, layout, sizes)
+    for rank, answer in enumerate(found):
+        assert answer["received"] == wire.lacking(shapes_of(path), stage, source, rank)
+        assert answer["worst"] < 1e-4
+        assert wire.from_hugging_face(load(path), batch, answer["spoken"][0]) < 1e-4

@@ -11,7 +11,7 @@ import torch
 
 from helpers.training_reference import make_batch, spec_of
 from hybridflow.core.contracts.loss import Loss
-from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.contracts.training import PARTS, OptimizerConfig
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.job.job import ModelRole, SyncSpec
 from hybridflow.core.plugins import registry
@@ -49,6 +49,7 @@ class Setup:
     model: ModelSpec | None = None
     logits_at_once: int = modeling.LOGITS_AT_ONCE
     generation_tp: int = 1
+    generation_pp: int = 1
     sync: SyncSpec = attrs.field(factory=SyncSpec)
     engine_config: dict[str, Any] = attrs.field(factory=dict)
     keep_engine: bool = True
@@ -65,8 +66,9 @@ def said_by(attempt: Callable[[], Any]) -> str:
 
 def make_worker(rank: int, setup: Setup) -> ModelWorker:
     modeling.LOGITS_AT_ONCE = setup.logits_at_once
-    groups = GROUPS.setdefault((setup.layout, setup.generation_tp, rank), {})
-    generation = generation_layout(setup.layout, 1, setup.generation_tp)
+    sizes = (setup.generation_pp, setup.generation_tp)
+    groups = GROUPS.setdefault((setup.layout, sizes, rank), {})
+    generation = generation_layout(setup.layout, *sizes)
     context = RankContext(
         "actor", rank, setup.layout, torch.device("cpu"), generation=generation, groups=groups
     )
@@ -198,16 +200,26 @@ def export(
 
 
 def moved(rank: int, world: int, setup: Setup, pairs: list, steps: int) -> dict[str, torch.Tensor]:
-    """Training whose storage moves to a new place before and after each step, as offload and onload do on a GPU."""
+    """Training whose memory is given back before and after each step, as offload does on a GPU."""
     worker = make_worker(rank, setup)
     pairs = [(mine(worker, batch, loss.unit), loss) for batch, loss in pairs]
     batch = pairs[0][0]
     for _ in range(steps):
-        worker.backend._move(torch.clone)
+        away_and_back(worker)
         worker.logprobs(batch, {"logprobs": "logprobs"})
-        worker.backend._move(torch.clone)
+        away_and_back(worker)
         worker.update(pairs)
     return parameters(worker)
+
+
+def away_and_back(worker: ModelWorker) -> None:
+    """Empty every storage of weights and optimizer, and fill it again: a CPU's backend itself moves nothing."""
+    residence = worker.backend.residence
+    residence.offload(PARTS)
+    sources = [residence._tensors[part] for part in PARTS] + list(residence._scratch.values())
+    stored = [tensor for source in sources for tensor in source()]
+    assert stored and not any(t.untyped_storage().nbytes() for t in stored)
+    residence.onload(PARTS)
 
 
 def reload(rank: int, world: int, setup: Setup, folder: str) -> tuple[torch.Tensor, torch.Tensor]:

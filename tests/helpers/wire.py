@@ -84,6 +84,9 @@ def sync_and_speak(
 
 # --- counted by hand ---
 
+ROWS_CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+COLUMNS_CUT = ("o_proj", "down_proj")
+
 
 def lacking(shapes: Shapes, wanted: Part, held: Part, rank: int) -> int:
     """Float32 bytes that a rank's engine takes and its trainer does not have there."""
@@ -110,19 +113,39 @@ def tensor_parallel(
     """
     kind = name.split(".")[-2]
     if kind in ("embed_tokens", "lm_head"):
-        rows = -(-shape[0] // vocabulary) * vocabulary // tp
-        return cut(shape, 0, place * rows, (place + 1) * rows)
+        return padded(shape, 0, place, tp, vocabulary)
     if kind in ("k_proj", "v_proj") and kv_heads < tp:
         head = place * kv_heads // tp
         rows = shape[0] // kv_heads
         return cut(shape, 0, head * rows, (head + 1) * rows)
-    if kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-        rows = shape[0] // tp
-        return cut(shape, 0, place * rows, (place + 1) * rows)
-    if kind in ("o_proj", "down_proj"):
-        columns = shape[1] // tp
-        return cut(shape, 1, place * columns, (place + 1) * columns)
+    if kind in ROWS_CUT:
+        return padded(shape, 0, place, tp, tp)
+    if kind in COLUMNS_CUT:
+        return padded(shape, 1, place, tp, tp)
     return np.ones(shape, bool)
+
+
+def sglang_on_cpu(
+    name: str, shape: tuple[int, ...], place: int, tp: int, kv_heads: int, vocabulary: int
+) -> np.ndarray:
+    """The same cut behind SGLang's padding on a CPU (its configs/update_config.py).
+
+    Heads of keys and values are padded to a multiple of tp, with their groups of queries, and widths of MLPs to a
+    multiple of 32 tp. Ranks whose share is padding take less, the others more.
+    """
+    kind = name.split(".")[-2]
+    if kind in ("q_proj", "k_proj", "v_proj", "o_proj") and kv_heads % tp:
+        dim = 1 if kind in COLUMNS_CUT else 0
+        return padded(shape, dim, place, tp, tp * shape[dim] // kv_heads)
+    if kind in ("gate_proj", "up_proj", "down_proj"):
+        return padded(shape, 1 if kind in COLUMNS_CUT else 0, place, tp, 32 * tp)
+    return tensor_parallel(name, shape, place, tp, kv_heads, vocabulary)
+
+
+def padded(shape: tuple[int, ...], dim: int, place: int, tp: int, multiple: int) -> np.ndarray:
+    """The share of a rank where the size is padded to a multiple first."""
+    share = -(-shape[dim] // multiple) * multiple // tp
+    return cut(shape, dim, place * share, (place + 1) * share)
 
 
 def rows_of_fsdp(name: str, shape: tuple[int, ...], rank: int, world: int) -> np.ndarray:

@@ -129,29 +129,69 @@ def test_fsdp_gathers_a_layer_beside_the_next_or_all_of_them_at_once():
     whole, layer = 2.0 * WHOLE, 2.0 * LAYER
     by_layer = made(FullyShardedLayers(), DP4)
     others = whole - 2 * layer
-    assert by_layer.reading == others + 2 * layer  # one at work and the next
+    assert by_layer.reading == others + layer  # the one at work ...
+    assert by_layer.ahead == layer  # ... and the next, which is not there while the head works
     alone = made(FullyShardedLayers(), ONE)
     assert alone.reading == others + layer  # nothing is fetched: a copy of the one at work
+    assert alone.ahead == 0.0
     kept = made(FullyShardedLayers(keeps_gathered=True), DP4)
-    assert kept.reading == whole + layer
+    assert kept.reading == whole and kept.ahead == layer
     assert kept.call == by_layer.forward and kept.forward == kept.backward == ()
     at_once = made(FullyShardedLayers(whole_below=LAYER + 1), DP4)
     assert at_once.reading == 2 * whole and at_once.call == kept.call
     assert made(FullyShardedLayers(whole_below=LAYER), DP4).call == ()
 
 
-def test_fsdp_keeps_whole_gradients_while_micro_batches_add_up():
-    backward = made(FullyShardedLayers(), ONE).reading
-    embeddings = 2 * 2.0 * EMBEDDING
-    once = made(FullyShardedLayers(), ONE, micro_batches=1)
-    assert once.training[-1] == Phase(backward + 4.0 * WHOLE + embeddings)
-    twice = made(FullyShardedLayers(), ONE, micro_batches=2)
-    assert twice.training[-2:] == (
-        Phase(backward + 2.0 * WHOLE + embeddings),
-        Phase(backward + 2.0 * WHOLE, "backward"),
+def test_fsdp_has_whole_gradients_of_a_layer_at_a_time():
+    """Bytes: a layer 288 gathered, 288 its gradients, 576 in their reduction; 84 parameters outside the layers are 168
+    gathered, 504 in gradients and reduction; the head's gradient is 80, that of a 4 x 6 matrix 48."""
+    shards = WHOLE  # 4 bytes of each parameter, on 4 ranks
+    once = made(FullyShardedLayers(), DP4)
+    assert once.training == (
+        Phase(168 + 288, "forward"),
+        Phase(168 + 288, "head"),
+        Phase(168 + 576 + 80 + 48, "layer"),
+        Phase(168 + 576 + 80 + 288 + 576, "rest"),
+        Phase(168 + 576 + 80 + 48 + 576, "next"),
+        Phase(shards + 504),
+        Phase(2 * 168 + 2 * 288),  # a forward pass begins
     )
-    spread = made(FullyShardedLayers(), DP4, micro_batches=2)
-    assert len(spread.training) == 6  # and the reduction, in a copy
+    several = made(FullyShardedLayers(), DP4, micro_batches=3)
+    for at in (0, 1, 2, 3, 4, 6):
+        before, after = once.training[at], several.training[at]
+        assert after == Phase(before.nbytes + shards, before.activations)
+    assert several.training[5] == Phase(shards + 168 + 504)  # the root stays gathered
+
+
+def test_gradients_of_a_table_that_is_the_head_too_meet():
+    tied = ModelSize(llama_shape(4, 2, 2, 2, 2, 6, 10, tied=True))
+    found = made(FullyShardedLayers(), DP4, size=tied)
+    shards = WHOLE - EMBEDDING
+    assert found.training[-2] == Phase(shards + 2 * 44 + 576 + 3 * 80)  # both, and their sum
+
+
+def test_tensor_parallel_ranks_make_the_gradient_of_the_whole_embedding():
+    """84 / 2 parameters outside the layers are gathered; a rank's half of the head's gradient is 40 bytes, a table 80,
+    a layer's reduction 288."""
+    found = made(FullyShardedLayers(), ParallelLayout(dp=4, tp=2))
+    assert found.training[-2] == Phase(WHOLE / 2 + 84 + 288 + 40 + 80 + 40)
+
+
+def test_fsdp_reduces_gradients_in_every_micro_batch():
+    """All at once: those of the whole model are whole just then."""
+    whole = 2.0 * WHOLE
+    scatter, _ = made(FullyShardedLayers(), DP4, micro_batches=3).update
+    assert scatter == Collective("reduce_scatter", 4.0 * WHOLE, 4, 1, times=3)
+    way = FullyShardedLayers(whole_below=LAYER + 1)
+    once = made(way, DP4)
+    assert once.training == made(way, DP4, micro_batches=3).training
+    assert once.training == (
+        Phase(2 * whole, "forward"),
+        Phase(whole, "backward"),
+        Phase(2 * whole + 2 * 80),
+        Phase(3 * whole),
+        Phase(4.0 * WHOLE * 2.25),  # gloo's copy, and a quarter of it
+    )
 
 
 def test_what_is_on_the_host_takes_nothing_of_the_device():

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from fractions import Fraction
+from itertools import accumulate
+
 import numpy as np
 import pytest
 import torch
 
+from hybridflow.kit import sampling
 from hybridflow.kit.sampling import draw, invert, uniforms
 
 PUBLISHED = [
@@ -104,3 +109,31 @@ def test_a_cumulated_weight_is_inverted_against_its_total():
     columns = [invert(cumulated, torch.tensor([[number]])).item() for number in uniform]
     assert columns == [0, 0, 2, 2, 3, 3]  # the second column has no weight, and the last is the end
     assert invert(cumulated, torch.tensor([[0.5]]), torch.tensor([[2.0]])).item() == 2
+
+
+def test_on_a_gpu_sums_are_of_whole_numbers_and_give_the_same_tokens(monkeypatch):
+    """The device is still a CPU: what is told apart is how it adds."""
+    monkeypatch.setattr(sampling, "adds_in_order", lambda device: False)
+    test_without_filters_a_token_has_its_share_of_the_unit_interval()
+    assert drawn([0.0, 0.49, 0.51, 0.99], top_k=2) == drawn([0.0, 0.49, 0.51, 0.99], top_p=0.7)
+
+    # 150,000 tokens, against sums of Python's own whole numbers
+    probs = torch.randn(2, 150_000, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    exact = [[round(Fraction(p) * 2**40) for p in row] for row in probs.tolist()]
+    ends = [list(accumulate(row)) for row in exact]
+    uniform = [0.0, 0.3, 0.999999]
+    expected = [[bisect_right(row, int(Fraction(u) * row[-1])) for u in uniform] for row in ends]
+    found = [
+        invert(sampling.cumulate(probs.clone()), torch.full((2, 1), u, dtype=torch.float64))[:, 0]
+        for u in uniform
+    ]
+    assert torch.stack(found, dim=1).tolist() == expected
+
+
+def test_sums_of_whole_numbers_do_not_depend_on_their_order(monkeypatch):
+    monkeypatch.setattr(sampling, "adds_in_order", lambda device: False)
+    parts = sampling.addable(torch.rand(150_000).softmax(-1))
+    assert parts.dtype == torch.int64
+    backwards = parts.flip(0).cumsum(0)
+    assert parts.sum() == backwards[-1] == parts.view(300, 500).sum(0).sum()
+    assert bool((backwards.diff() >= 0).all())

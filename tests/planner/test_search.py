@@ -222,8 +222,5 @@ def test_a_mapping_in_words():
 
 def test_what_an_engine_keeps_is_said_where_nothing_fits(config):
     keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.85"]
-    with pytest.raises(
-        NothingFitsError,
-        match=r"68\.0 GB more are kept by engines: set actor\.generation\.keep = false",
-    ):
-        printed(config, keeps, cluster="a100-80gb:1x1")
+    said = printed(config, keeps, cluster="a100-80gb:1x1")
+    assert "68.0 GB more are kept by engines: set actor.generation.keep = false" in said

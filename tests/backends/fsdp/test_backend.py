@@ -43,6 +43,8 @@ from helpers.training_reference import (
     make_batch,
     rows_of,
 )
+from helpers.zoo_cells import write_model as write_zoo_model
+from safetensors.torch import load_file
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
@@ -433,6 +435,16 @@ def test_a_checkpoint_without_an_optimizer_does_not_load_into_a_trained_role(
 
 
 # ---- exports ------------------------------------------------------------------------------------
+
+
+def test_an_export_has_the_buffers_of_its_checkpoint(ranks, tmp_path):
+    """The bias by which glm4_moe chooses experts is no parameter."""
+    path = write_zoo_model("glm4_moe", 3, tmp_path / "model")
+    setup = Setup(str(path), layout=ParallelLayout(dp=2))
+    ranks(export, 2, setup, [], str(tmp_path / "export"))
+    given = load_file(path / "model.safetensors")
+    assert_equal(load_file(tmp_path / "export/model.safetensors"), given)
+    assert given["model.layers.1.mlp.gate.e_score_correction_bias"].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama"])

@@ -56,7 +56,7 @@ def test_what_asks_for_a_gpu_gets_the_cpu():
             made.type() == "torch.cuda.BFloat16Tensor"
             and torch.ones(1).type() == "torch.cuda.FloatTensor"
         )
-        assert torch.cuda.current_device() == "cpu"
+        assert torch.cuda.current_device() == CPU
         torch.cuda.synchronize()
         assert torch.equal(torch.cuda.get_rng_state(), torch.get_rng_state())
 

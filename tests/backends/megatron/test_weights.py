@@ -1,19 +1,15 @@
-"""Where canonical parameters are in Megatron's fused storage, for every rank, and their first values; without Megatron."""
+"""Where canonical parameters are in Megatron's fused storage, for every rank; without Megatron."""
 
 from __future__ import annotations
 
 import itertools
 
-import attrs
 import pytest
 import torch
 from helpers.shapes import LLAMA, QWEN, QWEN3
 
-from hybridflow.backends.megatron.weights import RoleShape, fill
-from hybridflow.core.errors import ModelError
+from hybridflow.backends.megatron.weights import RoleShape
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.values.weights import Box
-from hybridflow.kit.testing import reference
 
 LAYER = (
     "input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight",
@@ -111,52 +107,3 @@ def test_a_critic_has_one_output_and_no_tie():
     assert RoleShape(QWEN, "policy", ParallelLayout(), 1, 1).ties == {
         "lm_head.weight": "model.embed_tokens.weight"
     }
-
-
-Q_PROJ, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "model.embed_tokens.weight"
-PARTS = [
-    (Q_PROJ, Box((8, 0), (16, 32))),
-    (Q_PROJ, Box((0, 0), (2, 32))),
-    (EMBEDDING, Box((3, 4), (5, 9))),
-]
-
-
-def filled(spec, parts=PARTS) -> list[torch.Tensor]:
-    storage = [torch.full(box.shape, torch.nan) for _, box in parts]
-    fill([(name, box, values) for (name, box), values in zip(parts, storage, strict=True)], spec)
-    return storage
-
-
-def test_a_rank_reads_its_boxes_of_a_folder():
-    ref = reference("llama")
-    for (name, box), values in zip(PARTS, filled(ref.spec), strict=True):
-        assert torch.equal(values, ref.parameters[name][box.slices()])
-
-
-def test_a_model_without_a_folder_is_drawn_as_hugging_face_draws_it():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    spec = attrs.evolve(reference("llama").spec, path=None, init_seed=11)
-    torch.manual_seed(11)
-    drawn = dict(
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec.hf_config)).named_parameters()
-    )
-    for (name, box), values in zip(PARTS, filled(spec), strict=True):
-        assert torch.equal(values, drawn[name].detach()[box.slices()]) and values.abs().max() > 0
-
-
-def test_a_head_that_the_folder_lacks_is_drawn_and_the_rest_read():
-    ref = reference("llama")
-    spec = attrs.evolve(ref.spec, kind="value")
-    [row, head] = filled(spec, [PARTS[1], ("score.weight", Box((0, 0), (1, 32)))])
-    assert torch.equal(row, ref.parameters[Q_PROJ][:2])
-    assert head.isfinite().all() and head.abs().max() > 0
-    assert torch.equal(
-        filled(spec, [("score.weight", Box((0, 0), (1, 32)))])[0], head
-    )  # from the seed
-
-
-def test_a_parameter_that_the_folder_lacks_is_named():
-    name = "model.layers.0.self_attn.q_norm.weight"
-    with pytest.raises(ModelError, match=rf"has no {name}, which this llama needs"):
-        filled(reference("llama").spec, [(name, Box((0,), (8,)))])

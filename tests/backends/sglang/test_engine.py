@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from helpers import engine_jobs as jobs
@@ -10,6 +13,7 @@ from helpers.kept_engines import KeptOnCPU, kept_engines
 
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine, _checked, _shares
+from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.model import ModelSpec
@@ -68,6 +72,32 @@ def test_a_model_that_is_no_policy_is_refused_before_sglang_is_imported(kind):
         ModelError, match=f"generates with a policy; this model is a '{kind}' model"
     ):
         engine.start()
+
+
+class Told:
+    """Notes what is asked of SGLang's memory: a CPU's is not released."""
+
+    def __init__(self):
+        self.said: list = []
+
+    def release_memory_occupation(self):
+        self.said.append("release")
+
+    def resume_memory_occupation(self, tags):
+        self.said.append(tags)
+
+
+def test_on_a_gpu_weights_wake_before_caches():
+    context = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
+    engine = SGLangEngine(ModelSpec(tiny_config(), None, 0), SMALL, context)
+    engine.device, engine.engine, engine.store = torch.device("cuda"), Told(), SimpleNamespace()
+    engine.sleep()
+    engine.wake(cache=False)
+    with pytest.raises(HybridFlowError, match="wake it before generating"):
+        engine.add(Request(0, np.array([1]), SamplingParams(max_tokens=1)))
+    engine.wake()
+    engine.wake()
+    assert engine.engine.said == ["release", ["weights"], ["kv_cache", "cuda_graph"]]
 
 
 def test_cores_are_shared_among_the_ranks():

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.backends.sglang.places import Ask, Derive, Fill, Take, load
+from hybridflow.backends.sglang.places import Ask, Derive, Fill, Prove, Take, load
 from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.checksum import checksum
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.hosting.bucket import Bucket
 
@@ -55,8 +56,34 @@ def test_a_scheduler_says_what_it_takes_and_takes_it_from_the_bucket(tmp_path):
     bucket = Bucket(torch.device("cpu"), 64)
     for values in (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])):
         list(bucket.write("w", Box((2, 0), (4, 2)), values, torch.float32))
-        assert done(model, Take(bucket.handle(), bucket.taken()), path) == (True, None)
+        assert done(model, Take(bucket.handle(), bucket.taken(), 1), path) == (True, None)
         assert torch.equal(model.own.data[:2], values)
+    bucket.close()
+
+
+def test_a_scheduler_proves_what_is_in_its_places_and_which_update_brought_it(tmp_path):
+    model, path = Rank(), tmp_path / "answer"
+    done(model, Ask(PARAMS, {}), path)
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    rows = Box((2, 0), (4, 2))
+    last = Box((3, 0), (4, 2))
+    wanted = {"w": (torch.float32, (last,))}
+    bucket = Bucket(torch.device("cpu"), 128)  # not the size of another one with this number
+    list(bucket.write("w", rows, values, torch.float32))
+    done(model, Take(bucket.handle(), bucket.taken(), 1), path)
+    right = int(checksum(values[1:], last)) % 2**64
+    assert done(model, Prove(wanted, 1), path) == (True, {"w": (1, right)})
+
+    # Another element, and one of a row that is not looked at
+    model.own.data[1, 0] = 0.0
+    assert done(model, Prove(wanted, 1), path)[1]["w"][1] != right
+    model.own.data[:2] = values
+    model.own.data[0, 0] = 0.0
+    assert done(model, Prove(wanted, 1), path)[1] == {"w": (1, right)}
+    # The next update has brought half of it.
+    list(bucket.write("w", last, values[1:], torch.float32))
+    done(model, Take(bucket.handle(), bucket.taken(), 2), path)
+    assert done(model, Prove(wanted, 2), path) == (True, {"w": (None, right)})
     bucket.close()
 
 
@@ -83,3 +110,38 @@ def test_sglang_derives_what_its_models_keep_beside_their_weights(tmp_path):
     model = Absorbing()
     assert done(model, Derive(), tmp_path / "answer") == (True, None)
     assert model.derived == 1 and done(Rank(), Derive(), tmp_path / "answer") == (True, None)
+
+
+class RadixAttention(nn.Module):
+    """What SGLang's layers of this name say of themselves."""
+
+    def __init__(self, window: int = -1, cap: float = 0.0):
+        super().__init__()
+        self.sliding_window_size, self.logit_cap = window, cap
+
+
+class PhiForCausalLM(Rank):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "windows", "problem"),
+    [
+        (RadixAttention(), 0, None),
+        (RadixAttention(window=3), 1, None),
+        (RadixAttention(), 1, "has sliding windows in 0 of its 1 layers, and the model has them in 1"),
+        (RadixAttention(window=3), 0, "has sliding windows in 1 of its 1 layers, and the model has"),
+        (RadixAttention(cap=50.0), 0, "on a CPU leaves out the cap of attention scores"),
+    ],
+)  # fmt: skip
+def test_a_model_that_would_attend_otherwise_is_refused(tmp_path, layer, windows, problem):
+    model = Rank()
+    model.layer = layer
+    succeeded, said = done(model, Ask(PARAMS, {}, windows), tmp_path / "answer")
+    assert succeeded == (problem is None)
+    assert problem is None or (isinstance(said, ModelError) and problem in str(said))
+
+
+def test_a_class_that_computes_other_values_is_refused(tmp_path):
+    succeeded, said = done(PhiForCausalLM(), Ask(PARAMS, {}), tmp_path / "answer")
+    assert not succeeded and "leaves out the bias of its head" in str(said)

@@ -38,3 +38,14 @@ def test_a_model_that_is_no_causal_one_is_refused_by_its_type():
     config = AutoConfig.for_model("vit", hidden_size=32, num_hidden_layers=1)
     with pytest.raises(ModelError, match="no causal model for 'vit'"):
         GenericDecoder(config, torch.float32, torch.device("cpu"))
+
+
+def test_a_checkpoints_buffers_have_their_places():
+    config = AutoConfig.for_model(
+        "glm4_moe", vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=8, moe_intermediate_size=8, n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1,
+    )  # fmt: skip
+    decoder = GenericDecoder(config, torch.float32, torch.device("cpu"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    decoder.places[name].storage.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    assert decoder.model.state_dict()[name].tolist() == [1.0, 2.0, 3.0, 4.0]

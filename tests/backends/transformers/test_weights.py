@@ -29,6 +29,21 @@ def test_rows_of_a_fused_tensor_are_read_and_written_in_the_parameters_own_order
     assert place.view(Box((3, 0), (5, 2))) is None
 
 
+@pytest.mark.parametrize(
+    "rows", [None, torch.randperm(150, generator=torch.Generator().manual_seed(0))]
+)
+def test_boxes_reach_memory_that_is_that_of_the_transpose(rows):
+    """In blocks of rows, the last one smaller, with a cast."""
+    storage = torch.zeros(5, 150).t()
+    place = Place(storage, rows, (150, 5), Box((0, 0), (150, 5)))
+    values = torch.arange(600, dtype=torch.float64).view(150, 4)
+    place.write(Box((0, 1), (150, 5)), values)
+    expected = torch.zeros(150, 5)
+    for row in range(150):
+        expected[row if rows is None else rows[row], 1:] = values[row].float()
+    assert storage.equal(expected)
+
+
 def test_a_parameter_of_its_own_gives_views_to_write_to():
     storage = torch.zeros(4, 3)
     place = Place.whole(storage)

@@ -16,7 +16,14 @@ from helpers.installed import needs
 
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.engine import VLLMEngine
-from hybridflow.backends.vllm.patches import SHARED, a_guest, end, groups_of, own_shared_memory
+from hybridflow.backends.vllm.patches import (
+    SHARED,
+    a_guest,
+    classes_of_its_own,
+    end,
+    groups_of,
+    own_shared_memory,
+)
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
@@ -165,3 +172,39 @@ def test_vllm_has_its_own_way_of_making_groups_back():
         assert parallel_state.init_model_parallel_group is not before
         raise RuntimeError("no memory")
     assert parallel_state.init_model_parallel_group is before
+
+
+class Hooked:
+    """How often a model's forward hook has run: vLLM's __call__ leaves hooks out."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.calls = 0
+        model.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+@needs("vllm")
+def test_a_trainers_model_of_a_class_that_vllm_runs_works_before_and_behind():
+    from transformers import Olmo2Config, Olmo2Model
+    from vllm.compilation.decorators import support_torch_compile
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = Olmo2Config(**sizes, num_attention_heads=2, pad_token_id=None)
+    ids = torch.tensor([[1, 2, 3]])
+    before = Olmo2Model(config)
+    with classes_of_its_own():
+        support_torch_compile(dynamic_arg_dims={"input_ids": 1})(Olmo2Model)
+    with set_current_vllm_config(VllmConfig()):
+        theirs = Olmo2Model(config)
+    behind = Olmo2Model(config)
+    behind.load_state_dict(before.state_dict())
+
+    hooked = [Hooked(before), Hooked(behind)]
+    found = [model(input_ids=ids).last_hidden_state for model in (before, behind)]
+    assert torch.equal(*found)
+    assert [hook.calls for hook in hooked] == [1, 1]
+    # It is no longer needed once vLLM leaves the classes of others as they were.
+    assert hasattr(theirs, "do_not_compile")

@@ -21,6 +21,7 @@ from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing import tiny_config
 from hybridflow.kit.testing.engine_base import give_weights
+from hybridflow.kit.testing.engine_tokens import EngineTokens
 from hybridflow.kit.testing.models import reference
 from hybridflow.kit.tracing import tracer
 
@@ -156,6 +157,8 @@ def test_parameters_that_no_box_describes_take_vllms_own_road(monkeypatch, capfd
         assert "2 of 26 parameters come whole" in capfd.readouterr().out
         for seed in (0, 1, 0):
             speaks(engine, seed)
+        kit = type("Kit", (EngineTokens,), {"width": HIDDEN})()
+        kit.test_a_proof_tells_what_an_update_has_brought(lambda spec: engine)
     finally:
         engine.close()
 

@@ -18,6 +18,7 @@ from hybridflow.core.contracts.rollout import (
 )
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.checksum import checksum
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
@@ -210,11 +211,26 @@ def test_without_weights_or_in_the_middle_of_an_update_it_is_not_ready(engine):
 
 
 def test_storage_without_a_view_cannot_be_read_back(engine):
-    with pytest.raises(HybridFlowError, match=r"Last gives no view of w; set sync\.verify = false"):
+    with pytest.raises(HybridFlowError, match="Last gives no view of w"):
         engine.read("w", Box.full((2,)))
     stored = torch.arange(2.0)
     engine.view = lambda name, box: stored[box.slices()]
     assert engine.read("w", Box((1,), (2,))).tolist() == [1.0]
+
+
+def test_a_proof_is_of_what_can_be_read_and_believes_in_the_version(engine):
+    wanted = {"w": (torch.float32, (Box((1,), (2,)),)), "v": (torch.float32, ())}
+    engine.begin_update(3)
+    engine.expect(wanted)
+    assert engine.proof() == {"w": (3, None), "v": (3, None)}
+
+    class Reads(type(engine)):
+        def read(self, name, box):
+            return torch.arange(2.0)[box.slices()]
+
+    engine.__class__ = Reads
+    sums = [int(checksum(torch.tensor([1.0]), wanted["w"][1][0])) % 2**64, 0]
+    assert engine.proof() == {"w": (3, sums[0]), "v": (3, sums[1])}
 
 
 def test_what_an_engine_cannot_do_it_says_by_its_name(engine):

@@ -11,7 +11,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridflow.core.contracts.protocol import Protocol
-from hybridflow.core.contracts.worker import EVERY_AXIS, RankContext, Worker, register
+from hybridflow.core.contracts.worker import (
+    COLLECTIVE_TIMEOUT,
+    EVERY_AXIS,
+    RankContext,
+    Worker,
+    register,
+)
 from hybridflow.core.groups.methods import methods_of
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.parallel import Coords, ParallelLayout, generation_layout
@@ -71,6 +77,17 @@ def test_a_rank_is_in_the_group_of_those_that_differ_in_the_axes_alone(rank):
 def test_a_group_is_made_once(rank):
     here = context(rank, dp=8)
     assert here.group("dp") is here.group("dp")
+
+
+def test_its_groups_wait_as_long_as_the_process_says(rank, monkeypatch):
+    waits, make = [], dist.new_group
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, timeout: (waits.append(timeout), make(ranks))[1]
+    )
+    here = context(rank, dp=8)
+    here.shared[COLLECTIVE_TIMEOUT] = timedelta(seconds=7)
+    here.group("dp")
+    assert set(waits) == {timedelta(seconds=7)}
 
 
 def test_a_rank_alone_needs_no_group_and_sums_its_own():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -183,7 +184,9 @@ def test_closing_a_role_and_leaving_close_the_workers(ranks, monkeypatch):
 def test_a_group_is_joined_once_and_ended_by_who_made_it():
     assert not dist.is_initialized()
     first, second = Host("main", 0, 1, CountingStore()), Host("other", 0, 1, CountingStore())
-    first.join(None, "cpu")
+    first.join(None, "cpu", 7.0)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(seconds=7)
     second.join(None, "cpu")  # a pool of one rank shares the process, and its group
     assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
     with pytest.raises(HybridFlowError, match=r"is initialised already, with 1 ranks"):

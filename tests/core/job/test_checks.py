@@ -33,15 +33,19 @@ def test_the_inline_runtime_takes_pools_of_one_device():
 
 def test_more_than_one_node_needs_a_cluster():
     assert "give the cluster's runtime.address" in problem("runtime=ray", "pools.main=[2, 2]")
-    job("runtime={name='ray', address='auto'}", "pools.main=[2, 2]")
+    job("runtime={name='ray', address='auto'}", "pools.main=[2, 2]", "run.device=cpu")
 
 
 def test_devices_that_this_machine_does_not_have_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "run.device: is cuda" in problem("run.device=cuda")
     job("run.device=cuda", "runtime={name='ray', address='auto'}")
+    cluster = "runtime={name='ray', address='head:6379'}"
+    assert "run.device: is auto, and the run is for the cluster" in problem(cluster)
+    assert job(cluster, "run.device=cpu").device == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert job(cluster).device == "cuda"
     found = problem("runtime=ray", "pools.main=[4]")
     assert "pools: have 4 devices in all, and this machine has 2 CUDA devices" in found
     assert job("runtime=ray", "pools.main=[2]").device == "cuda"

@@ -33,37 +33,57 @@ class Road(WeightSync):
     def begin(self, version):
         self.steps.append(f"begin {version}")
 
+    def expect(self, part):
+        self.part = part
+
     def transfer(self, version):
         self.steps.append("transfer")
         if self.wrong == ("lost",):
             raise OSError("no route")
 
-    def differing(self):
-        self.steps.append("compare")
-        return list(self.wrong)
+    def differing(self, version, part):
+        assert part == self.part
+        self.steps.append(f"compare {'all' if part is None else part}")
+        return dict.fromkeys(self.wrong, "rank 1 has other values")
 
     def end(self):
         self.steps.append("end")
 
 
-def test_an_update_is_compared_before_it_ends_where_that_is_asked_for():
-    plain, verified = Road(), Road(verify=True)
-    plain.run(3)
-    verified.run(4)
-    assert plain.steps == ["begin 3", "transfer", "end"]
-    assert verified.steps == ["begin 4", "transfer", "compare", "end"]
+def test_each_update_proves_another_part_before_it_ends_and_all_of_them_every_32():
+    road = Road()
+    for version in range(34):
+        road.run(version)
+    assert road.steps[:8] == [
+        "begin 0", "transfer", "compare all", "end", "begin 1", "transfer", "compare 1", "end",
+    ]  # fmt: skip
+    parts = [step.partition(" ")[2] for step in road.steps if step.startswith("compare")]
+    assert parts == ["all", *map(str, range(1, 32)), "all", "1"]
 
 
-def test_an_update_that_did_not_arrive_whole_is_not_ended():
-    road = Road(("norm", "embed"), verify=True)
+def test_with_verify_each_update_proves_everything():
+    road = Road(verify=True)
+    for version in range(3):
+        road.run(version)
+    assert road.steps.count("compare all") == 3
+
+
+def test_an_update_that_did_not_arrive_whole_is_not_ended_and_the_next_one_proves_everything():
+    road = Road()
+    road.run(4)
+    road.wrong = ("norm", "embed")
     with pytest.raises(
-        HybridFlowError, match=r"weights of version 5: 2 parameters differ .* the first is norm"
+        HybridFlowError,
+        match=r"of version 5: 2 parameters differ .* the first is norm \(rank 1 has other values\)",
     ):
         road.run(5)
-    lost = Road(("lost",))
+    road.wrong = ("lost",)
     with pytest.raises(OSError, match="no route"):
-        lost.run(6)
-    assert "end" not in road.steps + lost.steps
+        road.run(6)
+    assert road.steps.count("end") == 1
+    road.wrong = ()
+    road.run(7)
+    assert road.steps[-2:] == ["compare all", "end"]
 
 
 def context(train: ParallelLayout, tp: int) -> RankContext:

@@ -48,6 +48,7 @@ def test_micro_dp_groups_are_not_consecutive_when_the_pipeline_is_folded():
 def test_generation_pipelines_take_every_second_stage_of_four():
     layout = generation_layout(ParallelLayout(pp=4, tp=1, dp=1), pp=2, tp=1)
     assert layout.groups("pp") == [[0, 2], [1, 3]]
+    assert layout.groups("replica") == [[0, 2], [1, 3]]
     assert layout.groups("micro_dp") == [[0, 1], [2, 3]]
 
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from helpers.syncs import sync
 from helpers.tiny_roles import ENGINE, MODEL, NextToken, role
+from safetensors.torch import load_file
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.inline.runtime import InlineRuntime
+from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
@@ -253,6 +256,60 @@ def test_an_offloaded_role_works_as_a_resident_one(pool):
         made = group.generate(batch, SamplingParams(max_tokens=4), 1)["response_ids"]
         found.append((group.checksum().result(), made.values.tolist()))
     assert found[0] == found[1]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What moves, as roles and engines do it: a CPU moves nothing by itself."""
+    said = []
+
+    def note(cls, name, spell):
+        plain = getattr(cls, name)
+
+        def noted(self, *args, **options):
+            said.append(f"{self.context.role} {name} {spell(*args, **options)}".strip())
+            return plain(self, *args, **options)
+
+        monkeypatch.setattr(cls, name, noted)
+
+    for name in ("offload", "onload"):
+        note(FSDPBackend, name, lambda parts=("weights", "optimizer"): " ".join(parts))
+    note(TransformersEngine, "wake", lambda cache=True: "with caches" if cache else "weights alone")
+    note(TransformersEngine, "sleep", lambda: "")
+    note(TransformersEngine, "begin_update", lambda version: "")
+    return said
+
+
+def test_roles_that_move_do_so_once_per_phase_and_caches_come_last(pool, told):
+    actor = make_group(pool, attrs.evolve(WITH_ENGINE, offload=True, keep_engine=False))
+    ref = make_group(pool, attrs.evolve(ROLE, optimizer=None, offload=True), name="ref")
+    batch = make_batch()
+    told.clear()
+    actor.generate(batch, SamplingParams(max_tokens=2), 1)
+    for group in (ref, actor):
+        group.logprobs(batch, {"logprobs": "x"})
+    for _ in range(3):
+        actor.update([(batch, NextToken())]).result()
+    told.append("second step")
+    made = actor.generate(batch, SamplingParams(max_tokens=2), 1)
+    assert len(made["response_ids"]) == 6
+    assert told == [
+        "actor onload weights", "actor wake weights alone", "actor begin_update",
+        "actor offload weights", "actor wake with caches", "actor sleep",
+        "ref onload weights", "ref offload weights",
+        "actor onload weights", "actor onload optimizer",
+        "second step",
+        "actor offload optimizer", "actor wake weights alone", "actor begin_update",
+        "actor offload weights", "actor wake with caches", "actor sleep",
+    ]  # fmt: skip
+
+
+def test_weights_are_exported_in_the_dtype_that_is_asked_for(pool, tmp_path):
+    group = make_group(pool)
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        group.export(str(tmp_path / dtype), dtype).result()
+        tensors = load_file(tmp_path / dtype / "model.safetensors")
+        assert {values.dtype for values in tensors.values()} == {expected}
 
 
 def test_a_reward_that_is_a_model_reports_its_mean():

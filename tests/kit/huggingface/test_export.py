@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2ForCausalLM
 
+from hybridflow.kit.huggingface import export
 from hybridflow.kit.huggingface.export import export_role
 from hybridflow.kit.huggingface.models import policy_config
 from hybridflow.kit.testing import one_rank
@@ -76,3 +78,43 @@ def test_parameters_are_kept_although_their_storage_is_used_again(tmp_path):
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         for name, values in ref.parameters.items():
             assert torch.equal(file.get_tensor(name), values), name
+
+
+def test_large_models_are_written_file_by_file_with_an_index(tmp_path, monkeypatch):
+    held: list[int] = []
+    plain = export._Files.add
+
+    def noted(self, name, values):
+        plain(self, name, values)
+        held.append(sum(t.nbytes for t in self._tensors.values()))
+
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(export._Files, "add", noted)
+    ref = exported(tmp_path)
+    assert max(held) <= 20_000
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors*"))
+    assert files == [*sorted(set(index["weight_map"].values())), "model.safetensors.index.json"]
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in ref.parameters.values())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, values in ref.parameters.items():
+        assert torch.equal(model.state_dict()[name], values), name
+
+
+def test_a_disk_that_is_full_is_told_after_all_have_been_read(tmp_path, monkeypatch):
+    read = []
+
+    def parameters():
+        for name, values in reference("qwen2").parameters.items():
+            yield name, values
+            read.append(name)
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "FILE_BYTES", 1)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with one_rank() as context, pytest.raises(OSError, match="No space left"):
+        config = policy_config(reference("qwen2").spec)
+        export_role(parameters(), Qwen2ForCausalLM, config, None, tmp_path, torch.float32, context)
+    assert len(read) == len(reference("qwen2").parameters)  # reading is collective

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
 
 from hybridflow.core.contracts.training import MicroBatch
 from hybridflow.core.errors import ModelError
@@ -19,6 +20,7 @@ from hybridflow.kit.huggingface.modeling import (
     hf_config,
     pick,
     running_config,
+    saved_buffers,
     spread,
     ties_of,
     token_outputs,
@@ -50,6 +52,40 @@ def wanted(ref, temperature: float, topk_ids: torch.Tensor | None = None):
     for at, (prompt, response) in enumerate(zip(ROWS.prompts, ROWS.responses, strict=True)):
         asked = None if topk_ids is None else topk_ids[at, : len(response)]
         yield ref.outputs(prompt, response, temperature, asked)
+
+
+PECULIAR = {
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0},
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 2.0, "head_dim": 8},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5},
+    "seed_oss": {"residual_dropout": 0.5, "head_dim": 8},
+}
+"""Model types whose logits are more than a head's output, whose scores are no plain ones, or with dropouts of their own."""
+
+
+@pytest.mark.parametrize("model_type", PECULIAR)
+def test_what_an_architecture_does_around_head_and_scores_is_done_in_training(model_type):
+    fields = {**tiny_config(), "model_type": model_type, **PECULIAR[model_type]}
+    del fields["head_dim" if "head_dim" not in PECULIAR[model_type] else "bos_token_id"]
+    spec = ModelSpec(fields, None, 0)
+    role = role_of(spec).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in role.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+
+    # Hugging Face's own forward, in eager mode, of each row alone
+    twin = AutoModelForCausalLM.from_config(hf_config(spec), attn_implementation="eager").eval()
+    twin.load_state_dict(role.hf.state_dict())
+    with torch.no_grad():
+        found = role(micro(ROWS), ["logprobs"], 1.0)["logprobs"]
+        for row, (prompt, response) in enumerate(zip(ROWS.prompts, ROWS.responses, strict=True)):
+            logits = twin(input_ids=torch.cat([prompt, response])[None]).logits
+            before = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+            expected = before.gather(-1, response[:, None])[:, 0]
+            close(found[row, : len(response)], expected)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
@@ -173,3 +209,13 @@ def test_names_are_those_of_the_saved_model():
     tied = role_of(reference("qwen2").spec)
     assert ties_of(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
     assert ties_of(role_of(reference("llama").spec)) == {}
+
+
+def test_a_checkpoint_has_buffers_that_are_not_made_anew():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    module.register_buffer("own", torch.ones(1))
+    module.register_buffer("made", torch.ones(1), persistent=False)
+    found = dict(saved_buffers(module))
+    parameters = {name for name, _ in module.named_parameters()}
+    assert found.keys() == module.state_dict().keys() - parameters
+    assert found["own"] is module.own

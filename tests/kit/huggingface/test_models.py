@@ -9,9 +9,12 @@ from transformers import AutoConfig, Qwen2Config
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.kit.huggingface.models import (
+    attention_of,
     hf_config_of,
+    longest,
     policy_config,
     saved_parameters,
+    windows_of,
     write_config,
 )
 from hybridflow.kit.testing.models import reference, tiny_config
@@ -55,3 +58,35 @@ def test_saved_parameters_take_no_memory_however_large_the_model():
     fields = tiny_config("llama") | large
     shapes, _ = saved_parameters(hf_config_of(ModelSpec(fields, None, 0)))
     assert shapes["model.layers.79.mlp.up_proj.weight"] == (28672, 8192)
+
+
+def test_capped_scores_and_sinks_are_not_left_to_torchs_kernels():
+    kinds = ["qwen2", "gemma2", "gpt_oss", "bloom"]
+    found = {kind: attention_of(AutoConfig.for_model(kind)) for kind in kinds}
+    assert found == {"qwen2": "sdpa", "gemma2": "eager", "gpt_oss": "eager", "bloom": "eager"}
+    assert attention_of(AutoConfig.for_model("gemma2", attn_logit_softcapping=None)) == "sdpa"
+
+
+def test_the_longest_sequence_is_given_or_the_models_own():
+    config = hf_config_of(ModelSpec(tiny_config(), None, 0))
+    assert [longest(config, 16), longest(config, 0)] == [16, 128]
+    bloom = AutoConfig.for_model("bloom")
+    assert longest(bloom, 16) == 16
+    with pytest.raises(ModelError, match=r"this bloom names no longest .* set rollout.max_length"):
+        longest(bloom, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"model_type": "mistral", "sliding_window": 8}, 3),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+        ({"model_type": "mistral", "sliding_window": 64}, 0),  # longer than any sequence
+        ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, 0),
+        ({"model_type": "gpt_oss", "sliding_window": 8}, 2),  # every second one, from the first on
+        ({"model_type": "gpt2"}, 0),
+    ],
+)
+def test_layers_with_sliding_windows_are_counted(fields, layers):
+    config = hf_config_of(ModelSpec({"num_hidden_layers": 3, **fields}, None, 0))
+    assert windows_of(config, 64) == layers

@@ -110,6 +110,18 @@ class PaddedVocabulary(Broken):
         return attrs.evolve(layout, params={**layout.params, **padded})
 
 
+class BelievesInUpdates(Broken):
+    written = RolloutEngine.written
+
+
+class ReadsOldValues(Broken):
+    """What an engine reads that keeps its weights twice."""
+
+    def read(self, name, box):
+        values = super().read(name, box).clone()
+        return self.__dict__.setdefault("kept", {}).setdefault((name, box), values)
+
+
 FAULTS = {
     "test_greedy_tokens_are_those_of_hugging_face": {
         SamplesWhenGreedy: "temperature 0",
@@ -143,6 +155,10 @@ FAULTS = {
     "test_every_token_carries_the_version_of_its_weights": {
         CountsVersionsItself: "begin_update",
     },
+    "test_a_proof_tells_what_an_update_has_brought": {
+        BelievesInUpdates: "for the update, not for the parameter",
+        ReadsOldValues: "a copy from before",
+    },
     "test_the_layout_has_the_canonical_names_and_shapes": {
         OwnNames: "safetensors",
         PaddedVocabulary: "padded",
@@ -164,6 +180,7 @@ def test_each_invariant_has_a_fault():
     [
         ("filters", "test_logprobs_are_those_before_filters"),
         ("biases", "test_logprobs_are_those_before_biases"),
+        ("proofs", "test_a_proof_tells_what_an_update_has_brought"),
         ("boxes", "test_parts_of_a_parameter_make_up_the_whole"),
     ],
 )

@@ -36,7 +36,7 @@ class TestStriped(TrainingBackendConformance):
 
 
 class TestHalves(RolloutEngineConformance):
-    aborts = sleeps = prefixes = filters = biases = False
+    aborts = sleeps = prefixes = filters = biases = proofs = False
     samples = 500
 
     @pytest.fixture

@@ -175,7 +175,7 @@ class Striped(TrainingBackend):
         if self.adamw is not None:
             self.adamw.load_state_dict(state["adamw"])
 
-    def export_hf(self, folder):
+    def export_hf(self, folder, dtype=None):
         with self._gathered():
             if self.context.rank == 0:
                 self.hf.save_pretrained(folder)

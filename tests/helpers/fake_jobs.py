@@ -1,0 +1,163 @@
+"""What tests of the fake device run in a process of their own."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybridflow.backends.fsdp.backend import FSDPBackend
+from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.fakes.device import FakeGPU
+from hybridflow.kit.fakes.process import Asked, rehearse
+from hybridflow.kit.fakes.ranks import fake_ranks
+from hybridflow.kit.fakes.rehearsal import Rows, rehearsed
+from hybridflow.kit.testing.fake_gpu import FakeCase, live
+from hybridflow.kit.testing.models import reference
+
+
+def device() -> dict[str, Any]:
+    """What operations do under the fake device."""
+    found: dict[str, Any] = {}
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    with FakeGPU() as gpu:
+        there = torch.empty(3, 4, device=gpu.device, requires_grad=True)
+        loss = (there @ torch.ones(4, 2).to(gpu.device)).relu().sum()
+        loss.backward()
+        found["gradient"] = (tuple(there.grad.shape), there.grad.device.type)
+        found["item"] = (
+            loss.item(),
+            bool(loss.isfinite()),
+            int(torch.zeros(1, dtype=torch.int64).to(gpu.device)),
+        )
+        found["here"] = (torch.ones(2, 2) @ torch.ones(2, 2)).tolist()
+        host = torch.full((2,), 7.0)
+        host.copy_(torch.empty(2, device=gpu.device))
+        found["host"] = (host.device.type, type(host) is torch.Tensor)
+        found["home"] = torch.empty(5, device=gpu.device).cpu().tolist()
+        module = torch.nn.Linear(2, 2)
+        module.to(gpu.device)
+        found["module"] = module.weight.device.type
+        try:
+            there + torch.ones(3, 4)
+        except RuntimeError as error:
+            found["mixed"] = "device" in str(error)
+        found["attention"] = attention(gpu)
+    found["flag"] = torch.__future__.get_overwrite_module_params_on_conversion() == before
+    return found
+
+
+def attention(gpu: FakeGPU) -> tuple[int, int, list[tuple[int, ...]]]:
+    """Bytes that attention makes, those that its backward pass adds, and the gradients' shapes: 2 rows of 512 tokens, 4
+    heads of 8, 2 of keys."""
+    query = torch.empty(2, 4, 512, 8, device=gpu.device, requires_grad=True)
+    key, value = (
+        torch.empty(2, 2, 512, 8, device=gpu.device, requires_grad=True) for _ in range(2)
+    )
+    gpu.memory.restart()
+    before = gpu.memory.now
+    result = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    )
+    forward = gpu.memory.peak - before
+    torch.autograd.grad(result.sum(), value, retain_graph=True)
+    gc.collect()  # nothing of the first pass may go during the second
+    gpu.memory.restart()
+    before = gpu.memory.now
+    found = torch.autograd.grad(result, [query, key, value], torch.empty_like(result))
+    return forward, gpu.memory.peak - before, [tuple(gradient.shape) for gradient in found]
+
+
+def told(folder: str) -> dict[str, Any]:
+    """What a rehearsal in a process of its own tells, of a role that trains and leaves."""
+    rows = {"rows": 2, "tokens": 32, "count": 2}
+    asked = Asked(
+        backend="fsdp", config=FSDPConfig(precision="bf16"), model=attributes(folder), optimizer=OptimizerConfig(),
+        layout=ParallelLayout(dp=2), forward=rows, update=rows, offload=True,
+    )  # fmt: skip
+    return dict(rehearse(asked))
+
+
+def memory() -> dict[str, int]:
+    """What the counter says of a few storages."""
+    found = {}
+    with FakeGPU() as gpu:
+        count = gpu.memory
+        first = torch.empty(1000, device=gpu.device)  # 4,000 bytes
+        second = torch.empty(500, dtype=torch.float64, device=gpu.device)  # 4,000 bytes
+        found["two"] = count.now
+        view = first[10:20]
+        found["view"] = count.now
+        del second
+        gc.collect()
+        found["one"] = count.now
+        found["peak"] = count.peak
+        count.restart()
+        found["restarted"] = count.peak
+        first.untyped_storage().resize_(0)
+        found["resized"] = count.now
+        first.untyped_storage().resize_(4000)
+        found["again"] = count.now
+        found["largest"] = count.largest
+        view.copy_(torch.zeros(10))
+        first.cpu()
+        found["arrived"], found["left"] = count.arrived, count.left
+    resized = torch.empty(10)
+    resized.untyped_storage().resize_(0)
+    return found
+
+
+def ranks() -> dict[str, Any]:
+    """What a rank among ranks that are not there sees."""
+    with FakeGPU() as gpu, fake_ranks(ParallelLayout(dp=8, tp=2), gpu.device, rank=3) as context:
+        group = context.group("tp")
+        there = torch.empty(4, device=gpu.device)
+        dist.all_reduce(there, group=group)
+        found = {
+            "world": dist.get_world_size(),
+            "rank": dist.get_rank(),
+            "coords": (context.coords.dp, context.coords.tp),
+            "group": dist.get_process_group_ranks(group),
+            "sum": context.sum([1.0, 2.0]),
+            "max": context.max([3.0]),
+        }
+    return found | {"ended": not dist.is_initialized()}
+
+
+def rehearsal(folder: str) -> dict[str, Any]:
+    """A tiny role's life on two ranks that are not there."""
+    spec = attributes(folder)
+    config = FSDPConfig(precision="bf16")
+    with rehearsed(FSDPBackend, spec, config, OptimizerConfig(), ParallelLayout(dp=2)) as run:
+        run.update("update", Rows(count=2))
+        run.forward("forward", Rows(rows=1))
+        run.sync("sync")
+        run.offload("away")
+        run.onload("back")
+        run.save_and_load("disk")
+        record = run.result()
+    return {"record": record, "on": record.devices}
+
+
+def attributes(folder: str) -> ModelSpec:
+    from hybridflow.core.job.models import resolve_model
+    from hybridflow.core.values.model import ModelConfig
+
+    return resolve_model(ModelConfig(path=folder), "policy", "fake")
+
+
+def case(folder: str) -> Any:
+    """A case's record, of the tiny reference model."""
+    config = FSDPConfig(precision="bf16")
+    made = FakeCase(layout=ParallelLayout(dp=2), config=config, shards=2, weight_bytes=4.0)
+    return live(FSDPBackend, made, Path(folder))
+
+
+def reference_folder() -> str:
+    return str(reference("qwen2").spec.path)

@@ -1,0 +1,36 @@
+"""What vLLM's loader says of each architecture of the zoo with tp 2, from its config alone: `python -m helpers.zoo_traced`.
+
+It prints a JSON line each, and changes its process as vLLM does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+
+from helpers.zoo import ENGINES, ZOO
+from hybridflow.backends.vllm import planned
+from hybridflow.kit.tracing.coverage import untaken
+
+
+def main() -> None:
+    os.environ.update(planned.VARIABLES)
+    arguments = {"max_model_len": ENGINES["vllm"]["max_length"]}
+    for name, animal in ZOO.items():
+        try:
+            found = planned.traced_ranks(animal.config(), 2, "bfloat16", arguments)
+            params = found.params(torch.float32)
+            said = {
+                "shapes": found.shapes,
+                "opaque": dict(found.opaque),
+                "untaken": list(untaken(params, found.boxes)),
+            }
+        except Exception as error:
+            said = {"error": f"{type(error).__name__}: {error}"}
+        print("traced " + json.dumps({"name": name, **said}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
