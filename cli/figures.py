@@ -47,6 +47,7 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
     yield "data", f"drawn on rank 0 of pool {job.main_pool}"
     yield "tokenizer", _tokenizer(job)
     yield "checkpoints", _checkpoints(job)
+    yield "exports", _exports(job)
     yield "validation", _validation(job)
     yield "folder", str(job.folder)
 
@@ -115,11 +116,22 @@ def _tokenizer(job: Job) -> str:
 
 def _checkpoints(job: Job) -> str:
     """When checkpoints are written, and how many are kept."""
-    every = job.run.checkpoint_every
-    if not every:
-        return "only when the run is told to stop (run.checkpoint_every is 0)"
-    count = job.run.steps // every
-    return f"every {_steps(every)}, {count} in all; the newest {job.run.keep_checkpoints} are kept"
+    run = job.run
+    times = []
+    if run.checkpoint_every:
+        times.append(f"every {_steps(run.checkpoint_every)}")
+    if run.final_checkpoint:
+        times.append("at the end")
+    if not times:
+        return "only when the run is told to stop"
+    return f"{', '.join(times)}; the newest {run.keep_checkpoints} are kept"
+
+
+def _exports(job: Job) -> str:
+    """Where the trained models are written at the end."""
+    if not job.run.export:
+        return "none (run.export = false), unless a later stage begins with them"
+    return ", ".join(str(job.folder / "export" / name) for name in job.trained)
 
 
 def _validation(job: Job) -> str:
@@ -156,7 +168,13 @@ def remarks(job: Job) -> Iterator[str]:
     if run.checkpoint_every > run.steps:
         yield (
             f"run.checkpoint_every: is {run.checkpoint_every} and the run has {run.steps} steps: "
-            "there will be none"
+            "there will be none before the end"
+        )
+    lasting = run.export or run.final_checkpoint or 0 < run.checkpoint_every <= run.steps
+    if job.trained and not lasting:
+        yield (
+            "nothing of the trained model will be kept: run.export and run.final_checkpoint are "
+            "false, and there are no checkpoints"
         )
 
     # Greedy decoding leaves a group of responses nothing to compare.

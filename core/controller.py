@@ -3,7 +3,7 @@
     run_job          claims the run's folder; starts again if a worker dies
       train          starts processes, builds the models, restores the newest checkpoint
         every step   algorithm.step(ctx) -> metrics -> validation if due -> checkpoint if due
-      export         writes the trained models as Hugging Face folders
+      keep           writes a checkpoint, and the trained models as Hugging Face folders
 
 The dataflow of a step, here PPO's with one update per response: the verbs that `algorithm.step`
 calls, and behind them what the loop does. A call returns at once, but for a sync to engines in a
@@ -38,12 +38,12 @@ import time
 
 import attrs
 
-from hybridflow.core.errors import WorkerDied
+from hybridflow.core.errors import CheckpointError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.agreement import Agreement
-from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.folder import StopSignal, claim
+from hybridflow.core.running.kept import checkpoints_of
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared, Session
@@ -99,7 +99,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
     """Train until run.steps, until the goal of the validation, or until SIGTERM asks for a stop."""
     job = session.job
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
-    checkpoints = Checkpoints(job.folder / "checkpoints", job.run.keep_checkpoints)
+    checkpoints = checkpoints_of(job)
 
     with session, StopSignal() as stop:
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
@@ -135,10 +135,24 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
 
         # run.steps are over, or the goal is reached.
         validate_if_due(run, report, ended=True)
-        if export:
-            session.export(job.folder)
+        keep(run, algorithm, export)
         report.ended()
         return Outcome("finished", run.step, run.validations)
+
+
+def keep(run: Run, algorithm, export: bool) -> None:
+    """Write the last step's checkpoint, if there should be one, and export the models."""
+    export_to = run.job.folder
+    try:
+        if run.job.run.final_checkpoint and run.step not in run.checkpoints.steps():
+            checkpoint(run, algorithm)
+    except CheckpointError:
+        # The disk may have room for the models alone.
+        if export:
+            run.session.export(export_to)
+        raise
+    if export:
+        run.session.export(export_to)
 
 
 def due(step: int, every: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +12,18 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.job.models import with_exports
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.running.folder import claim
-from hybridflow.core.running.run import goal_reached
+from hybridflow.core.running.folder import MARK, claim
+from hybridflow.core.running.kept import (
+    Done,
+    checkpoints_of,
+    kept,
+    read_done,
+    results_of,
+    to_export,
+    to_train,
+    write_done,
+)
 from hybridflow.core.running.session import prepare_all
-
-DONE = "done.json"
-"""The file in a run's folder that holds its Outcome, once the run is finished."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> list[Job]:
@@ -35,13 +40,17 @@ def run(
 ) -> Outcome:
     """Run a config and return how its last run stage ended.
 
-    The last line printed has the validation score after each run stage. With `resume`, finished
-    run stages are skipped and the others go on from their last checkpoints; `overwrite` deletes
-    what earlier runs left.
+    The last lines printed have the validation score after each run stage, and where the model is.
+    With `resume`, finished run stages are skipped and the others go on from their last checkpoints;
+    `overwrite` deletes what earlier runs left.
     """
     # Everything that can be wrong in any run stage is checked before the first one starts.
     jobs = load_config(path, overrides)
     _refuse_existing_runs(jobs, resume, overwrite)
+    following = [jobs[index + 1 :] for index in range(len(jobs))]
+    done: list[Done | None] = [None] * len(jobs)
+    if resume:
+        done = [_still_done(*stage) for stage in zip(jobs, following, strict=True)]
     prepared = prepare_all(jobs)
 
     # All folders are emptied: a --resume would take an old later run stage for a finished one.
@@ -50,52 +59,80 @@ def run(
             with claim(job, resume, overwrite):
                 pass
 
-    # A run stage exports its models if it should, or if a later one begins with them.
     outcomes: dict[str, Outcome] = {}
     outcome = Outcome("finished", 0, {})
     for index, job in enumerate(jobs):
-        if resume and (done := _read_done(job)) is not None:
-            outcome = done
+        if (earlier := done[index]) is not None:
+            outcome = Outcome("finished", earlier.step, earlier.validations)
+            print(f"{job.stage or job.name}: finished already, at step {outcome.step}", flush=True)
         else:
-            needed = any(later.follows_stage(job) for later in jobs[index + 1 :])
-            export = job.run.export or needed
+            export = _exports(job, following[index])
             outcome = run_job(with_exports(job), prepared[index], resume, overwrite, export)
             if outcome.state != "finished":
                 return outcome
-
-            record = {"step": outcome.step, "validations": outcome.validations}
-            (job.folder / DONE).write_text(json.dumps(record))
+            write_done(job, Done(outcome.step, outcome.validations, export))
         outcomes[job.stage or job.name] = outcome
 
     if summary := summarise(jobs, outcomes):
         print(summary, flush=True)
+    print(kept(jobs[-1]), flush=True)
     return outcome
 
 
 def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> None:
     """Raise ConfigError if a folder has a run already, before the first run stage starts."""
     for job in jobs:
-        if (job.folder / "run.json").exists() and not (resume or overwrite):
+        if (job.folder / MARK).exists() and not (resume or overwrite):
             raise ConfigError(
                 f"there is a run in {job.folder} already; go on with it (--resume), "
                 "replace it (--overwrite), or give this run a name of its own (run.name=...)"
             )
 
 
-def _read_done(job: Job) -> Outcome | None:
-    """Return how the run ended, or None if there is still something to train.
+def _exports(job: Job, later: list[Job]) -> bool:
+    """Return whether a run stage exports its models: it should, or a later one begins with them."""
+    return job.run.export or any(other.follows_stage(job) for other in later)
 
-    The config of today decides: more steps or a higher goal let a finished run go on.
+
+def _still_done(job: Job, later: list[Job]) -> Done | None:
+    """Return how a run stage ended, or None if there is something to train or to export.
+
+    The config of today decides: more steps or a higher goal let a finished run go on. Raises
+    ConfigError where a later stage has begun with the models of before.
     """
-    if not (job.folder / DONE).exists():
+    done = read_done(job)
+    if done is None:
+        _refuse_lost_run(job)
         return None
+    more = to_train(job, done)
+    if not more and not to_export(job, done, _exports(job, later)):
+        return done
 
-    record = json.loads((job.folder / DONE).read_text())
-    validations = {int(step): values for step, values in record["validations"].items()}
-    outcome = Outcome("finished", record["step"], validations)
-    if outcome.step >= job.run.steps or goal_reached(job, outcome.validations):
-        return outcome
+    # What has begun with this stage's models would no longer be what it says.
+    prefix = f"stages.{job.stage}." if job.stage else ""
+    begun = [
+        other for other in later if other.follows_stage(job) and (other.folder / MARK).exists()
+    ]
+    if more and begun:
+        raise ConfigError(
+            f"{prefix}run.steps: is {job.run.steps}, the stage ended at step {done.step}, and "
+            f"{begun[0].stage} has begun with its model; remove {begun[0].folder} to train both "
+            f"on, or set {prefix}run.steps={done.step}"
+        )
+    _refuse_lost_run(job)
     return None
+
+
+def _refuse_lost_run(job: Job) -> None:
+    """Raise ConfigError where a run has left results and no checkpoint: they would be replaced."""
+    results = results_of(job)
+    if results and not checkpoints_of(job).steps():
+        names = ", ".join(results[:4])
+        raise ConfigError(
+            f"--resume: nothing to go on from in {job.folder}: it has no checkpoint. What is there "
+            f"({names}) would be replaced: --overwrite begins the whole run anew; removing the "
+            "folder and --resume, this stage alone"
+        )
 
 
 def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:

@@ -346,7 +346,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write sharded weights, optimizer and counters into a new folder. A collective call."""
+        """Write sharded weights, optimizer and counters into an empty folder. A collective call."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:
@@ -357,7 +357,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write config.json and model.safetensors with canonical names, on rank 0.
+        """Write config.json and model.safetensors with canonical names into a folder, on rank 0.
 
         dtype: of the written weights; None: that in which the backend computes. A collective call.
         """

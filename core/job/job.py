@@ -227,6 +227,11 @@ class Job:
         return any(path is not None and earlier.folder in Path(path).parents for path in sources)
 
     @property
+    def trained(self) -> list[str]:
+        """The roles whose models have an optimizer."""
+        return [name for name, model in self.models.items() if model.spec.optimizer is not None]
+
+    @property
     def main_pool(self) -> str:
         """The pool of data, rewards and numerical work: the actor's, else the first."""
         return self.models["actor"].pool if "actor" in self.models else next(iter(self.pools))

@@ -74,10 +74,13 @@ class RunSection:
 
     # Checkpoints and restarts
     checkpoint_every: int = _setting(0, non_negative)
-    """Steps between checkpoints. 0: one is written only when the run is told to stop (SIGTERM)."""
+    """Steps between checkpoints. 0: none before the end, unless the run is told to stop
+    (SIGTERM)."""
     keep_checkpoints: int = _setting(2, at_least(1))
     """Number of checkpoints to keep; older ones are deleted."""
-    export: bool = False
+    final_checkpoint: bool = True
+    """Whether a checkpoint is written at the end, from which --resume goes on with more steps."""
+    export: bool = True
     """Whether the trained models are written as Hugging Face folders at the end. A stage that other
     stages start from always writes them."""
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -18,6 +18,8 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 
+LOCK = ".lock"
+"""The file whose lock the process that runs in a folder holds."""
 MARK = "run.json"
 """The file that marks a folder as a run's; it holds the run's config and versions."""
 
@@ -31,7 +33,7 @@ def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
     """
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as lock:
+    with open(folder / LOCK, "a+") as lock:
         # The system gives the lock back when the process ends, however it ends.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,7 +51,7 @@ def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
                 )
             # The lock is held through its file, which must stay.
             for path in folder.iterdir():
-                if path.name != ".lock":
+                if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
         mark = {"config": job.tables, "versions": versions(job)}

@@ -30,6 +30,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import build_tokenizer, load_source
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.rollouts.weight_sync import sync_line
+from hybridflow.core.running.exports import export_folder, write_special_tokens
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
@@ -222,24 +223,24 @@ class Session:
     def context(self) -> StepContext:
         """Make the context of the algorithm's steps; its responses also stop at the eos token."""
         job = self.job
-        stop_ids = (*job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
         return StepContext(
             self.groups,
             self.tasks,
-            attrs.evolve(job.sampling, stop_token_ids=stop_ids),
+            attrs.evolve(job.sampling, stop_token_ids=self.stop_ids),
             job.run.seed,
             self.rollouts,
             job.environment is not None,
         )
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens at which responses stop, the tokenizer's eos last."""
+        return (*self.job.sampling.stop_token_ids, self.prepared.tokenizer.eos_id)
+
+    @property
     def trained(self) -> dict[str, WorkerGroup]:
         """Role -> worker group of the models that have an optimizer."""
-        return {
-            name: self.groups[name][1]
-            for name, placed in self.job.models.items()
-            if placed.spec.optimizer is not None
-        }
+        return {name: self.groups[name][1] for name in self.job.trained}
 
     # --- state: all groups are at work before the first result is waited for ---
 
@@ -257,11 +258,14 @@ class Session:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder for each trained role, with the tokenizer."""
+        tokenizer = self.prepared.tokenizer
         for name, group in self.trained.items():
-            path = str((folder / "export" / name).absolute())
-            group.export(path, self.job.run.export_dtype).result()
-            self.prepared.tokenizer.save(folder / "export" / name)
-        self.prepared.tokenizer.save(folder / "tokenizer")
+            path = export_folder(folder, name)
+            group.export(str(path.absolute()), self.job.run.export_dtype).result()
+            tokenizer.save(path)
+            model = self.job.models[name].spec.model
+            write_special_tokens(path, model, tokenizer, self.stop_ids)
+        tokenizer.save(folder / "tokenizer")
 
     def rows(self, name: str, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` of the data set `name`, which draws nothing."""

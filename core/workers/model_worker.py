@@ -353,7 +353,9 @@ class ModelWorker(PoolMember):
     @register(Protocol.ONE_TO_ALL)
     def save(self, folder: str) -> None:
         """Write this rank's part of a checkpoint: weights and optimizer state."""
-        self._resident(*PARTS).save(Path(folder))
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self._resident(*PARTS).save(path)
 
     @register(Protocol.ONE_TO_ALL)
     def load(self, folder: str) -> None:
@@ -363,11 +365,13 @@ class ModelWorker(PoolMember):
     @register(Protocol.ONE_TO_ALL)
     def export(self, folder: str, dtype: str = "auto") -> None:
         """Write the model as a Hugging Face folder; dtype: a name of torch's, or "auto"."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
         backend = self._resident("weights")
         if dtype == "auto":
-            backend.export_hf(Path(folder))
+            backend.export_hf(path)
         else:
-            backend.export_hf(Path(folder), getattr(torch, dtype))
+            backend.export_hf(path, getattr(torch, dtype))
 
     @register(Protocol.ONE_TO_ALL)
     def checksum(self) -> str:

@@ -110,6 +110,7 @@ def test_a_run_takes_its_steps_and_tells_who_watches(here, observed):
         ("step", 2, True),
         ("checkpoint", 2, True),
         ("step", 3, True),
+        ("checkpoint", 3, True),
     ]
     assert not Path("runs/tiny/export").exists()
 

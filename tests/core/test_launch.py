@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hybridflow.core.launch import load_config, run, summarise
 
 ROWS = ["data.limit=8", "validation.data.limit=2"]
 TINY = ["run.device=cpu", "run.steps=1", "run.trackers=['jsonl']", *ROWS]
-ONE = [*TINY, "algorithm.prompts_per_step=2", "algorithm.group_size=2", "run.checkpoint_every=1"]
+ONE = [*TINY, "algorithm.prompts_per_step=2", "algorithm.group_size=2"]
 FAILS_ONCE = """
 
 def fails_once(sample):
@@ -72,16 +73,21 @@ def test_all_problems_of_a_file_are_told_at_once_and_a_missing_one_is_named():
 def test_a_stage_begins_with_what_the_one_before_it_wrote_and_neither_is_done_twice(capsys):
     outcome = run("two.toml", TINY)
     assert (outcome.state, outcome.step, list(outcome.validations)) == ("finished", 1, [1])
-    assert Path("runs/two/first/export/actor/model.safetensors").is_file()  # for the second stage
-    assert not Path("runs/two/second/export").exists()
+    for stage in ("first", "second"):
+        assert Path(f"runs/two/{stage}/export/actor/model.safetensors").is_file()
     done = json.loads(Path("runs/two/second/done.json").read_text())
     assert done["step"] == 1 and list(done["validations"]) == ["1"]
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("validation exact match: first 0.") and ", final 0." in last
+    score, where = capsys.readouterr().out.splitlines()[-2:]
+    assert score.startswith("validation exact match: first 0.") and ", final 0." in score
+    assert where == (
+        "the model is in runs/two/second/export/actor; "
+        "--resume with more run.steps goes on from step 1"
+    )
 
     before = written()
     again = run("two.toml", TINY, resume=True)
-    assert again == outcome and capsys.readouterr().out.splitlines() == [last]
+    finished = [f"{stage}: finished already, at step 1" for stage in ("first", "second")]
+    assert again == outcome and capsys.readouterr().out.splitlines() == [*finished, score, where]
     assert written() == before
 
 
@@ -93,10 +99,63 @@ def test_a_run_in_any_stages_folder_is_told_before_the_first_stage_starts():
     assert not Path("runs/two/first").exists()
 
 
-def test_more_steps_let_a_finished_run_go_on():
+def test_more_steps_let_a_finished_run_go_on_from_its_last_checkpoint():
     assert run("one.toml", ONE).step == 1
     assert run("one.toml", [*ONE, "run.steps=2"], resume=True).step == 2
     assert steps("one") == [1, 1, 2, 2]  # each with its validation
+
+
+def test_a_finished_run_is_exported_when_it_is_asked_for_later(capsys):
+    run("one.toml", [*ONE, "run.export=false"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("no model is exported; --resume run.export=true writes that of step 1")
+    metrics = Path("runs/one/metrics.jsonl").read_text()
+
+    run("one.toml", ONE, resume=True)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("the model is in runs/one/export/actor; ")
+    assert Path("runs/one/metrics.jsonl").read_text() == metrics
+
+    # Removed by hand, it is written again, the same to the last bit.
+    weights = Path("runs/one/export/actor/model.safetensors").read_bytes()
+    shutil.rmtree("runs/one/export")
+    run("one.toml", ONE, resume=True)
+    assert Path("runs/one/export/actor/model.safetensors").read_bytes() == weights
+
+
+def test_a_run_that_keeps_nothing_says_so_and_cannot_go_on(capsys):
+    nothing = [*ONE, "run.export=false", "run.final_checkpoint=false"]
+    run("one.toml", nothing)
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "nothing of the model is kept: run.export and run.final_checkpoint are false"
+    )
+    for more in ("run.steps=2", "run.export=true"):
+        before = written()
+        with pytest.raises(ConfigError, match=r"nothing to go on from in runs/one: .*--overwrite"):
+            run("one.toml", [*nothing, more], resume=True)
+        assert written() == before
+
+
+def test_resume_of_a_run_that_never_began_begins():
+    assert run("one.toml", ONE, resume=True).step == 1
+
+
+def test_an_earlier_stage_does_not_train_on_when_a_later_one_has_begun_with_its_model():
+    run("two.toml", TINY)
+    before = written()
+    more = [*TINY, "stages.first.run.steps=2"]
+    with pytest.raises(ConfigError, match=r"stages\.first\.run\.steps: .* remove runs/two/second"):
+        run("two.toml", more, resume=True)
+    assert written() == before
+
+    shutil.rmtree("runs/two/second")
+    assert run("two.toml", more, resume=True).step == 1
+    assert steps("two/first")[-1] == 2
+
+
+def test_the_last_stage_trains_on():
+    run("two.toml", TINY)
+    assert run("two.toml", [*TINY, "stages.second.run.steps=2"], resume=True).step == 2
 
 
 def test_of_a_run_that_is_replaced_no_stage_is_taken_for_done():
@@ -105,6 +164,7 @@ def test_of_a_run_that_is_replaced_no_stage_is_taken_for_done():
     with pytest.raises(HybridFlowError, match="no such unit"):
         run("two.toml", [*TINY, first, "reward=rewards:fails_once"], overwrite=True)
     assert not Path("runs/two/second/done.json").exists()
+    shutil.rmtree("runs/two/first")  # it failed before its first checkpoint
     run("two.toml", [*TINY, first, "reward=rewards:fails_once"], resume=True)
     assert Path("runs/two/second/metrics.jsonl").exists()  # it has run again
 

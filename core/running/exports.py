@@ -1,0 +1,80 @@
+"""What an exported folder says beside the weights: which tokens begin, end and pad texts.
+
+Training backends write the weights and config.json; the tokenizer writes its own files. Without the
+tokenizer's ids in config.json and generation_config.json, `generate()` of transformers would not
+end where the run's responses did.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridflow.core.contracts.tokenizer import Tokenizer
+from hybridflow.core.values.model import ModelSpec
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+
+
+def export_folder(folder: Path, role: str) -> Path:
+    """Return the folder into which a trained role is exported, in the run's folder."""
+    return folder / "export" / role
+
+
+def write_special_tokens(
+    folder: Path, model: ModelSpec, tokenizer: Tokenizer, stop_ids: Sequence[int]
+) -> None:
+    """Write the special tokens' ids into an exported folder's config and generation config.
+
+    `stop_ids` are the tokens at which responses stopped in training. What the generation config of
+    the model's own folder says besides (its temperature, say) is kept.
+    """
+    config = _read(folder / CONFIG)
+    config |= _ids(config, tokenizer)
+    _write(folder / CONFIG, config)
+    if model.kind != "policy":
+        return
+
+    # Backends know the model's class; what a folder says of generation they need not keep.
+    generation = _read(folder / GENERATION)
+    if model.path is not None:
+        generation |= _read(Path(model.path) / GENERATION)
+    generation |= _ids(generation, tokenizer)
+    generation.setdefault("pad_token_id", tokenizer.pad_id)
+
+    # transformers takes a list where several tokens end a text.
+    ends = _as_list(generation["eos_token_id"])
+    ends += [token for token in dict.fromkeys(stop_ids) if token not in ends]
+    generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    _write(folder / GENERATION, generation)
+
+
+def _ids(fields: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the ids that a config lacks, or has of another tokenizer."""
+    ids: dict[str, Any] = {}
+    # A model may have several ends, of which the tokenizer's is one.
+    if tokenizer.eos_id not in _as_list(fields.get("eos_token_id")):
+        ids["eos_token_id"] = tokenizer.eos_id
+    if tokenizer.bos_id is not None:
+        ids["bos_token_id"] = tokenizer.bos_id
+    # A tokenizer without a pad token pads with its eos, which a scoring model must not skip.
+    if tokenizer.pad_id != tokenizer.eos_id:
+        ids["pad_token_id"] = tokenizer.pad_id
+    return ids
+
+
+def _as_list(ids: Any) -> list[int]:
+    if ids is None:
+        return []
+    return list(ids) if isinstance(ids, list | tuple) else [ids]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _write(file: Path, fields: dict[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n")
