@@ -42,6 +42,7 @@ from hybridflow.core.errors import CheckpointError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.agreement import Agreement
+from hybridflow.core.running.changes import settings
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.kept import checkpoints_of
 from hybridflow.core.running.reporting import Reporter
@@ -78,7 +79,7 @@ def run_job(
     is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
     since it would happen again. Raises ConfigError if the run's folder cannot be claimed.
     """
-    with claim(job, resume, overwrite), Reporter(job, prepared) as report:
+    with claim(job, resume, overwrite, settings(job)), Reporter(job, prepared) as report:
         for attempt in range(job.run.restarts + 1):
             try:
                 session = Session(job, prepared, report.say)

@@ -12,6 +12,7 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.job.models import with_exports
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.running.changes import Change, check_changes
 from hybridflow.core.running.folder import MARK, claim
 from hybridflow.core.running.kept import (
     Done,
@@ -49,7 +50,9 @@ def run(
     _refuse_existing_runs(jobs, resume, overwrite)
     following = [jobs[index + 1 :] for index in range(len(jobs))]
     done: list[Done | None] = [None] * len(jobs)
+    changed: list[list[Change]] = [[] for _ in jobs]
     if resume:
+        changed = _changes(jobs)
         done = [_still_done(*stage) for stage in zip(jobs, following, strict=True)]
     prepared = prepare_all(jobs)
 
@@ -66,6 +69,8 @@ def run(
             outcome = Outcome("finished", earlier.step, earlier.validations)
             print(f"{job.stage or job.name}: finished already, at step {outcome.step}", flush=True)
         else:
+            if resume:
+                print(_goes_on(job, changed[index]), flush=True)
             export = _exports(job, following[index])
             outcome = run_job(with_exports(job), prepared[index], resume, overwrite, export)
             if outcome.state != "finished":
@@ -87,6 +92,30 @@ def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> Non
                 f"there is a run in {job.folder} already; go on with it (--resume), "
                 "replace it (--overwrite), or give this run a name of its own (run.name=...)"
             )
+
+
+def _changes(jobs: list[Job]) -> list[list[Change]]:
+    """Return what each stage may change of its settings. Raises ConfigError with all others."""
+    changed = []
+    problems: list[str] = []
+    for job in jobs:
+        try:
+            changed.append(check_changes(job))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def _goes_on(job: Job, changed: list[Change]) -> str:
+    """Write what --resume does with a stage that is not finished."""
+    name = job.stage or job.name
+    steps = checkpoints_of(job).steps()
+    if not steps:
+        return f"{name}: nothing to go on from in {job.folder}; it begins at step 1"
+    listed = "; ".join(map(str, changed)) or "nothing"
+    return f"{name}: going on from step {steps[-1]}; changed: {listed}"
 
 
 def _exports(job: Job, later: list[Job]) -> bool:

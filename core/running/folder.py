@@ -8,7 +8,7 @@ import platform
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
 from types import FrameType
@@ -21,12 +21,16 @@ from hybridflow.core.plugins import registry
 LOCK = ".lock"
 """The file whose lock the process that runs in a folder holds."""
 MARK = "run.json"
-"""The file that marks a folder as a run's; it holds the run's config and versions."""
+"""The file that marks a folder as a run's; it holds the run's config, settings and versions."""
+SETTINGS = "settings"
+"""Key of the resolved settings in the mark (core/running/changes.py)."""
 
 
 @contextmanager
-def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Hold the folder of a job while the body runs.
+def claim(
+    job: Job, resume: bool, overwrite: bool, settings: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Hold the folder of a job while the body runs; its mark gets the job's resolved `settings`.
 
     `overwrite` without `resume` empties the folder first. Raises ConfigError if another process
     holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
@@ -54,7 +58,7 @@ def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-        mark = {"config": job.tables, "versions": versions(job)}
+        mark = {"config": job.tables, SETTINGS: settings, "versions": versions(job)}
         (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
         yield
 

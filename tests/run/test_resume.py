@@ -28,7 +28,8 @@ def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path, algorith
     assert done.returncode == 0, done.stderr
 
     # 16 rows are scored per step: row 70 is in step 5, after the checkpoint of step 4
-    killed = hybridflow(cut, "run", config.name, *settings, "reward.function=rewards:kills_itself")
+    settings.append("reward.function=rewards:kills_itself")  # once
+    killed = hybridflow(cut, "run", config.name, *settings)
     assert killed.returncode == -9
     steps = [row["step"] for row in learning(cut / "runs/tiny")]
     assert steps == [1, 2, 3, 4]
@@ -43,12 +44,14 @@ def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path, algorith
 
 def test_sigterm_writes_a_checkpoint_at_the_end_of_the_step_and_resume_finishes(tmp_path):
     write(tmp_path)
-    stopped = hybridflow(tmp_path, "run", "tiny.toml", "reward.function=rewards:asks_to_stop")
+    once = "reward.function=rewards:asks_to_stop"
+    stopped = hybridflow(tmp_path, "run", "tiny.toml", once)
     assert stopped.returncode == 3, stopped.stderr
     assert "go on with --resume" in stopped.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3]
-    resumed = hybridflow(tmp_path, "run", "tiny.toml", "--resume")
+    resumed = hybridflow(tmp_path, "run", "tiny.toml", once, "--resume")
     assert resumed.returncode == 0, resumed.stderr
+    assert "tiny: going on from step 3; changed: nothing" in resumed.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -73,4 +76,6 @@ def test_resume_of_a_finished_run_does_nothing_again(tmp_path):
     before = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
     again = hybridflow(tmp_path, "run", "tiny.toml", "run.steps=2", "--resume")
     assert again.returncode == 0, again.stderr
+    assert "tiny: finished already, at step 2" in again.stdout
+    assert "the model is in runs/tiny/export/actor" in again.stdout.splitlines()[-1]
     assert (tmp_path / "runs/tiny/metrics.jsonl").read_text() == before
