@@ -1,7 +1,4 @@
-"""Figures that follow from a job: rows per rank, optimizer steps, devices, schedules.
-
-`remarks` finds settings that are legal and probably unintended.
-"""
+"""Figures that follow from a job: rows per rank, optimizer steps, devices, schedules."""
 
 from __future__ import annotations
 
@@ -154,48 +151,3 @@ def _validation(job: Job) -> str:
 
 def _steps(every: int) -> str:
     return "step" if every == 1 else f"{every} steps"
-
-
-def remarks(job: Job) -> Iterator[str]:
-    """Legal settings that are probably unintended, a sentence each."""
-    # Checkpoints that a run relies on, or never reaches.
-    run = job.run
-    if run.restarts and not 0 < run.checkpoint_every < run.steps:
-        yield (
-            "run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted "
-            "begins again"
-        )
-    if run.checkpoint_every > run.steps:
-        yield (
-            f"run.checkpoint_every: is {run.checkpoint_every} and the run has {run.steps} steps: "
-            "there will be none before the end"
-        )
-    lasting = run.export or run.final_checkpoint or 0 < run.checkpoint_every <= run.steps
-    if job.trained and not lasting:
-        yield (
-            "nothing of the trained model will be kept: run.export and run.final_checkpoint are "
-            "false, and there are no checkpoints"
-        )
-
-    # Greedy decoding leaves a group of responses nothing to compare.
-    generates = any(model.role.generates for model in job.models.values())
-    if job.sampling.temperature == 0 and generates:
-        yield "sampling.temperature: 0 is greedy, so all responses to a prompt are the same"
-
-    # Schedules that end at another step than the run does.
-    updates = job.algorithm.updates_per_step()
-    for name, model in job.models.items():
-        optimizer = model.spec.optimizer
-        if optimizer is None or updates is None:
-            continue
-        total = updates * run.steps
-        if optimizer.schedule != "constant" and optimizer.total_steps != total:
-            yield (
-                f"{name}.optimizer.total_steps: is {optimizer.total_steps}, and the run has "
-                f"{total} optimizer steps: the {optimizer.schedule} schedule ends at another step"
-            )
-        if optimizer.warmup_steps >= total:
-            yield (
-                f"{name}.optimizer.warmup_steps: is {optimizer.warmup_steps}, and the run has "
-                f"{total} steps of it"
-            )

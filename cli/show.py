@@ -15,13 +15,14 @@ import attrs
 from rich.console import Console
 
 from hybridflow.cli.arguments import add_config
-from hybridflow.cli.figures import figures, remarks
+from hybridflow.cli.figures import figures
 from hybridflow.core.config.field_docs import field_docs
 from hybridflow.core.config.load import DEFAULT, Provenance, read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.job.job import Job, PlacedModel, Rewards
 from hybridflow.core.job.placement import resolve_placed
+from hybridflow.core.job.remarks import remarks
 from hybridflow.core.job.roles import REWARD_KEYS, role_table
 from hybridflow.core.job.schema import SHORTHAND, RoleSection, SamplingSection
 from hybridflow.core.plugins import registry

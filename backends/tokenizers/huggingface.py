@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,14 @@ class HFTokenizer(Tokenizer):
             tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
         )
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> np.ndarray:
-        """Return the ids, int64 [T], of the messages and the opening of the assistant's turn.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+        complete: bool = False,
+    ) -> np.ndarray:
+        """Return the ids, int64 [T], of the messages, and of what opens the assistant's turn.
 
         Raises DataError if there is no template, or if it refuses the messages.
         """
@@ -77,7 +83,12 @@ class HFTokenizer(Tokenizer):
 
         try:
             ids = self.hf.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=True, return_dict=False
+                [dict(message) for message in messages],
+                tools=list(tools) or None,
+                tokenize=True,
+                add_generation_prompt=not complete,
+                return_dict=False,
+                **(options or {}),
             )
         except Exception as error:  # templates raise what they like
             raise DataError(

@@ -7,7 +7,7 @@ as Hugging Face folders, which transformers reads with the same ids.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,13 @@ class SmallTokenizer(Tokenizer):
         numbers = np.asarray(ids, dtype=np.int64).tolist()
         return self.fast.decode(numbers, skip_special_tokens=skip_special)
 
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> np.ndarray:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+        complete: bool = False,
+    ) -> np.ndarray:
         """Raise DataError: these tokenizers have no chat template."""
         raise DataError(
             f"data.messages needs a chat template, and the run's own {self.kind} tokenizer has "

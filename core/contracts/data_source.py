@@ -25,22 +25,29 @@ class DataConfig:
 
     # What a row becomes
     prompt: str = "{prompt}"
-    """Format template over a row's fields, for example "Question: {question}\\nAnswer:"."""
+    """Format template over a row's fields, for example "Question: {question}\\nAnswer:"; dots reach
+    into tables: "{extra_info.question}". If it is one field with a chat (a list of {"role",
+    "content"}), that goes through the tokenizer's chat template."""
     response: str | None = None
-    """Format template of the target text (sft); an eos token is put after it."""
+    """Format template of the target text (sft); an eos token is put after it. Or one field with the
+    messages of a chat that follow the prompt's, as "{completion}" and "{chosen}" of TRL's data."""
     rejected: str | None = None
-    """Format template of a worse response than the row's (preferences). Each row then gives two
-    sequences, the better one first: neighbours with one number in column `pair`, and true and false
-    in `preferred`."""
+    """Format template of a worse response than the row's (preferences), or a chat likewise. Each
+    row then gives two sequences, the better one first: neighbours with one number in column `pair`,
+    and true and false in `preferred`."""
     unsafe: tuple[str, ...] = ()
     """Two fields with true or false: whether the response, and the rejected one, is unsafe (cost
     models); column `unsafe`."""
     answer: str | None = None
-    """Format template of the expected answer, which rewards find as meta["answer"]; without it they
-    find the row's own field `answer`, if it has one."""
+    """Format template of the expected answer, which rewards find as meta["answer"], for example
+    "{reward_model.ground_truth}"; without it they find the row's own field `answer`, if it has
+    one."""
     messages: str | None = None
     """Field with a chat (a list of {"role", "content"}), put through the tokenizer's chat template
     instead of `prompt`. If its last message is the assistant's, that is the response."""
+    chat_template_kwargs: dict[str, Any] = attrs.field(factory=dict)
+    """Further values for the chat template, such as { enable_thinking = false }. A row's own
+    fields `chat_template_kwargs` and `tools` go to the template too."""
     bos: bool = False
     """Whether to put the tokenizer's bos token before each prompt (a chat template does that by
     itself)."""

@@ -6,7 +6,7 @@ A run uses the model's own tokenizer, or a small one that is made for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,9 +99,17 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
-    def apply_chat_template(self, messages: Sequence[dict[str, Any]]) -> np.ndarray:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+        complete: bool = False,
+    ) -> np.ndarray:
         """Return the ids, int64 [T], of the messages and the opening of the assistant's turn.
 
+        tools: JSON schemas of the functions that the assistant may call; options: further values
+        for the template; complete: the chat ends with the assistant's turn, and no other is opened.
         Raises DataError if the tokenizer has no template.
         """
 

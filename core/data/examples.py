@@ -12,6 +12,7 @@ import numpy as np
 
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.contracts.tokenizer import Tokenizer
+from hybridflow.core.data.chats import Message
 from hybridflow.core.data.rows import RenderedRow, Rows
 from hybridflow.core.errors import ConfigError, DataError
 
@@ -135,8 +136,8 @@ class ExampleSet:
         row = self.rows[i]
         try:
             prompt = self._prompt_ids(row)
-            response = self._response_ids(row.response)
-            rejected = self._response_ids(row.rejected)
+            response = self._response_ids(row, prompt, row.response)
+            rejected = self._response_ids(row, prompt, row.rejected)
         except DataError as error:
             raise DataError(f"row {i}: {error}") from error
 
@@ -156,15 +157,35 @@ class ExampleSet:
             self._cache[i] = example
         return example
 
-    def _response_ids(self, text: str | None) -> np.ndarray | None:
-        if text is None:
+    def _response_ids(
+        self, row: RenderedRow, prompt: np.ndarray, response: str | list[Message] | None
+    ) -> np.ndarray | None:
+        """Return the tokens of a text or of messages that follow the prompt; eos is the last."""
+        tokenizer = self.tokenizer
+        if response is None:
             return None
-        return np.append(self.tokenizer.encode(text), self.tokenizer.eos_id)
+        if isinstance(response, str):
+            return np.append(tokenizer.encode(response), tokenizer.eos_id)
+
+        # The template writes the whole chat, of which the prompt is the beginning.
+        chat = [*(row.messages or ()), *response]
+        whole = tokenizer.apply_chat_template(chat, row.tools, row.template_kwargs, complete=True)
+        if not np.array_equal(whole[: len(prompt)], prompt):
+            raise DataError(
+                "the chat template does not write the answer after what it opens the assistant's "
+                "turn with, so that the model would never be asked for it as it is trained; "
+                "give the answer as a text (data.response)"
+            )
+        ids = whole[len(prompt) :]
+
+        # A line break behind the end is not for the model to write.
+        ends = np.flatnonzero(ids == tokenizer.eos_id)
+        return ids[: ends[-1] + 1] if len(ends) else np.append(ids, tokenizer.eos_id)
 
     def _prompt_ids(self, row: RenderedRow) -> np.ndarray:
         # A chat template writes its special tokens itself.
         if row.messages is not None:
-            return self.tokenizer.apply_chat_template(row.messages)
+            return self.tokenizer.apply_chat_template(row.messages, row.tools, row.template_kwargs)
 
         ids = self.tokenizer.encode(row.prompt or "")
         if self.config.bos:

@@ -4,6 +4,7 @@
         |  pattern: each match of a regex becomes a row of its own
     fields of a row
         |  prompt, response, rejected, answer: format templates; messages: a chat
+        |  a template that is one field, "{prompt}", may stand for a chat too (core/data/chats.py)
     RenderedRow
 
 Errors name the row and the setting.
@@ -13,11 +14,20 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from _string import formatter_field_name_split  # what string.Formatter itself splits by
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy as np
 
+from hybridflow.core.data.chats import (
+    Message,
+    is_chat,
+    messages_of,
+    split_prompt,
+    template_options,
+)
 from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.values.text import shorten
@@ -31,12 +41,17 @@ class RenderedRow:
     """One row as texts: exactly one of `prompt` and `messages` is set."""
 
     prompt: str | None
-    messages: list[dict[str, Any]] | None
+    messages: list[Message] | None
     """A chat, without the assistant's last message if that is the response."""
-    response: str | None
+    response: str | list[Message] | None
+    """A text, or the messages that go on with `messages`."""
     meta: dict[str, Any]
     """The row's fields, and `answer` where data.answer is set."""
-    rejected: str | None = None
+    rejected: str | list[Message] | None = None
+    tools: list[Any] = attrs.field(factory=list)
+    """What the chat template says that the assistant may call."""
+    template_kwargs: dict[str, Any] = attrs.field(factory=dict)
+    """What else the chat template gets."""
     unsafe: tuple[bool, ...] = ()
     """Whether the response and the rejected one are unsafe, where data.unsafe is set."""
 
@@ -44,13 +59,11 @@ class RenderedRow:
         """Yield every text that a tokenizer must spell, the expected answer included."""
         if self.prompt is not None:
             yield self.prompt
-        for message in self.messages or ():
-            yield str(message.get("content") or "")
-
-        if self.response is not None:
-            yield self.response
-        if self.rejected is not None:
-            yield self.rejected
+        for part in (self.messages, self.response, self.rejected):
+            if isinstance(part, str):
+                yield part
+            else:
+                yield from (str(message.get("content") or "") for message in part or ())
         if isinstance(self.meta.get("answer"), str):
             yield self.meta["answer"]
 
@@ -78,30 +91,82 @@ class Rows(Sequence):
         # A template that is not set leaves its text out.
         config = self.config
         row = self.fields(i)
-        response = None if config.response is None else render(config.response, row, "response", i)
-        rejected = None if config.rejected is None else render(config.rejected, row, "rejected", i)
+        response = self._filled("response", row, i)
+        rejected = self._filled("rejected", row, i)
         meta = dict(row)
         if config.answer is not None:
             meta["answer"] = render(config.answer, row, "answer", i)
+        unsafe = self._unsafe(row, i)
 
-        if config.messages is None:
+        chat = self._chat(row, response, rejected, i)
+        if chat is None:
             prompt = render(config.prompt, row, "prompt", i)
-            return RenderedRow(prompt, None, response, meta, rejected, self._unsafe(row, i))
+            if isinstance(response, list) or isinstance(rejected, list):
+                raise DataError(
+                    f"row {i}: data.response or data.rejected is a chat and data.prompt is a text, "
+                    f"{shorten(prompt)}; name the field with the prompt's messages"
+                )
+            return RenderedRow(prompt, None, response, meta, rejected, unsafe=unsafe)
+
+        tools, kwargs = template_options(row, config.chat_template_kwargs, i)
+        messages, response, rejected = self._parts(chat, response, rejected, i)
+        return RenderedRow(None, messages, response, meta, rejected, tools, kwargs, unsafe)
+
+    def _filled(self, name: str, row: Mapping[str, Any], i: int) -> str | list[Message] | None:
+        """Return the text of a setting of [data], or the chat that its only field holds."""
+        template = getattr(self.config, name)
+        if template is None:
+            return None
+        found, value = single_field(template, row)
+        if found and is_chat(value):
+            return messages_of(value)
+        return render(template, row, name, i)
+
+    def _chat(
+        self, row: Mapping[str, Any], response: Any, rejected: Any, i: int
+    ) -> list[Message] | None:
+        """Return the prompt's messages, of data.messages or data.prompt; None for a text."""
+        config = self.config
+        if config.messages is not None:
+            return self._messages(row, i)
+        found, value = single_field(config.prompt, row)
+        if found and is_chat(value):
+            if config.bos:
+                raise DataError(
+                    f"row {i}: data.prompt is a chat, and data.bos = true would give two bos "
+                    "tokens; leave it to the chat template"
+                )
+            return messages_of(value)
+
+        # The prompt may stand in the responses alone.
+        chats = [part for part in (response, rejected) if isinstance(part, list)]
+        if chats and any(message["role"] != "assistant" for message in chats[0]):
+            return split_prompt(chats)
+        return None
+
+    def _parts(
+        self, messages: list[Message], response: Any, rejected: Any, i: int
+    ) -> tuple[list[Message], Any, Any]:
+        """Split a row's chat into its prompt, its response and the rejected one."""
+        # What repeats the prompt's messages goes on after them.
+        count = len(messages)
+        parts = []
+        for part in (response, rejected):
+            repeats = isinstance(part, list) and part[:count] == messages
+            parts.append(part[count:] if repeats else part)
+        response, rejected = parts
 
         # In a chat the assistant's last message is the response, and the rest is the prompt.
-        messages = self._messages(row, i)
-        if messages[-1]["role"] == "assistant":
+        if messages and messages[-1]["role"] == "assistant":
             if response is not None:
                 raise DataError(
-                    f"row {i}: {config.messages!r} ends with the assistant's message, which is the "
+                    f"row {i}: the prompt's chat ends with the assistant's message, which is the "
                     "response, and data.response gives another; remove data.response"
                 )
-            response = str(messages.pop().get("content") or "")
+            response = [messages.pop()]
         if not messages:
-            raise DataError(
-                f"row {i}: {config.messages!r} has no message before the assistant's, so no prompt"
-            )
-        return RenderedRow(None, messages, response, meta, rejected, self._unsafe(row, i))
+            raise DataError(f"row {i}: there is no message before the assistant's, so no prompt")
+        return messages, response, rejected
 
     def fields(self, i: int) -> dict[str, Any]:
         """Return the fields of row `i`: the source's, with a pattern's named groups over them."""
@@ -153,19 +218,12 @@ class Rows(Sequence):
         if name not in row:
             raise _no_field(name, row, "data.messages", i)
 
-        # A string is a sequence too, and no list of messages.
-        messages = row[name]
-        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
-        if not (
-            is_list
-            and len(messages) > 0
-            and all(isinstance(message, Mapping) and "role" in message for message in messages)
-        ):
+        if not is_chat(row[name]):
             raise DataError(
                 f"row {i}: the field {name!r} must be a list of messages such as "
-                f'{{"role": "user", "content": "..."}}; got {shorten(repr(messages))}'
+                f'{{"role": "user", "content": "..."}}; got {shorten(repr(row[name]))}'
             )
-        return [dict(message) for message in messages]
+        return messages_of(row[name])
 
     def _unsafe(self, row: Mapping[str, Any], i: int) -> tuple[bool, ...]:
         """Return the fields of data.unsafe, checked: each is true or false."""
@@ -181,13 +239,53 @@ class Rows(Sequence):
 
 
 class _Formatter(string.Formatter):
-    """str.format that raises for a missing value instead of printing "None"."""
+    """str.format that reads tables by dots, and refuses what it would write as Python does."""
 
     def get_field(self, field_name, args, kwargs):
-        value, first = super().get_field(field_name, args, kwargs)
+        first, rest = formatter_field_name_split(field_name)
+        value = self.get_value(first, args, kwargs)
+        for is_attribute, key in rest:
+            if is_attribute and isinstance(value, Mapping):
+                if key not in value:
+                    raise ValueError(
+                        f"{field_name!r}: there is no {key!r}{did_you_mean(key, value)} "
+                        f"(there are: {_fields(value)})"
+                    )
+                value = value[key]
+            else:
+                value = getattr(value, key) if is_attribute else value[key]
         if value is None:
             raise ValueError(f"the field {field_name!r} is null")
+        self._field = field_name
         return value, first
+
+    def format_field(self, value, format_spec):
+        # After a conversion ("{choices!r}") it is a text: then it is meant.
+        if isinstance(value, Mapping | Set | np.ndarray) or (
+            isinstance(value, Sequence) and not isinstance(value, str)
+        ):
+            kind = "table" if isinstance(value, Mapping) else "list"
+            raise ValueError(
+                f"the field {self._field!r} is a {kind}, {shorten(repr(value))}, and no text; "
+                f"name what is in it ({{{self._field}{_inner(value)}}}), or a chat by itself"
+            )
+        return super().format_field(value, format_spec)
+
+
+def _inner(value: Any) -> str:
+    """Return how a template reaches into a table or a list."""
+    return f".{next(iter(value), 'key')}" if isinstance(value, Mapping) else "[0]"
+
+
+def single_field(template: str, row: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Return (true, its value) where a template is one field and nothing else, as "{prompt}"."""
+    pieces = list(string.Formatter().parse(template))
+    if len(pieces) != 1 or pieces[0][0] or pieces[0][1] is None or pieces[0][2] or pieces[0][3]:
+        return False, None
+    try:
+        return True, _Formatter().get_field(pieces[0][1], (), row)[0]
+    except Exception:  # `render` says what is wrong
+        return False, None
 
 
 def render(template: str, row: Mapping[str, Any], name: str, i: int) -> str:

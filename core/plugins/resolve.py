@@ -14,6 +14,9 @@ from hybridflow.core.contracts.tokenizer import Tokenizer, TokenizerConfig, Toke
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.plugins.registry import registry
 
+FOREIGN = {"completions": "TRL", "solution_str": "verl"}
+"""Parameters of other libraries' reward functions -> the library."""
+
 
 def reward_from(name: str, options: Mapping[str, Any] | None = None) -> Reward:
     """Make the reward of a plugin's name or of "package.module:object".
@@ -35,8 +38,17 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
             "derived from hybridflow.core.contracts.reward.Reward"
         )
 
-    # A class takes only the options, a function the sample before them.
+    # Functions for another library would bind, if they take any keyword.
     signature = inspect.signature(found)
+    for parameter, library in FOREIGN.items():
+        if parameter in signature.parameters and parameter not in options:
+            raise ConfigError(
+                f"reward {name!r}{signature} has {library}'s form; here a reward takes one sample "
+                f"at a time: def {found.__name__}(sample) -> float, with sample.prompt, "
+                "sample.response, sample.answer and the row's fields in sample.meta"
+            )
+
+    # A class takes only the options, a function the sample before them.
     positional = () if is_class else (None,)
     try:
         signature.bind(*positional, **options)

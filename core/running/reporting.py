@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job.job import Job
+from hybridflow.core.job.remarks import remarks
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.predictions import predicted
 from hybridflow.core.running.run import Run
@@ -66,6 +67,8 @@ class Reporter:
                     f"{dropped} {name} rows are left out: "
                     "their prompts are longer than data.max_prompt_tokens"
                 )
+        for note in (*remarks(self.job), *self.prepared.notes):
+            self.say(f"note: {note}")
         return self
 
     def __exit__(self, *error: Any) -> None:

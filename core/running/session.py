@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from hybridflow.core.context import StepContext
 from hybridflow.core.contracts.data_source import DataConfig
@@ -51,6 +52,8 @@ class Prepared:
     """Data set -> its number of usable rows."""
     dropped: dict[str, int]
     """Data set -> the number of rows left out because their prompts are too long."""
+    notes: tuple[str, ...] = ()
+    """What is legal, and probably not meant."""
 
 
 def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
@@ -78,11 +81,18 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
         )
 
     # Every model must have an embedding for each token, and every turn an end.
+    notes = []
     for name, model in job.models.items():
+        embeddings = model.spec.model.vocab_size
         try:
-            tokenizer.check(model.spec.model.vocab_size)
+            tokenizer.check(embeddings)
         except ModelError as error:
             raise ModelError(f"{name}: {error}") from error
+        if tokenizer.vocab_size < embeddings / 2:
+            notes.append(
+                f"{name}: the tokenizer has {tokenizer.vocab_size:,} tokens, and the model "
+                f"embeddings for {embeddings:,}: the others are no text, and can be sampled"
+            )
     if job.environment is not None:
         Episodes(job.environment, tokenizer).stop_ids()  # raises for a stop that is not one token
 
@@ -98,7 +108,7 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
         examples.check()
         rows[name] = len(examples)
         dropped[name] = examples.dropped
-    return Prepared(tokenizer, sets, rows, dropped)
+    return Prepared(tokenizer, sets, rows, dropped, tuple(notes))
 
 
 class Session:
@@ -150,16 +160,19 @@ class Session:
 
     def _build(self, main: Pool) -> None:
         """Build the models, their engines and the scorers, and report how weights are synced."""
-        # All models are built at the same time; the last loop below waits for them.
-        builds: list[tuple[str, Future]] = []
-        for name, placed in self.job.models.items():
-            self.say(f"building {name}")
-            builds += self._build_model(name, placed)
+        # A reward that cannot work is found before anything large is built.
         for name, scorer in self.job.scorers.items():
             group = self.make_group(
                 RewardWorker, main, scorer.parts, self.prepared.tokenizer, name=name
             )
             self.groups[name] = (scorer.role, group)
+            self._try_reward(scorer.role, group)
+
+        # All models are built at the same time; the last loop below waits for them.
+        builds: list[tuple[str, Future]] = []
+        for name, placed in self.job.models.items():
+            self.say(f"building {name}")
+            builds += self._build_model(name, placed)
 
         self.parameters = {}
         """Role -> its model's number of parameters."""
@@ -177,6 +190,19 @@ class Session:
         # Engines of another pool can be reached once both sides are built.
         for name, rollout in self.rollouts.items():
             self.say(f"{name}: {sync_line([rollout.connect()])}")
+
+    def _try_reward(self, role: Role, group: WorkerGroup) -> None:
+        """Score the first row of each data set whose responses get this reward."""
+        job = self.job
+        sets = ["train"] if role in job.algorithm.roles() else []
+        if job.validation is not None and job.validation.generate:
+            sets.append("validation")
+        for name in sets:
+            row = self.rows(name, 0, 1)
+            if job.environment is not None:
+                returns = torch.zeros(row.rows, dtype=torch.float32)
+                row = row.join(Batch({"episode_return": returns}))
+            group.try_out(row, name).result()
 
     def _build_model(self, name: str, placed: PlacedModel) -> Iterator[tuple[str, Future]]:
         """Start to build a model, and its engines where they have a pool of their own.

@@ -6,7 +6,7 @@ TaskWorker draws data and does numerical work on whole batches; RewardWorker cal
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.data.examples import Example, ExampleSet
 from hybridflow.core.data.sampler import Sampler
+from hybridflow.core.errors import DataError, RewardError
 from hybridflow.core.job.schema import RewardPart
 from hybridflow.core.plugins.resolve import load_source, reward_from
 from hybridflow.core.values.batch import Batch
@@ -180,6 +181,15 @@ def _full(name: str, column: Column) -> Any:
     return tensor.float() if tensor.is_floating_point() or name == "loss_mask" else tensor
 
 
+def _answer_ids(meta: Mapping[str, Any], tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of a row's expected answer; its end alone where it cannot be spelled."""
+    try:
+        ids = tokenizer.encode(str(meta.get("answer") or ""))
+    except DataError:
+        ids = np.zeros(0, np.int64)
+    return np.append(ids, tokenizer.eos_id)
+
+
 class RewardWorker(Worker):
     """Calls reward functions, on the rows of each data parallel rank."""
 
@@ -238,6 +248,24 @@ class RewardWorker(Worker):
             columns[f"token_{column}"] = tokens(per_token, torch.float32)
         means = {column: (float(total.sum()), len(total)), **means}
         return Batch({column: torch.from_numpy(total), **columns}, Metrics(means))
+
+    @register(Protocol.RANK_ZERO, reads=("prompt_ids", "response_ids", "meta", "episode_return"))
+    def try_out(self, batch: Batch, data: str) -> None:
+        """Score the first row of a data set, so that a reward that cannot work ends the run.
+
+        The response is the row's own, else its expected answer. Raises RewardError.
+        """
+        if "response_ids" not in batch:
+            answers = [_answer_ids(meta, self.tokenizer) for meta in batch["meta"].values]
+            batch = batch.join(Batch({"response_ids": tokens(answers, torch.int64)}))
+        [sample, *_] = self._samples(batch)
+        for part, reward in zip(self.parts, self.rewards, strict=True):
+            try:
+                score_by_rule(reward, [sample], part.name, part.on_failure, part.per_token)
+            except RewardError as error:
+                raise RewardError(
+                    f"tried on the first row of {data}, before any model is built: {error}"
+                ) from error
 
     def _samples(self, batch: Batch) -> list[RewardSample]:
         """Return the rows as rewards see them; columns that the batch lacks have neutral values."""

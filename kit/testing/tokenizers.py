@@ -124,16 +124,23 @@ class TokenizerConformance:
                 plugin.load(str(folder), "tokenizer.path")
 
     def test_messages_give_ids_or_say_that_there_is_no_template(self, tokenizer):
-        """apply_chat_template returns ids, or raises DataError where there is no template."""
-        messages = [{"role": "user", "content": self.texts[0]}]
-        try:
-            ids: Iterable[int] = tokenizer.apply_chat_template(messages)
-        except DataError:
-            return
+        """apply_chat_template returns ids, or raises DataError where there is no template.
 
-        require(
-            len(list(ids)) > 0,
-            got="nothing",
-            expected="ids of the messages",
-            likely="an empty template",
-        )
+        So it does with tools and options, and of a chat that ends with the assistant's turn.
+        """
+        messages = [{"role": "user", "content": self.texts[0]}]
+        answered = [*messages, {"role": "assistant", "content": self.texts[0]}]
+        for chat, complete in ((messages, False), (answered, True)):
+            try:
+                ids: Iterable[int] = tokenizer.apply_chat_template(
+                    chat, tools=(), options={}, complete=complete
+                )
+            except DataError:
+                return
+
+            require(
+                len(list(ids)) > 0,
+                got="nothing",
+                expected="ids of the messages",
+                likely="an empty template",
+            )

@@ -1,11 +1,11 @@
-"""What follows from a job: figures by hand, and what is legal and hardly meant."""
+"""What follows from a job: figures by hand."""
 
 from __future__ import annotations
 
 import pytest
 from helpers.shown import FILE, resolved
 
-from hybridflow.cli.figures import figures, remarks
+from hybridflow.cli.figures import figures
 
 pytestmark = pytest.mark.usefixtures("shown")
 
@@ -46,24 +46,6 @@ def test_rows_per_step_of_our_algorithms():
 def test_an_uneven_share_is_shown_as_a_range():
     [(job, _)] = resolved("one.toml", "algorithm.ppo.prompts_per_step=31")
     assert "15 to 16 sequences per step and dp rank" in dict(figures(job))["actor"]
-
-
-def test_what_is_legal_and_hardly_meant_is_remarked():
-    overrides = (
-        "run.restarts=1",
-        "run.checkpoint_every=60",
-        "sampling.temperature=0.0",
-        "actor.optimizer={schedule='cosine', total_steps=10}",
-        "critic.optimizer={schedule='constant', warmup_steps=900}",
-    )
-    [(job, _)] = resolved("one.toml", *overrides)
-    text = "\n".join(remarks(job))
-    assert "run.restarts: without checkpoints" in text and "run.checkpoint_every: is 60" in text
-    assert (
-        "0 is greedy" in text and "actor.optimizer.total_steps: is 10, and the run has 400" in text
-    )
-    assert "critic.optimizer.warmup_steps: is 900" in text
-    assert not list(remarks(resolved()[0][0]))
 
 
 def test_what_there_is_none_of_is_said():

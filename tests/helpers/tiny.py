@@ -66,10 +66,6 @@ def kills_itself(sample, flag="killed", at=70):
     return digits(sample)
 
 
-def always_kills(sample):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def asks_to_stop(sample, flag="stopped", at=40):
     if _once(flag, at):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -124,7 +124,8 @@ def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_pat
         "tiny.toml",
         "runtime=ray",
         "pools.main=[2]",
-        "reward.function=rewards:always_kills",
+        "reward.function=rewards:kills_itself",
+        "reward.options={at=20}",
     )
     assert result.returncode == 1, result.stdout
     assert time.monotonic() - started < 120  # the start of Ray and of two ranks included

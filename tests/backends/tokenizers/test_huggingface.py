@@ -58,6 +58,19 @@ def test_a_chat_template_ends_with_the_opening_of_the_assistants_turn(hf_folder)
     assert tokenizer.decode(ids, skip_special=False) == "<bos>user: Hi<eos><bos>assistant: "
 
 
+def test_a_chat_template_gets_tools_and_options_and_may_be_complete(hf_folder):
+    tokenizer = load_tokenizer(hf_folder)
+    tokenizer.hf.chat_template = (
+        "{{ tools | length if tools else 0 }}{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    chat = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert tokenizer.decode(tokenizer.apply_chat_template(chat)) == "0Hi>"
+    ids = tokenizer.apply_chat_template(chat, tools, {"mood": "!"}, complete=True)
+    assert tokenizer.decode(ids) == "1!Hi"
+
+
 def test_a_tokenizer_without_chat_template_says_so(hf_folder, tmp_path):
     with pytest.raises(DataError, match=r"chat template.*use data.prompt"):
         char().apply_chat_template([{"role": "user", "content": "1"}])

@@ -19,13 +19,27 @@ DIGITS = build_tokenizer(TokenizerConfig(characters="0123456789+=-*/. "), None, 
 
 
 class ChatTokenizer:
-    """DIGITS with a chat template of its own, so that no Hugging Face folder is needed."""
+    """DIGITS with a chat template of its own, so that no Hugging Face folder is needed.
+
+    "(number of tools.)(options' lead)question=*answer<eos> question=*", where "*" opens the assistant's turn.
+    """
 
     def __getattr__(self, name):
         return getattr(DIGITS, name)
 
-    def apply_chat_template(self, messages):
-        return np.concatenate([DIGITS.encode(m["content"] + "=") for m in messages])
+    def apply_chat_template(self, messages, tools=(), options=None, complete=False):
+        options = options or {}
+        head = (f"{len(tools)}." if tools else "") + options.get("lead", "")
+        parts = [DIGITS.encode(head)]
+        for message in messages:
+            if message["role"] == "assistant":
+                turn = DIGITS.encode(options.get("opening", "*") + message["content"])
+                parts += [turn, [DIGITS.eos_id], DIGITS.encode(" ")]
+            else:
+                parts.append(DIGITS.encode(message["content"] + "="))
+        if not complete:
+            parts.append(DIGITS.encode("*"))
+        return np.concatenate(parts).astype(np.int64)
 
 
 def examples(rows, tokenizer=DIGITS, **config):
@@ -131,9 +145,82 @@ def test_check_looks_at_no_more_rows_than_its_limit():
 def test_a_chat_goes_through_the_template_and_its_last_assistant_message_is_the_response():
     chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     data = examples([{"chat": chat}, {"chat": chat[:1]}], ChatTokenizer(), messages="chat")
-    assert DIGITS.decode(data[0].prompt_ids) == DIGITS.decode(data[1].prompt_ids) == "1+1="
+    assert DIGITS.decode(data[0].prompt_ids) == DIGITS.decode(data[1].prompt_ids) == "1+1=*"
     assert data[0].response_ids.tolist() == [*DIGITS.encode("2"), DIGITS.eos_id]
     assert data[1].response_ids is None
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def reply(text):
+    return {"role": "assistant", "content": text}
+
+
+ASKED = [user("1+1")]
+TRL = {
+    "prompt and completion": (
+        {"prompt": ASKED, "completion": [reply("2")]},
+        {"response": "{completion}"},
+    ),
+    "a preference with a prompt": (
+        {"prompt": ASKED, "chosen": [reply("2")], "rejected": [reply("3")]},
+        {"response": "{chosen}", "rejected": "{rejected}"},
+    ),
+    "a preference with the prompt in it": (
+        {"chosen": [*ASKED, reply("2")], "rejected": [*ASKED, reply("3")]},
+        {"response": "{chosen}", "rejected": "{rejected}"},
+    ),
+    "a text prompt beside whole chats": (
+        {"prompt": "1+1", "chosen": [*ASKED, reply("2")], "rejected": [*ASKED, reply("3")]},
+        {"response": "{chosen}", "rejected": "{rejected}"},
+    ),
+    "a prompt that the chats repeat": (
+        {"prompt": ASKED, "chosen": [*ASKED, reply("2")], "rejected": [*ASKED, reply("3")]},
+        {"response": "{chosen}", "rejected": "{rejected}"},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", TRL)
+def test_conversations_of_trl_are_read_as_they_are(form):
+    row, config = TRL[form]
+    example = examples([row], ChatTokenizer(), **config)[0]
+    assert DIGITS.decode(example.prompt_ids) == "1+1=*"
+    assert example.response_ids.tolist() == [*DIGITS.encode("2"), DIGITS.eos_id]
+    if "rejected" in config:
+        assert example.rejected_ids.tolist() == [*DIGITS.encode("3"), DIGITS.eos_id]
+
+
+def test_a_prompt_alone_may_be_a_chat():
+    example = examples([{"prompt": [*ASKED, reply("2"), user("2+2")]}], ChatTokenizer())[0]
+    assert DIGITS.decode(example.prompt_ids, skip_special=True) == "1+1=*2 2+2=*"
+    assert example.response_ids is None
+
+
+def test_several_turns_of_an_answer_are_trained_to_their_last_end():
+    row = {"prompt": ASKED, "completion": [reply("2"), user("3+3"), reply("6")]}
+    example = examples([row], ChatTokenizer(), response="{completion}")[0]
+    eos = DIGITS.eos_id
+    after = [*DIGITS.encode("2"), eos, *DIGITS.encode(" 3+3=*6"), eos]
+    assert example.response_ids.tolist() == after
+
+
+def test_tools_and_template_options_of_the_row_reach_the_template():
+    row = {"prompt": ASKED, "tools": '[{"name": "add"}]', "chat_template_kwargs": {"lead": "7"}}
+    data = examples([row, {"prompt": ASKED}], ChatTokenizer(), chat_template_kwargs={"lead": "5-"})
+    assert DIGITS.decode(data[0].prompt_ids) == "1.71+1=*"
+    assert DIGITS.decode(data[1].prompt_ids) == "5-1+1=*"
+    for name in ("tools", "chat_template_kwargs"):
+        with pytest.raises(DataError, match=f"row 0: the field '{name}' must be a"):
+            examples([{"prompt": ASKED, name: 3}], ChatTokenizer())[0]
+
+
+def test_a_template_that_opens_a_turn_otherwise_than_it_writes_it_is_refused():
+    row = {"prompt": ASKED, "completion": [reply("2")], "chat_template_kwargs": {"opening": "/"}}
+    with pytest.raises(DataError, match=r"row 0: the chat template does not write the answer"):
+        examples([row], ChatTokenizer(), response="{completion}")[0]
 
 
 def test_a_tokenizer_can_be_trained_on_prompts_responses_and_answers():

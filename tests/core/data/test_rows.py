@@ -120,7 +120,7 @@ def test_a_pattern_without_a_match_or_field_says_where_it_looked():
 
 def test_the_last_message_is_the_response_where_it_is_the_assistants():
     rows = rows_of([{"chat": [QUESTION, REPLY]}, {"chat": [QUESTION]}], messages="chat")
-    assert (rows[0].messages, rows[0].response, rows[0].prompt) == ([QUESTION], "2", None)
+    assert (rows[0].messages, rows[0].response, rows[0].prompt) == ([QUESTION], [REPLY], None)
     assert (rows[1].messages, rows[1].response) == ([QUESTION], None)
     assert list(rows.texts()) == ["1+1", "2", "1+1"]
 
@@ -168,3 +168,43 @@ def test_settings_that_cannot_work_are_reported(config, words):
 
 def test_all_problems_of_the_settings_are_reported_at_once():
     assert len(data_problems(DataConfig(prompt="{", unsafe=("a",), messages="m"))) == 3
+
+
+def test_dots_reach_into_tables_as_in_verl_s_data():
+    row = {"prompt": [QUESTION], "reward_model": {"style": "rule", "ground_truth": "2"}}
+    assert rows_of([row], answer="{reward_model.ground_truth}")[0].meta["answer"] == "2"
+    with pytest.raises(DataError, match=r"row 0: data.answer.*there is no 'truth'.*style"):
+        rows_of([row], answer="{reward_model.truth}")[0]
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (
+            ["a", "b"],
+            r"'q' is a list, .* and no text; name what is in it \(\{q\[0\]\}\)",
+        ),
+        ({"text": "a"}, r"'q' is a table, .*\(\{q\.text\}\)"),
+        ((1, 2), "'q' is a list"),
+        ([QUESTION], "'q' is a list"),  # a chat inside of a text
+    ],
+)
+def test_a_list_or_a_table_in_a_text_is_refused_with_row_and_key(value, words):
+    with pytest.raises(DataError, match=f"row 1: data.prompt = .*{words}"):
+        rows_of([{"q": "fine"}, {"q": value}], prompt="Q: {q}")[1]
+
+
+def test_what_is_in_a_list_or_written_on_purpose_is_a_text():
+    rows = rows_of([{"q": ["a", "b"]}], prompt="{q[1]} of {q!r}")
+    assert rows[0].prompt == "b of ['a', 'b']"
+
+
+def test_a_chat_as_response_needs_a_chat_as_prompt():
+    row = {"prompt": "1+1", "completion": [REPLY]}
+    with pytest.raises(DataError, match=r"row 0: .* is a chat and data.prompt is a text, .*1\+1"):
+        rows_of([row], response="{completion}")[0]
+
+
+def test_bos_before_a_chat_is_refused():
+    with pytest.raises(DataError, match="two bos tokens"):
+        rows_of([{"prompt": [QUESTION]}], bos=True)[0]

@@ -61,6 +61,14 @@ class Backwards(SplitProtocol):
     name = "BACKWARDS"
 
 
+def of_trl(prompts, completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+
+
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
     """This module by its name, whichever way pytest imported it."""
@@ -85,8 +93,14 @@ def test_a_reward_is_a_function_or_a_class_with_its_options():
         (Constant, {}, r"options \{\} do not fit reward 'mine'\(value\): missing .* 'value'"),
         (3, {}, "reward 'mine' is 3; it must be a function of one sample, or a class derived from"),
         (Echo, {}, "reward 'mine' is <class .*Echo'>; it must be a function"),
+        (
+            of_trl,
+            {},
+            r"reward 'mine'\(prompts, completions, \*\*.*has TRL's form; .*def of_trl\(sample\)",
+        ),
+        (of_verl, {}, "has verl's form"),
     ],
-    ids=["unknown option", "missing option", "a number", "another class"],
+    ids=["unknown option", "missing option", "a number", "another class", "TRL's", "verl's"],
 )
 def test_what_is_no_reward_or_does_not_take_its_options_is_refused(found, options, why):
     with pytest.raises(ConfigError, match=why):

@@ -34,13 +34,18 @@ def logged(run) -> list[dict]:
 def test_it_begins_with_what_runs_where_and_on_how_many_rows(run_of, tiny):
     run = run_of()
     report, out = reporter(run, tiny)
-    report.prepared = attrs.evolve(report.prepared, dropped={"train": 3, "validation": 0})
+    report.prepared = attrs.evolve(
+        report.prepared, dropped={"train": 3, "validation": 0}, notes=("few tokens",)
+    )
+    report.job = attrs.evolve(report.job, run=attrs.evolve(report.job.run, restarts=1))
     with report:
         report.begin(0, {"actor": 1_500_000})
         report.begin(4, {"actor": 1_500_000, "ref": 250_000})
     assert out.getvalue().splitlines() == [
         f"conformance: grpo on 256 train rows, 6 validation rows; folder {run.job.folder}",
         "3 train rows are left out: their prompts are longer than data.max_prompt_tokens",
+        "note: run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted begins again",
+        "note: few tokens",
         "parameters: actor 1.5M",
         "parameters: actor 1.5M, ref 0.2M; resuming after step 4",
     ]

@@ -52,6 +52,34 @@ def test_a_tokenizer_that_a_model_has_no_room_for_is_refused_with_the_role(tmp_p
         prepare(job_of(tmp_path, actor=small))
 
 
+def test_a_tokenizer_of_few_of_the_model_s_tokens_is_noted(tmp_path):
+    assert prepare(job_of(tmp_path)).notes == ()
+    large = {"model": {"config": {**MODEL, "vocab_size": 64}}}
+    [note] = prepare(job_of(tmp_path, actor=large)).notes
+    assert note.startswith("actor: the tokenizer has 15 tokens, and the model embeddings for 64")
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["train", "validation"],
+)
+def test_a_reward_is_tried_on_a_row_of_each_set_before_any_model_is_built(tmp_path, where):
+    # The train rows have an answer in the second case alone, the held-out ones in neither.
+    bare = [{"prompt": "1+1=", "answer": None}, {"prompt": "1+2=", "answer": None}]
+    rows = [{**row, "answer": "2"} for row in bare] if where == "validation" else bare
+    data = {**lines(tmp_path / "train.jsonl", rows), "answer": None}
+    held_out = {**lines(tmp_path / "held_out.jsonl", bare), "answer": None}
+    validation = {**HELD_OUT, "data": held_out}
+    reward = {"function": "exact_match"}
+    job = job_of(tmp_path, data=data, validation=validation, reward=reward)
+    said: list[str] = []
+    wanted = f"tried on the first row of {where}, before any model.* no answer to compare with"
+    session = Session(job, prepare(job), said.append)
+    with pytest.raises(HybridFlowError, match=f"(?s){wanted}"), session:
+        raise AssertionError("the models were built")
+    assert not any(line.startswith("building") for line in said)
+
+
 def test_a_later_stage_reads_with_the_tokenizer_that_an_earlier_one_writes(tmp_path):
     first = job_of(tmp_path)
     written = str(first.folder / "tokenizer")

@@ -168,6 +168,18 @@ def odd_fails(sample) -> float:
     return 1.0
 
 
+def always_odd(sample) -> float:
+    raise ValueError("odd")
+
+
+HEARD: list[tuple[str, list[int]]] = []
+
+
+def hears(sample) -> float:
+    HEARD.append((sample.response, sample.response_ids.tolist()))
+    return 1.0
+
+
 def cut(sample) -> float:
     return float(sample.finish_reason == "length") + (sample.episode_return or 0.0)
 
@@ -214,6 +226,24 @@ def test_a_function_hears_how_a_response_ended_and_what_its_environment_gave():
         finish_reason=["length", "stop", "stop"], episode_return=torch.tensor([0.0, 2.5, 0.0])
     )
     assert scored(batch, part(cut))["scores"].values.tolist() == [1.0, 2.5, 0.0]
+
+
+def test_a_reward_is_tried_on_the_expected_answer_or_on_the_row_s_response():
+    HEARD.clear()
+    worker = RewardWorker(CONTEXT, [part(hears)], DIGITS)
+    row = Batch({"prompt_ids": tokens([[4]], torch.int64), "meta": [{"answer": "12"}]})
+    worker.try_out(row, "train")
+    worker.try_out(row.with_columns(meta=[{"answer": "twelve"}]), "train")  # no such characters
+    worker.try_out(row.join(Batch({"response_ids": tokens([[7, END]], torch.int64)})), "train")
+    assert HEARD == [("12", [4, 5, END]), ("", [END]), ("4", [7, END])]
+
+
+def test_a_reward_that_fails_when_it_is_tried_names_the_set():
+    row = Batch({"prompt_ids": tokens([[4]], torch.int64), "meta": [{"answer": "12"}]})
+    with pytest.raises(RewardError, match=r"tried on the first row of train.*odd"):
+        RewardWorker(CONTEXT, [part(always_odd)], DIGITS).try_out(row, "train")
+    forgiven = part(always_odd, on_failure=FailureRule(score=0.0))
+    RewardWorker(CONTEXT, [forgiven], DIGITS).try_out(row, "train")
 
 
 def test_a_failure_ends_the_run_or_is_counted():

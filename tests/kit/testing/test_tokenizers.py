@@ -32,7 +32,7 @@ class Letters(Tokenizer):
         special = ["", ""] if skip_special else ["<eos>", "<pad>"]
         return "".join([*special, *self.letters][i] for i in ids)
 
-    def apply_chat_template(self, messages):
+    def apply_chat_template(self, messages, tools=(), options=None, complete=False):
         raise DataError("no template")
 
     def save(self, folder):
@@ -108,7 +108,7 @@ class SavesAnOrderOfItsOwn(Letters):
 
 
 class EmptyTemplate(Letters):
-    def apply_chat_template(self, messages):
+    def apply_chat_template(self, messages, tools=(), options=None, complete=False):
         return np.zeros(0, np.int64)
 
 

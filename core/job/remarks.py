@@ -1,0 +1,61 @@
+"""What is legal in a job, and probably not meant. `hybridflow show` and each run print it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybridflow.core.job.job import Job
+
+
+def remarks(job: Job) -> Iterator[str]:
+    """Legal settings that are probably unintended, a sentence each."""
+    # Checkpoints that a run relies on, or never reaches.
+    run = job.run
+    if run.restarts and not 0 < run.checkpoint_every < run.steps:
+        yield (
+            "run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted "
+            "begins again"
+        )
+    if run.checkpoint_every > run.steps:
+        yield (
+            f"run.checkpoint_every: is {run.checkpoint_every} and the run has {run.steps} steps: "
+            "there will be none before the end"
+        )
+    lasting = run.export or run.final_checkpoint or 0 < run.checkpoint_every <= run.steps
+    if job.trained and not lasting:
+        yield (
+            "nothing of the trained model will be kept: run.export and run.final_checkpoint are "
+            "false, and there are no checkpoints"
+        )
+
+    # Rows that are left over make a small mini-batch of their own.
+    rows = job.algorithm.rows_per_step
+    mini = job.algorithm.rows_per_update
+    if rows is not None and mini is not None and rows % mini:
+        yield (
+            f"algorithm: {mini:,} sequences of an optimizer step do not divide the {rows:,} of a "
+            f"step: the last one has {rows % mini:,}"
+        )
+
+    # Greedy decoding leaves a group of responses nothing to compare.
+    generates = any(model.role.generates for model in job.models.values())
+    if job.sampling.temperature == 0 and generates:
+        yield "sampling.temperature: 0 is greedy, so all responses to a prompt are the same"
+
+    # Schedules that end at another step than the run does.
+    updates = job.algorithm.updates_per_step()
+    for name, model in job.models.items():
+        optimizer = model.spec.optimizer
+        if optimizer is None or updates is None:
+            continue
+        total = updates * run.steps
+        if optimizer.schedule != "constant" and optimizer.total_steps != total:
+            yield (
+                f"{name}.optimizer.total_steps: is {optimizer.total_steps}, and the run has "
+                f"{total} optimizer steps: the {optimizer.schedule} schedule ends at another step"
+            )
+        if optimizer.warmup_steps >= total:
+            yield (
+                f"{name}.optimizer.warmup_steps: is {optimizer.warmup_steps}, and the run has "
+                f"{total} steps of it"
+            )
