@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hybridflow.core.config.load import read_config
 from hybridflow.core.controller import Outcome, run_job
@@ -27,26 +28,31 @@ from hybridflow.core.running.kept import (
 from hybridflow.core.running.session import prepare_all
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> list[Job]:
+def load_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Job]:
     """Read a TOML file with `key=value` overrides into jobs, one per run stage, in order.
 
+    `config` may be the file's tables as well; their run is called "run" unless run.name is given.
     Raises ConfigError with all problems.
     """
-    tables, provenance = read_config(path, overrides, SHORTHAND)
-    return resolve_placed(tables, Path(path).stem, SHORTHAND, provenance)
+    tables, provenance = read_config(config, overrides, SHORTHAND)
+    name = "run" if isinstance(config, Mapping) else Path(config).stem
+    return resolve_placed(tables, name, SHORTHAND, provenance)
 
 
 def run(
-    path: str | Path, overrides: Sequence[str] = (), resume: bool = False, overwrite: bool = False
+    config: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    overwrite: bool = False,
 ) -> Outcome:
-    """Run a config and return how its last run stage ended.
+    """Run a config, a TOML file or its tables, and return how its last run stage ended.
 
     The last lines printed have the validation score after each run stage, and where the model is.
     With `resume`, finished run stages are skipped and the others go on from their last checkpoints;
     `overwrite` deletes what earlier runs left.
     """
     # Everything that can be wrong in any run stage is checked before the first one starts.
-    jobs = load_config(path, overrides)
+    jobs = load_config(config, overrides)
     _refuse_existing_runs(jobs, resume, overwrite)
     following = [jobs[index + 1 :] for index in range(len(jobs))]
     done: list[Done | None] = [None] * len(jobs)

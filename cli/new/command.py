@@ -38,14 +38,19 @@ class NewCommand(Command):
             print(f"wrote {file}")
 
         use = Template(KINDS[kind]).substitute(name=name)
-        print(f"\ncd {name}")
+        print(f"\ncd {folder_name(name)}")
         print("python -m pytest     # it passes as it is")
         print(f"pip install -e .      # then: {use}")
         return 0
 
 
+def folder_name(name: str) -> str:
+    """Return the folder of a plugin's package: no module's name, so that it hides none."""
+    return f"hybridflow-{name.replace('_', '-')}"
+
+
 def new_package(kind: str, name: str, folder: Path) -> list[Path]:
-    """Write the package `name` into `folder`/`name`, and return its files.
+    """Write the package of the plugin `name` into a new folder in `folder`; return its files.
 
     Raises ConfigError, and writes nothing, where the name is no module's or the folder exists.
     """
@@ -55,7 +60,7 @@ def new_package(kind: str, name: str, folder: Path) -> list[Path]:
             "such as my_grpo"
         )
     # Nothing is overwritten.
-    target = folder / name
+    target = folder / folder_name(name)
     if target.exists():
         raise ConfigError(
             f"new {kind}: {str(target)!r} is there already; choose another name, or remove it"
@@ -70,11 +75,11 @@ def new_package(kind: str, name: str, folder: Path) -> list[Path]:
     }
     files = {
         "pyproject.toml": TEMPLATES / "pyproject.toml.tmpl",
-        f"{name}.py": TEMPLATES / kind / "module.py.tmpl",
-        f"test_{name}.py": TEMPLATES / kind / "test.py.tmpl",
+        f"src/{name}.py": TEMPLATES / kind / "module.py.tmpl",
+        f"tests/test_{name}.py": TEMPLATES / kind / "test.py.tmpl",
     }
-    target.mkdir(parents=True)
     for file, template in files.items():
         text = Template(template.read_text()).substitute(words)
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
         (target / file).write_text(text)
     return [target / file for file in files]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from os import PathLike
@@ -228,20 +230,34 @@ class Provenance:
         return DEFAULT
 
 
+def import_from_beside(path: str | PathLike[str]) -> None:
+    """Let modules beside a file be imported: after what is installed, before the current folder."""
+    folder = os.path.abspath(Path(path).parent)
+    if folder in sys.path:
+        return
+    # The command line puts the current folder last.
+    last = sys.path[-1:] == [os.getcwd()]
+    sys.path.insert(len(sys.path) - last, folder)
+
+
 def read_config(
-    path: str | PathLike[str] | None,
+    given: str | PathLike[str] | Mapping[str, Any] | None,
     overrides: Iterable[str] = (),
     shorthand: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], Provenance]:
-    """Return the tables of a file with overrides on top, in order, and the source of every value.
+    """Return a config's tables with overrides on top, in order, and the source of every value.
 
-    Raises ConfigError for a file that cannot be read, or with all overrides that cannot be parsed.
+    `given` is a file, or its tables. From then on modules beside the file can be imported. Raises
+    ConfigError for a file that cannot be read, or with all overrides that cannot be parsed.
     """
     # The file first, then each override over what stands before it.
     layers = []
     problems = []
-    if path is not None:
-        layers.append((load_toml(path), f"file {path}"))
+    if isinstance(given, Mapping):
+        layers.append((copy.deepcopy(dict(given)), "the given tables"))
+    elif given is not None:
+        layers.append((load_toml(given), f"file {given}"))
+        import_from_beside(given)
     for text in overrides:
         try:
             layers.append((nest(*parse_override(text)), COMMAND_LINE))

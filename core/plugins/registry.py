@@ -228,7 +228,8 @@ class Registry:
         """Import a plugin, and return its object.
 
         For the kinds in BY_PATH `name` may be "package.module:Object". It is imported from
-        sys.path, on which the command line puts the current folder.
+        sys.path, to which the configuration's folder is added, and the current one by the command
+        line.
 
         Raises PluginError when the name is unknown, claimed twice, lacks a requirement, or when
         its import fails.
@@ -274,8 +275,8 @@ class Registry:
             hint = ""
             if isinstance(error, ModuleNotFoundError):
                 hint = (
-                    " (the `hybridflow` command looks in the current folder, "
-                    "Python code where sys.path says)"
+                    " (modules are looked for where sys.path says, then beside the configuration, "
+                    "then, by the `hybridflow` command, in the current folder)"
                 )
             raise PluginError(f"{kind} {path!r} does not load: {_one_line(error)}{hint}") from error
 

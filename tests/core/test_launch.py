@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,27 @@ def test_all_problems_of_a_file_are_told_at_once_and_a_missing_one_is_named():
     assert len(error.value.problems) == 2
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config("none.toml")
+
+
+def test_tables_are_run_as_a_file_with_them_is():
+    tables = tomllib.loads(BASE)
+    before = copy.deepcopy(tables)
+    outcome = run({**tables, "run": {"steps": 1, "device": "cpu"}}, ONE)
+    assert (outcome.state, outcome.step) == ("finished", 1) and steps("run")[0] == 1
+    assert tables == before
+    assert [str(job.folder) for job in load_config(tables, ["run.name=mine"])] == ["runs/mine"]
+    with pytest.raises(ConfigError, match=r"run\.stepz"):
+        run({**tables, "run": {"stepz": 1}})
+
+
+def test_a_module_beside_the_file_is_found_from_another_folder(tmp_path, monkeypatch):
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "beside.py").write_text("def fine(sample):\n    return 1.0\n")
+    (there / "one.toml").write_text(BASE)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(there)])
+    [job] = load_config("there/one.toml", ["reward.function=beside:fine"])
+    assert job.rewards[0].function == "beside:fine" and str(there) in sys.path
 
 
 # --- stages ---

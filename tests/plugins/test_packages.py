@@ -16,6 +16,10 @@ TINY = (
 )  # fmt: skip
 
 
+LOADS = """
+from hybridflow.core.plugins import registry
+print(registry().get("{kind}", "my_own"))
+"""
 KINDS = (
     "algorithm",
     "training_backend",
@@ -31,17 +35,15 @@ KINDS = (
 def test_a_new_package_passes_its_tests_untouched_and_is_listed(kind, tmp_path):
     made = hybridflow(None, tmp_path, "new", kind, "my_own")
     assert made.returncode == 0, made.stderr
-    package = tmp_path / "my_own"
-    assert sorted(p.name for p in package.iterdir()) == [
-        "my_own.py",
-        "pyproject.toml",
-        "test_my_own.py",
-    ]
+    package = tmp_path / "hybridflow-my-own"
     tested = python(None, package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
     packages = install(package, tmp_path / "site")
+    # From the folder that has the package's folder in it
     listed = hybridflow(packages, tmp_path, "plugins", kind).stdout
     assert "my_own" in listed and "hybridflow-my-own" in listed
+    loaded = python(packages, tmp_path, "-c", LOADS.format(kind=kind))
+    assert loaded.returncode == 0 and "MyOwn" in loaded.stdout, loaded.stderr
 
 
 def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):

@@ -16,8 +16,10 @@ from hybridflow.core.plugins import KINDS as EVERY_KIND
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_package_has_a_module_a_test_and_an_entry_point(kind, tmp_path):
     written = new_package(kind, "my_own", tmp_path)
-    assert [path.name for path in written] == ["pyproject.toml", "my_own.py", "test_my_own.py"]
-    assert kind in EVERY_KIND and all(path.parent == tmp_path / "my_own" for path in written)
+    folder = tmp_path / "hybridflow-my-own"
+    places = [str(path.relative_to(folder)) for path in written]
+    assert places == ["pyproject.toml", "src/my_own.py", "tests/test_my_own.py"]
+    assert kind in EVERY_KIND
     project = tomllib.loads(written[0].read_text())
     assert project["project"]["name"] == "hybridflow-my-own"
     assert project["project"]["entry-points"]["hybridflow"] == {f"{kind}.my_own": "my_own:MyOwn"}
@@ -35,17 +37,18 @@ def test_the_command_writes_into_the_current_folder_and_says_how_to_go_on(
     assert main(["new", "tracker", "mine"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[:3] == [
-        "wrote mine/pyproject.toml",
-        "wrote mine/mine.py",
-        "wrote mine/test_mine.py",
+        "wrote hybridflow-mine/pyproject.toml",
+        "wrote hybridflow-mine/src/mine.py",
+        "wrote hybridflow-mine/tests/test_mine.py",
     ]
+    assert "cd hybridflow-mine" in said
     assert 'pip install -e .      # then: run.trackers = ["mine"]' in said
-    assert (tmp_path / "mine" / "mine.py").is_file()
+    assert (tmp_path / "hybridflow-mine" / "src" / "mine.py").is_file()
 
 
-def test_a_new_algorithm_has_under_sixty_lines(tmp_path):
-    written = new_package("algorithm", "mine", tmp_path)
-    assert sum(len(path.read_text().splitlines()) for path in written) < 60
+def test_a_new_algorithm_and_its_test_have_under_fifty_lines(tmp_path):
+    _, *written = new_package("algorithm", "mine", tmp_path)
+    assert sum(len(path.read_text().splitlines()) for path in written) < 50
 
 
 @pytest.mark.parametrize("name", ["My-Algo", "class", "1st", "", "a.b", "../up", "Ä"])
@@ -56,10 +59,10 @@ def test_a_name_that_no_module_has_is_refused(tmp_path, name):
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
-    (tmp_path / "there").mkdir()
+    (tmp_path / "hybridflow-there").mkdir()
     with pytest.raises(ConfigError, match="is there already; choose another name, or remove it"):
         new_package("algorithm", "there", tmp_path)
-    assert not list((tmp_path / "there").iterdir())
+    assert not list((tmp_path / "hybridflow-there").iterdir())
 
 
 def test_a_kind_that_has_no_template_is_refused(tmp_path, monkeypatch, capsys, path):
