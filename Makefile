@@ -27,7 +27,7 @@ demo: $(VENV)/.done
 	$(VENV)/bin/hybridflow run examples/arithmetic.toml --overwrite run.seed=$(SEED) stages.warm-up.actor.model.init_seed=$(SEED)
 
 test: $(VENV)/.done
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --durations=25
 
 ENGINES := vllm sglang deepspeed megatron
 
@@ -39,7 +39,7 @@ ENGINES := vllm sglang deepspeed megatron
 	touch $@
 
 test-engines: .venv-engines/.done
-	.venv-engines/bin/python -m pytest tests/engines $(ENGINES:%=tests/backends/%)
+	.venv-engines/bin/python -m pytest --durations=40 tests/engines $(ENGINES:%=tests/backends/%)
 
 # Backends on GPUs and ranks that are not there; they register a device for the whole process, so they run apart.
 test-fake: .venv-engines/.done

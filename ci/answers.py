@@ -21,7 +21,7 @@ def main(folder: str) -> int:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     random.seed(0)
     pairs = [(12, 34), *((random.randrange(100), random.randrange(100)) for _ in range(SUMS - 1))]
-    prompts = [f"<bos>{a}+{b}=" for a, b in pairs]
+    prompts = [f"<bos>{a:02d}+{b:02d}=" for a, b in pairs]
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
     batch.pop("token_type_ids", None)
     # More tokens than an answer has, so that it must end by itself.
@@ -30,7 +30,7 @@ def main(folder: str) -> int:
 
     ended = sum(tokenizer.eos_token_id in answer for answer in answers)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    right = sum(text == str(a + b) for text, (a, b) in zip(texts, pairs, strict=True))
+    right = sum(text == f"{a + b:03d}" for text, (a, b) in zip(texts, pairs, strict=True))
     print(f"12+34={texts[0]}; {right} of {SUMS} sums are right, {ended} answers end")
     return 0 if ended == SUMS and right >= RIGHT * SUMS else 1
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 
 from hybridflow.cli.arguments import add_config
+from hybridflow.core.config.load import read_config
+from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 
@@ -25,10 +27,13 @@ class RunCommand(Command):
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the config; status 0 when it has finished, 3 when it was stopped before."""
-        # Here, so that the command's help does not import torch.
-        from hybridflow.core.launch import run
-
         if arguments.resume and arguments.overwrite:
             raise ConfigError("--resume and --overwrite contradict each other; give one of them")
+
+        # Before torch is imported, which is why the rest is imported here.
+        tables, _ = read_config(arguments.config, arguments.overrides)
+        wait_briefly(tables)
+        from hybridflow.core.launch import run
+
         outcome = run(arguments.config, arguments.overrides, arguments.resume, arguments.overwrite)
         return 0 if outcome.state == "finished" else 3

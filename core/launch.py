@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.config.load import read_config
+from hybridflow.core.config.waiting import BRIEFLY, VARIABLE, wait_briefly
+from hybridflow.core.contracts.capabilities import RuntimeCapabilities
 from hybridflow.core.controller import Outcome, run_job
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.models import with_exports
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.plugins import registry
 from hybridflow.core.running.changes import Change, check_changes
 from hybridflow.core.running.folder import MARK, claim
 from hybridflow.core.running.kept import (
@@ -61,6 +64,8 @@ def run(
         changed = _changes(jobs)
         done = [_still_done(*stage) for stage in zip(jobs, following, strict=True)]
     prepared = prepare_all(jobs)
+    if None in done:
+        _note_spinning(jobs)
 
     # All folders are emptied: a --resume would take an old later run stage for a finished one.
     if overwrite and not resume:
@@ -88,6 +93,24 @@ def run(
         print(summary, flush=True)
     print(kept(jobs[-1]), flush=True)
     return outcome
+
+
+def _note_spinning(jobs: list[Job]) -> None:
+    """Say where threads spin because it is too late to have them wait."""
+    # Workers in processes of their own get the variable from their runtime.
+    here = [job for job in jobs if _in_this_process(job)]
+    if not all(wait_briefly(job.tables) for job in here):
+        print(
+            "note: torch was imported before this run, so its threads spin while they wait, which "
+            f"is slow beside other work: set {VARIABLE}={BRIEFLY} in the environment "
+            "(runtime.spin = true silences this note)",
+            flush=True,
+        )
+
+
+def _in_this_process(job: Job) -> bool:
+    can = registry().capabilities("runtime", job.runtime)
+    return isinstance(can, RuntimeCapabilities) and not can.processes
 
 
 def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> None:

@@ -34,6 +34,10 @@ class InlineConfig(RuntimeSettings):
 
     threads: int = attrs.field(default=0)
     """Number of threads of torch's operators. 0 leaves torch's own choice."""
+    spin: bool = False
+    """Whether these threads spin for milliseconds while they wait for each other. By default they
+    spin briefly and sleep: beside other work on the machine that is ten times as quick. It must be
+    known before torch is imported, which the `hybridflow` command sees to."""
 
 
 class InlineStore:

@@ -29,6 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.backends.ray import reaper
 from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
+from hybridflow.core.config.waiting import waiting_variables
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.kit.memory import keep_freed_memory
@@ -147,6 +148,7 @@ class RayRuntime(Runtime):
         variables = {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
+            **waiting_variables(self.config.spin),
             **HUGE_PAGES,
             **environment,
         }
