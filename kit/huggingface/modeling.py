@@ -172,6 +172,11 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = kind
+        # Padding is masked by the losses. A pad token that was sampled is a token like any other,
+        # whose embedding torch would leave without a gradient.
+        embedding = self.hf.get_input_embeddings()
+        if isinstance(embedding, nn.Embedding):
+            embedding.padding_idx = None
 
     @property
     def head(self) -> nn.Module:

@@ -54,6 +54,22 @@ def wanted(ref, temperature: float, topk_ids: torch.Tensor | None = None):
         yield ref.outputs(prompt, response, temperature, asked)
 
 
+def test_a_pad_token_in_a_row_trains_its_embedding():
+    """The model's config may name a pad token, as exports do: the gradient is that of a model without one."""
+    gradients = []
+    for fields in ({}, {"pad_token_id": 3}):
+        role = role_of(ModelSpec({**tiny_config(), **fields}, None, 0))
+        reference_weights = gradients[0][0] if gradients else role.state_dict()
+        role.load_state_dict(reference_weights)
+        batch = MicroBatch(torch.tensor([[5, 3, 7, 3]]), torch.tensor([2]), torch.tensor([2]), None)
+        outputs = role(batch, ["logprobs"], 1.0)
+        outputs["logprobs"].sum().backward()
+        gradient = role.hf.get_input_embeddings().weight.grad
+        gradients.append((reference_weights, gradient))
+    assert gradients[0][1][3].abs().sum() > 0
+    assert gradients[0][1].equal(gradients[1][1])
+
+
 PECULIAR = {
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0},
