@@ -18,7 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, emit
+
 LOOPS = 2
 BAR = 3.0
 STEPS = 12
@@ -75,12 +76,12 @@ def main() -> int:
                     loop.kill()
                     loop.wait()
 
-    ratio = statistics.median(beside) / statistics.median(alone)
-    print(
-        f"alone {statistics.median(alone):.3f} s a step, beside {LOOPS} busy loops {statistics.median(beside):.3f} s"
-    )
-    print(f"ratio {ratio:.2f} (bar {BAR:g})")
-    return 0 if given.spin or ratio <= BAR else 1
+    quiet = statistics.median(alone)
+    busy = statistics.median(beside)
+    emit("busy.alone", quiet, "s")
+    bar = None if given.spin else BAR
+    met = emit("busy.beside", busy, "s", ratio=busy / quiet, against="alone", bar=bar, at_most=True)
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

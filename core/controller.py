@@ -143,17 +143,18 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
 
 def keep(run: Run, algorithm, export: bool) -> None:
     """Write the last step's checkpoint, if there should be one, and export the models."""
-    export_to = run.job.folder
-    try:
-        if run.job.run.final_checkpoint and run.step not in run.checkpoints.steps():
+    failure = None
+    if run.job.run.final_checkpoint and run.step not in run.checkpoints.steps():
+        try:
             checkpoint(run, algorithm)
-    except CheckpointError:
-        # The disk may have room for the models alone.
-        if export:
-            run.session.export(export_to)
-        raise
+        except CheckpointError as error:
+            failure = error
+
+    # The disk may have room for the models alone.
     if export:
-        run.session.export(export_to)
+        run.session.export(run.job.folder)
+    if failure is not None:
+        raise failure
 
 
 def due(step: int, every: int) -> bool:

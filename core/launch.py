@@ -124,7 +124,7 @@ def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> Non
 
 
 def _changes(jobs: list[Job]) -> list[list[Change]]:
-    """Return what each stage may change of its settings. Raises ConfigError with all others."""
+    """Return the allowed changes of each stage's settings. Raises ConfigError with all others."""
     changed = []
     problems: list[str] = []
     for job in jobs:

@@ -36,7 +36,7 @@ class InlineConfig(RuntimeSettings):
     """Number of threads of torch's operators. 0 leaves torch's own choice."""
     spin: bool = False
     """Whether these threads spin for milliseconds while they wait for each other. By default they
-    spin briefly and sleep: beside other work on the machine that is ten times as quick. It must be
+    spin briefly and sleep: beside other work that is several times as quick. It must be
     known before torch is imported, which the `hybridflow` command sees to."""
 
 

@@ -12,36 +12,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import attrs
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.schema import RoleSection
+from hybridflow.core.job.schema import SECTIONS, RoleSection
 from hybridflow.core.running.folder import MARK, SETTINGS
 
-FREE = (
-    "run.*",
-    "runtime.*",
-    "placement.*",
-    "pools.*",
-    "rollout.*",
-    "validation",
-    "validation.*",
-    "*.pool",
-    "*.layout.*",
-    "*.backend.*",
-    "*.generation.*",
-    "*.sync.*",
-    "*.optimizer.*",
-    "*.offload",
-    "*.micro_batch_tokens",
+FREE_SECTIONS = ("run", "runtime", "placement", "pools", "rollout", "validation")
+"""Tables whose settings may change."""
+FREE_OF_ROLES = (
+    "pool",
+    "layout",
+    "backend",
+    "generation",
+    "sync",
+    "optimizer",
+    "offload",
+    "micro_batch_tokens",
 )
-"""Patterns of the settings that may change."""
-FIXED = ("run.seed", "*.backend.lora*")
-"""Those of them that may not."""
+"""Keys of a role's table that may change."""
 UNSET = object()
 
 
@@ -56,8 +48,11 @@ class Change:
     @property
     def allowed(self) -> bool:
         """Return whether a run may go on with it."""
-        free = any(fnmatchcase(self.key, pattern) for pattern in FREE)
-        return free and not any(fnmatchcase(self.key, pattern) for pattern in FIXED)
+        section, *inner = self.key.split(".")
+        if section in SECTIONS:
+            return section in FREE_SECTIONS and self.key != "run.seed"
+        # A role's table; adapters are part of the model.
+        return inner[:1] != [] and inner[0] in FREE_OF_ROLES and inner[:2] != ["backend", "lora"]
 
     def __str__(self) -> str:
         return f"{self.key} {_written(self.before)} -> {_written(self.now)}"

@@ -195,7 +195,8 @@ class Session:
         """Score the first row of each data set whose responses get this reward."""
         job = self.job
         sets = ["train"] if role in job.algorithm.roles() else []
-        if job.validation is not None and job.validation.generate:
+        # Validation scores by the reward alone.
+        if role.name == "reward" and job.validation is not None and job.validation.generate:
             sets.append("validation")
         for name in sets:
             row = self.rows(name, 0, 1)

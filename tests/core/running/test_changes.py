@@ -48,6 +48,9 @@ def test_what_may_change_is_told_with_both_values(begun):
         ("tokenizer.characters=0123456789+=-", "tokenizer.characters"),
         ("sampling.max_tokens=3", "sampling.max_tokens 4 -> 3"),
         ("run.seed=1", "run.seed 0 -> 1"),
+        # A key of a role's table, which means something else here
+        ("data.options.offload=true", "data.options.offload (not set) -> true"),
+        ("reward.options.ignore_case=true", "reward.options.ignore_case (not set) -> true"),
         ("reward.function=math", 'reward.function "exact_match" -> "math"'),
         ("actor.backend={lora={rank=2}}", "actor.backend.lora (not set) -> {"),
     ],
