@@ -113,7 +113,7 @@ class PolicyLoss(Loss):
         self.reads += [] if on_policy else ["old_logprobs"]
         self.reads += ["ref_logprobs"] if kl_coef else []
         self.reads += ["rollout_logprobs"] if config.correction != "none" else []
-        self.needs = ["logprobs", "entropy"] if config.entropy_coef else ["logprobs"]
+        self.needs = ["logprobs", "entropy"]
 
     def surrogate(self, logprobs, old, advantages, mask) -> torch.Tensor:
         """Return the loss L per token; inputs and result are [B, T]."""
@@ -155,6 +155,8 @@ class PolicyLoss(Loss):
             Term("clip_fraction", clipped.float(), mask, weight=0.0),
             Term("approx_kl", moved, mask, weight=0.0),
         ]
+        if not config.entropy_coef:
+            terms.append(Term("entropy", outputs["entropy"].detach(), mask, weight=0.0))
 
         # Terms with a weight: an entropy bonus, and the KL where rewards do not pay it.
         if config.entropy_coef:

@@ -86,7 +86,9 @@ class RoleHandle:
 
     def score(self, batch: Batch) -> Batch:
         """Compute one float32 per row, the column `role.column` (scores, costs)."""
-        return self._watch(self.group.score(batch, self.role.column))
+        scores = self._watch(self.group.score(batch, self.role.column))
+        self._ctx.remember(Scoring(self.role, batch, scores))
+        return scores
 
     def update(self, pairs: Sequence[tuple[Batch, Loss]] | tuple[Batch, Loss]) -> Future:
         """Take one optimizer step over one or more (mini-batch, loss) pairs; it gives Metrics."""
@@ -122,6 +124,31 @@ class Generation:
     """It with the prompts."""
 
 
+@attrs.frozen(eq=False)
+class Scoring:
+    """Rows that a reward has scored."""
+
+    role: Role
+    batch: Batch
+    scores: Batch
+
+    def equal_groups(self) -> Metrics:
+        """Return <role>/equal_groups: the share of groups, of several rows, with equal scores.
+
+        An advantage within such a group is 0 for all of its rows.
+        """
+        if "group" not in self.batch:
+            return Metrics()
+        scores: dict[int, list[float]] = {}
+        groups = torch.as_tensor(self.batch["group"].values).tolist()
+        values = torch.as_tensor(self.scores[self.role.column].values).tolist()
+        for group, value in zip(groups, values, strict=True):
+            scores.setdefault(group, []).append(value)
+        several = [members for members in scores.values() if len(members) > 1]
+        equal = sum(min(members) == max(members) for members in several)
+        return Metrics({f"{self.role.name}/equal_groups": (equal, len(several))})
+
+
 class StepContext:
     """`ctx` of Algorithm.step. Roles are attributes: ctx.actor, ctx.critic, ctx.ref, ctx.reward."""
 
@@ -149,6 +176,8 @@ class StepContext:
         self.check: Callable[[Generation], None] | None = None
         """What is asked of each generation before an update, and raises where that must not be."""
         self.untrained: list[Generation] = []
+        self.scored: list[Scoring] = []
+        """What rewards have scored in this step."""
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
         self._aside = False
@@ -249,6 +278,16 @@ class StepContext:
             self._results.append((role, result))
         return result
 
+    def remember(self, scoring: Scoring) -> None:
+        """Keep what a reward has scored, for the figures of its groups and for samples."""
+        if not self._aside:
+            self.scored.append(scoring)
+
+    def take_scored(self) -> list[Scoring]:
+        """Return what rewards have scored since the last call."""
+        scored, self.scored = self.scored, []
+        return scored
+
     def finish(self) -> Metrics:
         """Wait for every verb of the step and merge their metrics, named role/metric.
 
@@ -262,6 +301,7 @@ class StepContext:
 
             parts.append(metrics.prefixed(f"{role}/") if role else metrics)
 
+        parts += [scoring.equal_groups() for scoring in self.scored]
         self._results = []
         self._logged = Metrics()
         return Metrics.merge(parts)

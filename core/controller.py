@@ -38,6 +38,7 @@ import time
 
 import attrs
 
+from hybridflow.core.contracts.tracker import remove_later_lines
 from hybridflow.core.errors import CheckpointError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
@@ -47,6 +48,7 @@ from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.kept import checkpoints_of
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
+from hybridflow.core.running.samples import SAMPLES, write_rollouts
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
 
@@ -108,6 +110,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
         run.ctx.check = Agreement(job).check
         if resume and checkpoints.steps():
             restore(run, algorithm)
+        remove_later_lines(job.folder / SAMPLES, run.step)
         report.begin(run.step, session.parameters)
         validate_if_due(run, report)
 
@@ -121,6 +124,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
             run.step += 1
             values = report.step(run, metrics, time.perf_counter() - started)  # may stop the run
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
+            write_rollouts(run)
 
             # The validation comes first, so that the checkpoint contains its metrics.
             validate_if_due(run, report)
@@ -170,6 +174,7 @@ def checkpoint(run: Run, algorithm) -> None:
         "counters": run.ctx.counters,
         "data": run.session.tasks.state().result(),
         "validations": run.validations,
+        "tokens": run.tokens,
     }
     folder = run.checkpoints.write(run.step, state, run.session.save)
     registry().notify("hybridflow_checkpoint", run=run, step=run.step, folder=folder)
@@ -189,3 +194,4 @@ def restore(run: Run, algorithm) -> None:
     run.ctx.counters = state["counters"]
     run.validations = {int(step): values for step, values in state["validations"].items()}
     run.step = state["step"]
+    run.tokens = state.get("tokens", 0)  # checkpoints of earlier versions have none

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,3 +34,28 @@ class Tracker(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Finish: the run is over."""
+
+
+def remove_later_lines(path: Path, step: int) -> None:
+    """Remove the lines of steps after `step` from a file of JSON objects with a "step", if any.
+
+    A line that a killed run left half written goes, too.
+    """
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    earlier = [line for line in lines if _step_of(line) <= step]
+
+    # Replaced in one step: a run that is killed here loses no line.
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(earlier))
+    os.replace(partial, path)
+
+
+def _step_of(line: str) -> float:
+    """Return the line's step; infinity for a line that a killed run left half written."""
+    # A complete line ends in a newline.
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

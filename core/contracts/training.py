@@ -62,16 +62,33 @@ class OptimizerConfig:
     )
     """What follows the warm-up; linear and cosine end at min_lr_ratio * lr after total_steps."""
     total_steps: int = 0
-    """Optimizer steps of the whole run, for linear and cosine."""
+    """Optimizer steps over which linear and cosine run. 0: those of run.steps."""
     min_lr_ratio: float = attrs.field(default=0.0, validator=_fraction)
     """Final learning rate of linear and cosine, as a fraction of lr."""
 
     def __attrs_post_init__(self) -> None:
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+        # Without its own length a schedule gets the run's (`over`).
+        if self.schedule == "constant" or not self.total_steps:
+            return
+        if self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"schedule {self.schedule!r} needs total_steps > warmup_steps, "
                 f"got {self.total_steps} and {self.warmup_steps}"
             )
+
+    def over(self, steps: int | None) -> OptimizerConfig:
+        """Return the same settings with a schedule of the run's `steps`, unless it has a length.
+
+        Raises ValueError where neither is known, or nothing of it is left after the warm-up.
+        """
+        if self.schedule == "constant" or self.total_steps:
+            return self
+        if steps is None:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs total_steps: the algorithm does not say how "
+                "many optimizer steps a step has"
+            )
+        return attrs.evolve(self, total_steps=steps)
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step` (from 0).

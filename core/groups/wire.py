@@ -273,6 +273,11 @@ def _workers_can_import(module: str) -> bool:
     return spec.origin in (getattr(loaded.__spec__, "origin", None), loaded.__file__)
 
 
+def _metric_parts(metrics: Metrics) -> tuple:
+    """Return the arguments that make these metrics again."""
+    return (metrics.means, metrics.maxima, metrics.spreads)
+
+
 class _Pickler(cloudpickle.Pickler):
     """A pickler that gives batches to its encoder.
 
@@ -288,7 +293,7 @@ class _Pickler(cloudpickle.Pickler):
         if kind is Batch:  # as bytes: the pickler asks this method about every object it sees
             return pickle.dumps(self.encoder.batch(obj), protocol=5)
         if kind is Metrics:
-            return (obj.means, obj.maxima)
+            return _metric_parts(obj)
         if kind is Stored:  # as a number: the decoder tells the three by their types
             return self.encoder._block(obj.handle)
         return None
@@ -364,7 +369,7 @@ class Encoder:
         for view in batch.views:
             views += [self._view(resolved.narrow()) for resolved in _resolved_views(view)]
         metrics = batch._metrics
-        return (views, (metrics.means, metrics.maxima) if metrics else None)
+        return (views, _metric_parts(metrics) if metrics else None)
 
     def _view(self, view: View) -> tuple:
         tables = view.tables

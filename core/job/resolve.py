@@ -182,7 +182,9 @@ def resolve_job(
     if algorithm is None:
         return None
 
-    resolver = RoleResolver(reader, pools, sampling, earlier)
+    each = algorithm.updates_per_step()
+    updates = None if each is None else each * run.steps
+    resolver = RoleResolver(reader, pools, sampling, earlier, updates)
     for role in roles:
         resolver.resolve(role, generates=role.generates or (validates and role.name == "actor"))
 

@@ -22,6 +22,7 @@ from hybridflow.core.config.load import merge
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
 from hybridflow.core.job.models import resolve_model
@@ -109,7 +110,8 @@ def _backend_of(actor: Mapping[str, Any]) -> dict[str, Any]:
 class RoleResolver:
     """Resolves roles one after the other; problems go to the reader.
 
-    `earlier` are the jobs of the stages before this one, None for those with problems.
+    `earlier` are the jobs of the stages before this one, None for those with problems. `updates` is
+    the number of optimizer steps of the run, None where the algorithm does not say.
     """
 
     def __init__(
@@ -118,11 +120,13 @@ class RoleResolver:
         pools: Mapping[str, ResourcePool],
         sampling: SamplingSection,
         earlier: Mapping[str, Job | None],
+        updates: int | None,
     ):
         self.reader = reader
         self.pools = pools
         self.sampling = sampling
         self.earlier = earlier
+        self.updates = updates
         self.models: dict[str, PlacedModel] = {}
         self.scorers: dict[str, Rewards] = {}
 
@@ -303,10 +307,11 @@ class RoleResolver:
                 section, engine.name, settings.own_process, layout, problems
             )
             sync = self._sync(role.name, section.sync, apart, problems)
+        optimizer = self._optimizer(section.optimizer, problems) if role.trained else None
 
         # Some problems begin with a key of the role's table, others are about the whole role.
         for problem in problems:
-            in_table = problem.startswith(("layout.", "generation", "sync."))
+            in_table = problem.startswith(("layout.", "generation", "sync.", "optimizer:"))
             reader.problems.append(f"{role.name}{'.' if in_table else ': '}{problem}")
         if problems or (engine is not None and sync is None):
             return None
@@ -316,7 +321,7 @@ class RoleResolver:
             backend=backend.name,
             backend_config=backend.config,
             micro_batch_tokens=section.micro_batch_tokens,
-            optimizer=section.optimizer if role.trained else None,
+            optimizer=optimizer,
             engine=engine.name if engine else None,
             engine_config=engine.config if engine else None,
             temperature=self.sampling.temperature or 1.0,
@@ -325,6 +330,14 @@ class RoleResolver:
             keep_engine=section.generation.keep,
         )
         return PlacedModel(role, model, layout, section.pool, section, generation, apart)
+
+    def _optimizer(self, given: OptimizerConfig, problems: list[str]) -> OptimizerConfig | None:
+        """Return the optimizer, whose schedule ends with the run unless it says when it does."""
+        try:
+            return given.over(self.updates)
+        except ValueError as error:
+            problems.append(f"optimizer: {error}")
+            return None
 
     def _backend_problems(self, backend: Choice, layout: ParallelLayout, kind: str) -> list[str]:
         """Ask the backend's class what it cannot do; [] where it is not installed or not placed."""

@@ -109,6 +109,9 @@ class RunSection:
     """The same in bfloat16 for mixtures of experts, whose routing may tip over."""
 
     # Observation
+    samples: int = _setting(1, non_negative)
+    """How many of each step's rollouts are written to samples.jsonl, as text with their scores: the
+    first of each of so many groups."""
     trackers: tuple[str | dict[str, Any], ...] = ("jsonl", "tensorboard")
     """Plugins of kind "tracker" that get the metrics: names, or tables of a name and its settings
     such as `{ name = "jsonl" }`. One that is not installed is left out with a note."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -24,22 +25,23 @@ LINE_EVERY_S = 2.0
 """Without a terminal, seconds between two progress lines at least."""
 SHOWN = {
     "reward/scores": "reward",
-    "reward/score": "reward",
     "cost/costs": "cost",
     "lambda": "lambda",
-    "actor/loss": "loss",
-    "reward/loss": "loss",
-    "cost/loss": "loss",
+    "actor/response_length": "length",
+    "actor/turns": "turns",
     "reward/accuracy": "accuracy",
     "cost/accuracy": "accuracy",
     "actor/accuracy": "accuracy",
-    "actor/turns": "turns",
+    "actor/loss": "loss",
+    "reward/loss": "loss",
+    "cost/loss": "loss",
     "kl": "kl",
+    "actor/entropy": "entropy",
     "actor/mismatch_mean": "mismatch",
     "tokens_per_second": "tok/s",
     "bytes/per_sequence": "B/seq",
 }
-"""Metric -> its label in the progress line."""
+"""Metric -> its label in the progress line, what a run is after first."""
 
 
 class Reporter:
@@ -53,6 +55,8 @@ class Reporter:
         self._progress: Progress | None = None
         self._task: TaskID | None = None
         self._last_line = 0.0
+        self._begun: tuple[int, float] | None = None
+        """The first step of this attempt that is over, and when it was (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
         self.foresight = predicted(job)
@@ -112,6 +116,7 @@ class Reporter:
             tracker.start(self.job.folder, step)
             self.trackers.append(tracker)
 
+        self._begun = None
         # Without a terminal there is no bar, and `_line` prints lines.
         self._stop_progress()
         if self.console.is_terminal:
@@ -159,11 +164,30 @@ class Reporter:
             self.foresight.add(values)
             values["seconds/predicted"] = self.foresight.seconds
 
+        # Where the run stands.
+        run.tokens += int(tokens)
+        values["tokens_total"] = float(run.tokens)
+        if (eta := self._eta(run.step)) is not None:
+            values["eta_seconds"] = eta
+
         # Trackers get the step's metrics even if its mismatch ends the run.
         self._log(run, values)
         self._line(run.step, values)
         self._check_mismatch(run.step, values)
         return values
+
+    def _eta(self, step: int) -> float | None:
+        """Return the seconds until run.steps are over at the pace so far, validations included.
+
+        The first step does not count, since it warms everything up; None after it.
+        """
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = (step, now)
+        first, since = self._begun
+        if step == first:
+            return None
+        return (now - since) / (step - first) * (self.job.run.steps - step)
 
     def _check_mismatch(self, step: int, values: Mapping[str, float]) -> None:
         """Compare the worst mismatch of any actor with the limits of [run].
@@ -254,4 +278,6 @@ class Reporter:
             self._progress.update(self._task, completed=step, line=line)
         elif time.monotonic() - self._last_line >= LINE_EVERY_S or step == self.job.run.steps:
             self._last_line = time.monotonic()
+            if "eta_seconds" in values and step < self.job.run.steps:
+                line += f"  eta {timedelta(seconds=round(values['eta_seconds']))}"
             self.say(f"{self.title} step {step}/{self.job.run.steps}  {line}")

@@ -25,6 +25,8 @@ class Run:
     # Changes with every step
     step: int = 0
     """Number of steps that are over."""
+    tokens: int = 0
+    """Number of tokens that the actor has generated in them."""
     validations: dict[int, dict[str, float]] = attrs.field(factory=dict)
     """Step -> metrics of the validation after it."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
+from hybridflow.core.running.samples import write_samples
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
 
@@ -48,6 +47,7 @@ def validate(run: Run, report: Reporter) -> dict[str, float]:
 
     # The calls above must not show in the next step's metrics, nor change its random draws.
     run.ctx.finish()
+    run.ctx.take_scored()
     run.ctx.counters = counters
 
     values = Metrics.merge(parts).prefixed("validation/").values()
@@ -87,29 +87,6 @@ def _generate(run: Run, rows: Batch, samples: int) -> Metrics:
 
     # The first rows of each validation are the same, so that samples can be compared.
     if samples:
-        _write_samples(run, batch.join(scored).take(slice(0, samples)), column)
+        write_samples(run, batch.join(scored).take(slice(0, samples)), column, "validation")
     score = (float(scores.sum()), len(scores))
     return Metrics({"score": score, **batch.metrics.means})
-
-
-def _write_samples(run: Run, batch: Batch, column: str) -> None:
-    """Append the rows of the batch, as text with their scores, to samples.jsonl."""
-    tokenizer = run.session.prepared.tokenizer
-    with open(run.job.folder / "samples.jsonl", "a") as file:
-        for prompt, response, meta, score, reason in zip(
-            batch["prompt_ids"],
-            batch["response_ids"],
-            batch["meta"],
-            batch[column],
-            batch["finish_reason"],
-            strict=True,
-        ):
-            row = {
-                "step": run.step,
-                "prompt": tokenizer.decode(np.asarray(prompt)),
-                "response": tokenizer.decode(np.asarray(response)),
-                "answer": meta.get("answer"),
-                "score": float(score),
-                "finish_reason": reason,
-            }
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -1,28 +1,39 @@
-"""Metrics that do not depend on how rows were split: every mean is a (sum, count) pair."""
+"""Metrics that do not depend on how rows were split: sums with their counts, maxima, values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (10, 50, 90)
+"""The percentiles that are reported of values."""
 
 
 class Metrics:
-    """Means as name -> (sum, count), and maxima as name -> value.
+    """Means as name -> (sum, count), maxima as name -> value, and spreads as name -> values.
 
-    `merge` adds the pairs and takes the maxima.
+    `merge` adds the pairs, takes the maxima and puts the values together. Of the values of a spread
+    their distribution is reported: <name>_std (of all of them), _min, _p10, _p50, _p90 and _max.
     """
 
-    __slots__ = ("maxima", "means")
+    __slots__ = ("maxima", "means", "spreads")
 
     def __init__(
         self,
         means: Mapping[str, tuple[float, float]] | None = None,
         maxima: Mapping[str, float] | None = None,
+        spreads: Mapping[str, Any] | None = None,
     ):
         # Plain floats, whatever came: tensors would hold on to device memory.
         self.means = {}
         for name, (total, count) in (means or {}).items():
             self.means[name] = (float(total), float(count))
         self.maxima = {name: float(value) for name, value in (maxima or {}).items()}
+        self.spreads = {
+            name: np.asarray(values, np.float32) for name, values in (spreads or {}).items()
+        }
 
     @classmethod
     def of(cls, **values: float) -> Metrics:
@@ -34,24 +45,33 @@ class Metrics:
         """Merge the metrics of several parts into those of the whole."""
         # A mean over all rows is the sum of all sums over the sum of all counts.
         merged = cls()
+        spreads: dict[str, list[np.ndarray]] = {}
         for metrics in many:
             for name, (total, count) in metrics.means.items():
                 old_total, old_count = merged.means.get(name, (0.0, 0.0))
                 merged.means[name] = (old_total + total, old_count + count)
             for name, value in metrics.maxima.items():
                 merged.maxima[name] = max(value, merged.maxima.get(name, value))
+            for name, values in metrics.spreads.items():
+                spreads.setdefault(name, []).append(values)
+        merged.spreads = {name: np.concatenate(parts) for name, parts in spreads.items()}
         return merged
 
     def values(self) -> dict[str, float]:
-        """Return name -> mean or maximum; means without any count are left out."""
-        means = {name: total / count for name, (total, count) in self.means.items() if count}
-        return {**means, **self.maxima}
+        """Return name -> figure; means without any count and spreads of nothing are left out."""
+        figures = {name: total / count for name, (total, count) in self.means.items() if count}
+        figures |= self.maxima
+        for name, values in self.spreads.items():
+            if len(values):
+                figures |= {f"{name}_{label}": value for label, value in _distribution(values)}
+        return figures
 
     def prefixed(self, prefix: str) -> Metrics:
         """Return the same metrics with `prefix` before each name."""
         return Metrics(
             {f"{prefix}{name}": pair for name, pair in self.means.items()},
             {f"{prefix}{name}": value for name, value in self.maxima.items()},
+            {f"{prefix}{name}": values for name, values in self.spreads.items()},
         )
 
     def __getitem__(self, name: str) -> float:
@@ -61,8 +81,17 @@ class Metrics:
         return name in self.means or name in self.maxima
 
     def __bool__(self) -> bool:
-        return bool(self.means or self.maxima)
+        return bool(self.means or self.maxima or self.spreads)
 
     def __repr__(self) -> str:
         figures = (f"{name}={value:.4g}" for name, value in self.values().items())
         return f"Metrics({', '.join(figures)})"
+
+
+def _distribution(values: np.ndarray) -> Iterable[tuple[str, float]]:
+    """Yield (label, figure) of values, at least one."""
+    # In float64, since the values of many rows would lose digits in float32.
+    wide = values.astype(np.float64)
+    labels = ("min", *(f"p{percent}" for percent in PERCENTILES), "max")
+    yield "std", float(wide.std())
+    yield from zip(labels, np.percentile(wide, (0, *PERCENTILES, 100)).tolist(), strict=True)

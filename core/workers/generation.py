@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 
 import attrs
+import numpy as np
 import torch
 
 from hybridflow.core.contracts.rollout import Request, RolloutEngine, SamplingParams
@@ -39,7 +40,8 @@ def generate_rows(
     # Every token is the model's, so every one counts in the loss.
     ids = tokens([completion.response_ids for completion in completions], torch.int64)
     reasons = [completion.finish_reason for completion in completions]
-    metrics = _generation_metrics(len(ids.values), reasons, started, engine)
+    assert ids.lengths is not None
+    metrics = _generation_metrics(ids.lengths, reasons, started, engine)
     columns = {
         "response_ids": ids,
         "rollout_logprobs": tokens([done.logprobs for done in completions], torch.float32),
@@ -69,7 +71,7 @@ def generate_episodes(
     played = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
 
     # Only tokens that the model wrote count as generated.
-    written = float(torch.as_tensor(played["loss_mask"].values).sum())
+    written = [float(mask.sum()) for mask in played["loss_mask"]]
     reasons = list(played["finish_reason"].values)
     metrics = _generation_metrics(written, reasons, started, engine)
     columns = {name: played[name] for name in played}
@@ -110,17 +112,20 @@ def make_requests(
 
 
 def _generation_metrics(
-    generated: float, reasons: Sequence[str], started: float, engine: RolloutEngine
+    lengths: Sequence[float] | np.ndarray,
+    reasons: Sequence[str],
+    started: float,
+    engine: RolloutEngine,
 ) -> Metrics:
-    """generated: the number of tokens; started: of the generation, by time.perf_counter."""
+    """lengths: generated tokens of each row; started: of the generation, by time.perf_counter."""
     rows = len(reasons)
     means = {
-        "response_length": (generated, rows),
+        "response_length": (sum(lengths), rows),
         "clipped": (list(reasons).count("length"), rows),
         "generate_seconds": (time.perf_counter() - started, 1.0),
     }
     # The engine's own figures, such as its cache hits, are maxima over ranks.
-    metrics = Metrics(means)
+    metrics = Metrics(means, spreads={"response_length": lengths})
     metrics.maxima.update(engine.figures())
     return metrics
 

@@ -153,7 +153,7 @@ class ModelWorker(PoolMember):
     def score(self, batch: Batch, column: str) -> Batch:
         """Return a reward model's score of each row, as `column` [rows].
 
-        Its mean is a metric of the same name, as reward functions report theirs.
+        Its mean and spread are metrics of the same name, as reward functions report theirs.
         """
         outputs = self._forward(batch, ["scores"])
         if not outputs:
@@ -162,7 +162,7 @@ class ModelWorker(PoolMember):
         # Summed in float64, since a mean over many rows would lose digits in float32.
         scores = torch.as_tensor(outputs["scores"].values)
         mean = (float(scores.double().sum()), float(len(scores)))
-        return Batch({column: scores}, Metrics({column: mean}))
+        return Batch({column: scores}, Metrics({column: mean}, spreads={column: scores}))
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
         """Return the model's outputs by name.

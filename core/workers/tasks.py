@@ -247,7 +247,8 @@ class RewardWorker(Worker):
         if any(part.per_token for part in self.parts):
             columns[f"token_{column}"] = tokens(per_token, torch.float32)
         means = {column: (float(total.sum()), len(total)), **means}
-        return Batch({column: torch.from_numpy(total), **columns}, Metrics(means))
+        metrics = Metrics(means, spreads={column: total})
+        return Batch({column: torch.from_numpy(total), **columns}, metrics)
 
     @register(Protocol.RANK_ZERO, reads=("prompt_ids", "response_ids", "meta", "episode_return"))
     def try_out(self, batch: Batch, data: str) -> None:

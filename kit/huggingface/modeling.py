@@ -295,7 +295,7 @@ def token_outputs(
     if "logprobs" in needs:
         yield "logprobs", log_p.gather(-1, targets[:, None])[:, 0]
     if "entropy" in needs:
-        yield "entropy", -(log_p.exp() * log_p).sum(-1)
+        yield "entropy", _Entropy.apply(log_p)
     if "topk_logprobs" in needs:
         assert topk_ids is not None
         yield "topk_logprobs", log_p.gather(-1, topk_ids)
@@ -306,6 +306,21 @@ def token_outputs(
             values, ids = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
             yield "topk_ids", ids
             yield "topk_logprobs", values
+
+
+class _Entropy(torch.autograd.Function):
+    """-sum p log p of log-probabilities [N, V], which keeps nothing that they do not keep."""
+
+    @staticmethod
+    def forward(ctx, log_p):
+        ctx.save_for_backward(log_p)
+        return -log_p.exp().mul_(log_p).sum(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # d(p log p) / d log p = p (log p + 1)
+        (log_p,) = ctx.saved_tensors
+        return -(log_p + 1).mul_(log_p.exp()).mul_(grad[:, None])
 
 
 def pick(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

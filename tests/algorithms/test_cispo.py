@@ -29,7 +29,10 @@ def test_cispo_keeps_the_gradient_of_every_token_with_a_bounded_weight():
         "old_logprobs": torch.tensor([[-1.0 - math.log(4.0), -1.0 + math.log(4.0)]]),
     }  # fmt: skip
     total, _ = reduce_terms(
-        loss(batch, {"logprobs": logprobs}), batch["loss_mask"], Counts(2, 1, 1), Counts(2, 1, 1)
+        loss(batch, {"logprobs": logprobs, "entropy": torch.ones(1, 2)}),
+        batch["loss_mask"],
+        Counts(2, 1, 1),
+        Counts(2, 1, 1),
     )
     # weights 4, cut to 2, and 1/4: (-2 x 1 x -1 - 0.25 x -2 x -1) / 2
     assert float(total.detach()) == pytest.approx((2.0 - 0.5) / 2)

@@ -25,7 +25,8 @@ def test_advantages_are_centred_and_not_scaled():
 def test_the_loss_is_divided_by_the_constant_length():
     loss = DrGRPO(DrGRPOConfig(length=8)).losses()["actor"]
     terms = loss(
-        {"loss_mask": MASK, "advantages": torch.ones(2, 3)}, {"logprobs": torch.full((2, 3), -1.0)}
+        {"loss_mask": MASK, "advantages": torch.ones(2, 3)},
+        {"logprobs": torch.full((2, 3), -1.0), "entropy": torch.ones(2, 3)},
     )
     [term] = [term for term in terms if term.name == "policy_loss"]
     assert (term.how, term.length) == ("seq-mean-token-sum-norm", 8)

@@ -73,7 +73,7 @@ def test_the_mean_is_over_each_response_or_over_all_tokens(how, expected):
     batch = {"loss_mask": torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])}
     batch["advantages"] = torch.tensor([[-4.0, 0.0, 0.0], [-1.0, -2.0, -3.0]])
     loss = GRPO(attrs.evolve(SMALL, how=how)).losses()["actor"]
-    found = loss(batch, {"logprobs": torch.full((2, 3), -1.0)})
+    found = loss(batch, {"logprobs": torch.full((2, 3), -1.0), "entropy": torch.ones(2, 3)})
     total, _ = reduce_terms(found, batch["loss_mask"], Counts(4, 2, 2), Counts(4, 2, 2))
     assert float(total) == pytest.approx(expected)
 

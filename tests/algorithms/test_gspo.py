@@ -45,7 +45,9 @@ def test_each_token_carries_the_geometric_mean_of_its_responses_ratios():
         "loss_mask": torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]), "old_logprobs": torch.zeros(2, 3),
         "advantages": torch.tensor([[3.0, 3.0, 0.0], [1.0, 0.0, 1.0]]),
     }  # fmt: skip
-    terms = {term.name: term for term in loss(batch, {"logprobs": logprobs})}
+    terms = {
+        term.name: term for term in loss(batch, {"logprobs": logprobs, "entropy": torch.ones(2, 3)})
+    }
     # sqrt(2 * 0.5) = 1, of which nothing is clipped; sqrt(4 * 1) = 2, clipped to 1.5
     assert terms["policy_loss"].value.tolist() == [
         pytest.approx([-3.0, -3.0, 0.0], abs=1e-6),

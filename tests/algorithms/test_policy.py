@@ -15,6 +15,7 @@ from hybridflow.core.workers.reduction import reduce_terms
 def terms(loss, batch: dict, outputs: dict) -> dict:
     """The loss's terms on [B, T] lists, by name."""
     tensors = {name: torch.tensor(value) for name, value in batch.items()}
+    outputs = {"entropy": [[0.0, 0.0]], **outputs}
     found = loss(
         {"loss_mask": torch.ones(1, 2), **tensors}, {n: torch.tensor(v) for n, v in outputs.items()}
     )
@@ -55,6 +56,18 @@ def test_the_entropy_bonus_lowers_the_loss():
     assert float(total) == pytest.approx(-1.0 - 0.1 * 3.0)
 
 
+def test_without_a_bonus_the_entropy_is_reported_and_changes_nothing():
+    loss = PolicyLoss(PolicyConfig(), on_policy=True)
+    logprobs = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    entropy = torch.tensor([[2.0, 4.0]], requires_grad=True)
+    batch = {"loss_mask": torch.tensor([[1.0, 1.0]]), "advantages": torch.tensor([[1.0, 1.0]])}
+    found = loss(batch, {"logprobs": logprobs, "entropy": entropy})
+    total, tally = reduce_terms(found, batch["loss_mask"], Counts(2, 1, 1), Counts(2, 1, 1))
+    total.backward()
+    assert tally.metrics()["entropy"] == 3.0 and float(total.detach()) == -1.0
+    assert entropy.grad is None
+
+
 def test_the_correction_for_the_engine_multiplies_the_loss():
     batch = dict(
         old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]], rollout_logprobs=[[-1.5, -3.0]]
@@ -76,7 +89,7 @@ def test_the_kl_term_is_the_estimate_computed_by_hand(kind, kl):
         "advantages": torch.zeros(1, 1),
         "ref_logprobs": torch.tensor([[-1.5]]),
     }
-    found = loss(batch, {"logprobs": logprobs})
+    found = loss(batch, {"logprobs": logprobs, "entropy": torch.ones(1, 1)})
     total, _ = reduce_terms(found, batch["loss_mask"], Counts(1, 1, 1), Counts(1, 1, 1))
     assert float(total.detach()) == pytest.approx(0.2 * kl, rel=1e-5)
     total.backward()
@@ -110,7 +123,7 @@ def test_on_policy_the_ratio_is_that_of_this_forward_and_its_gradient_is_not_los
     assert loss.reads == ["advantages"]
     logprobs = torch.tensor([[-1.0, -5.0]], requires_grad=True)
     batch = {"loss_mask": torch.ones(1, 2), "advantages": torch.tensor([[2.0, -3.0]])}
-    value = loss(batch, {"logprobs": logprobs})[0].value
+    value = loss(batch, {"logprobs": logprobs, "entropy": torch.ones(1, 2)})[0].value
     assert value.tolist() == [[-2.0, 3.0]]
     value.sum().backward()
     assert logprobs.grad.tolist() == [[-2.0, 3.0]]  # of -A rho with rho = 1

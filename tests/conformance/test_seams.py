@@ -32,7 +32,7 @@ class TestJsonl(TrackerConformance):
             (row["step"], name): value
             for row in rows
             for name, value in row.items()
-            if name != "step"
+            if name not in ("step", "timestamp")
         }
 
 

@@ -186,6 +186,28 @@ def test_the_metrics_of_a_step_are_named_by_role_and_told_once(context):
     assert not ctx.finish()
 
 
+def test_groups_whose_scores_are_equal_are_counted(context):
+    # Scores are 3 x: group 5 has 0 and 0, group 8 has 3 and 6, and group 9 one row alone.
+    ctx = context()
+    rows = Batch(
+        {"x": torch.tensor([0.0, 1.0, 0.0, 2.0, 4.0]), "group": torch.tensor([5, 8, 5, 8, 9])}
+    )
+    ctx.reward.score(rows)
+    assert ctx.finish()["reward/equal_groups"] == 0.5
+    (scored,) = ctx.take_scored()
+    assert scored.scores["scores"].values.tolist() == [0.0, 3.0, 0.0, 6.0, 12.0]
+    assert ctx.take_scored() == []
+
+    # Two calls of a step count together; rows without a group, and what is aside, not at all.
+    ctx.reward.score(rows)
+    ctx.reward.score(rows.take(slice(1, 4)).take(torch.tensor([0, 2])))
+    ctx.reward.score(Batch({"x": torch.ones(2)}))
+    with ctx.aside():
+        ctx.reward.score(rows)
+    assert ctx.finish()["reward/equal_groups"] == pytest.approx(1 / 3)
+    assert len(ctx.take_scored()) == 3
+
+
 def test_what_is_called_aside_is_left_out(context):
     ctx = context()
     with ctx.aside():

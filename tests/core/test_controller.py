@@ -120,6 +120,8 @@ def test_a_run_that_was_cut_off_goes_on_bit_for_bit(here):
     assert go("run.steps=2", "run.name=cut", "run.checkpoint_every=2").step == 2
     assert go("run.steps=3", "run.name=cut", resume=True, export=True).step == 3
     assert learning(here / "runs/cut") == learning(here / "runs/whole")
+    whole, cut = (Path(f"runs/{name}/samples.jsonl").read_text() for name in ("whole", "cut"))
+    assert whole.count("\n") == 3 and cut == whole  # a rollout a step
     weights = "export/actor/model.safetensors"
     whole, cut = (load_file(f"runs/{name}/{weights}") for name in ("whole", "cut"))
     assert whole.keys() == cut.keys() and all(whole[name].equal(cut[name]) for name in whole)

@@ -109,7 +109,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def learning(folder: Path) -> list[dict[str, float]]:
     """The metrics that do not depend on the clock or on how the run was cut up."""
-    clock = ("seconds", "_per_second", "bytes/", "/sync_", "_peak_gb")
+    clock = ("seconds", "timestamp", "_per_second", "bytes/", "/sync_", "_peak_gb")
     return [
         {k: v for k, v in row.items() if not any(c in k for c in clock)} for row in metrics(folder)
     ]

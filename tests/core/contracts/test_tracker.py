@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridflow.core.contracts.tracker import Tracker
+from hybridflow.core.contracts.tracker import Tracker, remove_later_lines
 
 
 class Kept(Tracker):
@@ -29,3 +29,16 @@ def test_a_tracker_keeps_its_settings_and_needs_no_end(tmp_path):
 def test_without_a_place_to_log_to_there_is_no_tracker():
     with pytest.raises(TypeError, match="log"):
         Tracker()
+
+
+def test_later_lines_and_half_written_ones_are_removed(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    remove_later_lines(path, 1)
+    assert not path.exists()
+    whole = '{"step": 1}\n{"step": 2}\n{"step": 2}\n'
+    for left in ('{"step": 3}\n', '{"step": 2', '{"other": 1}\n', ""):
+        path.write_text(whole + left)
+        remove_later_lines(path, 2)
+        assert path.read_text() == whole
+    remove_later_lines(path, 0)
+    assert path.read_text() == "" and list(tmp_path.iterdir()) == [path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
@@ -51,6 +52,17 @@ def test_settings_out_of_range_are_refused():
         OptimizerConfig(min_lr_ratio=2)
     with pytest.raises(ValueError, match="needs total_steps > warmup_steps, got 5 and 5"):
         OptimizerConfig(schedule="cosine", total_steps=5, warmup_steps=5)
+
+
+def test_a_schedule_without_a_length_runs_as_long_as_the_run():
+    linear = OptimizerConfig(lr=4.0, schedule="linear")
+    assert [linear.over(4).lr_at(step) for step in range(5)] == [4.0, 3.0, 2.0, 1.0, 0.0]
+    assert attrs.evolve(linear, total_steps=9).over(4).total_steps == 9
+    assert OptimizerConfig().over(None) == OptimizerConfig()
+    with pytest.raises(ValueError, match="needs total_steps: the algorithm does not say"):
+        linear.over(None)
+    with pytest.raises(ValueError, match="needs total_steps > warmup_steps, got 4 and 4"):
+        attrs.evolve(linear, warmup_steps=4).over(4)
 
 
 def test_a_model_is_asked_only_for_what_its_kind_has():

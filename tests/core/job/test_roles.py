@@ -5,6 +5,7 @@ from __future__ import annotations
 from helpers.job_texts import ALGORITHM, BASE, MODEL, STAGES, WITHOUT_ALGORITHM, WITHOUT_REWARD
 from helpers.jobs import job, jobs, model_folder, problem, problems
 
+from hybridflow.algorithms.grpo import GRPO
 from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.job.roles import role_table
@@ -213,3 +214,18 @@ def test_an_engine_that_forms_its_groups_itself_gets_neighbours(monkeypatch):
     able = EngineCapabilities(tp=True, grouping="consecutive")
     monkeypatch.setattr(Registry, "engine_capabilities", lambda self, name: able)
     assert job(*four).models["actor"].generation.groups("tp") == [[0, 1], [2, 3]]
+
+
+def test_a_schedule_is_as_long_as_the_run_unless_it_says_otherwise(monkeypatch):
+    # Two mini-batches of 8 of the 16 sequences of a step, in each of 100 steps
+    linear = "actor.optimizer={schedule='linear'}"
+    optimizer = job(linear, "algorithm.mini_batch_size=8").models["actor"].spec.optimizer
+    assert optimizer.total_steps == 200
+    optimizer = job(linear, "actor.optimizer.total_steps=7").models["actor"].spec.optimizer
+    assert optimizer.total_steps == 7
+
+    found = problem(linear, "actor.optimizer.warmup_steps=100")
+    assert found.startswith("actor.optimizer: schedule 'linear' needs total_steps > warmup_steps")
+    monkeypatch.setattr(GRPO, "updates_per_step", lambda self: None)
+    found = problem(linear)
+    assert found.startswith("actor.optimizer: schedule 'linear' needs total_steps: the algorithm")

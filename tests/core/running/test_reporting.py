@@ -63,8 +63,37 @@ def test_a_step_s_figures_are_counted_out(run_of, tiny):
     assert (values["tokens_per_second"], values["sequences_per_second"]) == (20.0, 8.0)
     assert (values["bytes/controller"], values["bytes/per_sequence"]) == (0.0, 0.0)
     assert values["seconds/step"] == 2.0 and "seconds/predicted" not in values
-    line = "conformance step 2/2  kl 0.25  tok/s 20  B/seq 0  2.00 s ()"
+    line = "conformance step 2/2  length 2.5  kl 0.25  tok/s 20  B/seq 0  2.00 s ()"
     assert out.getvalue().splitlines()[-1] == line
+
+
+def test_reward_and_length_come_before_the_loss(run_of, tiny):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=1)
+    run.step = 1
+    names = ("actor/loss", "actor/entropy", "actor/response_length", "reward/scores")
+    report.step(run, Metrics.of(**dict.fromkeys(names, 0.5)), 1.0)
+    assert "step 1/1  reward 0.5  length 0.5  loss 0.5  entropy 0.5  " in out.getvalue()
+
+
+def test_tokens_add_up_and_the_rest_of_the_run_is_estimated(run_of, tiny, monkeypatch):
+    run = run_of()
+    report, out = reporter(run, tiny, steps=12)
+    run.tokens = 100  # of before a resume
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    with report:
+        report.begin(8, {"actor": 1})
+        found = []
+        for run.step, seconds in ((9, 50.0), (10, 5.0), (11, 7.0), (12, 6.0)):
+            now[0] += seconds
+            found.append(report.step(run, RESPONSES, 0.5))
+    assert [values["tokens_total"] for values in found] == [140.0, 180.0, 220.0, 260.0]
+    # The first step warms up: then 5 s for one step, 12 s for two, 18 s for three.
+    etas = [values.get("eta_seconds") for values in found]
+    assert etas == [None, 10.0, 6.0, 0.0]
+    lines = [line for line in out.getvalue().splitlines() if " step " in line and "/12" in line]
+    assert [line.partition("  eta ")[2] for line in lines] == ["", "0:00:10", "0:00:06", ""]
 
 
 def test_a_step_has_the_bytes_and_the_seconds_of_its_calls(run_of, tiny):

@@ -52,8 +52,10 @@ def test_the_score_is_the_mean_over_the_greedy_responses(run_of, tiny):
     assert [sample["step"] for sample in samples] == [4, 4, 4]  # validation.samples
     for at, sample in enumerate(samples):
         meta = rows["meta"].values[at]
-        assert (sample["prompt"], sample["answer"]) == (meta["prompt"], meta["answer"])
-        assert sample["response"] == tokenizer.decode(responses[at])
+        # The arithmetic's prompts begin with a bos; special tokens are shown.
+        assert (sample["prompt"], sample["answer"]) == (f"<bos>{meta['prompt']}", meta["answer"])
+        assert sample["response"] == tokenizer.decode(responses[at], skip_special=False)
+        assert sample["data"] == "validation"
         assert sample["score"] == pytest.approx(scores[at])
         ended = responses[at][-1] == tokenizer.eos_id
         assert sample["finish_reason"] == ("stop" if ended else "length")

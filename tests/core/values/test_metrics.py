@@ -46,6 +46,28 @@ def test_a_prefix_names_means_and_maxima():
     }
 
 
+def test_a_spread_is_that_of_the_values_of_all_parts():
+    halves = [Metrics(spreads={"x": range(0, 6)}), Metrics(spreads={"x": []})]
+    merged = Metrics.merge([*halves, Metrics(spreads={"x": [6, 10, 9, 8, 7]})]).prefixed("a/")
+    # 0 to 10: the variance of n equal steps is (n^2 - 1) / 12
+    assert merged.values() == pytest.approx(
+        {
+            "a/x_std": 10**0.5,
+            "a/x_min": 0.0,
+            "a/x_p10": 1.0,
+            "a/x_p50": 5.0,
+            "a/x_p90": 9.0,
+            "a/x_max": 10.0,
+        }
+    )
+
+
+def test_a_spread_of_nothing_is_left_out():
+    nothing = Metrics(spreads={"x": []})
+    assert nothing.values() == {} and Metrics.merge([nothing, nothing]).values() == {}
+
+
 def test_metrics_survive_pickling():
-    there = pickle.loads(pickle.dumps(Metrics({"x": (4.0, 2.0)}, {"y": 5.0})))
+    there = pickle.loads(pickle.dumps(Metrics({"x": (4.0, 2.0)}, {"y": 5.0}, {"z": [1, 2]})))
     assert there.means == {"x": (4.0, 2.0)} and there.maxima == {"y": 5.0}
+    assert there.spreads["z"].tolist() == [1.0, 2.0]

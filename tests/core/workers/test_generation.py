@@ -48,6 +48,7 @@ def test_the_metrics_count_tokens_and_responses_that_were_cut(speaker):
     assert cut.means["response_length"] == (12.0, 3.0) and cut.means["clipped"] == (3.0, 3.0)
     stopped = generate_rows(speaker[0], ROWS, often, 3, None).metrics
     assert stopped.means["response_length"] == (3.0, 3.0) and stopped.means["clipped"] == (0.0, 3.0)
+    assert cut.spreads["response_length"].tolist() == [4.0, 4.0, 4.0]
     assert cut.means["generate_seconds"][0] > 0 and cut.means["generate_seconds"][1] == 1.0
 
 
@@ -62,9 +63,11 @@ def test_the_tokens_of_an_environment_are_no_part_of_the_response_length(speaker
     sampling = SamplingParams(max_tokens=12, logit_bias={14: 3.0})
     made = generate_episodes(speaker[0], ROWS, sampling, 3, None, echoing(char()), speaker[1])
     assert set(made.names) == set(EPISODE_COLUMNS)
-    own = sum(int(mask.sum()) for mask in made["loss_mask"])
+    each = [int(mask.sum()) for mask in made["loss_mask"]]
+    own = sum(each)
     assert own < len(made["response_ids"].values)
     assert made.metrics.means["response_length"] == (own, 3.0)
+    assert made.metrics.spreads["response_length"].tolist() == each
     assert made.metrics.means["turns"][0] == sum(map(len, made["turn_rewards"].values))
 
 
