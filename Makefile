@@ -4,7 +4,7 @@
 # make mirror  breaks each module and sees its test fail
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make test-fake  training backends on GPUs and ranks that are not there
-# make matrix  each training backend with each rollout engine
+# make matrix  each training backend with each rollout engine, and each way to end a run
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds
 # make bench  every benchmark, beside its peers        make clean  remove what these made
@@ -50,7 +50,7 @@ bench-fake: $(VENV)/.done
 	$(PY) bench/fake.py
 
 matrix: .venv-engines/.done
-	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest tests/engines/test_combinations.py -v
+	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest tests/engines/test_combinations.py tests/engines/test_runs.py -v
 
 zoo: .venv-engines/.done
 	.venv-engines/bin/python ci/zoo.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -27,21 +28,22 @@ def engine(request):
 
 
 @pytest.mark.timeout(900)
-def test_five_kills_in_twenty_steps_change_nothing_but_the_count_of_restarts(tmp_path, engine):
-    settings = ["run.steps=20", *engine]
+def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, engine):
+    kills, steps = (5, 20) if os.environ.get("HYBRIDFLOW_MATRIX") else (2, 8)
+    settings = [f"run.steps={steps}", *engine]
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     for folder in (whole, hit):
         folder.mkdir()
         write(folder, **WIDER)
     done = hybridflow(whole, "run", "tiny.toml", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
-    code, out, kills = killing(
-        hit, 5, "run", "tiny.toml", *settings, "rollout.restarts=5", timeout=800
+    code, out, killed = killing(
+        hit, kills, "run", "tiny.toml", *settings, "rollout.restarts=5", timeout=800
     )
-    assert code == 0 and kills == 5, out
+    assert code == 0 and killed == kills, out
     undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")
-    assert sum(row["actor/engine_restarts"] for row in disturbed) == 5
-    assert len(disturbed) == 20
+    assert sum(row["actor/engine_restarts"] for row in disturbed) == kills
+    assert len(disturbed) == steps
     for one, other in zip(disturbed, undisturbed, strict=True):
         # Which sequences are decoded together depends on the clock, so the last bits differ; tokens and rewards do not.
         for name in ("reward/scores", "actor/response_length", "actor/clipped"):
@@ -61,11 +63,17 @@ def _wait_gone(mark: str, before: set[str], seconds: float) -> tuple[list[int], 
 
 
 ENDS = ("normal", "exception", "interrupt", "kill")
-CASES = [("sglang", "inline", end) for end in ENDS] + [("vllm", "ray", end) for end in ENDS]
-CASES += [("sglang", "ray", "kill"), ("vllm", "inline", "kill")]
+CASES = list(itertools.product(ENGINES, ("inline", "ray"), ENDS))
+SLICE = [
+    ("sglang", "inline", "exception"), ("sglang", "inline", "interrupt"), ("sglang", "ray", "kill"),
+    ("vllm", "ray", "normal"), ("vllm", "ray", "interrupt"), ("vllm", "inline", "kill"),
+]  # fmt: skip
+"""Each end, and each engine under each runtime; HYBRIDFLOW_MATRIX=1 runs all sixteen."""
 
 
-@pytest.mark.parametrize(("name", "runtime", "end"), CASES)
+@pytest.mark.parametrize(
+    ("name", "runtime", "end"), CASES if os.environ.get("HYBRIDFLOW_MATRIX") else SLICE
+)
 @pytest.mark.timeout(400)
 def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     pytest.importorskip(name)
