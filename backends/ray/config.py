@@ -18,7 +18,8 @@ class RayConfig(RuntimeSettings):
     """OMP_NUM_THREADS and MKL_NUM_THREADS of each worker process."""
     spin: bool = False
     """Whether these threads spin for milliseconds while they wait for each other. By default they
-    spin briefly and sleep: beside other work that is several times as quick."""
+    spin briefly and sleep: several times as quick beside other work, and an eighth slower in small
+    steps without any."""
     object_store_gb: float | None = None
     """Size of a local Ray's object store, in GiB. Default: Ray's own choice (30% of memory)."""
     dashboard: bool = False
