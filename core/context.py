@@ -177,7 +177,8 @@ class StepContext:
         """What is asked of each generation before an update, and raises where that must not be."""
         self.untrained: list[Generation] = []
         self.scored: list[Scoring] = []
-        """What rewards have scored in this step."""
+        """What rewards have scored since the last `finish`."""
+        self._last_scored: list[Scoring] = []
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
         self._aside = False
@@ -284,8 +285,8 @@ class StepContext:
             self.scored.append(scoring)
 
     def take_scored(self) -> list[Scoring]:
-        """Return what rewards have scored since the last call."""
-        scored, self.scored = self.scored, []
+        """Return what rewards had scored when `finish` was last called; the next call gives []."""
+        scored, self._last_scored = self._last_scored, []
         return scored
 
     def finish(self) -> Metrics:
@@ -302,6 +303,7 @@ class StepContext:
             parts.append(metrics.prefixed(f"{role}/") if role else metrics)
 
         parts += [scoring.equal_groups() for scoring in self.scored]
+        self._last_scored, self.scored = self.scored, []
         self._results = []
         self._logged = Metrics()
         return Metrics.merge(parts)

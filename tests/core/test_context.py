@@ -198,6 +198,12 @@ def test_groups_whose_scores_are_equal_are_counted(context):
     assert scored.scores["scores"].values.tolist() == [0.0, 3.0, 0.0, 6.0, 12.0]
     assert ctx.take_scored() == []
 
+    # A step counts its own calls; whoever does not ask for them keeps those of the last step.
+    ctx.reward.score(rows.take(slice(0, 3)))
+    assert ctx.finish()["reward/equal_groups"] == 1.0
+    ctx.reward.score(rows)
+    assert ctx.finish()["reward/equal_groups"] == 0.5 and len(ctx.take_scored()) == 1
+
     # Two calls of a step count together; rows without a group, and what is aside, not at all.
     ctx.reward.score(rows)
     ctx.reward.score(rows.take(slice(1, 4)).take(torch.tensor([0, 2])))

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import pytest
+from helpers.shared_memory import in_shared_memory
 from helpers.tiny import GRPO, hybridflow, killing, learning, marked, write
 
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
@@ -56,7 +56,7 @@ def _wait_gone(mark: str, before: set[str], seconds: float) -> tuple[list[int], 
     deadline = time.monotonic() + seconds
     while True:
         processes = marked(mark, "")
-        left = {p.name for p in Path("/dev/shm").iterdir()} - before
+        left = in_shared_memory() - before
         if not (processes or left) or time.monotonic() > deadline:
             return processes, left
         time.sleep(0.5)
@@ -80,7 +80,7 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     engine = ENGINES[name]
     write(tmp_path, **WIDER)
     mark = uuid.uuid4().hex
-    before = {p.name for p in Path("/dev/shm").iterdir()}
+    before = in_shared_memory()
     steps = {"normal": "run.steps=2", "exception": "run.steps=50"}.get(end, "run.steps=10000")
     settings = [steps, f"runtime.name={runtime}", *engine]
     if end == "exception":

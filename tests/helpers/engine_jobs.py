@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
+from helpers.shared_memory import in_shared_memory
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine
 from hybridflow.backends.vllm.config import VLLMConfig
@@ -26,9 +26,9 @@ Updates = list[dict[str, torch.Tensor]]
 TOKENS = 10
 
 
-def in_shared_memory() -> set[str]:
-    """Names below /dev/shm that somebody would have to remove."""
-    return {path.name for path in Path("/dev/shm").iterdir() if "sem." not in path.name}
+def without_semaphores() -> set[str]:
+    """Names in shared memory that somebody would have to remove."""
+    return {name for name in in_shared_memory() if "sem." not in name}
 
 
 def context_of(rank: int, world: int) -> RankContext:
@@ -69,12 +69,12 @@ def speak(engine: Any, rank: int, updates: Updates) -> dict[str, Any]:
 
 def vllm(rank: int, world: int, spec: ModelSpec, updates: Updates) -> dict[str, Any]:
     """With what is left in shared memory."""
-    before = in_shared_memory()
+    before = without_semaphores()
     config = VLLMConfig(kv_memory_gb=0.05, max_sequences=8)
     engine = VLLMEngine(spec, config, context_of(rank, world))
     try:
         said = speak(engine, rank, updates)
-        return {**said, "left": sorted(in_shared_memory() - before)}
+        return {**said, "left": sorted(without_semaphores() - before)}
     finally:
         engine.close()
 

@@ -191,22 +191,30 @@ def test_their_sharding_is_planned_as_they_say(installed, folder):
     assert f"{resting:.1f}" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
+WRONG = [
     [
         ('run.trackers=[{ name = "ledger", fil = "x" }]', "run.trackers.0.fil: unknown key; did you mean `file`?"),
+        ('placement={ name = "auto", cluster = "2", planner = { name = "first", device = 1 } }', "did you mean `devices`?"),
+        ("rollout.at_ones=2", "rollout.at_ones: unknown key; did you mean `at_once`?"),
+    ],
+    [
         ('run.trackers=["ledger"]', "run.trackers.file: required, but missing"),
         ("actor.layout.tp=2", "actor.layout.tp: is 2, and the backend striped has the axes dp; set it to 1"),
-        ("rollout.at_ones=2", "rollout.at_ones: unknown key; did you mean `at_once`?"),
-        ('placement={ name = "auto", cluster = "many", planner = "first" }', "takes a number of devices"),
-        ('placement={ name = "auto", cluster = "2", planner = { name = "first", device = 1 } }', "did you mean `devices`?"),
     ],
-)  # fmt: skip
-def test_what_is_wrong_with_their_settings_is_told_before_anything_starts(
-    installed, folder, override, said
-):
-    done = hybridflow(installed, folder, "run", "tinted.toml", *THEIRS, "pools.main=[2]", override)
-    assert done.returncode == 1 and said in done.stderr, done.stdout + done.stderr
+    [('placement={ name = "auto", cluster = "many", planner = "first" }', "takes a number of devices")],
+]  # fmt: skip
+"""Overrides that are wrong together, each with what is said of it."""
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=["unknown", "missing", "placement"])
+def test_what_is_wrong_with_their_settings_is_told_before_anything_starts(installed, folder, wrong):
+    overrides = [override for override, _ in wrong]
+    done = hybridflow(
+        installed, folder, "run", "tinted.toml", *THEIRS, "pools.main=[2]", *overrides
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for _, said in wrong:
+        assert said in done.stderr
     assert not (folder / "runs").exists()
 
 

@@ -1,12 +1,12 @@
 """What is wrong is said before anything starts, or names where it happened; and nothing is lost."""
 
 import json
-import os
 import subprocess
 import time
+import uuid
 
 import pytest
-from helpers.tiny import MODEL, hybridflow, write
+from helpers.tiny import MODEL, hybridflow, marked, write
 
 
 def refused(folder, *arguments):
@@ -105,18 +105,10 @@ def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def ray_processes():
-    out = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True).stdout
-    return {
-        line.split()[0]
-        for line in out.splitlines()
-        if "raylet" in line or "ray::" in line or "gcs_server" in line
-    }
-
-
-def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_path):
+def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_path, monkeypatch):
     write(tmp_path)
-    before = ray_processes()
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("MARK", mark)
     started = time.monotonic()
     result = hybridflow(
         tmp_path,
@@ -135,7 +127,10 @@ def test_a_worker_killed_in_a_step_ends_the_run_with_rank_role_and_phase(tmp_pat
         and "phase 'score'" in result.stderr
     )
     assert "rank 0" in result.stderr or "rank 1" in result.stderr
-    _gone(before)
+    deadline = time.monotonic() + 10
+    while (left := marked(mark, "")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
 
 
 def test_a_run_whose_worker_was_killed_restarts_from_its_checkpoint_when_it_may(tmp_path):
@@ -153,12 +148,3 @@ def test_a_run_whose_worker_was_killed_restarts_from_its_checkpoint_when_it_may(
         for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()
     ]
     assert steps == [1, 2, 3, 4]
-
-
-def _gone(before):
-    for _ in range(50):
-        left = ray_processes() - before
-        if not left:
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"Ray processes are left behind: {left} (own pid {os.getpid()})")

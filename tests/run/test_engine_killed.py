@@ -7,7 +7,7 @@ from helpers.tiny import hybridflow, killing, learning, write
 
 
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
-    own = ["run.steps=30", "rollout.own_process=true", "rollout.restarts=2"]
+    own = ["run.steps=12", "rollout.own_process=true", "rollout.restarts=2"]
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     for folder in (whole, hit):
         folder.mkdir()
@@ -19,7 +19,7 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
     undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")
     assert sum(row.pop("actor/engine_restarts") for row in disturbed) == 2
     assert sum(row.pop("actor/engine_restarts") for row in undisturbed) == 0
-    assert len(disturbed) == 30
+    assert len(disturbed) == 12
     for one, other in zip(disturbed, undisturbed, strict=True):
         # What is asked again is decoded in a smaller batch: the engine's own logprobs differ in their last bits.
         for name in [name for name in one if "/mismatch_" in name]:

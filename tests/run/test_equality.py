@@ -83,7 +83,6 @@ def assert_equal(a, b):
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "ray with one rank": ("runtime=ray",),
     "ray with dp 2": ("runtime=ray", "pools.main=[2]"),
     "ray with tp 2": ("runtime=ray", "pools.main=[2]", "actor.layout.tp=2"),
     "ray with dp 2, engines of tp 2 on the same ranks": (

@@ -58,9 +58,9 @@ class TestSGLangWithExperts(TestSGLang):
 def test_the_first_of_two_ranks_hosts_it_and_each_brings_its_own_boxes(
     ranks, tmp_path, architecture
 ):
-    before = jobs.in_shared_memory()
+    before = jobs.without_semaphores()
     found = jobs.two_ranks(ranks, jobs.sglang, architecture, str(tmp_path))
-    assert jobs.in_shared_memory() <= before
+    assert jobs.without_semaphores() <= before
     assert [answer["holding"] for answer in found] == HELD[architecture]
 
 
