@@ -38,10 +38,11 @@ ENGINES := vllm sglang deepspeed megatron
 	.venv-engines/bin/python -m pip install -q --disable-pip-version-check --no-deps -r ci/engines/requirements-nodeps.txt
 	touch $@
 
-# Whole runs that are killed by the clock have the machine to themselves.
+# Two files at a time, then what needs the machine to itself.
+ENGINE_TESTS := tests/engines $(ENGINES:%=tests/backends/%)
 test-engines: .venv-engines/.done
-	.venv-engines/bin/python -m pytest -n 2 --dist loadfile --durations=40 --ignore=tests/engines/test_runs.py tests/engines $(ENGINES:%=tests/backends/%)
-	.venv-engines/bin/python -m pytest --durations=10 tests/engines/test_runs.py
+	.venv-engines/bin/python -m pytest -n 2 --dist loadfile --durations=40 -m "not alone" $(ENGINE_TESTS)
+	.venv-engines/bin/python -m pytest --durations=40 -m alone $(ENGINE_TESTS)
 
 # Backends on GPUs and ranks that are not there; they register a device for the whole process, so they run apart.
 test-fake: .venv-engines/.done

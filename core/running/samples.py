@@ -21,7 +21,7 @@ def write_rollouts(run: Run) -> None:
 
     # The first reward that scored has seen every response of the step's first generation.
     batch = scored[0].batch
-    if "response_ids" not in batch:
+    if not all(name in batch for name in ("prompt_ids", "response_ids", "group", "meta")):
         return
     groups = torch.as_tensor(batch["group"].values)
     _, firsts = np.unique(np.asarray(groups), return_index=True)

@@ -54,6 +54,7 @@ def replayed(ranks, folder):
     return path, batch.with_columns(old_logprobs=Column(old.values, old.lengths))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("backend", "engine"), ALL if os.environ.get("HYBRIDFLOW_MATRIX") else SLICE

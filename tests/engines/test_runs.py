@@ -14,6 +14,7 @@ import pytest
 from helpers.shared_memory import in_shared_memory
 from helpers.tiny import GRPO, hybridflow, killing, learning, marked, write
 
+pytestmark = pytest.mark.alone
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
 ENGINES = {
     "vllm": ["rollout.name=vllm", "rollout.own_process=true", "rollout.kv_memory_gb=0.05"],

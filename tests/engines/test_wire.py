@@ -148,7 +148,13 @@ SLICE = [
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("trainer", "sizes", "engine"), ALL if EVERY else SLICE)
+@pytest.mark.parametrize(
+    ("trainer", "sizes", "engine"),
+    [
+        pytest.param(*case, marks=pytest.mark.alone if case[2] == "sglang" else ())
+        for case in (ALL if EVERY else SLICE)
+    ],
+)
 def test_each_rank_receives_what_it_lacks_and_speaks_with_it(ranks, model, trainer, sizes, engine):
     config, layout = TRAINERS[trainer]
     backend = trainer.partition("-")[0]
@@ -185,6 +191,7 @@ def test_megatron_to_zero_redundancy_groups_moves_the_papers_bytes(ranks, model,
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.alone
 @pytest.mark.parametrize("engine", ENGINES if EVERY else ["vllm"])
 def test_fsdp_on_four_ranks_feeds_replicas_of_ranks_that_are_no_neighbours(ranks, model, engine):
     layout = ParallelLayout(dp=4)

@@ -29,6 +29,7 @@ def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine
     check_cells(THREE, engine, 1)
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_do_so_too(engine):

@@ -53,6 +53,7 @@ class TestSGLangWithExperts(TestSGLang):
 
 
 @needs("sglang")
+@pytest.mark.alone
 @pytest.mark.parametrize("architecture", ["qwen2", "llama"])
 @pytest.mark.timeout(400)
 def test_the_first_of_two_ranks_hosts_it_and_each_brings_its_own_boxes(

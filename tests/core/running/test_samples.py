@@ -74,3 +74,13 @@ def test_none_are_kept_where_none_are_asked_for_or_nothing_is_scored(run_of):
     run.ctx.finish()
     write_rollouts(run)
     assert kept(run) == []
+
+
+def test_rows_that_are_no_rollouts_of_drawn_prompts_are_not_kept(run_of):
+    run = with_samples(run_of(), 1)
+    batch = run.ctx.actor.generate(run.ctx.prompts(1))
+    own = batch.select([name for name in batch.names if name != "group"])
+    run.ctx.reward.score(own)
+    assert "reward/equal_groups" not in run.ctx.finish().values()
+    write_rollouts(run)
+    assert kept(run) == []
