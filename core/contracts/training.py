@@ -86,8 +86,8 @@ class OptimizerConfig:
             return self
         if steps is None:
             raise ValueError(
-                f"schedule {self.schedule!r} needs total_steps: the algorithm does not say how "
-                "many optimizer steps a step has"
+                f"schedule {self.schedule!r} needs total_steps: set it, for the algorithm does not "
+                "say how many optimizer steps a step has (updates_per_step)"
             )
         return attrs.evolve(self, total_steps=steps)
 

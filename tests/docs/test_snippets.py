@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
+from hybridflow.core.launch import load_config
 from hybridflow.core.plugins import registry
 
 BLOCK = re.compile(r"^<!-- (run|file|source)(?:: (\S+))? -->\n```\w*\n(.*?)^```$", re.M | re.S)
@@ -53,6 +54,20 @@ def test_snippets_run_and_print_what_the_page_says(page, tmp_path, monkeypatch, 
         for name in set(sys.modules) - modules:
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
                 del sys.modules[name]
+
+
+def test_the_algorithm_of_the_readme_takes_the_place_of_the_demos(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    [code] = [text for mark, _, text in PAGES["README.md"] if "class MyGRPO" in text]
+    (tmp_path / "mine.py").write_text(code)
+    assert "stages.grpo.algorithm.name=mine:MyGRPO" in (ROOT / "README.md").read_text()
+    try:
+        _, grpo = load_config(
+            ROOT / "examples/arithmetic.toml", ["stages.grpo.algorithm.name=mine:MyGRPO"]
+        )
+    finally:
+        sys.modules.pop("mine", None)
+    assert grpo.algorithm_name == "mine:MyGRPO" and grpo.algorithm.config.group_size == 8
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_schedule_without_a_length_runs_as_long_as_the_run():
     assert [linear.over(4).lr_at(step) for step in range(5)] == [4.0, 3.0, 2.0, 1.0, 0.0]
     assert attrs.evolve(linear, total_steps=9).over(4).total_steps == 9
     assert OptimizerConfig().over(None) == OptimizerConfig()
-    with pytest.raises(ValueError, match="needs total_steps: the algorithm does not say"):
+    with pytest.raises(ValueError, match="needs total_steps: set it, for the algorithm does not"):
         linear.over(None)
     with pytest.raises(ValueError, match="needs total_steps > warmup_steps, got 4 and 4"):
         attrs.evolve(linear, warmup_steps=4).over(4)

@@ -228,4 +228,4 @@ def test_a_schedule_is_as_long_as_the_run_unless_it_says_otherwise(monkeypatch):
     assert found.startswith("actor.optimizer: schedule 'linear' needs total_steps > warmup_steps")
     monkeypatch.setattr(GRPO, "updates_per_step", lambda self: None)
     found = problem(linear)
-    assert found.startswith("actor.optimizer: schedule 'linear' needs total_steps: the algorithm")
+    assert found.startswith("actor.optimizer: schedule 'linear' needs total_steps: set it")
