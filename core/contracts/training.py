@@ -62,8 +62,8 @@ class OptimizerConfig:
     )
     """What follows the warm-up; linear and cosine end at min_lr_ratio * lr after total_steps."""
     total_steps: int = 0
-    """Optimizer steps over which linear and cosine run. 0: those of run.steps, so that more of these
-    at --resume stretch the schedule."""
+    """Optimizer steps over which linear and cosine run. 0: those of run.steps, so that more of
+    these at --resume stretch the schedule."""
     min_lr_ratio: float = attrs.field(default=0.0, validator=_fraction)
     """Final learning rate of linear and cosine, as a fraction of lr."""
 
