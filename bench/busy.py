@@ -122,13 +122,14 @@ def compare_quiet(rounds: int, against: str | None) -> bool:
     }
 
     met = True
-    base = medians.get("against", medians["spinning"])
+    to = "spinning" if against is None else "against"
+    base = medians[to]
     for name, (cpu, wall) in medians.items():
         bar = QUIET_BAR if name == "spinning" and against is not None else None
         met &= emit(
-            f"busy.quiet.{name}.cpu", cpu, "s", ratio=cpu / base[0], against="against", bar=bar, at_most=True
+            f"busy.quiet.{name}.cpu", cpu, "s", ratio=cpu / base[0], against=to, bar=bar, at_most=True
         )  # fmt: skip
-        emit(f"busy.quiet.{name}.wall", wall, "s", ratio=wall / base[1], against="against")
+        emit(f"busy.quiet.{name}.wall", wall, "s", ratio=wall / base[1], against=to)
     return met
 
 
