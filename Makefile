@@ -4,7 +4,7 @@
 # make mirror  breaks each module and sees its test fail
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make test-fake  training backends on GPUs and ranks that are not there
-# make matrix  each training backend with each rollout engine, each way to end a run
+# make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds
 # make bench  every benchmark, beside its peers        make clean  remove what these made
@@ -38,11 +38,9 @@ ENGINES := vllm sglang deepspeed megatron
 	.venv-engines/bin/python -m pip install -q --disable-pip-version-check --no-deps -r ci/engines/requirements-nodeps.txt
 	touch $@
 
-# Two files at a time, then what needs the machine to itself.
 ENGINE_TESTS := tests/engines $(ENGINES:%=tests/backends/%)
 test-engines: .venv-engines/.done
-	.venv-engines/bin/python -m pytest -n 2 --dist loadfile --durations=40 -m "not alone" $(ENGINE_TESTS)
-	.venv-engines/bin/python -m pytest --durations=40 -m alone $(ENGINE_TESTS)
+	.venv-engines/bin/python -m pytest -n 2 --dist loadfile --durations=40 $(ENGINE_TESTS)
 
 # Backends on GPUs and ranks that are not there; they register a device for the whole process, so they run apart.
 test-fake: .venv-engines/.done
@@ -53,7 +51,7 @@ bench-fake: $(VENV)/.done
 	$(PY) bench/fake.py
 
 matrix: .venv-engines/.done
-	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest tests/engines/test_combinations.py tests/engines/test_runs.py tests/engines/test_wire.py -v
+	HYBRIDFLOW_MATRIX=1 .venv-engines/bin/python -m pytest -v $(ENGINE_TESTS)
 
 zoo: .venv-engines/.done
 	.venv-engines/bin/python ci/zoo.py

@@ -43,6 +43,13 @@ def ray_cluster():
     owner.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def the_same_draws():
+    """What a test draws without a generator of its own is the same in every run and every order."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def no_group_is_left():
     """One rank is the test's own process: its group must not meet the tests of other files."""

@@ -52,8 +52,9 @@ class BackendOutputs(BackendBase):
 
         for ref in self.references("policy"):
             rows = Sequences.random(LENGTHS, seed=2)
+            draw = torch.Generator().manual_seed(2)
             ids = [
-                torch.randint(0, ref.spec.vocab_size, (len(response), 3))
+                torch.randint(0, ref.spec.vocab_size, (len(response), 3), generator=draw)
                 for response in rows.responses
             ]
             passes = Passes(build(ref.spec, None), rows, topk_ids=ids)

@@ -1,17 +1,17 @@
 """Each training backend with each rollout engine, on the same ranks.
 
-By default every backend and every engine once with a partner that is not ours; HYBRIDFLOW_MATRIX=1 runs all nine.
+By default every backend and every engine once with a partner that is not ours; `make matrix` runs all nine.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 
 import attrs
 import pytest
 import torch
 from helpers.hybrid_jobs import train_and_sync
+from helpers.matrix import EVERY
 from helpers.training_check import output_ranks
 from helpers.training_jobs import Setup, outputs
 from helpers.training_reference import ReplayedPPO, make_batch
@@ -54,11 +54,8 @@ def replayed(ranks, folder):
     return path, batch.with_columns(old_logprobs=Column(old.values, old.lengths))
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("backend", "engine"), ALL if os.environ.get("HYBRIDFLOW_MATRIX") else SLICE
-)
+@pytest.mark.parametrize(("backend", "engine"), ALL if EVERY else SLICE)
 def test_five_steps_of_ppo_end_alike_and_engines_follow(ranks, replayed, backend, engine):
     for package in (backend, engine):
         if package not in ("fsdp", "transformers"):

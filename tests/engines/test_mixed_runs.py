@@ -11,6 +11,7 @@ import time
 import uuid
 
 import pytest
+from helpers.matrix import matrix
 from helpers.tiny import hybridflow, learning, marked, write
 from run.test_resume import PPO, same_weights
 
@@ -56,7 +57,10 @@ def test_roles_of_three_backends_train_together_and_resume_bit_for_bit(tmp_path)
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    ["megatron", pytest.param("deepspeed", marks=matrix), pytest.param("fsdp", marks=matrix)],
+)
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(tmp_path, backend):
     write(tmp_path)
     mark = uuid.uuid4().hex

@@ -11,10 +11,10 @@ import time
 import uuid
 
 import pytest
+from helpers.matrix import EVERY, matrix
 from helpers.shared_memory import in_shared_memory
 from helpers.tiny import GRPO, hybridflow, killing, learning, marked, write
 
-pytestmark = pytest.mark.alone
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
 ENGINES = {
     "vllm": ["rollout.name=vllm", "rollout.own_process=true", "rollout.kv_memory_gb=0.05"],
@@ -22,16 +22,12 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=list(ENGINES))
-def engine(request):
-    pytest.importorskip(request.param)
-    return ENGINES[request.param]
-
-
 @pytest.mark.timeout(900)
-def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, engine):
-    kills, steps = (5, 20) if os.environ.get("HYBRIDFLOW_MATRIX") else (2, 8)
-    settings = [f"run.steps={steps}", *engine]
+@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=matrix)])
+def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
+    pytest.importorskip(name)
+    kills, steps = (5, 20) if EVERY else (2, 8)
+    settings = [f"run.steps={steps}", *ENGINES[name]]
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     for folder in (whole, hit):
         folder.mkdir()
@@ -66,15 +62,13 @@ def _wait_gone(mark: str, before: set[str], seconds: float) -> tuple[list[int], 
 ENDS = ("normal", "exception", "interrupt", "kill")
 CASES = list(itertools.product(ENGINES, ("inline", "ray"), ENDS))
 SLICE = [
-    ("sglang", "inline", "exception"), ("sglang", "inline", "interrupt"), ("sglang", "ray", "kill"),
-    ("vllm", "ray", "normal"), ("vllm", "ray", "interrupt"), ("vllm", "inline", "kill"),
+    ("vllm", "ray", "normal"), ("sglang", "inline", "exception"),
+    ("vllm", "inline", "interrupt"), ("sglang", "ray", "kill"),
 ]  # fmt: skip
-"""Each end, and each engine under each runtime; HYBRIDFLOW_MATRIX=1 runs all sixteen."""
+"""Each end, and each engine under each runtime."""
 
 
-@pytest.mark.parametrize(
-    ("name", "runtime", "end"), CASES if os.environ.get("HYBRIDFLOW_MATRIX") else SLICE
-)
+@pytest.mark.parametrize(("name", "runtime", "end"), CASES if EVERY else SLICE)
 @pytest.mark.timeout(400)
 def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     pytest.importorskip(name)
@@ -85,7 +79,7 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     steps = {"normal": "run.steps=2", "exception": "run.steps=50"}.get(end, "run.steps=10000")
     settings = [steps, f"runtime.name={runtime}", *engine]
     if end == "exception":
-        settings.append("reward.function=rewards:raises")
+        settings.append("reward.function=rewards:raises_later")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARK": mark}
     command = [sys.executable, "-m", "hybridflow.cli.main", "run", "tiny.toml", *settings]
     with (tmp_path / "out.txt").open("w") as out:
@@ -103,6 +97,8 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
         code = run.wait(300)
     text = (tmp_path / "out.txt").read_text()
     assert (code == 0) == (end == "normal"), text
+    if end == "exception":
+        assert "no such unit" in text and metrics.exists(), text
     assert _wait_gone(mark, before, 30 if end == "kill" else 10) == ([], set()), text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from functools import partial
 from math import prod
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import wire
+from helpers.matrix import EVERY
 from helpers.training_jobs import Setup
 from helpers.training_reference import ReplayedPPO, load, make_batch
 from safetensors.torch import load_file
@@ -27,7 +27,6 @@ SIZES = {
     ),  # replicated or padded heads, padded vocabulary
 }
 LAYERS = 2
-EVERY = bool(os.environ.get("HYBRIDFLOW_MATRIX"))
 ENGINES: dict[str, dict[str, Any]] = {
     "vllm": {"kv_memory_gb": 0.02, "max_sequences": 4},
     "sglang": {"kv_tokens": 512, "max_sequences": 4},
@@ -142,18 +141,15 @@ ALL = [
 ]
 SLICE = [
     case for case in ALL
-    if case[2] == "vllm" or case[:2] in (("fsdp", "odd"), ("megatron-pp", "even"))
+    if case[2] == "vllm" or case[:2] == ("fsdp", "odd")
 ]  # fmt: skip
-"""SGLang's start on two ranks takes a minute; HYBRIDFLOW_MATRIX=1 runs all."""
+"""SGLang's start on two ranks takes a minute."""
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("trainer", "sizes", "engine"),
-    [
-        pytest.param(*case, marks=pytest.mark.alone if case[2] == "sglang" else ())
-        for case in (ALL if EVERY else SLICE)
-    ],
+    ALL if EVERY else SLICE,
 )
 def test_each_rank_receives_what_it_lacks_and_speaks_with_it(ranks, model, trainer, sizes, engine):
     config, layout = TRAINERS[trainer]
@@ -191,7 +187,6 @@ def test_megatron_to_zero_redundancy_groups_moves_the_papers_bytes(ranks, model,
 
 
 @pytest.mark.timeout(500)
-@pytest.mark.alone
 @pytest.mark.parametrize("engine", ENGINES if EVERY else ["vllm"])
 def test_fsdp_on_four_ranks_feeds_replicas_of_ranks_that_are_no_neighbours(ranks, model, engine):
     layout = ParallelLayout(dp=4)

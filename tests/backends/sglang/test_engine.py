@@ -10,6 +10,7 @@ import torch
 from helpers import engine_jobs as jobs
 from helpers.installed import needs
 from helpers.kept_engines import KeptOnCPU, kept_engines
+from helpers.matrix import matrix
 
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine, _checked, _shares
@@ -47,14 +48,14 @@ class TestSGLang(KeptOnCPU):
     recomputes = True
 
 
+@matrix
 @needs("sglang")
 class TestSGLangWithExperts(TestSGLang):
     architectures = ("qwen3_moe",)
 
 
 @needs("sglang")
-@pytest.mark.alone
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", pytest.param("llama", marks=matrix)])
 @pytest.mark.timeout(400)
 def test_the_first_of_two_ranks_hosts_it_and_each_brings_its_own_boxes(
     ranks, tmp_path, architecture
