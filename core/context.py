@@ -64,9 +64,7 @@ class RoleHandle:
 
         verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
         responses = verb(numbered, params, self._ctx.seed, max_tokens)
-        generated = numbered.join(self._watch(responses))
-        self._ctx.untrained.append(Generation(self._ctx, self, params, responses, generated))
-        return generated
+        return numbered.join(self._watch(responses))
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
         """Compute the log-probability of each response token, float32.
@@ -93,8 +91,6 @@ class RoleHandle:
     def update(self, pairs: Sequence[tuple[Batch, Loss]] | tuple[Batch, Loss]) -> Future:
         """Take one optimizer step over one or more (mini-batch, loss) pairs; it gives Metrics."""
         pairs = [pairs] if isinstance(pairs, tuple) else list(pairs)
-
-        self._ctx.check_untrained()
         # Rows that the loss compares with each other (a pair) must reach the same rank.
         pairs = [(self._ctx.whole_units(batch, loss), loss) for batch, loss in pairs]
         return self._watch(self.group.update(pairs))
@@ -109,19 +105,6 @@ class RoleHandle:
 
     def _watch(self, result: Any) -> Any:
         return self._ctx.watch(self.role.name, result)
-
-
-@attrs.frozen(eq=False)
-class Generation:
-    """Responses on which no update has trained yet."""
-
-    ctx: StepContext
-    role: RoleHandle
-    sampling: SamplingParams
-    made: Batch
-    """What the engine has made, with the metrics of that."""
-    batch: Batch
-    """It with the prompts."""
 
 
 @attrs.frozen(eq=False)
@@ -173,9 +156,6 @@ class StepContext:
         """Numbers that make later random draws differ from earlier ones; part of checkpoints."""
         self.step = 0
         """Number of the current step, from 1."""
-        self.check: Callable[[Generation], None] | None = None
-        """What is asked of each generation before an update, and raises where that must not be."""
-        self.untrained: list[Generation] = []
         self.scored: list[Scoring] = []
         """What rewards have scored since the last `finish`."""
         self._last_scored: list[Scoring] = []
@@ -192,13 +172,6 @@ class StepContext:
             f"this run has no role {name!r} (roles: {', '.join(roles)}); "
             "declare it in the algorithm's roles()"
         )
-
-    def check_untrained(self) -> None:
-        """Check what was generated since the last update. It waits for the responses."""
-        generations, self.untrained = self.untrained, []
-        for generation in generations:
-            if self.check is not None:
-                self.check(generation)
 
     def prompts(self, count: int, data: str = "train") -> Batch:
         """Draw the next `count` rows of the data, or of another of the algorithm's `data_sets`.

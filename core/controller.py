@@ -39,13 +39,13 @@ import time
 import attrs
 
 from hybridflow.core.contracts.tracker import remove_later_lines
-from hybridflow.core.errors import CheckpointError, WorkerDied
+from hybridflow.core.errors import CheckpointError, MismatchError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.agreement import Agreement
 from hybridflow.core.running.changes import settings
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.kept import checkpoints_of
+from hybridflow.core.running.mismatch import explained
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.samples import SAMPLES, write_rollouts
@@ -107,7 +107,6 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
     with session, StopSignal() as stop:
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
-        run.ctx.check = Agreement(job).check
         if resume and checkpoints.steps():
             restore(run, algorithm)
         remove_later_lines(job.folder / SAMPLES, run.step)
@@ -119,10 +118,13 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
 
             # Calls of the step are still under way when algorithm.step returns; finish waits.
             started = time.perf_counter()
-            algorithm.step(run.ctx)
-            metrics = run.ctx.finish()
+            try:
+                algorithm.step(run.ctx)
+                metrics = run.ctx.finish()
+            except MismatchError as error:
+                raise explained(error, run.ctx.step, run.ctx.roles[error.role]) from error
             run.step += 1
-            values = report.step(run, metrics, time.perf_counter() - started)  # may stop the run
+            values = report.step(run, metrics, time.perf_counter() - started)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
             write_rollouts(run)
 

@@ -75,6 +75,10 @@ class WorkerError(HybridFlowError):
         return _rebuild_worker_error, (type(self), self.message, fields)
 
 
+class MismatchError(WorkerError):
+    """An engine's logprobs are not those of the trainer, so its tokens were not trained on."""
+
+
 class WorkerDied(WorkerError):
     """The process of a worker has ended (killed, out of memory, crashed)."""
 

@@ -202,7 +202,12 @@ class Host:
         return encoder.dumps(reply), encoder.handles
 
     def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
-        """Return the error as it travels: with role, phase, rank and the traceback's text."""
+        """Return the error as it travels: with role, phase, rank and the traceback's text.
+
+        One that was raised with its place stays as it is.
+        """
+        if isinstance(error, WorkerError):
+            return error
         text = str(error)
         if not isinstance(error, HybridFlowError):
             text = f"{type(error).__name__}: {error}"

@@ -12,6 +12,7 @@ Job
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ class ModelRole:
     sync: SyncSpec = attrs.field(factory=SyncSpec)
     keep_engine: bool = True
     """Whether the engine's memory (cache and weights) stays between generations."""
+    mismatch_stop: float = math.inf
+    """By how many nats its engine's logprobs may differ from the trainer's, on average."""
 
     # Observation.
     logs: str | None = None

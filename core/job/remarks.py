@@ -42,6 +42,16 @@ def remarks(job: Job) -> Iterator[str]:
     if job.sampling.temperature == 0 and generates:
         yield "sampling.temperature: 0 is greedy, so all responses to a prompt are the same"
 
+    # Engines that nothing compares with their trainers
+    for name, loss in job.algorithm.losses().items():
+        model = job.models.get(name)
+        if model is None or not model.role.generates or "logprobs" in loss.needs:
+            continue
+        yield (
+            f"{name}: its loss needs no logprobs, so nothing checks that its engine generates with "
+            "the weights that are trained (run.mismatch_stop)"
+        )
+
     # Schedules that end at another step than the run does.
     updates = job.algorithm.updates_per_step()
     for name, model in job.models.items():

@@ -184,7 +184,7 @@ def resolve_job(
 
     each = algorithm.updates_per_step()
     updates = None if each is None else each * run.steps
-    resolver = RoleResolver(reader, pools, sampling, earlier, updates)
+    resolver = RoleResolver(reader, pools, run, sampling, earlier, updates)
     for role in roles:
         resolver.resolve(role, generates=role.generates or (validates and role.name == "actor"))
 

@@ -13,6 +13,7 @@ Rewards                                                                    Place
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from hybridflow.core.job.schema import (
     LayoutSection,
     RewardPart,
     RoleSection,
+    RunSection,
     SamplingSection,
     SyncConfig,
 )
@@ -52,6 +54,8 @@ MODEL_KEYS = (
     "offload",
 )
 """Keys of a role's table that only models have."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a model's config that say that it is a mixture of experts."""
 REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
 """Keys of a role's table that only reward functions have."""
 
@@ -118,12 +122,14 @@ class RoleResolver:
         self,
         reader: Reader,
         pools: Mapping[str, ResourcePool],
+        run: RunSection,
         sampling: SamplingSection,
         earlier: Mapping[str, Job | None],
         updates: int | None,
     ):
         self.reader = reader
         self.pools = pools
+        self.run = run
         self.sampling = sampling
         self.earlier = earlier
         self.updates = updates
@@ -316,6 +322,9 @@ class RoleResolver:
         if problems or (engine is not None and sync is None):
             return None
 
+        stop = math.inf
+        if engine is not None:
+            stop = self.run.mismatch_stop or _mismatch_stop(spec, backend.config, engine.config)
         model = ModelRole(
             model=spec,
             backend=backend.name,
@@ -325,6 +334,7 @@ class RoleResolver:
             engine=engine.name if engine else None,
             engine_config=engine.config if engine else None,
             temperature=self.sampling.temperature or 1.0,
+            mismatch_stop=stop,
             offload=section.offload,
             sync=sync or SyncSpec(),
             keep_engine=section.generation.keep,
@@ -571,3 +581,14 @@ def _given(table: Mapping[str, Any], key: str) -> bool:
             return False
         value = value[part]
     return True
+
+
+def _mismatch_stop(spec: ModelSpec, backend: Any, engine: Any) -> float:
+    """Return by how many nats an engine may differ from the trainer, by the coarser precision."""
+    # Plugins may name their precision otherwise: they get the strictest limit.
+    precision = getattr(backend, "precision", "fp32")
+    dtype = getattr(engine, "dtype", "float32")
+    if precision == "fp32" and dtype == "float32":
+        return 1e-3
+    # Rounding may send a token to other experts.
+    return 0.1 if any(spec.hf_config.get(key) for key in EXPERTS) else 0.05

@@ -92,21 +92,14 @@ class RunSection:
     max_staleness: int = _setting(0, non_negative)
     """Weight versions by which a rollout may lag behind. 0 (synchronous) is the only value so
     far."""
-    mismatch_warn: float | None = _setting(0.1, positive)
-    """Warn when the logprobs of engine and trainer, of the same tokens and weights, differ by more
-    than this, in nats: the mean over a step (metric actor/mismatch_mean). A correct engine stays
-    below 0.001 in float32 and about 0.02 in bfloat16."""
     mismatch_stop: float | None = _setting(None, positive)
-    """End the run, before that step's checkpoint, when those logprobs differ by more than this, in
-    nats."""
-    agreement_fp32: float = _setting(1e-3, positive)
-    """End the run before it trains on the first responses after a start, a resume or the restart of
-    an engine, or on the first after the next sync, when those logprobs differ by more than this on
-    average, in nats, where engine and trainer compute in float32. inf switches it off."""
-    agreement_bf16: float = _setting(0.05, positive)
-    """The same where engine or trainer computes in bfloat16."""
-    agreement_experts: float = _setting(0.1, positive)
-    """The same in bfloat16 for mixtures of experts, whose routing may tip over."""
+    """End the run before an update changes any weights, when the logprobs of engine and trainer, of
+    the same tokens and weights, differ by more than this, in nats: the mean over the update's
+    tokens of the present weights. By default 0.001 where both compute in float32, 0.05 in bfloat16,
+    and 0.1 there for mixtures of experts, whose routing may tip over. inf switches it off."""
+    mismatch_warn: float | None = _setting(None, positive)
+    """Warn when the mean over a step's tokens (metric actor/mismatch_mean) is more than this; by
+    default a fifth of mismatch_stop. inf switches it off."""
 
     # Observation
     samples: int = _setting(1, non_negative)

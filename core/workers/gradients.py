@@ -34,6 +34,8 @@ BASE = ("prompt_ids", "response_ids", "loss_mask")
 """Columns that every update needs."""
 MISMATCH = ("rollout_logprobs", "weight_version")
 """Columns by which trainer and rollout engine are compared, where a batch has them."""
+MISMATCH_MEAN = "mismatch_mean"
+"""The metric that is compared with a limit."""
 
 
 def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
@@ -92,6 +94,8 @@ class LossPart:
         # `dict.fromkeys` drops what is named twice.
         names = (*loss.reads, "loss_mask", *(name for name in MISMATCH if name in batch))
         self.columns = {name: batch[name] for name in dict.fromkeys(names)}
+        # Whether the loss has what the two sides are compared by.
+        self.compared = "logprobs" in loss.needs and all(name in batch for name in MISMATCH)
         self.topk = batch["topk_ids"] if "topk_logprobs" in loss.needs else None
         self.extras = {name: batch[name] for name in extras if name in batch}
 
@@ -140,7 +144,7 @@ class LossPart:
                 terms, rows["loss_mask"], self.total, self._count(planned)
             )
             tally.extend(term_tally)
-            if "logprobs" in outputs and all(name in rows for name in MISMATCH):
+            if self.compared:
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
 
             # Every term had weight 0: the ranks' backwards must still meet.
@@ -201,7 +205,7 @@ def mismatch(rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, version: 
     count = mask.sum()
 
     tally = Tally()
-    tally.add("mismatch_mean", d.abs().sum(), count)
+    tally.add(MISMATCH_MEAN, d.abs().sum(), count)
     tally.add("mismatch_kl", (d.exp() - 1 - d).sum(), count)
     tally.peak("mismatch_max_ratio", d.abs().exp(), mask)
     return tally

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import RolloutEngine, SamplingParams
 from hybridflow.core.contracts.training import PARTS, TrainingBackend, check_needs
 from hybridflow.core.contracts.worker import RankContext, register
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.errors import HybridFlowError, MismatchError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.exchange import ShardReader
@@ -37,6 +37,7 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import WeightLayout
+from hybridflow.core.workers.agreement import disagreement
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.generation import (
     EPISODE_COLUMNS,
@@ -86,6 +87,8 @@ class ModelWorker(PoolMember):
         self.engine: RolloutEngine | None = None
         self.hybrid: HybridEngine | None = None
         self.sync_peak = Peak()
+        self._brought: int | None = None
+        """The version of the weights that engines were last brought."""
         self.residents: Residents = context.shared.setdefault("residents", Residents())
 
         # Further columns that the backend reads, and that the engine is sent.
@@ -201,13 +204,15 @@ class ModelWorker(PoolMember):
         """Take one optimizer step over the sum of the losses of one or more (mini-batch, loss)
         pairs.
 
-        Raises HybridFlowError when the loss or its gradient is not finite; such a gradient changes
-        no weights.
+        Raises MismatchError when the rollout engine's logprobs are not the trainer's, and
+        HybridFlowError when the loss or its gradient is not finite; neither changes any weights.
         """
         started = time.perf_counter()
         with measured(self.context.device) as peak:
             backend = self._resident(*PARTS)
-            metrics = self._losses(pairs, train=True)
+            parts = self._parts(pairs)
+            metrics = self._losses(parts, train=True)
+            self._check_agreement(parts, metrics)
             step = backend.optim_step()
         # The optimizer has left the weights as they were where the gradient is not finite.
         self._check_finite(metrics.means["loss"][0], step["grad_norm"])
@@ -222,17 +227,44 @@ class ModelWorker(PoolMember):
     def loss(self, pair: tuple[Batch, Loss]) -> Metrics:
         """Return the loss and its terms without an update (validation)."""
         self._resident("weights")
-        return self._losses([pair], train=False)
+        return self._losses(self._parts([pair]), train=False)
 
-    def _losses(self, pairs: Sequence[tuple[Batch, Loss]], train: bool) -> Metrics:
+    def _parts(self, pairs: Sequence[tuple[Batch, Loss]]) -> list[LossPart]:
         # A loss that this model cannot serve raises before any forward.
         for _, loss in pairs:
             check_needs(self.role.model.kind, loss.needs)
         budget = self.role.micro_batch_tokens
         parts = [LossPart(batch, loss, budget, self.context, self._reads) for batch, loss in pairs]
         agree(parts)
+        return parts
+
+    def _losses(self, parts: Sequence[LossPart], train: bool) -> Metrics:
         tallies = [part.run(self.backend, self.role.temperature, train) for part in parts]
         return loss_metrics(tallies, self.context)
+
+    def _check_agreement(self, parts: Sequence[LossPart], metrics: Metrics) -> None:
+        """Raise MismatchError on every rank, without gradients, where an engine says something
+        else."""
+        backend = self.backend
+        just_synced = self._brought == backend.version
+        limit = self.role.mismatch_stop
+        problem = disagreement(parts, metrics, self.context, limit, just_synced)
+        if problem is None:
+            return
+
+        # A step with a gradient that is not finite does nothing but clear.
+        def not_finite(_: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return outputs["logprobs"].sum() * torch.nan
+
+        dummies = [dummy_micro_batch(self.context.device)]
+        backend.forward_backward(dummies, ["logprobs"], not_finite, self.role.temperature)
+        backend.optim_step()
+        raise MismatchError(
+            f"an update after {backend.version} steps: {problem}; no weights have changed",
+            role=self.context.role,
+            phase="update",
+            rank=self.rank,
+        )
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if np.isfinite(loss) and np.isfinite(grad_norm):
@@ -312,7 +344,9 @@ class ModelWorker(PoolMember):
         if not self.role.keep_engine:
             self.engine.wake(cache=False)
         with measured(self.context.device) as self.sync_peak:
-            return self.hybrid.sync()
+            seconds = self.hybrid.sync()
+        self._brought = self.backend.version
+        return seconds
 
     @register(Protocol.ONE_TO_ALL)
     def compared(self) -> dict[str, str]:
@@ -322,8 +356,10 @@ class ModelWorker(PoolMember):
         """
         if self.engine is None or self.hybrid is None or self.engine.version is None:
             return {}
+        # An update that failed has left its optimizer on the device.
+        backend = self._resident("weights", alone=True)
         self.engine.wake()
-        return self.hybrid.compared(self._resident("weights").version)
+        return self.hybrid.compared(backend.version)
 
     # To engines in a pool of their own (core/rollouts/separate.py)
     @register(Protocol.RANK_ZERO)
@@ -340,6 +376,7 @@ class ModelWorker(PoolMember):
     def post(self, at: int) -> dict[int, Any]:
         """Leave this rank's messages of round `at`: receiver -> ticket."""
         backend = self._resident("weights")
+        self._brought = backend.version
         return self.side.post(at, ShardReader(backend.named_shards()).read)
 
     @register(Protocol.ONE_TO_ALL)
@@ -361,6 +398,7 @@ class ModelWorker(PoolMember):
     def load(self, folder: str) -> None:
         """Read what `save` wrote."""
         self._resident(*PARTS).load(Path(folder))
+        self._brought = None
 
     @register(Protocol.ONE_TO_ALL)
     def export(self, folder: str, dtype: str = "auto") -> None:

@@ -77,5 +77,5 @@ def test_keys_and_values_of_old_weights_end_the_run(tmp_path, monkeypatch, engin
     pytest.importorskip(engine)
     steps, said = planted(tmp_path, monkeypatch, engine, STALE)
     assert steps == 1
-    assert "step 2: logprobs of actor's engine and trainer" in said
+    assert "step 2: an update after 1 steps: logprobs of the rollout engine" in said
     assert "the checksums of all weights that can be read back agree" in said

@@ -6,7 +6,7 @@ import attrs
 import pytest
 from helpers.same_tensors import assert_equal
 from helpers.training_check import check
-from helpers.training_jobs import Setup, moved, train
+from helpers.training_jobs import Setup, disagreeing_update, moved, train
 from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
@@ -86,3 +86,22 @@ def test_training_goes_on_after_its_memory_was_given_back(ranks, folder, setup):
     want = ranks(train, made.layout.world, made, pairs, 2)
     for a, b in zip(got, want, strict=True):
         assert_equal(a, b["parameters"])
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        lambda: megatron(ParallelLayout(pp=2), virtual_stages=2),
+        lambda: megatron(ParallelLayout(dp=2), precision="bf16"),
+        lambda: deepspeed(1, 2),
+        lambda: deepspeed(2, 2, precision="bf16"),
+        lambda: deepspeed(3, 2),
+    ],
+    ids=["megatron pp 2", "megatron dp 2 bf16", "zero 1", "zero 2 bf16", "zero 3"],
+)
+def test_what_an_engine_did_not_say_stops_every_rank_and_leaves_nothing(ranks, folder, setup):
+    made = attrs.evolve(setup(), path=folder(FOUR_LAYERS))
+    found = ranks(disagreeing_update, made.layout.world, made, make_batch(6), Blend())
+    for text, unchanged, alike in found:
+        assert "MismatchError: an update after 0 steps: logprobs of the rollout engine" in text
+        assert unchanged and alike

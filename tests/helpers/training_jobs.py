@@ -263,6 +263,30 @@ def failing_update(
     return text, all(torch.equal(before[n], after[n]) for n in before)
 
 
+def disagreeing_update(
+    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
+) -> tuple[str, bool, bool]:
+    """The error of an update whose engine said something else; whether the weights are as they were, and whether the
+    next update, without a limit, ends as if there had been none before."""
+    worker, other = (make_worker(rank, setup) for _ in range(2))
+    rows = mine(worker, batch, loss.unit)
+    before = parameters(worker)
+    worker.role, unlimited = attrs.evolve(worker.role, mismatch_stop=1e-3), worker.role
+    try:
+        worker.update([(rows, loss)])
+        text = "updated"
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    unchanged = all(torch.equal(before[n], now) for n, now in parameters(worker).items())
+    worker.role = unlimited
+    for each in (worker, other):
+        each.update([(rows, loss)])
+    after, expected = parameters(worker), parameters(other)
+    alike = all(torch.equal(after[n], expected[n]) for n in before)
+    assert not torch.equal(after[next(iter(before))], before[next(iter(before))])
+    return text, unchanged, alike
+
+
 def synced_training(
     rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int
 ) -> list[float]:

@@ -67,7 +67,7 @@ tie_word_embeddings = false }"""
         (WRONG_EXPERTS, 0, ("weights of version 0:", "experts.", "has other values")),
         (HALF_A_WINDOW, 0, ("version 0: 1 parameters differ", "1.self_attn.q_proj.weight (rank 0 has other values)")),
         (LOST, 1, ("version 1: 1 parameters differ", "0.post_attention_layernorm.weight (rank 0 has that of an earlier")),
-        (STALE, 1, ("step 2: logprobs of actor's engine and trainer", "run.agreement_fp32 = 0.001; the checksums of all")),
+        (STALE, 1, ("step 2: an update after 1 steps:", "= 0.001; no weights have changed; the checksums of all")),
     ],
     ids=["wrong name", "wrong expert order", "half a window", "lost version", "stale cache"],
 )  # fmt: skip

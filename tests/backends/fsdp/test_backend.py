@@ -15,6 +15,7 @@ from helpers.training_jobs import (
     OPTIMIZER,
     Setup,
     broken_transfer,
+    disagreeing_update,
     evaluate,
     export,
     failing_load,
@@ -568,6 +569,14 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_changes_no_weights(ranks
             in text
         )
         assert unchanged
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2], ids=str)
+def test_what_an_engine_did_not_say_stops_every_rank_and_leaves_nothing(ranks, folder, layout):
+    setup = Setup(folder("llama"), layout=layout)
+    for text, unchanged, alike in ranks(disagreeing_update, 2, setup, make_batch(6), Blend()):
+        assert "MismatchError: an update after 0 steps: logprobs of the rollout engine" in text
+        assert unchanged and alike
 
 
 def test_an_output_that_a_model_does_not_have_is_refused_by_name(ranks, folder):

@@ -51,6 +51,17 @@ def test_one_way_to_keep_the_model_is_enough(kept):
     assert of(*KEPT_NOTHING, kept) == ""
 
 
+def test_a_loss_by_which_no_engine_can_be_checked_is_told(monkeypatch):
+    made = job()
+    loss = made.algorithm.losses()["actor"]
+    loss.needs = ["topk_logprobs"]
+    monkeypatch.setattr(type(made.algorithm), "losses", lambda self: {"actor": loss})
+    assert [*remarks(made)] == [
+        "actor: its loss needs no logprobs, so nothing checks that its engine generates with the weights that are "
+        "trained (run.mismatch_stop)"
+    ]
+
+
 def test_a_stage_is_remarked_on_by_itself():
     first, second = jobs("stages.first.run.restarts=1", text=STAGES)
     assert "run.restarts" in "\n".join(remarks(first)) and not list(remarks(second))

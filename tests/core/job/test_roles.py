@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from helpers.job_texts import ALGORITHM, BASE, MODEL, STAGES, WITHOUT_ALGORITHM, WITHOUT_REWARD
 from helpers.jobs import job, jobs, model_folder, problem, problems
 
@@ -10,6 +13,8 @@ from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.job.roles import role_table
 from hybridflow.core.plugins import Registry
+
+EXPERTS = "actor.model.config.num_experts=4"
 
 
 def test_ref_and_critic_inherit_what_they_do_not_give_from_the_actor():
@@ -27,6 +32,24 @@ def test_ref_and_critic_inherit_what_they_do_not_give_from_the_actor():
     )
     assert critic.spec.backend_config.precision == ref.spec.backend_config.precision == "bf16"
     assert critic.spec.micro_batch_tokens == 99 and ref.spec.engine is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "nats"),
+    [
+        ([], 1e-3),
+        (["rollout.dtype=bfloat16"], 0.05),
+        (["actor.backend.precision=bf16"], 0.05),
+        (["actor.backend.precision=bf16", EXPERTS], 0.1),
+        ([EXPERTS], 1e-3),
+        (["actor.backend.precision=bf16", "run.mismatch_stop=0.3"], 0.3),
+        (["run.mismatch_stop=inf"], math.inf),
+    ],
+)
+def test_an_engine_may_differ_by_what_the_coarser_precision_rounds(settings, nats):
+    made = job("algorithm.kl_coef=0.1", *settings)
+    assert made.models["actor"].spec.mismatch_stop == nats
+    assert made.models["ref"].spec.mismatch_stop == math.inf  # it has no engine
 
 
 def test_another_model_is_not_mixed_with_the_actors(tmp_path):

@@ -1,0 +1,37 @@
+"""Why an engine's logprobs are not the trainer's: what the error of an update cannot know."""
+
+from __future__ import annotations
+
+from hybridflow.core.context import RoleHandle
+from hybridflow.core.errors import HybridFlowError, MismatchError
+from hybridflow.core.rollouts.separate import SeparateRollout
+from hybridflow.core.rollouts.weight_sync import first_of
+
+
+def explained(error: MismatchError, step: int, role: RoleHandle) -> MismatchError:
+    """Return the error of an update of `role` with the step, and with what its weights say."""
+    return MismatchError(
+        f"step {step}: {error.message}; {_cause(role)}",
+        role=error.role,
+        phase=error.phase,
+        rank=error.rank,
+    )
+
+
+def _cause(role: RoleHandle) -> str:
+    """Compare all weights, and say which differ, or what else it may be."""
+    rollout = role.rollout
+    try:
+        if isinstance(rollout, SeparateRollout):
+            different = rollout.compared(role.group.version().result())
+        else:
+            different = rollout.compared().result()[0]
+    except HybridFlowError as error:
+        return f"its weights could not be compared: {error}"
+
+    if different:
+        return f"{len(different)} parameters differ, the first is {first_of(different)}"
+    return (
+        "the checksums of all weights that can be read back agree, so look at what the engine "
+        "caches, at its precision and its sampling (another temperature than the run's?)"
+    )
