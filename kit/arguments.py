@@ -51,12 +51,16 @@ def _annotated(node: ast.ClassDef) -> Iterator[str]:
 
 
 def known_arguments(
-    title: str, names: Callable[[], Sequence[str]], ours: frozenset[str]
+    title: str,
+    names: Callable[[], Sequence[str]],
+    ours: frozenset[str],
+    outlive: frozenset[str] = frozenset(),
 ) -> Callable[[Any, attrs.Attribute, dict[str, Any]], None]:
     """Return an attrs validator for a dict of arguments; it raises ValueError for a bad name.
 
     `title` is the library's name. `names` gives all arguments that it has, () if that is not known.
-    `ours` are arguments that follow from the rest of the config, and must not be given.
+    `ours` are arguments that follow from the rest of the config, and must not be given; `outlive`
+    those that keep keys and values where an update of the weights does not drop them.
     """
 
     def check(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:
@@ -64,6 +68,11 @@ def known_arguments(
             if name in ours:
                 raise ValueError(
                     f"{field.name}: {name} follows from the rest of the config; remove it"
+                )
+            if name in outlive and value[name]:
+                raise ValueError(
+                    f"{field.name}: {name} keeps keys and values of old weights beyond an update; "
+                    "remove it"
                 )
             # Asked only once there is an argument to compare.
             if (known := names()) and name not in known:

@@ -1,53 +1,60 @@
-"""What a weight update has brought of the boxes that an engine takes."""
+"""What a weight update has brought of the boxes that a rank's engine takes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box
 
 
 class Arrivals:
-    """Counts the elements of one update, for each rank and parameter."""
+    """Counts the elements of boxes in one update: every element must arrive, and once.
 
-    def __init__(self, held: Mapping[int, Mapping[str, Sequence[Box]]], apart: Container[str] = ()):
-        """`held`: what each rank takes; `apart`: parameters that somebody else counts."""
+    Boxes that the rank does not take count for nothing.
+    """
+
+    def __init__(self, held: Mapping[str, Sequence[Box]]):
+        """`held`: what the rank takes of each parameter, boxes that do not overlap."""
         self.held = held
-        self.lacks: dict[tuple[int, str], int] = {}
-        """(rank, parameter) -> the number of elements that have not arrived."""
-        for rank, own in held.items():
-            for name, boxes in own.items():
-                if name not in apart and boxes:
-                    self.lacks[rank, name] = sum(box.numel for box in boxes)
+        self._lacks: dict[str, int] = {}
+        """Parameter -> the number of elements that have not arrived."""
+        for name, boxes in held.items():
+            if elements := sum(box.numel for box in boxes):
+                self._lacks[name] = elements
+        self._came: dict[str, list[Box]] = {}
 
-    def note(self, rank: int, name: str, box: Box) -> None:
-        """Count the elements of a box that the rank takes."""
-        if (rank, name) in self.lacks:
-            own = self.held[rank][name]
-            common = (box.intersect(one) for one in own)
-            self.lacks[rank, name] -= sum(part.numel for part in common if part is not None)
-
-    def written(self, rank: int, name: str, version: int | None) -> int | None:
-        """Return this update's version where it has brought the whole parameter, else None."""
-        return version if self.lacks.get((rank, name), 1) <= 0 else None
-
-    def check(self, complete: bool) -> None:
-        """Raise HybridFlowError where a parameter came in part, or one has never arrived.
-
-        complete: every parameter has arrived in an earlier update.
-        """
-        # What has begun to arrive must arrive in full.
-        for (rank, name), lacks in self.lacks.items():
-            whole = sum(box.numel for box in self.held[rank][name])
-            if 0 < lacks < whole:
+    def note(self, name: str, box: Box) -> None:
+        """Note the elements of a box. Raises HybridFlowError where some of them came before."""
+        if name not in self._lacks:
+            return
+        came = self._came.setdefault(name, [])
+        for own in self.held[name]:
+            common = box.intersect(own)
+            if common is None:
+                continue
+            if any(common.intersect(earlier) is not None for earlier in came):
                 raise HybridFlowError(
-                    f"the weight update brought only {whole - lacks} of {whole} elements of {name}"
+                    f"the weight update brought elements of {name} twice: the box {common.start} "
+                    f"to {common.stop}"
                 )
-        missing = list(dict.fromkeys(name for (_, name), lacks in self.lacks.items() if lacks > 0))
-        if missing and not complete:
-            every = dict.fromkeys(name for _, name in self.lacks)
+            came.append(common)
+            self._lacks[name] -= common.numel
+
+    def whole(self, name: str) -> bool:
+        """Return whether all that the rank takes of a parameter has arrived."""
+        return not self._lacks.get(name)
+
+    def check(self) -> None:
+        """Raise HybridFlowError where something is missing."""
+        missing = []
+        for name, lacks in self._lacks.items():
+            if lacks:
+                elements = sum(box.numel for box in self.held[name])
+                some = f" ({elements - lacks} of {elements} elements came)"
+                missing.append(f"{name}{some if lacks < elements else ''}")
+        if missing:
             raise HybridFlowError(
-                f"the first weight update lacks {len(missing)} of {len(every)} "
-                f"parameters: {', '.join(missing[:3])}"
+                f"the weight update lacks {len(missing)} of {len(self._lacks)} parameters: "
+                f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
             )

@@ -13,6 +13,7 @@ import torch
 
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.huggingface.models import saved_parameters
 
 Load = Callable[[str, torch.Tensor], None]
@@ -37,14 +38,8 @@ class WholeParameters:
         self.ties = dict(ties)
         self.device = device
         self.load = load
-        self.complete = False
-        """Whether every parameter has arrived, in this update or an earlier one."""
-        self._parts: dict[str, torch.Tensor] = {}
-        """Parameters of which a part has arrived in this update."""
-        self._lacks: dict[str, int] = {}
-        """The number of elements that each of these lacks."""
-        self._loaded: set[str] = set()
-        """Parameters that this update has handed over."""
+        self._held = {name: (Box.full(param.shape),) for name, param in self.params.items()}
+        self.begin()
 
     @classmethod
     def of(
@@ -62,74 +57,42 @@ class WholeParameters:
 
     def layout(self, ranks: int) -> WeightLayout:
         """Return a layout in which every rank holds everything, and gives no view of it."""
-        held = {}
-        for name, param in self.params.items():
-            held[name] = (Box.full(param.shape),)
-
-        by_rank = dict.fromkeys(range(ranks), held)
+        by_rank = dict.fromkeys(range(ranks), self._held)
         return WeightLayout(self.params, by_rank, self.ties, frozenset(self.params))
 
     def begin(self) -> None:
         """Begin an update; parts of an earlier one that was not ended are dropped."""
-        self._parts.clear()
-        self._lacks.clear()
-        self._loaded.clear()
+        self.arrived = Arrivals(self._held)
+        self._parts: dict[str, torch.Tensor] = {}
+        """Parameters of which a part has arrived."""
 
     @torch.no_grad()
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Add a box of a parameter; boxes of one update do not overlap.
+        """Add a box of a parameter.
 
-        Raises HybridFlowError for a name or shape that is not of this model.
+        Raises HybridFlowError for a name or shape that is not of this model, and for elements that
+        have come before.
         """
         check_box(self.params, self.ties, name, box, tensor)
+        self.arrived.note(name, box)
         param = self.params[name]
-        full = Box.full(param.shape)
 
         # The caller may use the memory of its tensor again.
-        if box == full:
-            self._hand_over(name, tensor.to(self.device, copy=True))
+        if box == Box.full(param.shape):
+            self.load(name, tensor.to(self.device, copy=True))
             return
 
         # A part: copy it to its place, and hand the parameter over with the last one.
         if name not in self._parts:
             empty = torch.empty(param.shape, dtype=param.dtype, device=self.device)
             self._parts[name] = empty
-            self._lacks[name] = full.numel
         self._parts[name][box.slices()].copy_(tensor)
-        self._lacks[name] -= box.numel
-        if not self._lacks[name]:
-            self._hand_over(name, self._parts.pop(name))
-
-    def _hand_over(self, name: str, whole: torch.Tensor) -> None:
-        """Load a whole parameter and note it."""
-        self.load(name, whole)
-        self._loaded.add(name)
-        self._lacks.pop(name, None)
-
-    def brought(self, name: str) -> bool:
-        """Return whether the last update has handed over this parameter."""
-        return name in self._loaded
+        if self.arrived.whole(name):
+            self.load(name, self._parts.pop(name))
 
     def end(self) -> None:
-        """End the update. A later update may bring some of the parameters alone.
-
-        Raises HybridFlowError when a part of a parameter lacks, or one has never arrived.
-        """
-        # What has begun to arrive must arrive in full.
-        if self._lacks:
-            parts = []
-            for name, lacks in self._lacks.items():
-                parts.append(f"{name} ({self.params[name].numel - lacks} elements)")
-            raise HybridFlowError(f"the weight update brought only a part of {', '.join(parts)}")
-
-        # Parameters of an earlier update stay; only the first one must bring them all.
-        missing = [name for name in self.params if name not in self._loaded]
-        if missing and not self.complete:
-            raise HybridFlowError(
-                f"the first weight update lacks {len(missing)} of {len(self.params)} parameters: "
-                f"{', '.join(missing)}"
-            )
-        self.complete = True
+        """End the update. Raises HybridFlowError where a part of a parameter is missing."""
+        self.arrived.check()
 
 
 def check_box(

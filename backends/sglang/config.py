@@ -24,6 +24,8 @@ OURS = frozenset({
 })  # fmt: skip
 """Arguments of SGLang that follow from the rest of the config; `engine_args` may not give them."""
 
+OUTLIVE = frozenset({"hicache_storage_backend", "enable_lmcache"})
+"""Caches beyond the scheduler's own, which alone it drops."""
 VOCABULARY_MULTIPLE = 64
 """SGLang pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
 
@@ -72,7 +74,7 @@ class SGLangConfig(ProcessConfig):
     """Whether to run without CUDA graphs: the engine starts sooner and decodes more slowly."""
 
     engine_args: dict[str, Any] = attrs.field(
-        factory=dict, validator=known_arguments("SGLang", argument_names, OURS)
+        factory=dict, validator=known_arguments("SGLang", argument_names, OURS, OUTLIVE)
     )
     """Further arguments of SGLang's ServerArgs. Their names are checked against those of the
     installed version."""

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from hybridflow.backends.sglang.config import SGLangConfig
-from hybridflow.backends.sglang.places import LOADER, Ask, Derive, Fill, Prove, Schedulers, Take
+from hybridflow.backends.sglang.places import LOADER, Ask, Begin, Derive, Prove, Schedulers, Take
 from hybridflow.backends.sglang.sampler import BACKEND
 from hybridflow.backends.sglang.shims import variables
 from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
@@ -74,9 +74,11 @@ class SGLangEngine(ContinuousEngine, Hostable):
         """Requests that were told to end early."""
         self._opaque: list[tuple[str, torch.Tensor]] = []
         """Opaque parameters of this update that SGLang does not have yet: (name, values)."""
+        self._entered: dict[int, int] = {}
+        """The version with which each running request began."""
         self._paused = False
-        self.complete = False
-        """Whether every parameter has arrived, in this update or an earlier one."""
+        self._session = False
+        """Whether SGLang has undone what it makes of the weights after loading."""
         self._update = 0
         """The number of this update: one that is begun again brings everything anew."""
         self._wanted: dict[int, Wanted] = {}
@@ -150,7 +152,9 @@ class SGLangEngine(ContinuousEngine, Hostable):
         held: dict[int, dict[str, tuple[Box, ...]]] = {}
         for place, one in enumerate(taken):
             held[place] = {name: boxes for name, boxes in one.boxes.items() if name not in opaque}
-        held[0] |= {name: (Box.full(params[name].shape),) for name in opaque}
+        self._boxed = [held[place] for place in range(self._tp)]
+        """What each rank's scheduler takes by boxes."""
+        held[0] = held[0] | {name: (Box.full(params[name].shape),) for name in opaque}
 
         # What nobody takes would stay as it was.
         for name, elements in untaken(params, held.values()):
@@ -225,36 +229,34 @@ class SGLangEngine(ContinuousEngine, Hostable):
 
     def begin_update(self, version: int) -> None:
         """Begin an update, and pause what runs: SGLang drops the keys and values of it."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
-        interrupted = self.updating
         super().begin_update(version)
         self._update += 1
         self._opaque.clear()
         self.store.begin()
-        self._arrived = Arrivals(self._layout.held, self.store.params)
-        # SGLang is paused and knows of an update already if the last one was not ended.
-        if interrupted:
-            return
+        self._arrived = [Arrivals(boxes) for boxes in self._boxed]
 
-        # Sequences that have ended already are answered at the next `advance`.
-        if self.running:
+        # An update that was not ended has left SGLang paused, and in a session. Sequences that have
+        # ended already are answered at the next `advance`.
+        if self.running and not self._paused:
+            from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
             pause = PauseGenerationReqInput(mode="retract")
             self._wait(self.engine.tokenizer_manager.pause_generation(pause))
             self._paused = True
         self._open_session()
-        if not self.complete:
-            self.schedulers.tell([Fill()] * self._tp)
+        self.schedulers.tell([Begin(self._update, fill=self.version is None)] * self._tp)
 
     def _open_session(self) -> None:
         """Let SGLang undo what it has made of the weights after loading."""
-        if hasattr(self.engine, "begin_weight_update"):  # from 0.5.22 on
+        if not self._session and hasattr(self.engine, "begin_weight_update"):  # from 0.5.22 on
             _checked("begin_weight_update", self.engine.begin_weight_update())
+        self._session = True
 
     def _close_session(self) -> None:
         """Let SGLang make again what it makes of the weights after loading."""
         if hasattr(self.engine, "end_weight_update"):
             _checked("end_weight_update", self.engine.end_weight_update())
+        self._session = False
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         """Bring a box to the first rank's scheduler."""
@@ -271,22 +273,25 @@ class SGLangEngine(ContinuousEngine, Hostable):
 
     def take(self, place: int, reader: BucketReader, load: Load) -> bytes | None:
         """Let a rank's scheduler copy what that rank's bucket holds; return None."""
-        # Opaque parameters are put together here.
-        pieces: list[Piece] = []
+        opaque: list[Piece] = []
+        boxed: list[Piece] = []
         for piece in load.pieces:
             self.check_updating(piece.name)
-            if piece.name in self.store.params:
-                self.store.receive(piece.name, piece.box, piece.of(reader.memory))
-            else:
-                pieces.append(piece)
-                self._arrived.note(place, piece.name, piece.box)
+            (opaque if piece.name in self.store.params else boxed).append(piece)
+
+        # Opaque parameters are put together here, from copies; the reader waits for the writer.
+        if opaque:
+            for piece, values in reader.take(attrs.evolve(load, pieces=tuple(opaque))):
+                self.store.receive(piece.name, piece.box, values)
         # The others never pass through this process.
-        if pieces:
+        if boxed:
+            for piece in boxed:
+                self._arrived[place].note(piece.name, piece.box)
             jobs: list[Take | None] = [None] * self._tp
-            load = attrs.evolve(load, pieces=tuple(pieces))
-            jobs[place] = Take(reader.handle, load, self._update)
+            load = attrs.evolve(load, pieces=tuple(boxed))
+            jobs[place] = Take(reader.handle, load)
             self.schedulers.tell(jobs)
-        return None
+        return reader.done() if opaque else None
 
     def _load(self, name: str, whole: torch.Tensor) -> None:
         """Note a whole parameter, which `end_update` hands over."""
@@ -307,26 +312,22 @@ class SGLangEngine(ContinuousEngine, Hostable):
         opaque = self.store.params
         wanted = self._wanted[place]
         jobs: list[Prove | None] = [None] * self._tp
-        jobs[place] = Prove(
-            {name: one for name, one in wanted.items() if name not in opaque}, self._update
-        )
+        jobs[place] = Prove({name: one for name, one in wanted.items() if name not in opaque})
         # SGLang talks to schedulers about weights within a session, which an update is.
-        outside = not self.updating
-        if outside:
-            self._open_session()
+        self._open_session()
         try:
             answer = self.schedulers.tell(jobs)[place]
         finally:
-            if outside:
+            if not self.updating:
                 self._close_session()
         proof = {
-            name: (None if update is None else self._next_version, value)
+            name: (self._next_version if update == self._update else None, value)
             for name, (update, value) in answer.items()
         }
         # Outside of an update nothing can be read of the opaque ones.
         whole = self._whole.totals()
         for name in wanted.keys() & opaque:
-            version = self._next_version if self.store.brought(name) else None
+            version = self._next_version if self.store.arrived.whole(name) else None
             proof[name] = (version, whole.get(name, 0) if self.updating else None)
         return proof
 
@@ -365,14 +366,14 @@ class SGLangEngine(ContinuousEngine, Hostable):
         )
 
         self.check_updating("end_update")
-        self._arrived.check(self.complete)
+        for arrived in self._arrived:
+            arrived.check()
         self.store.end()
         if self._opaque:
             self._hand_over()
         # With the old weights go their keys and values.
         self.schedulers.tell([Derive()] * self._tp, flush_cache=True)
         self._close_session()
-        self.complete = True
 
         # SGLang notes the version with each token.
         manager = self.engine.tokenizer_manager
@@ -392,8 +393,6 @@ class SGLangEngine(ContinuousEngine, Hostable):
         if self.device.type == "cuda" and not self.asleep:
             self.engine.release_memory_occupation()
             self.version = None
-            self.store.complete = False
-            self.complete = False
         self.asleep = True
         self.has_cache = False
 
@@ -434,6 +433,8 @@ class SGLangEngine(ContinuousEngine, Hostable):
             rid=_name(request.id),
         )
         self._tasks[request.id] = self.engine.loop.create_task(answer)
+        assert self.version is not None
+        self._entered[request.id] = self.version
 
     def advance(self) -> Iterator[Completion]:
         """Wait up to LOOK_S for answers; yield the completions of those that came.
@@ -445,16 +446,17 @@ class SGLangEngine(ContinuousEngine, Hostable):
 
         for number in [number for number, task in self._tasks.items() if task.done()]:
             task = self._tasks.pop(number)
+            entered = self._entered.pop(number)
             try:
-                completion = self._read(self.running[number], task.result())
+                completion = self._read(self.running[number], task.result(), entered)
             except ValueError as error:  # what SGLang raises for a request that it does not take
                 self._done.append(self.completion(self.running.pop(number), [], [], "abort"))
                 raise HybridFlowError(f"request {number}: SGLang refused it: {error}") from error
             self._leaving.discard(number)
             yield completion
 
-    def _read(self, request: Request, answer: dict[str, Any]) -> Completion:
-        """Turn SGLang's answer into a completion.
+    def _read(self, request: Request, answer: dict[str, Any], entered: int) -> Completion:
+        """Turn SGLang's answer into a completion; `entered` is the version that it began with.
 
         Raises ValueError where SGLang ended a request early that was not told to end.
         """
@@ -468,8 +470,8 @@ class SGLangEngine(ContinuousEngine, Hostable):
         ids = [entry[1] for entry in entries]
         logprobs = [entry[0] for entry in entries]
 
-        # Without spans, all tokens were drawn with the weights of today.
-        versions = np.full(len(ids), self.version, np.int64)
+        # Tokens of no span count as older than they may be.
+        versions = np.full(len(ids), entered, np.int64)
         for span in about.get("weight_versions") or ():
             versions[span["start"] : span["end"]] = int(span["version"])
         return self.completion(request, ids, logprobs, reason, versions)

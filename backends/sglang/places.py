@@ -51,11 +51,9 @@ class Ask:
     def run(self, model: Any) -> Taken:
         """Trace and prove; the weights are NaN afterwards. Raises ModelError."""
         self._check_attention(model)
-        tensors = dict(model.named_buffers(remove_duplicate=False))
-        tensors |= dict(model.named_parameters(remove_duplicate=False))
         # The proof stands for all updates, so it is made once.
         who = f"{type(model).__name__} of SGLang"
-        placed = PlacedWeights(model.load_weights, tensors, self.params, self.ties, who)
+        placed = PlacedWeights(model.load_weights, _tensors_of(model), self.params, self.ties, who)
         placed.prove()
         _placed[id(model)] = placed
         boxes = {name: placed.boxes(name) for name in self.params}
@@ -85,12 +83,24 @@ class Ask:
 
 
 @attrs.frozen
-class Fill:
-    """Write the constants of SGLang's loader, such as padding."""
+class Begin:
+    """Begin an update, behind SGLang's own preparation for it."""
+
+    update: int
+    """Its number."""
+    fill: bool
+    """Whether the constants of SGLang's loader, such as padding, are written too."""
 
     def run(self, model: Any) -> None:
-        """Fill them."""
-        _placed[id(model)].fill()
+        """Find the places anew: SGLang may have put other tensors into the model.
+
+        Raises HybridFlowError where those have other shapes.
+        """
+        placed = _placed[id(model)]
+        renewed = placed.rebind(_tensors_of(model))
+        placed.begin(self.update)
+        if self.fill or renewed:
+            placed.fill()
 
 
 @attrs.frozen
@@ -100,13 +110,9 @@ class Take:
     bucket: Any
     """The bucket's handle."""
     load: Load
-    update: int
-    """The number of the update that brings it."""
 
     def run(self, model: Any) -> None:
         """Copy, and wait until the copies are done: the bucket is filled again then."""
-        if _placed[id(model)].version != self.update:
-            _placed[id(model)].begin(self.update)
         # Memory is mapped once.
         key = pickle.dumps(self.bucket)
         if key not in _readers:
@@ -134,22 +140,27 @@ class Prove:
     """Say what is in the places, and whether an update has brought it; the answer is a Proof."""
 
     wanted: Wanted
-    update: int
 
     def run(self, model: Any) -> Proof:
         """Add up what the live tensors hold; in place of a version stands the update's number."""
-        if _placed[id(model)].version != self.update:
-            _placed[id(model)].begin(self.update)
-        return _placed[id(model)].proof(self.wanted)
+        placed = _placed[id(model)]
+        placed.rebind(_tensors_of(model))
+        return placed.proof(self.wanted)
 
 
 WRONG = {"PhiForCausalLM": "leaves out the bias of its head"}
 """Classes of SGLang 0.5.23 that compute other values than their models -> what they do."""
-Job = Ask | Fill | Take | Derive | Prove
+Job = Ask | Begin | Take | Derive | Prove
 _placed: dict[int, PlacedWeights] = {}
 """By the model's id()."""
 _readers: dict[bytes, BucketReader] = {}
 """By the pickled handle."""
+
+
+def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the model's parameters and buffers by name, as they are now."""
+    tensors = dict(model.named_buffers(remove_duplicate=False))
+    return tensors | dict(model.named_parameters(remove_duplicate=False))
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -149,10 +149,10 @@ class TransformersEngine(ContinuousEngine, Hostable):
 
     def written(self, name: str) -> int | None:
         """Return the version of the last update where that has brought the parameter."""
-        return self._next_version if self.store.brought(name) else None
+        return self._next_version if self.store.arrived.whole(name) else None
 
     def end_update(self) -> None:
-        """End an update; raises HybridFlowError where the first one was incomplete."""
+        """End an update; raises HybridFlowError where it was incomplete."""
         self.check_updating("end_update")
         self.store.end()
         super().end_update()

@@ -19,6 +19,7 @@ import torch
 from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.arrivals import Arrivals
 
 BLOCK_ROWS = 64
 """Rows that are transposed at once."""
@@ -105,12 +106,9 @@ class WeightStore:
         self.places = dict(places)
         self.ties = ties
         self.split = split
-        self.complete = False
-        """Whether every element has arrived since the memory was allocated."""
-        self._received: dict[str, dict[Box, int]] = {}
-        """Parameter -> each box received in this update, with its number of elements."""
         self._lent: set[str] = set()
         """Parameters whose storage the trainer uses too."""
+        self.begin()
 
         # Fused projections share a storage, whose memory is dropped and restored once.
         storages = [place.storage.untyped_storage() for place in self.places.values()]
@@ -128,8 +126,11 @@ class WeightStore:
         return self.split.layout(params, self.ties, reordered)
 
     def begin(self) -> None:
-        """Begin an update: forget what the one before brought."""
-        self._received = {}
+        """Begin an update, which brings all but what is lent."""
+        places = self.places.items()
+        self.arrived = Arrivals(
+            {name: (place.held,) for name, place in places if name not in self._lent}
+        )
 
     @torch.no_grad()
     def receive(
@@ -140,8 +141,8 @@ class WeightStore:
     ) -> None:
         """Copy the values of a box in.
 
-        Raises HybridFlowError for an unknown name, a box that is not held here, or a tensor of
-        another shape.
+        Raises HybridFlowError for an unknown name, a box that is not held here, a tensor of another
+        shape, or elements that have come before.
         """
         place = self._place(name, box)
         if tuple(tensor.shape) != box.shape:
@@ -149,13 +150,8 @@ class WeightStore:
                 f"{name}: got a tensor of shape {tuple(tensor.shape)} for the box {box.start} to "
                 f"{box.stop}, which has shape {box.shape}"
             )
+        self.arrived.note(name, box)
         place.write(box, tensor)
-        self._received.setdefault(name, {})[box] = box.numel
-
-    def brought(self, name: str) -> bool:
-        """Return whether the last update has brought the whole parameter."""
-        arrived = sum(self._received.get(name, {}).values())
-        return name in self._lent or arrived >= self.places[name].held.numel
 
     def lend(self, name: str) -> None:
         """Leave this parameter's memory alone, and do not expect it in updates."""
@@ -188,33 +184,14 @@ class WeightStore:
         return place
 
     def end(self) -> None:
-        """End an update; later ones may bring a part of the weights, the first one may not.
-
-        Raises HybridFlowError where elements are missing in the first update, or in the first one
-        after `drop`.
-        """
-        if self.complete:
-            return
-
-        missing = []
-        for name, place in self.places.items():
-            count = sum(self._received.get(name, {}).values())
-            if count < place.held.numel and name not in self._lent:
-                part = f"{name} ({count} of {place.held.numel} elements)"
-                missing.append(part if count else name)
-        if missing:
-            raise HybridFlowError(
-                f"the first weight update lacks {len(missing)} of {len(self.places)} parameters: "
-                f"{', '.join(missing)}"
-            )
-        self.complete = True
+        """End an update. Raises HybridFlowError where elements are missing."""
+        self.arrived.check()
 
     def drop(self) -> None:
         """Free the memory, but for what is lent; places and views stay valid objects.
 
         `restore` gives them memory again, with undefined values.
         """
-        self.complete = False
         lent = set()
         for name in self._lent:
             storage = self.places[name].storage.untyped_storage()

@@ -27,6 +27,8 @@ OURS = frozenset({
 })  # fmt: skip
 """Arguments of vLLM that follow from the rest of the config; `engine_args` may not give them."""
 
+OUTLIVE = frozenset({"kv_transfer_config"})
+"""A connector may ignore that it is told to drop what it has."""
 VOCABULARY_MULTIPLE = 64
 """vLLM pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
 
@@ -73,7 +75,7 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     """Whether to run without CUDA graphs: the engine starts sooner and decodes more slowly."""
 
     engine_args: dict[str, Any] = attrs.field(
-        factory=dict, validator=known_arguments("vLLM", argument_names, OURS)
+        factory=dict, validator=known_arguments("vLLM", argument_names, OURS, OUTLIVE)
     )
     """Further arguments of vLLM's EngineArgs. Their names are checked against those of the
     installed version."""

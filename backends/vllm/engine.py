@@ -37,6 +37,7 @@ from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.parallel import Replicas
 from hybridflow.core.values.weights import Box, Param, WeightLayout
+from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
 from hybridflow.kit.huggingface.models import (
@@ -289,12 +290,13 @@ class VLLMEngine(ContinuousEngine, Hostable):
             self.weights.begin()
         self.store.begin()
         # Opaque parameters are counted by the store.
-        self._lacks = {
-            name: sum(box.numel for box in self.weights.boxes(name))
-            for name in self._layout.params
-            if name not in self.store.params
-        }
-        """The number of elements that each parameter lacks in this update."""
+        self._arrived = Arrivals(
+            {
+                name: self.weights.boxes(name)
+                for name in self._layout.params
+                if name not in self.store.params
+            }
+        )
 
     def expect(self, wanted: Wanted) -> None:
         """Hear what to add up: of layers that vLLM packs, before it does."""
@@ -316,29 +318,27 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
     def written(self, name: str) -> int | None:
         """Return the version of the last update where that has brought the parameter."""
-        opaque = name in self.store.params
-        whole = self.store.brought(name) if opaque else self._lacks[name] <= 0
-        return self._next_version if whole else None
+        arrived = self.store.arrived if name in self.store.params else self._arrived
+        return self._next_version if arrived.whole(name) else None
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Copy a box to its places. Raises HybridFlowError for a name that is not of this model."""
+        """Copy a box to its places.
+
+        Raises HybridFlowError for a name that is not of this model, and for elements that have come
+        before.
+        """
         self.check_updating(name)
-        if name not in self._lacks:
+        if name in self.store.params or name not in self._layout.params:
             self.store.receive(name, box, tensor)
             return
+        self._arrived.note(name, box)
         self.weights.receive(name, box, tensor)
-        self._lacks[name] -= self._taken(name, box)
-
-    def _taken(self, name: str, box: Box) -> int:
-        """Return the number of a box's elements that this rank takes."""
-        parts = (box.intersect(own) for own in self.weights.boxes(name))
-        return sum(part.numel for part in parts if part is not None)
 
     @torch.no_grad()
     def end_update(self) -> None:
         """Finish the layers, and drop the cached keys and values of the old weights."""
         self.check_updating("end_update")
-        self._check_whole()
+        self._arrived.check()
         self.store.end()
         with self._configured():
             self.weights.end()
@@ -349,24 +349,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
             from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
             dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
-        self.engine.reset_prefix_cache()
-        super().end_update()
-
-    def _check_whole(self) -> None:
-        """Raise HybridFlowError where a parameter came in part, or the first update lacks one."""
-        # What has begun to arrive must arrive in full.
-        for name, lacks in self._lacks.items():
-            whole = sum(box.numel for box in self.weights.boxes(name))
-            if 0 < lacks < whole:
-                raise HybridFlowError(
-                    f"the weight update brought only {whole - lacks} of {whole} elements of {name}"
-                )
-        missing = [name for name, lacks in self._lacks.items() if lacks > 0]
-        if missing and not self.store.complete:
+        if not self.engine.reset_prefix_cache(reset_connector=True):
             raise HybridFlowError(
-                f"the first weight update lacks {len(missing)} of {len(self._layout.params)} "
-                f"parameters: {', '.join(missing[:3])}"
+                "vLLM did not drop the keys and values of the old weights, since sequences still "
+                "use some: end them before the weights change"
             )
+        super().end_update()
 
     def sleep(self) -> None:
         """On a GPU, free the weights and the KV cache; then `wake` needs an update."""
@@ -374,7 +362,6 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if self.device.type == "cuda" and not self.asleep:
             self.llm.sleep(level=2)  # level 1 would keep the weights in host memory
             self.version = None
-            self.store.complete = False
         self.asleep = True
         self.has_cache = False
 

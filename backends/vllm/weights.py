@@ -347,7 +347,7 @@ class MappedWeights:
 
     def _same(self, name: str, window: Window, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Raise ModelError where a window does not have these values."""
-        if not torch.equal(window.of(tensor), values):
+        if not torch.equal(window.of(tensor), values.to(tensor.dtype)):
             raise self._problem(
                 f"its loader brings other values of {name} to {window.tensor} than was traced"
             )

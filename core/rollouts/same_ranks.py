@@ -54,6 +54,8 @@ class HybridEngine(WeightSync):
         """What the last sync moved, on this rank."""
         self.aliased_bytes = 0
         """Bytes that the last sync left where they were: one storage serves both sides."""
+        self._shared: set[str] = set()
+        """Parameters that the trainer keeps in the engine's storage."""
 
     @cached_property
     def plan(self) -> ReshardPlan:
@@ -130,6 +132,7 @@ class HybridEngine(WeightSync):
             # Each side may decline: the backend here, the engine by having no view.
             if self.backend.adopt(self.plan.origin[name], view):
                 self.engine.lend(name)
+                self._shared.add(name)
 
     @torch.no_grad()
     def sync(self) -> float:
@@ -204,6 +207,9 @@ class HybridEngine(WeightSync):
     def _aliased(self, source: ShardReader) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Yield the boxes that both sides have in one storage: they stay where they are."""
         for name, box in self._local:
+            # What is not shared is not read here: some values are made by being read.
+            if name not in self._shared:
+                continue
             values = source.read(self.plan.origin[name], box)
             view = self.engine.view(name, box)
             if view is not None and same_storage(view, values):

@@ -97,6 +97,10 @@ class SeparateRollout(WeightSync):
             self._version = version
         return Future(lambda: None)
 
+    def forget(self) -> None:
+        """Sync at the next generation whatever the version: the actor has loaded other weights."""
+        self._version = None
+
     def begin(self, version: int) -> None:
         """Let every engine refuse to generate until `end`."""
         self.engines.begin_update(version).result()

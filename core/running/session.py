@@ -282,6 +282,8 @@ class Session:
         path = folder.absolute()
         for future in [group.load(str(path / name)) for name, group in self.trained.items()]:
             future.result()
+        for rollout in self.rollouts.values():
+            rollout.forget()
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder for each trained role, with the tokenizer."""

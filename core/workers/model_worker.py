@@ -399,6 +399,9 @@ class ModelWorker(PoolMember):
         """Read what `save` wrote."""
         self._resident(*PARTS).load(Path(folder))
         self._brought = None
+        # Weights of as many steps may be others.
+        if self.engine is not None:
+            self.engine.version = None
 
     @register(Protocol.ONE_TO_ALL)
     def export(self, folder: str, dtype: str = "auto") -> None:

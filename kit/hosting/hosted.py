@@ -77,8 +77,6 @@ class HostedEngine(ContinuousEngine):
         self.process: EngineProcess | None = None
         self._follower: Follower | None = None
         """A later rank's connection to the process."""
-        self.complete = False
-        """Whether every parameter has arrived, in this update or an earlier one."""
         self.restarts = 0
         """How often it was started anew."""
         self._told = 0
@@ -324,7 +322,7 @@ class HostedEngine(ContinuousEngine):
         # Answers of the old weights prove nothing about the new ones.
         self._proof = None
         self._broken = None
-        self._arrived = Arrivals({self._place: self._own_boxes})
+        self._arrived = Arrivals(self._own_boxes)
         self.bucket.taken()
         try:
             self._leading(lambda: self._ask("begin_update", version))
@@ -368,7 +366,7 @@ class HostedEngine(ContinuousEngine):
         values = totals(self._kept_sums(wanted))
         version = self._next_version
         return {
-            name: (self._arrived.written(self._place, name, version), values.get(name, 0))
+            name: (version if self._arrived.whole(name) else None, values.get(name, 0))
             for name in wanted
         }
 
@@ -384,7 +382,7 @@ class HostedEngine(ContinuousEngine):
         """Send a box through the bucket, and keep it for restarts."""
         self.check_updating(name)
         check_box(self._boxes_of.params, self._boxes_of.ties, name, box, tensor)
-        self._arrived.note(self._place, name, box)
+        self._arrived.note(name, box)
         # A copy is kept even while the process is dead, for the one that replaces it.
         if self.process_config.restarts:
             self._keep(name, box, tensor)
@@ -433,7 +431,7 @@ class HostedEngine(ContinuousEngine):
         self.check_updating("end_update")
 
         def send_the_rest() -> None:
-            self._arrived.check(self.complete)
+            self._arrived.check()
             if self._broken is not None:
                 raise self._broken
             self._hand_over(self.bucket.taken())
@@ -445,11 +443,9 @@ class HostedEngine(ContinuousEngine):
             # The new process gets all weights of this update from the copy.
             self._broken = None
             super().end_update()
-            self.complete = True
             self._revive(error)
             return
         super().end_update()
-        self.complete = True
 
     def _revive(self, error: EngineDied) -> None:
         """Start a new process with the weights of the last update and the unfinished requests.
@@ -548,10 +544,8 @@ class HostedEngine(ContinuousEngine):
         self.check_idle()
         if not self.asleep:
             self._surviving(lambda: self._leading(lambda: self._ask("sleep")))
-            # The next update must bring the whole weights.
             if self.context.device.type == "cuda":
                 self.version = None
-                self.complete = False
         self.asleep = True
         self.has_cache = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from hybridflow.core.contracts.rollout import Completion, RolloutEngine
 from hybridflow.core.errors import HybridFlowError
@@ -12,6 +13,9 @@ from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.checks import require, require_raises
 from hybridflow.kit.testing.engine_base import PROMPTS, EngineBase, give_weights
 from hybridflow.kit.testing.models import Reference, reference
+
+Sent = tuple[str, Box, torch.Tensor]
+"""A box of a parameter, as an update brings it."""
 
 
 class EngineTokens(EngineBase):
@@ -140,27 +144,72 @@ class EngineTokens(EngineBase):
         engine.end_update()
         self._run(engine, PROMPTS)
 
-    def test_it_refuses_after_a_first_update_that_lacked_a_parameter(self, start):
-        """The end of the incomplete update, or generating after it, raises a HybridFlowError."""
+    def test_a_first_update_that_lacks_a_parameter_is_refused(self, start):
+        """Its end raises a HybridFlowError; the engine then has no weights."""
         ref = next(self.references())
         engine = start(ref.spec)
+        self._refuses_update(engine, ref, 1, self._but_the_last(engine, ref), "lacks a parameter")
 
-        def update_and_generate() -> list[Completion]:
-            """Update all parameters but the last, and generate."""
-            engine.begin_update(1)
-            for name in list(engine.layout().params)[:-1]:
-                values = ref.parameters[name]
-                engine.receive(name, Box.full(values.shape), values)
+    def test_every_later_update_brings_each_element_once(self, start):
+        """One that lacks a parameter, or half of one, or has one twice, ends in a HybridFlowError.
+
+        The engine keeps its version and refuses to generate until a whole update has come.
+        """
+        ref = next(self.references())
+        engine = self.speaking(start, ref, version=1)
+        whole = self._but_the_last(engine, ref)
+        name = list(engine.layout().params)[-1]
+        values = ref.parameters[name]
+        full = Box.full(values.shape)
+        half = Box(full.start, (full.stop[0] // 2, *full.stop[1:]))
+
+        last = (name, full, values)
+        wrong = {
+            "lacks a parameter": whole,
+            "brings a parameter twice": [*whole, last, last],
+        }
+        if self.boxes:
+            part = (name, half, values[half.slices()])
+            wrong["brings half of a parameter"] = [*whole, part]
+            wrong["brings one half twice"] = [*whole, part, part]
+        for what, boxes in wrong.items():
+            self._refuses_update(engine, ref, 2, boxes, what)
+            require(
+                engine.version == 1,
+                got=f"version {engine.version} after an update to 2 that {what}",
+                expected="1, that of the last whole update",
+                likely="end_update sets the version before it checks what has come",
+            )
+        give_weights(engine, ref.parameters, 3)
+        self._run(engine, PROMPTS)
+
+    @staticmethod
+    def _but_the_last(engine: RolloutEngine, ref: Reference) -> list[Sent]:
+        """Return all parameters but the last, as an update brings them."""
+        names = list(engine.layout().params)[:-1]
+        return [
+            (name, Box.full(ref.parameters[name].shape), ref.parameters[name]) for name in names
+        ]
+
+    def _refuses_update(
+        self, engine: RolloutEngine, ref: Reference, version: int, boxes: list[Sent], what: str
+    ) -> None:
+        """Require that an update of these boxes raises, and generating after it too."""
+
+        def update() -> None:
+            engine.begin_update(version)
+            for name, box, values in boxes:
+                engine.receive(name, box, values)
             engine.end_update()
-            return self._run(engine, PROMPTS)
 
         require_raises(
-            update_and_generate,
+            update,
             HybridFlowError,
-            what="an update without one of the parameters, and generate",
-            likely="the first update is not checked for completeness; what is missing stays "
-            "uninitialised",
+            what=f"an update that {what}",
+            likely="elements are not counted (hybridflow.kit.arrivals.Arrivals does): what is "
+            "missing stays what it was, and the engine speaks with other weights",
         )
+        self._refuses(engine, f"after an update that {what}", "call check_ready() in submit")
 
     def test_every_token_carries_the_version_of_its_weights(self, start):
         """weight_version and engine.version are the number that begin_update was given."""

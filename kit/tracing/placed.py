@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.rollout import Proof, Wanted
-from hybridflow.core.errors import ModelError
+from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.tracing.coverage import uncovered
@@ -52,6 +52,7 @@ class PlacedWeights:
         self._fill_untied(ties)
         self.version: int | None = None
         """That of the update which `arrived` counts."""
+        self._note_memory()
         self.begin(None)
 
     def _fill_untied(self, ties: Mapping[str, str]) -> None:
@@ -97,11 +98,30 @@ class PlacedWeights:
         """Return the boxes of a parameter that this rank takes; () of an opaque one."""
         return () if name in self.map.opaque else self.map.boxes(name)
 
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Take the model's tensors as they are now; return whether any has other memory.
+
+        An engine may replace them, and what is written into the old ones would be lost. Raises
+        HybridFlowError for one of another form.
+        """
+        renewed = False
+        for name in self._targets:
+            now, before = tensors.get(name), self.tensors[name]
+            if now is None or _form(now) != _form(before):
+                form = "no tensor" if now is None else _form(now)
+                raise HybridFlowError(f"{self.who}: {name} is {form} now, and was {_form(before)}")
+            renewed |= now.data_ptr() != self._pointers[name]
+        self.tensors = dict(tensors)
+        self._note_memory()
+        return renewed
+
+    def _note_memory(self) -> None:
+        self._pointers = {name: self.tensors[name].data_ptr() for name in self._targets}
+
     def begin(self, version: int | None) -> None:
         """Begin an update: nothing of it has arrived."""
         self.version = version
-        boxes = {name: self.boxes(name) for name in self.params}
-        self.arrived = Arrivals({0: boxes})
+        self.arrived = Arrivals({name: self.boxes(name) for name in self.params})
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -112,12 +132,12 @@ class PlacedWeights:
     @torch.no_grad()
     def receive(self, name: str, box: Box, values: torch.Tensor) -> None:
         """Copy a box to its places; it may be a part of one that this rank takes."""
+        self.arrived.note(name, box)
         for own, window in self.map.pieces[name]:
             common = box.intersect(own)
             if common is not None:
                 target = window.of(self.tensors[window.tensor])
                 target[common.within(own)].copy_(values[common.within(box)])
-        self.arrived.note(0, name, box)
 
     def proof(self, wanted: Wanted) -> Proof:
         """Return what the model's tensors hold of these boxes, and which version brought it."""
@@ -127,7 +147,7 @@ class PlacedWeights:
             sums.look(tensor, self.tensors[tensor])
         values = sums.totals()
         return {
-            name: (self.arrived.written(0, name, self.version), values.get(name, 0))
+            name: (self.version if self.arrived.whole(name) else None, values.get(name, 0))
             for name in wanted
         }
 
@@ -198,3 +218,8 @@ class PlacedWeights:
             f"{self.who}: {what}, so weights cannot be brought to their places; this engine cannot "
             "run the model"
         )
+
+
+def _form(tensor: torch.Tensor) -> tuple:
+    """Return what windows depend on."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype

@@ -23,7 +23,7 @@ STALE = {
     "vllm": """\
     def start(self):
         super().start()
-        self.engine.reset_prefix_cache = lambda *given: True
+        self.engine.reset_prefix_cache = lambda **given: True
 """,
     "sglang": """\
     def start(self):

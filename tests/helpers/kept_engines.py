@@ -32,7 +32,6 @@ def kept_engines(
             if engine.asleep:
                 engine.wake()
             engine.version = None
-            getattr(engine, "store", engine).complete = False
             return engine
 
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from helpers.engine_settings import EngineSettings
 
 from hybridflow.backends.sglang import config
@@ -36,3 +37,11 @@ def test_a_cache_of_so_many_tokens_leaves_no_share_of_the_device_open():
 
 def test_it_has_a_process_of_its_own_whatever_is_said():
     assert SGLangConfig().own_process is True
+
+
+def test_a_cache_that_outlives_an_update_is_refused():
+    SGLangConfig(engine_args=dict(hicache_storage_backend=None))
+    with pytest.raises(
+        ValueError, match="hicache_storage_backend keeps keys and values of old weights"
+    ):
+        SGLangConfig(engine_args=dict(hicache_storage_backend="file"))

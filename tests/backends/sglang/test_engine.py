@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -14,13 +15,18 @@ from helpers.matrix import matrix
 
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine, _checked, _shares
+from hybridflow.backends.sglang.places import Begin
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.values.weights import Box, Param
+from hybridflow.kit.hosting.bucket import Bucket, BucketReader
+from hybridflow.kit.hosting.fence import Fence
 from hybridflow.kit.hosting.hosted import HostedEngine
 from hybridflow.kit.testing import tiny_config
+from hybridflow.kit.whole import WholeParameters
 
 SMALL = SGLangConfig(kv_tokens=16384, max_sequences=64)
 LAYERS = {0: 2 * (64 * 128 + 2 * 32 * 128 + 128 * 64 + 3 * 32 * 128 + 2 * 128) + 128}
@@ -115,3 +121,96 @@ def test_what_sglang_says_has_failed_is_an_error_with_its_reason():
         _checked("flush_cache", (False, "no such tensor"))
     with pytest.raises(HybridFlowError, match="SGLang's flush_cache failed"):
         _checked("flush_cache", False)
+
+
+# ---- an update, as it is told to SGLang ---------------------------------------------------------
+
+
+class Server:
+    """SGLang's sessions; the first one that is asked for fails."""
+
+    def __init__(self):
+        self.said, self.asked = [], 0
+
+    def begin_weight_update(self):
+        self.asked += 1
+        self.said.append("begin")
+        return self.asked > 1
+
+    def end_weight_update(self):
+        self.said.append("end")
+        return True
+
+
+class ToldJobs:
+    def __init__(self):
+        self.jobs = []
+
+    def tell(self, jobs, flush_cache=False):
+        self.jobs.append(jobs)
+
+
+def bare(params, opaque=()) -> SGLangEngine:
+    """An engine without SGLang, whose one rank takes these parameters."""
+    context = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
+    engine = SGLangEngine(ModelSpec(tiny_config(), None, 0), SMALL, context)
+    engine.engine, engine.schedulers = Server(), ToldJobs()
+    engine._boxed = [{n: (Box.full(p.shape),) for n, p in params.items() if n not in opaque}]
+    apart = {name: params[name] for name in opaque}
+    engine.store = WholeParameters(apart, {}, context.device, engine._load)
+    return engine
+
+
+PARAMS = {"a": Param((2, 3), torch.float32), "b": Param((4,), torch.float32)}
+
+
+def test_an_update_whose_session_did_not_open_opens_one_when_it_is_begun_again():
+    engine = bare(PARAMS)
+    with pytest.raises(HybridFlowError, match="begin_weight_update failed"):
+        engine.begin_update(1)
+    engine.begin_update(1)
+    assert engine.engine.said == ["begin", "begin"]
+    assert engine.schedulers.jobs == [[Begin(2, fill=True)]]
+    # One that was only not ended has its session.
+    engine.begin_update(1)
+    assert engine.engine.said == ["begin", "begin"]
+    assert engine.schedulers.jobs[1:] == [[Begin(3, fill=True)]]
+
+
+def test_opaque_parameters_are_read_after_the_writer_and_before_the_bucket_is_filled_again():
+    engine = bare(PARAMS, ["b"])
+    engine.engine.asked = 1
+    engine.begin_update(1)
+    bucket = Bucket(torch.device("cpu"), 64)
+    b = torch.arange(4.0)
+    list(bucket.write("b", Box((0,), (4,)), b, torch.float32))
+
+    class Late(Fence):
+        """What was written is there once it has been waited for."""
+
+        def wait(self, event):
+            if event == b"written":
+                bucket.memory.view(torch.float32)[:4] += 1
+
+        def record(self):
+            return b"read"
+
+    reader = BucketReader(bucket.handle(), torch.device("cpu"), Late(torch.device("cpu")))
+    load = attrs.evolve(bucket.taken(), written=b"written")
+    assert engine.take(0, reader, load) == b"read"
+    assert engine._opaque[0][0] == "b" and torch.equal(engine._opaque[0][1], b + 1)
+    assert len(engine.schedulers.jobs) == 1  # Begin
+    bucket.close()
+
+
+def test_an_answer_without_spans_is_of_the_version_that_it_began_with():
+    engine = bare(PARAMS)
+    engine.version = 7
+    request = Request(0, np.array([1]), SamplingParams(max_tokens=3))
+    about = {
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [(-0.5, 4, None), (-0.25, 5, None), (-1.0, 6, None)],
+    }
+    assert engine._read(request, {"meta_info": about}, 5).weight_version.tolist() == [5, 5, 5]
+    about["weight_versions"] = [{"start": 1, "end": 3, "version": "6"}]
+    assert engine._read(request, {"meta_info": about}, 5).weight_version.tolist() == [5, 6, 6]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.backends.sglang.places import Ask, Derive, Fill, Prove, Take, load
+from hybridflow.backends.sglang.places import Ask, Begin, Derive, Prove, Take, load
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.checksum import checksum
 from hybridflow.core.values.weights import Box, Param
@@ -50,15 +50,35 @@ def test_a_scheduler_says_what_it_takes_and_takes_it_from_the_bucket(tmp_path):
     assert succeeded and taken.opaque == {}
     assert taken.boxes == {"w": (Box((2, 0), (4, 2)),)}
 
-    assert done(model, Fill(), path) == (True, None)
-    assert model.own.data[2].tolist() == [0.5, 0.5]
-
     bucket = Bucket(torch.device("cpu"), 64)
-    for values in (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0, 6.0], [7.0, 8.0]])):
+    for update in (1, 2):
+        values = torch.full((2, 2), float(update))
+        assert done(model, Begin(update, fill=update == 1), path) == (True, None)
         list(bucket.write("w", Box((2, 0), (4, 2)), values, torch.float32))
-        assert done(model, Take(bucket.handle(), bucket.taken(), 1), path) == (True, None)
+        assert done(model, Take(bucket.handle(), bucket.taken()), path) == (True, None)
         assert torch.equal(model.own.data[:2], values)
+        assert model.own.data[2].tolist() == [0.5, 0.5]
     bucket.close()
+
+
+def test_weights_go_into_the_tensors_that_the_model_has_when_an_update_begins(tmp_path):
+    """SGLang may put new ones into it between two updates: what it has packed, unpacked again."""
+    model, path = Rank(), tmp_path / "answer"
+    done(model, Ask(PARAMS, {}), path)
+    done(model, Begin(1, fill=True), path)
+    old = model.own
+    model.own = nn.Parameter(torch.zeros(3, 2))
+    assert done(model, Begin(2, fill=False), path) == (True, None)
+    bucket = Bucket(torch.device("cpu"), 96)
+    list(bucket.write("w", Box((2, 0), (4, 2)), torch.full((2, 2), 7.0), torch.float32))
+    done(model, Take(bucket.handle(), bucket.taken()), path)
+    bucket.close()
+    assert model.own.tolist() == [[7.0, 7.0], [7.0, 7.0], [0.5, 0.5]]
+    assert not (old == 7.0).any()
+
+    model.own = nn.Parameter(torch.zeros(2, 3))
+    succeeded, error = done(model, Begin(3, fill=False), path)
+    assert not succeeded and "own is ((2, 3), (3, 1), torch.float32) now, and was ((3, 2)" in str(error)  # fmt: skip
 
 
 def test_a_scheduler_proves_what_is_in_its_places_and_which_update_brought_it(tmp_path):
@@ -69,21 +89,23 @@ def test_a_scheduler_proves_what_is_in_its_places_and_which_update_brought_it(tm
     last = Box((3, 0), (4, 2))
     wanted = {"w": (torch.float32, (last,))}
     bucket = Bucket(torch.device("cpu"), 128)  # not the size of another one with this number
+    done(model, Begin(1, fill=True), path)
     list(bucket.write("w", rows, values, torch.float32))
-    done(model, Take(bucket.handle(), bucket.taken(), 1), path)
+    done(model, Take(bucket.handle(), bucket.taken()), path)
     right = int(checksum(values[1:], last)) % 2**64
-    assert done(model, Prove(wanted, 1), path) == (True, {"w": (1, right)})
+    assert done(model, Prove(wanted), path) == (True, {"w": (1, right)})
 
     # Another element, and one of a row that is not looked at
     model.own.data[1, 0] = 0.0
-    assert done(model, Prove(wanted, 1), path)[1]["w"][1] != right
+    assert done(model, Prove(wanted), path)[1]["w"][1] != right
     model.own.data[:2] = values
     model.own.data[0, 0] = 0.0
-    assert done(model, Prove(wanted, 1), path)[1] == {"w": (1, right)}
+    assert done(model, Prove(wanted), path)[1] == {"w": (1, right)}
     # The next update has brought half of it.
+    done(model, Begin(2, fill=False), path)
     list(bucket.write("w", last, values[1:], torch.float32))
-    done(model, Take(bucket.handle(), bucket.taken(), 2), path)
-    assert done(model, Prove(wanted, 2), path) == (True, {"w": (None, right)})
+    done(model, Take(bucket.handle(), bucket.taken()), path)
+    assert done(model, Prove(wanted), path) == (True, {"w": (None, right)})
     bucket.close()
 
 
@@ -93,7 +115,7 @@ def test_errors_are_answers_for_one_in_a_scheduler_would_end_it(tmp_path):
     assert not succeeded and isinstance(error, ModelError)
     assert "Rank of SGLang does not take v: KeyError" in str(error)
 
-    succeeded, error = done(Rank(), Fill(), tmp_path / "answer")
+    succeeded, error = done(Rank(), Begin(1, fill=True), tmp_path / "answer")
     assert not succeeded and isinstance(error, HybridFlowError)
     assert "SGLang's scheduler: KeyError" in str(error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from helpers.engine_settings import EngineSettings
 
 from hybridflow.backends.vllm import config
@@ -29,3 +30,9 @@ def test_a_cache_of_a_given_size_leaves_no_share_of_the_device_open():
     assert (given.max_length, given.max_sequences) == (96, 7)
     shared = VLLMConfig(gpu_memory=0.3).limits()
     assert (shared.cache_gb, shared.memory_share, shared.max_length) == (None, 0.3, None)
+
+
+def test_a_cache_that_outlives_an_update_is_refused():
+    VLLMConfig(engine_args=dict(kv_transfer_config=None))
+    with pytest.raises(ValueError, match="kv_transfer_config keeps keys and values of old weights"):
+        VLLMConfig(engine_args=dict(kv_transfer_config={"kv_connector": "LMCacheConnectorV1"}))

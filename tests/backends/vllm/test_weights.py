@@ -24,6 +24,7 @@ from hybridflow.kit.testing.engine_base import give_weights
 from hybridflow.kit.testing.engine_tokens import EngineTokens
 from hybridflow.kit.testing.models import reference
 from hybridflow.kit.tracing import tracer
+from hybridflow.kit.tracing.windows import Window
 
 ALONE = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
 
@@ -159,12 +160,13 @@ def test_parameters_that_no_box_describes_take_vllms_own_road(monkeypatch, capfd
             speaks(engine, seed)
         kit = type("Kit", (EngineTokens,), {"width": HIDDEN})()
         kit.test_a_proof_tells_what_an_update_has_brought(lambda spec: engine)
+        kit.test_every_later_update_brings_each_element_once(lambda spec: engine)
     finally:
         engine.close()
 
 
 @needs("vllm")
-def test_an_update_that_was_not_ended_is_brought_again():
+def test_an_update_that_was_not_ended_is_brought_again(monkeypatch):
     engine = start()
     try:
         speaks(engine, 0)
@@ -178,13 +180,36 @@ def test_an_update_that_was_not_ended_is_brought_again():
 
         # A parameter of which only a part comes is refused, at the end of the update.
         engine.begin_update(8)
-        rows = other[GATE][:3]
-        engine.receive(GATE, Box((0, 0), (3, HIDDEN)), rows)
-        with pytest.raises(HybridFlowError, match=rf"only {3 * HIDDEN} of .* elements of {GATE}"):
+        for name, values in other.items():
+            box = Box((0, 0), (3, HIDDEN)) if name == GATE else Box.full(values.shape)
+            engine.receive(name, box, values[box.slices()])
+        with pytest.raises(HybridFlowError, match=rf"{GATE} \({3 * HIDDEN} of .* elements came\)"):
             engine.end_update()
         speaks(engine, 1)
+
+        # Keys and values that sequences still hold would answer for the new weights.
+        monkeypatch.setattr(engine.engine, "reset_prefix_cache", lambda **_: False)
+        with pytest.raises(HybridFlowError, match="did not drop the keys and values"):
+            speaks(engine, 0)
+        with pytest.raises(HybridFlowError, match="mixed weights"):
+            engine.generate([])
+        monkeypatch.undo()
+        speaks(engine, 0)
     finally:
         engine.close()
+
+
+def test_values_are_compared_in_the_dtype_of_their_place():
+    """A float32 tensor in a bfloat16 model, such as a router's bias."""
+    from hybridflow.backends.vllm.weights import MappedWeights
+
+    weights = object.__new__(MappedWeights)
+    weights.model = None
+    window = Window("bias", 0, (3,), (1,))
+    values = torch.tensor([1.0, 2.5, -3.0], dtype=torch.bfloat16)
+    weights._same("bias", window, values.float(), values)
+    with pytest.raises(ModelError, match="brings other values of bias"):
+        weights._same("bias", window, values.float() + 1, values)
 
 
 @needs("vllm")

@@ -17,7 +17,7 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.resharding.plan import ReshardError
 from hybridflow.core.rollouts.same_ranks import HybridEngine
-from hybridflow.core.values.weights import Box, WeightLayout
+from hybridflow.core.values.weights import Box, LazyShard, WeightLayout
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.kit.testing import one_rank, reference
 from hybridflow.kit.testing.engine_base import requests
@@ -83,6 +83,22 @@ def test_one_copy_is_kept_where_both_sides_may_have_it(built):
     assert [w.hybrid.aliased_bytes for w in (shared, apart, narrow)] == [alike, 0, 0]
     mine, theirs = shared.backend.parameters[NORM], shared.engine.read(NORM, Box.full((32,)))
     assert mine.data_ptr() == theirs.data_ptr()
+
+
+def test_values_that_are_made_by_being_read_are_made_once_in_a_transfer(built, monkeypatch):
+    """Merged adapters, say; those of the shared storage are not asked for."""
+    worker = built()
+    shards, made = list(worker.backend.named_shards()), []
+
+    def lazily():
+        for name, box, values in shards:
+            yield name, box, LazyShard(box.shape, lambda n=name, v=values: made.append(n) or v)
+
+    monkeypatch.setattr(worker.backend, "named_shards", lazily)
+    worker.hybrid.begin(1)
+    worker.hybrid.transfer(1)
+    shared = worker.hybrid._shared
+    assert shared and sorted(made) == sorted(name for name, _, _ in shards)
 
 
 def test_what_a_sync_takes_is_told_before_the_first_one(built, context):

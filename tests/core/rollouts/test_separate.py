@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from helpers.syncs import sync
@@ -10,7 +11,7 @@ from helpers.tiny_roles import ENGINE, NextToken, role
 from hybridflow.backends.inline.runtime import InlineRuntime
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.errors import HybridFlowError, MismatchError
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.rollouts.separate import SeparateRollout
@@ -103,6 +104,30 @@ def test_weights_move_only_when_there_are_newer_ones(apart, monkeypatch):
     rollout.actor.update([(EXAMPLES, NextToken())]).result()
     rollout.sync().result()
     assert len(moved) == 2 * rollout._rounds
+
+
+def test_loaded_weights_of_as_many_steps_move_too(apart, monkeypatch):
+    rollout, moved = apart(), []
+    monkeypatch.setattr(rollout, "run", moved.append)
+    for _ in range(2):
+        rollout.sync()
+    rollout.forget()
+    rollout.sync()
+    assert moved == [0, 0]
+
+
+def test_what_engines_apart_said_is_asked_before_an_update(apart):
+    rollout = apart()
+    strict = attrs.evolve(ROLE, mismatch_stop=1e-3)
+    rollout.actor = WorkerGroup(ModelWorker, rollout.actor.pool, strict, name="actor")
+    rollout.actor.build().result()
+    rollout.connect()
+    made = PROMPTS.join(rollout.generate(PROMPTS, SamplingParams(max_tokens=8), 0))
+    for column, by in (("rollout_logprobs", 2e-3), ("weight_version", -1)):
+        values = attrs.evolve(made[column], values=made[column].values + by)
+        with pytest.raises(MismatchError, match="no weights have changed"):
+            rollout.actor.update([(made.with_columns(**{column: values}), NextToken())]).result()
+    rollout.actor.update([(made, NextToken())]).result()
 
 
 @pytest.mark.parametrize("side, method", [("sender", "post"), ("receiver", "fetch")])

@@ -205,6 +205,19 @@ def test_a_checkpoint_brings_back_weights_and_what_follows(pool, tmp_path):
     assert group.checksum().result() == ended
 
 
+def test_an_engine_gets_loaded_weights_of_as_many_steps_too(pool, tmp_path):
+    one, other = (make_group(pool, WITH_ENGINE, name) for name in ("one", "other"))
+    batch, sampling = make_batch(), SamplingParams(max_tokens=6)
+    said = []
+    for group, loss in ((one, NextToken()), (other, Weighted())):
+        group.update([(batch, loss)]).result()
+        said.append(group.generate(batch, sampling, 7)["rollout_logprobs"].values.tolist())
+    assert said[0] != said[1]
+    one.save(str(tmp_path / "c")).result()
+    other.load(str(tmp_path / "c")).result()
+    assert other.generate(batch, sampling, 7)["rollout_logprobs"].values.tolist() == said[0]
+
+
 @pytest.mark.parametrize("changes", [{}, {"offload": True}, {"keep_engine": False}], ids=str)
 def test_training_and_rollout_share_what_they_can_and_say_the_same_as_if_they_did_not(
     pool, changes

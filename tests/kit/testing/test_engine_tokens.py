@@ -10,6 +10,7 @@ from helpers.expect import each_fault, invariants
 from helpers.faulty_engines import Broken, NoTemperature, caught_in_engine, with_sampling
 
 from hybridflow.core.contracts.rollout import RolloutEngine
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Param
 from hybridflow.kit.testing import give_weights
 from hybridflow.kit.testing.engine_tokens import EngineTokens
@@ -53,6 +54,8 @@ class StaleWeights(Broken):
     def receive(self, name, box, tensor):
         if self.version is None:
             super().receive(name, box, tensor)
+        else:
+            self.store.arrived.note(name, box)
 
 
 class WritesBoxesToTheTop(Broken):
@@ -61,7 +64,7 @@ class WritesBoxesToTheTop(Broken):
         first = type(box)((0, *box.start[1:]), (n, *box.stop[1:]))
         super().receive(name, box, tensor)
         if box.start[0]:
-            super().receive(name, first, tensor)
+            self.store.places[name].write(first, tensor)
 
 
 class BeginsWithNoise(Broken):
@@ -84,6 +87,38 @@ class TakesHalfUpdates(Broken):
 
     def end_update(self):
         RolloutEngine.end_update(self)
+
+
+class TakesLaterUpdatesInPart(Broken):
+    """As if what an earlier one has brought were enough."""
+
+    def end_update(self):
+        if self.version is None:
+            self.store.end()
+        RolloutEngine.end_update(self)
+
+
+class CountsElements(Broken):
+    """A half that comes twice makes up for the other one."""
+
+    def begin_update(self, version):
+        super().begin_update(version)
+        self.lacks = {name: place.held.numel for name, place in self.store.places.items()}
+
+    def receive(self, name, box, tensor):
+        self.store.places[name].write(box, tensor)
+        self.lacks[name] -= box.numel
+
+    def end_update(self):
+        if any(lacks > 0 for lacks in self.lacks.values()):
+            raise HybridFlowError("elements are missing")
+        RolloutEngine.end_update(self)
+
+
+class TakesTheVersionAtOnce(Broken):
+    def begin_update(self, version):
+        super().begin_update(version)
+        self.version = version
 
 
 class CountsVersionsItself(Broken):
@@ -149,8 +184,13 @@ FAULTS = {
     "test_it_refuses_during_an_update": {
         SpeaksDuringUpdates: "check_ready",
     },
-    "test_it_refuses_after_a_first_update_that_lacked_a_parameter": {
-        TakesHalfUpdates: "completeness",
+    "test_a_first_update_that_lacks_a_parameter_is_refused": {
+        TakesHalfUpdates: "not counted",
+    },
+    "test_every_later_update_brings_each_element_once": {
+        TakesLaterUpdatesInPart: "an update that lacks a parameter",
+        CountsElements: "twice",
+        TakesTheVersionAtOnce: "version 2 after an update",
     },
     "test_every_token_carries_the_version_of_its_weights": {
         CountsVersionsItself: "begin_update",

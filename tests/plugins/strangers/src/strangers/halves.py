@@ -6,6 +6,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.core import Completion, HybridFlowError, Param, RolloutEngine, WeightLayout
+from hybridflow.kit.arrivals import Arrivals
 from strangers.settings import HalvesConfig, half_box
 from strangers.striped import TINTED
 
@@ -30,7 +31,6 @@ class Halves(RolloutEngine):
             for name, shape in self.shapes.items()
         }
         self.held = {name: torch.zeros(box.shape) for name, box in self.own.items()}
-        self.lacking = {name: box.numel for name, box in self.own.items()}
 
     # Weights
     def layout(self):
@@ -49,12 +49,15 @@ class Halves(RolloutEngine):
         return self.held[name][tuple(inside)]
 
     def receive(self, name, box, tensor):
+        self.arrivals.note(name, box)
         self.view(name, box).copy_(tensor)
-        self.lacking[name] -= box.numel
+
+    def begin_update(self, version):
+        super().begin_update(version)
+        self.arrivals = Arrivals({name: (box,) for name, box in self.own.items()})
 
     def end_update(self):
-        if missing := [name for name, elements in self.lacking.items() if elements > 0]:
-            raise HybridFlowError(f"the first weight update lacks {', '.join(missing[:3])}")
+        self.arrivals.check()
         super().end_update()
 
     # Tokens: each rank decodes the same requests with weights that it puts together from all halves
