@@ -179,12 +179,15 @@ class VLLMEngine(ContinuousEngine, Hostable):
                 f"{self.model.hf_config.get('model_type')}: it would generate with other weights"
             )
         held = dict(enumerate(every))
-        for name, elements in untaken(params, held.values()):
-            raise ModelError(
-                f"{type(self._runner.model).__name__} of vLLM takes {elements} of "
-                f"{params[name].numel} elements of {name} on no rank: it would generate with other "
-                "weights"
-            )
+        # Each replica by itself: what one lacks, another one may have.
+        for replica in self._replicas():
+            ranks = [rank for stage in replica for rank in stage]
+            for name, elements in untaken(params, [held[rank] for rank in ranks]):
+                raise ModelError(
+                    f"{type(self._runner.model).__name__} of vLLM takes {elements} of "
+                    f"{params[name].numel} elements of {name} on none of the ranks {ranks}: it "
+                    "would generate with other weights"
+                )
         return WeightLayout(params, held, self.ties, frozenset(params))
 
     def _replicas(self) -> Replicas:

@@ -14,7 +14,6 @@ In both cases the live tensors keep their storage, so CUDA graphs stay valid.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,10 +23,10 @@ import torch
 from hybridflow.backends.vllm.patches import process_as_at_first
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.tracing.coverage import uncovered
+from hybridflow.kit.tracing.coverage import uncovered, unfilled
 from hybridflow.kit.tracing.proofs import WindowSums
+from hybridflow.kit.tracing.proving import problems_of
 from hybridflow.kit.tracing.tracer import LoaderMap, trace
-from hybridflow.kit.tracing.windows import Window
 
 
 class MappedWeights:
@@ -87,6 +86,8 @@ class MappedWeights:
             layer = self.layers[name]
             layerwise._place_kernel_tensors(layer, self._info(name))
             self._info(name).reset()
+            # No parameter brings their padding either.
+            self._fill(name)
         self._lacks = self._elements()
 
     def _elements(self) -> dict[str, int]:
@@ -205,7 +206,10 @@ class MappedWeights:
             constant = _full(layer, own) not in self._targets
             if constant and own in live and live[own].shape == tensor.shape:
                 tensor.data.copy_(live[own])
-        # Padding, which no parameter brings
+        self._fill(layer)
+
+    def _fill(self, layer: str) -> None:
+        """Write the constants of the loader into a layer's tensors, such as padding."""
         for window, value in self.map.fills:
             owner, _, tensor = window.tensor.rpartition(".")
             if owner == layer:
@@ -242,24 +246,23 @@ class MappedWeights:
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Load random values by vLLM's loader, and compare them with what the map says.
+        """Load known values by vLLM's loader, and compare them with what the map says.
 
         The layers that share a parameter are loaded together, so that few tensors are there at a
-        time. It also finds the direct layers. The model's weights are random afterwards. Raises
+        time. It also finds the direct layers. The model's weights mean nothing afterwards. Raises
         ModelError where the map is not what the loader does, or a tensor gets no values.
         """
         with self._on_meta():
             for layers, names in self._together():
                 for layer in layers:
-                    self._materialize_empty(layer)
-                for name in names:
-                    self._load_random(name)
-                for layer in layers:
-                    self._compare(layer, names)
-                for layer in layers:
-                    if self._is_direct(layer):
-                        self.direct.add(layer)
-        self._check_complete()
+                    self._materialize(layer)
+                tensors = dict(pair for layer in layers for pair in self._taking(layer))
+                load = self.model.load_weights
+                for problem in problems_of(load, self.map, self.params, tensors, names, {}):
+                    raise self._problem(problem)
+                self.direct.update(layer for layer in layers if self._is_direct(layer))
+        for name in unfilled(tensors_of(self.model), self._targets):
+            raise self._problem(f"none of the checkpoint's parameters gives {name} its values")
 
     def _together(self) -> Iterator[tuple[list[str], list[str]]]:
         """Yield (layers, parameters): the parameters that are loaded into these layers alone."""
@@ -292,12 +295,6 @@ class MappedWeights:
                 seen.add(id(group))
                 yield sorted(group), names_of.get(id(group), [])
 
-    def _materialize_empty(self, layer: str) -> None:
-        """Make real tensors for a layer, full of NaN where they take values."""
-        self._materialize(layer)
-        for _, tensor in self._taking(layer):
-            tensor.data.fill_(float("nan"))
-
     def _taking(self, layer: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the layer's own tensors that take values, under their names in the model."""
         from vllm.model_executor.model_loader.reload import layerwise
@@ -306,70 +303,11 @@ class MappedWeights:
             if _full(layer, own) in self._targets:
                 yield _full(layer, own), tensor
 
-    def _load_random(self, name: str) -> None:
-        values = self._random(name)
-        try:
-            self.model.load_weights([(name, values)])
-        except Exception as error:
-            raise ModelError(
-                f"{type(self.model).__name__} of vLLM does not take {name}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _random(self, name: str) -> torch.Tensor:
-        """Return values that are drawn from the parameter's name."""
-        param = self.params[name]
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(param.shape, generator=generator)
-        return values.to(dtype=param.dtype, device=self.device)
-
-    def _compare(self, layer: str, names: list[str]) -> None:
-        """Compare a layer's windows with the random values, and the rest with constants."""
-        computed = {
-            tensor for name in names if name in self.map.opaque for tensor in self.map.touched[name]
-        }
-        for full, tensor in self._taking(layer):
-            if full in computed or not tensor.is_floating_point():
-                continue
-
-            # What is as it should be becomes NaN again, so that nothing else may be left.
-            for name in names:
-                for box, window in self.map.pieces.get(name, ()):
-                    if window.tensor == full:
-                        self._same(name, window, tensor, self._random(name)[box.slices()])
-                        window.of(tensor).fill_(float("nan"))
-            for window, value in self.map.fills:
-                if window.tensor == full:
-                    filled = window.of(tensor)
-                    filled.masked_fill_(filled == value, float("nan"))
-            if not bool(tensor.isnan().all()):
-                raise self._problem(f"its loader writes more of {full} than was traced")
-
-    def _same(self, name: str, window: Window, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Raise ModelError where a window does not have these values."""
-        if not torch.equal(window.of(tensor), values.to(tensor.dtype)):
-            raise self._problem(
-                f"its loader brings other values of {name} to {window.tensor} than was traced"
-            )
-
     def _problem(self, what: str) -> ModelError:
         return ModelError(
             f"{type(self.model).__name__} of vLLM: {what}, so weights cannot be brought to their "
             "places; this engine cannot run the model"
         )
-
-    def _check_complete(self) -> None:
-        """Raise ModelError for a parameter of the model that no parameter gives its values."""
-        # A tied parameter has them from its twin, with which it shares the storage.
-        storages = {}
-        filled = set()
-        for full, tensor in self.model.named_parameters(remove_duplicate=False):
-            storages[full] = tensor.untyped_storage().data_ptr()
-            if full in self._targets:
-                filled.add(storages[full])
-        for full, storage in storages.items():
-            if full not in self._targets and storage not in filled:
-                raise self._problem(f"none of the checkpoint's parameters gives {full} its values")
 
     def _is_direct(self, layer: str) -> bool:
         """Process the layer with random values; return whether its live tensors are what it got."""
@@ -381,7 +319,7 @@ class MappedWeights:
             return False
         for _, tensor in self._taking(layer):
             if tensor.is_floating_point():
-                tensor.data.copy_(torch.randn(tensor.shape))
+                tensor.data.normal_()
 
         assert info.kernel_tensors is not None
         live = info.kernel_tensors[0] | info.kernel_tensors[1]

@@ -6,7 +6,7 @@ our side            every element of a parameter is taken by some rank, or the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -47,6 +47,19 @@ def uncovered(map: LoaderMap, tensors: Mapping[str, torch.Tensor]) -> Iterable[s
         lacking = int((counted == 0).sum())
         if lacking:
             yield f"nothing gives {lacking} of {tensor.numel()} elements of {name} their values"
+
+
+def unfilled(tensors: Mapping[str, torch.Tensor], filled: Collection[str]) -> Iterable[str]:
+    """Yield each parameter of the model that no parameter of the checkpoint gives its values.
+
+    filled: the tensors that a loader writes into.
+    """
+    # A tied parameter has them from its twin, with which it shares the storage.
+    storages = {tensors[name].untyped_storage()._cdata for name in filled}
+    for name, tensor in tensors.items():
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        if is_parameter and tensor.untyped_storage()._cdata not in storages:
+            yield name
 
 
 def untaken(

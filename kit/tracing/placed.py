@@ -6,7 +6,6 @@ and each rank receives its own alone.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -17,10 +16,10 @@ from hybridflow.core.contracts.rollout import Proof, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.arrivals import Arrivals
-from hybridflow.kit.tracing.coverage import uncovered
+from hybridflow.kit.tracing.coverage import uncovered, unfilled
 from hybridflow.kit.tracing.proofs import WindowSums
+from hybridflow.kit.tracing.proving import problems_of
 from hybridflow.kit.tracing.tracer import Load, LoaderMap, trace
-from hybridflow.kit.tracing.windows import Window
 
 
 class PlacedWeights:
@@ -58,12 +57,12 @@ class PlacedWeights:
     def _fill_untied(self, ties: Mapping[str, str]) -> None:
         """Bring tied values to a tensor of their own, where the model does not tie it."""
         for name, origin in ties.items():
-            if not self.empty() or origin in self.map.opaque:
+            if not self._empty() or origin in self.map.opaque:
                 return
             twin = trace(self.load, self.tensors, {name: self.params[origin]})
             pieces = twin.pieces.get(name, ())
             # A model that ties has no place for it, or takes it for the other one again.
-            new = {window.tensor for _, window in pieces} & self.empty()
+            new = {window.tensor for _, window in pieces} & self._empty()
             if not new:
                 continue
 
@@ -83,16 +82,8 @@ class PlacedWeights:
         """Tensors that take values; the others are constants."""
         return frozenset().union(*self.map.touched.values())
 
-    def empty(self) -> set[str]:
-        """Return the parameters of the model that no parameter gives their values."""
-        # A tied parameter has them from its twin, with which it shares the storage.
-        filled = {self.tensors[name].untyped_storage()._cdata for name in self._targets}
-        empty = set()
-        for name, tensor in self.tensors.items():
-            trained = isinstance(tensor, torch.nn.Parameter)
-            if trained and tensor.untyped_storage()._cdata not in filled:
-                empty.add(name)
-        return empty
+    def _empty(self) -> set[str]:
+        return set(unfilled(self.tensors, self._targets))
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the boxes of a parameter that this rank takes; () of an opaque one."""
@@ -159,59 +150,24 @@ class PlacedWeights:
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Load random values by the loader, and compare every element with what the map says.
+        """Load known values by the loader, and compare every element with what the map says.
 
         The model's weights are NaN afterwards. Raises ModelError where the map is not what the
         loader does, or a tensor gets no values.
         """
-        for name in sorted(self.empty()):
+        for name in sorted(self._empty()):
             raise self._problem(f"none of the checkpoint's parameters gives {name} its values")
         for problem in uncovered(self.map, self.tensors):
             raise self._problem(problem)
 
-        # What is as it should be becomes NaN again, so that nothing else may be left.
-        taking = [
-            self.tensors[name] for name in self._targets if self.tensors[name].is_floating_point()
-        ]
-        for tensor in taking:
-            tensor.data.fill_(float("nan"))
-        for name in self.params:
-            if name not in self.map.opaque:
-                self._compare(name)
-        # Padding is what the loader makes it.
-        for window, value in self.map.fills:
-            filled = window.of(self.tensors[window.tensor])
-            filled.masked_fill_(filled == value, float("nan"))
-
-        # Every element was accounted for.
-        for name in self._targets:
-            tensor = self.tensors[name]
-            if tensor.is_floating_point() and not bool(tensor.isnan().all()):
-                raise self._problem(f"its loader writes more of {name} than was traced")
-
-    def _compare(self, name: str) -> None:
-        """Load random values of one parameter, and compare its windows with them."""
-        # Values are drawn from the name; a loader may change what it is given.
-        param = self.params[name]
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        drawn = torch.randn(param.shape, generator=generator).to(param.dtype)
-        given = [name, *(twin for twin, origin in self.aliases.items() if origin == name)]
-        for one in given:
-            device = next(iter(self.tensors.values())).device
-            self.load([(one, drawn.to(device, copy=True))])
-
-        # A window that is right is done with.
-        for box, window in self.map.pieces[name]:
-            tensor = self.tensors[window.tensor]
-            self._same(name, window, tensor, drawn[box.slices()].to(tensor.device))
-            window.of(tensor).fill_(float("nan"))
-
-    def _same(self, name: str, window: Window, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Raise ModelError where a window does not have these values."""
-        if not torch.equal(window.of(tensor), values.to(tensor.dtype)):
-            raise self._problem(
-                f"its loader brings other values of {name} to {window.tensor} than was traced"
-            )
+        twins: dict[str, list[str]] = {}
+        for twin, origin in self.aliases.items():
+            twins.setdefault(origin, []).append(twin)
+        targets = {name: self.tensors[name] for name in self._targets}
+        for problem in problems_of(
+            self.load, self.map, self.params, targets, list(self.params), twins
+        ):
+            raise self._problem(problem)
 
     def _problem(self, what: str) -> ModelError:
         return ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.tracing.coverage import uncovered, untaken
+from hybridflow.kit.tracing.coverage import uncovered, unfilled, untaken
 from hybridflow.kit.tracing.tracer import LoaderMap
 from hybridflow.kit.tracing.windows import Window
 
@@ -61,3 +61,11 @@ def test_what_no_rank_takes_is_told_with_its_size():
     assert list(untaken(params, halves[:1])) == [("a", 4), ("b", 3)]
     whole = {"a": (Box.full((4, 2)),), "b": (Box.full((3,)),)}
     assert list(untaken(params, [whole, whole])) == []
+
+
+def test_a_parameter_without_a_source_is_named_but_not_a_tied_one_or_a_buffer():
+    one, two = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    tied = torch.nn.Parameter(one.data)
+    tensors = {"one": one, "tied": tied, "two": two, "scale": torch.ones(1)}
+    assert list(unfilled(tensors, {"one"})) == ["two"]
+    assert list(unfilled(tensors, {"tied", "two"})) == []

@@ -95,7 +95,7 @@ def shifting(model: Fused) -> Callable:
 
 
 def more(model: Fused) -> Callable:
-    """A loader that writes one element more when it sees real values."""
+    """A loader that writes one element more, of another parameter, when it sees real values."""
 
     def load(weights) -> None:
         model.load(weights)
@@ -131,7 +131,7 @@ def refusing(model: Fused) -> Callable:
     ("habit", "told"),
     [
         (shifting, "its loader brings other values of q to qk than was traced"),
-        (more, "its loader writes more of qk than was traced"),
+        (more, "its loader brings other values of q to qk than was traced"),
         (half, "nothing gives 3 of 9 elements of qk their values"),
         (refusing, "Fused does not take k: KeyError"),
     ],
