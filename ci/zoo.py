@@ -46,7 +46,7 @@ FOOT = """
 
 `make zoo` runs the cells, writes this page, and fails where a cell is not as `tests/helpers/zoo.py` says, which also has the
 models' configurations: 18 minutes on two cores. `python ci/zoo.py --outcomes FILE` goes on where a run ended. `make
-test-engines` runs three architectures with each engine, and asks vLLM's loader about all of
+test-engines` runs three architectures with each engine (SGLang: one), and asks vLLM's loader about all of
 them. The versions above are those that `pyproject.toml` allows.
 """
 
