@@ -21,8 +21,8 @@ def main(folder: str) -> int:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     random.seed(0)
     pairs = [(12, 34), *((random.randrange(100), random.randrange(100)) for _ in range(SUMS - 1))]
-    prompts = [f"<bos>{a:02d}+{b:02d}=" for a, b in pairs]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+    prompts = [f"{a:02d}+{b:02d}=" for a, b in pairs]
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
     batch.pop("token_type_ids", None)
     # More tokens than an answer has, so that it must end by itself.
     answers = model.generate(**batch, max_new_tokens=16, do_sample=False)

@@ -28,6 +28,7 @@ from hybridflow.core.running.kept import (
     to_train,
     write_done,
 )
+from hybridflow.core.running.run import goal_reached
 from hybridflow.core.running.session import prepare_all
 
 
@@ -78,7 +79,14 @@ def run(
     for index, job in enumerate(jobs):
         if (earlier := done[index]) is not None:
             outcome = Outcome("finished", earlier.step, earlier.validations)
-            print(f"{job.stage or job.name}: finished already, at step {outcome.step}", flush=True)
+            reached = ""
+            if goal_reached(job, earlier.validations):
+                assert job.validation is not None
+                reached = f": the score has reached validation.stop_at = {job.validation.stop_at}"
+            print(
+                f"{job.stage or job.name}: finished already, at step {outcome.step}{reached}",
+                flush=True,
+            )
         else:
             if resume:
                 print(_goes_on(job, changed[index]), flush=True)

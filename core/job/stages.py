@@ -86,12 +86,17 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
         return []
 
     problems = []
+    common = {name: table for name, table in tables.items() if name != "stages"}
     for key, source in provenance.sources.items():
         if source != COMMAND_LINE or key.startswith("stages."):
             continue
 
-        # One stage without a value of its own is enough to make the override useful.
-        if all(isinstance(own, Mapping) and _has(own, key) for own in stages.values()):
+        # One stage that takes it, and has no value of its own, is enough to make it useful. A stage
+        # with a model.path has no model.config.
+        if not any(
+            not isinstance(own, Mapping) or (not _has(own, key) and _has(overlay(common, own), key))
+            for own in stages.values()
+        ):
             keys = " or ".join(f"stages.{name}.{key}" for name in stages)
             problems.append(
                 f"{key}: given on the command line, and every stage has its own, which counts; "

@@ -16,6 +16,7 @@ from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.values.model import ModelSpec
 
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 
 
@@ -50,6 +51,30 @@ def write_special_tokens(
     ends += [token for token in dict.fromkeys(stop_ids) if token not in ends]
     generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     _write(folder / GENERATION, generation)
+
+
+def begin_with_bos(folder: Path, bos_id: int) -> None:
+    """Let transformers begin every text with the bos token, as prompts did in training (data.bos).
+
+    A tokenizer that puts something around texts already is left as it is, and so is one that has no
+    tokenizer.json.
+    """
+    fields = _read(folder / TOKENIZER)
+    tokens = [token["content"] for token in fields.get("added_tokens", ()) if token["id"] == bos_id]
+    if not tokens or fields.get("post_processor") is not None:
+        return
+
+    # The form of `tokenizers`' TemplateProcessing, for one text and for a pair.
+    bos = tokens[0]
+    begin = {"SpecialToken": {"id": bos, "type_id": 0}}
+    first, second = ({"Sequence": {"id": text, "type_id": 0}} for text in "AB")
+    fields["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, second],
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+    _write(folder / TOKENIZER, fields)
 
 
 def _ids(fields: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -78,7 +78,10 @@ def kept(job: Job) -> str:
         if len(written) > 1:
             model = f"the models are in {', '.join(written)}"
         if steps:
-            return f"{model}; --resume with more run.steps goes on from step {steps[-1]}"
+            done = read_done(job)
+            reached = done is not None and goal_reached(job, done.validations)
+            more = "a higher validation.stop_at" if reached else "more run.steps"
+            return f"{model}; --resume with {more} goes on from step {steps[-1]}"
         return f"{model}; there is no checkpoint to go on from"
     if steps:
         return (

@@ -33,5 +33,7 @@ def _cause(role: RoleHandle) -> str:
         return f"{len(different)} parameters differ, the first is {first_of(different)}"
     return (
         "the checksums of all weights that can be read back agree, so look at what the engine "
-        "caches, at its precision and its sampling (another temperature than the run's?)"
+        "caches, at its precision and its sampling (another temperature than the run's?); where an "
+        "engine is meant to differ (quantized, say), raise run.mismatch_stop and set "
+        "algorithm.correction"
     )

@@ -31,7 +31,11 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import build_tokenizer, load_source
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.rollouts.weight_sync import sync_line
-from hybridflow.core.running.exports import export_folder, write_special_tokens
+from hybridflow.core.running.exports import (
+    begin_with_bos,
+    export_folder,
+    write_special_tokens,
+)
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
@@ -291,10 +295,16 @@ class Session:
         for name, group in self.trained.items():
             path = export_folder(folder, name)
             group.export(str(path.absolute()), self.job.run.export_dtype).result()
-            tokenizer.save(path)
+            self._save_tokenizer(path)
             model = self.job.models[name].spec.model
             write_special_tokens(path, model, tokenizer, self.stop_ids)
-        tokenizer.save(folder / "tokenizer")
+        self._save_tokenizer(folder / "tokenizer")
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        tokenizer = self.prepared.tokenizer
+        tokenizer.save(folder)
+        if self.job.data.bos and tokenizer.bos_id is not None:
+            begin_with_bos(folder, tokenizer.bos_id)
 
     def rows(self, name: str, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` of the data set `name`, which draws nothing."""

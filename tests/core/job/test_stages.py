@@ -88,12 +88,25 @@ def test_a_section_of_the_file_excludes_nothing_but_the_tokenizers_ways():
 
 def test_an_override_counts_while_one_stage_takes_it():
     provenance = Provenance()
-    provenance.record({"run": {"steps": 9}, "sampling": {"top_k": 1}}, COMMAND_LINE)
+    common = {"run": {"steps": 9}, "sampling": {"top_k": 1}}
+    provenance.record(common, COMMAND_LINE)
     stages = {"one": {"run": {"steps": 1}}, "two": {"run": {"steps": 2}, "sampling": {"top_k": 2}}}
-    [problem] = shadowed_overrides({"stages": stages}, provenance)
+    [problem] = shadowed_overrides({**common, "stages": stages}, provenance)
     assert problem.startswith("run.steps: given on the command line")
     assert problem.endswith("give stages.one.run.steps or stages.two.run.steps")
     assert shadowed_overrides({"run": {"steps": 1}}, provenance) == []
+
+
+def test_an_override_of_what_a_stages_model_displaces_counts_for_nothing():
+    """As the demo: one stage has a config of its own, the other the first one's model."""
+    common = {"actor": {"model": {"config": {"hidden_size": 256}}}}
+    provenance = Provenance()
+    provenance.record(common, COMMAND_LINE)
+    own = {"one": {"config": {"hidden_size": 128}}, "two": {"path": "stage:one"}}
+    stages = {name: {"actor": {"model": model}} for name, model in own.items()}
+    [problem] = shadowed_overrides({**common, "stages": stages}, provenance)
+    assert problem.startswith("actor.model.config.hidden_size: given on the command line")
+    assert not shadowed_overrides({**common, "stages": {**stages, "three": {}}}, provenance)
 
 
 def test_the_tokenizer_is_in_the_actors_folder_before_others():

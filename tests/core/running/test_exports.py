@@ -11,7 +11,8 @@ import torch
 from helpers.small_tokenizers import char
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
-from hybridflow.core.running.exports import write_special_tokens
+from hybridflow.backends.tokenizers.small import load_small_tokenizer
+from hybridflow.core.running.exports import begin_with_bos, write_special_tokens
 from hybridflow.core.values.model import ModelSpec
 
 SMALL = char()  # <pad>=0, <bos>=1, <eos>=2
@@ -90,3 +91,33 @@ def test_generate_of_transformers_stops_at_the_end_of_an_exported_model(tiny, tm
     answer = model.generate(**prompt, max_new_tokens=20, logits_processor=[Ends()])
     assert answer.tolist() == [[4, 13, 5, 5, 2]]
     assert (model.config.bos_token_id, model.config.pad_token_id) == (1, 0)
+
+
+def test_transformers_begins_texts_with_bos_where_the_data_did_and_we_do_not(tmp_path):
+    SMALL.save(tmp_path)
+    begin_with_bos(tmp_path, SMALL.bos_id)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    plain = SMALL.encode("12").tolist()
+    assert read("12")["input_ids"] == [1, *plain]
+    assert read("12", "1")["input_ids"] == [1, *plain, plain[0]]
+    assert read("12", add_special_tokens=False)["input_ids"] == plain
+    assert read.decode([1, *plain], skip_special_tokens=True) == "12"
+    # Training puts bos there itself (data.bos).
+    assert load_small_tokenizer(tmp_path).encode("12").tolist() == plain
+
+
+def test_a_tokenizer_that_has_its_own_way_keeps_it(tmp_path):
+    SMALL.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields["post_processor"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    file.write_text(json.dumps(fields))
+    begin_with_bos(tmp_path, SMALL.bos_id)
+    assert json.loads(file.read_text()) == fields
+    begin_with_bos(tmp_path / "none", 1)
+    assert not (tmp_path / "none").exists()

@@ -7,6 +7,7 @@ import json
 import attrs
 import pytest
 
+from hybridflow.core.job.schema import ValidationSection
 from hybridflow.core.running.kept import (
     Done,
     checkpoints_of,
@@ -83,5 +84,9 @@ def test_a_line_says_where_the_model_is_and_what_can_go_on(job):
     export(job)
     where = f"the model is in {job.folder}/export/actor"
     assert kept(job) == f"{where}; --resume with more run.steps goes on from step 6"
+    goal = attrs.evolve(job, validation=ValidationSection(stop_at=0.5))
+    for score, more in ((0.4, "more run.steps"), (0.6, "a higher validation.stop_at")):
+        write_done(goal, Done(6, {6: {"validation/score": score}}, True))
+        assert kept(goal) == f"{where}; --resume with {more} goes on from step 6"
     (job.folder / "checkpoints/step-00000006/state.json").unlink()
     assert kept(job) == f"{where}; there is no checkpoint to go on from"
