@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import gt
+
+import torch
 
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.values.weights import Box
+from hybridflow.core.values.weights import Box, Param
 
 
 class Arrivals:
@@ -24,10 +27,14 @@ class Arrivals:
                 self._lacks[name] = elements
         self._came: dict[str, list[Box]] = {}
 
-    def note(self, name: str, box: Box) -> None:
-        """Note the elements of a box. Raises HybridFlowError where some of them came before."""
+    def note(self, name: str, box: Box) -> bool:
+        """Note the elements of a box; return whether its parameter is whole by them.
+
+        Raises HybridFlowError where some of them came before.
+        """
         if name not in self._lacks:
-            return
+            return False
+        before = self._lacks[name]
         came = self._came.setdefault(name, [])
         for own in self.held[name]:
             common = box.intersect(own)
@@ -40,6 +47,7 @@ class Arrivals:
                 )
             came.append(common)
             self._lacks[name] -= common.numel
+        return before > 0 and not self._lacks[name]
 
     def whole(self, name: str) -> bool:
         """Return whether all that the rank takes of a parameter has arrived."""
@@ -58,3 +66,28 @@ class Arrivals:
                 f"the weight update lacks {len(missing)} of {len(self._lacks)} parameters: "
                 f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
             )
+
+
+def check_box(
+    params: Mapping[str, Param],
+    ties: Mapping[str, str],
+    name: str,
+    box: Box,
+    tensor: torch.Tensor,
+) -> None:
+    """Raise HybridFlowError for a name or shape that is not of the model."""
+    # A tied parameter has no values of its own.
+    param = params.get(name)
+    if param is None:
+        if name in ties:
+            raise HybridFlowError(f"{name} is tied to {ties[name]}; send that one alone")
+        raise HybridFlowError(f"the rollout model has no parameter {name!r}")
+
+    # The box must have the tensor's shape, and lie inside the parameter.
+    full = Box.full(param.shape)
+    fits = tuple(tensor.shape) == box.shape
+    if not fits or any(map(gt, box.stop, full.stop)):
+        raise HybridFlowError(
+            f"{name} has shape {param.shape}; got a tensor of shape {tuple(tensor.shape)} "
+            f"for the box {box.start} to {box.stop}"
+        )

@@ -222,6 +222,32 @@ class ContinuousEngine(RolloutEngine):
             )
         super().begin_update(version)
 
+    # --- memory ---
+
+    def sleep(self) -> None:
+        """Give up memory; on a GPU that of the weights too, and then `wake` needs an update."""
+        self.check_idle()
+        if not self.asleep:
+            self.release()
+            if self.context.device.type != "cpu":
+                self.version = None
+        self.asleep = True
+        self.has_cache = False
+
+    def wake(self, cache: bool = True) -> None:
+        """Take memory again: that of the weights, and that of keys and values where `cache`."""
+        cache_too = cache and not self.has_cache
+        if self.asleep or cache_too:
+            self.resume(self.asleep, cache_too)
+        self.asleep = False
+        self.has_cache = self.has_cache or cache
+
+    def release(self) -> None:
+        """Free what the engine can: the weights stay on a CPU, and go on a GPU."""
+
+    def resume(self, weights: bool, cache: bool) -> None:
+        """Allocate again what `release` freed: of the weights, of keys and values, or of both."""
+
     def check_idle(self) -> None:
         """End sequences that nobody reads; raise HybridFlowError for those that somebody does."""
         if self.running and not self._free:

@@ -21,20 +21,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 
 from hybridflow.backends.sglang.config import SGLangConfig
-from hybridflow.backends.sglang.places import LOADER, Ask, Begin, Derive, Prove, Schedulers, Take
+from hybridflow.backends.sglang.places import (
+    LOADER,
+    Ask,
+    Begin,
+    End,
+    Job,
+    Prove,
+    Schedulers,
+    Take,
+)
 from hybridflow.backends.sglang.sampler import BACKEND
 from hybridflow.backends.sglang.shims import variables
 from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
-from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box, Param, WeightLayout
-from hybridflow.kit.arrivals import Arrivals
+from hybridflow.kit.arrivals import check_box
 from hybridflow.kit.continuous import ContinuousEngine
-from hybridflow.kit.hosting.bucket import Bucket, BucketReader, Load, Piece
+from hybridflow.kit.hosting.bucket import Bucket, BucketReader, Load
 from hybridflow.kit.hosting.hostable import Hostable
 from hybridflow.kit.huggingface.models import (
     longest,
@@ -43,9 +51,7 @@ from hybridflow.kit.huggingface.models import (
     windows_of,
     write_config,
 )
-from hybridflow.kit.tracing.coverage import untaken
-from hybridflow.kit.tracing.proofs import WindowSums
-from hybridflow.kit.whole import WholeParameters
+from hybridflow.kit.tracing.coverage import check_taken, say_opaque
 
 CPU_CACHE_TOKENS = 65536
 """Number of tokens that the KV cache on a CPU has room for, where the config does not say."""
@@ -72,19 +78,13 @@ class SGLangEngine(ContinuousEngine, Hostable):
         """SGLang's answer to each running request, by the request's id."""
         self._leaving: set[int] = set()
         """Requests that were told to end early."""
-        self._opaque: list[tuple[str, torch.Tensor]] = []
-        """Opaque parameters of this update that SGLang does not have yet: (name, values)."""
         self._entered: dict[int, int] = {}
         """The version with which each running request began."""
         self._paused = False
         self._session = False
         """Whether SGLang has undone what it makes of the weights after loading."""
-        self._update = 0
-        """The number of this update: one that is begun again brings everything anew."""
         self._wanted: dict[int, Wanted] = {}
         """What is asked of each rank's proof."""
-        self._whole = WindowSums({})
-        """Checksums of opaque parameters, as SGLang's loader is given them."""
 
     @classmethod
     def environment(cls, device: torch.device) -> dict[str, str]:
@@ -133,35 +133,12 @@ class SGLangEngine(ContinuousEngine, Hostable):
         taken = self.schedulers.tell([ask] * self._tp)
         self._close_session()
 
-        # What one scheduler cannot take by boxes comes whole, to all of them.
         opaque: dict[str, str] = {}
         for one in taken:
             opaque |= one.opaque
-        self.store = WholeParameters(
-            {name: params[name] for name in opaque}, {}, self.device, self._load
-        )
-        if opaque:
-            name, reason = next(iter(opaque.items()))
-            print(
-                f"{len(opaque)} of {len(params)} parameters come whole to each rank of SGLang, as "
-                f"no box describes what its loader does: {name} ({reason}), ...",
-                flush=True,
-            )
-
-        # The first rank's bucket brings the opaque ones.
-        held: dict[int, dict[str, tuple[Box, ...]]] = {}
-        for place, one in enumerate(taken):
-            held[place] = {name: boxes for name, boxes in one.boxes.items() if name not in opaque}
-        self._boxed = [held[place] for place in range(self._tp)]
-        """What each rank's scheduler takes by boxes."""
-        held[0] = held[0] | {name: (Box.full(params[name].shape),) for name in opaque}
-
-        # What nobody takes would stay as it was.
-        for name, elements in untaken(params, held.values()):
-            raise ModelError(
-                f"SGLang's {self.model.hf_config.get('model_type')} does not take {elements} of "
-                f"{params[name].numel} elements of {name}: it would generate with other weights"
-            )
+        say_opaque(opaque, len(params), "SGLang")
+        held = {place: one.boxes for place, one in enumerate(taken)}
+        check_taken(params, held.values(), "SGLang", self.model.hf_config.get("model_type"))
         self._layout = WeightLayout(params, held, ask.ties, frozenset(params))
 
     def _unlink_shared(self) -> None:
@@ -230,10 +207,6 @@ class SGLangEngine(ContinuousEngine, Hostable):
     def begin_update(self, version: int) -> None:
         """Begin an update, and pause what runs: SGLang drops the keys and values of it."""
         super().begin_update(version)
-        self._update += 1
-        self._opaque.clear()
-        self.store.begin()
-        self._arrived = [Arrivals(boxes) for boxes in self._boxed]
 
         # An update that was not ended has left SGLang paused, and in a session. Sequences that have
         # ended already are answered at the next `advance`.
@@ -244,7 +217,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             self._wait(self.engine.tokenizer_manager.pause_generation(pause))
             self._paused = True
         self._open_session()
-        self.schedulers.tell([Begin(self._update, fill=self.version is None)] * self._tp)
+        self.schedulers.tell([Begin(version)] * self._tp)
 
     def _open_session(self) -> None:
         """Let SGLang undo what it has made of the weights after loading."""
@@ -261,6 +234,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         """Bring a box to the first rank's scheduler."""
         self.check_updating(name)
+        check_box(self._layout.params, self._layout.ties, name, box, tensor)
         nbytes = tensor.numel() * self._layout.params[name].dtype.itemsize
         bucket = Bucket(self.device, nbytes)
         try:
@@ -271,65 +245,32 @@ class SGLangEngine(ContinuousEngine, Hostable):
         finally:
             bucket.close()
 
-    def take(self, place: int, reader: BucketReader, load: Load) -> bytes | None:
-        """Let a rank's scheduler copy what that rank's bucket holds; return None."""
-        opaque: list[Piece] = []
-        boxed: list[Piece] = []
+    def take(self, place: int, reader: BucketReader, load: Load) -> None:
+        """Let a rank's scheduler copy what that rank's bucket holds."""
         for piece in load.pieces:
             self.check_updating(piece.name)
-            (opaque if piece.name in self.store.params else boxed).append(piece)
+        if load.pieces:
+            self._tell_one(place, Take(reader.handle, load))
 
-        # Opaque parameters are put together here, from copies; the reader waits for the writer.
-        if opaque:
-            for piece, values in reader.take(attrs.evolve(load, pieces=tuple(opaque))):
-                self.store.receive(piece.name, piece.box, values)
-        # The others never pass through this process.
-        if boxed:
-            for piece in boxed:
-                self._arrived[place].note(piece.name, piece.box)
-            jobs: list[Take | None] = [None] * self._tp
-            load = attrs.evolve(load, pieces=tuple(boxed))
-            jobs[place] = Take(reader.handle, load)
-            self.schedulers.tell(jobs)
-        return reader.done() if opaque else None
-
-    def _load(self, name: str, whole: torch.Tensor) -> None:
-        """Note a whole parameter, which `end_update` hands over."""
-        self._whole.take(name, whole)
-        self._opaque.append((name, whole))
+    def _tell_one(self, place: int, job: Job) -> Any:
+        """Let one rank's scheduler do a job; return its answer."""
+        jobs: list[Job | None] = [None] * self._tp
+        jobs[place] = job
+        return self.schedulers.tell(jobs)[place]
 
     def expect_of(self, place: int, wanted: Wanted) -> None:
         """Hear what the proof of a rank is asked for."""
         self._wanted[place] = wanted
-        if not place:
-            self._whole.expect(wanted)
 
     def proof_of(self, place: int) -> Proof:
-        """Return what a rank's scheduler holds in its live tensors.
-
-        Of opaque parameters it is what SGLang's loader is given.
-        """
-        opaque = self.store.params
-        wanted = self._wanted[place]
-        jobs: list[Prove | None] = [None] * self._tp
-        jobs[place] = Prove({name: one for name, one in wanted.items() if name not in opaque})
+        """Return what a rank's scheduler holds."""
         # SGLang talks to schedulers about weights within a session, which an update is.
         self._open_session()
         try:
-            answer = self.schedulers.tell(jobs)[place]
+            return self._tell_one(place, Prove(self._wanted[place]))
         finally:
             if not self.updating:
                 self._close_session()
-        proof = {
-            name: (self._next_version if update == self._update else None, value)
-            for name, (update, value) in answer.items()
-        }
-        # Outside of an update nothing can be read of the opaque ones.
-        whole = self._whole.totals()
-        for name in wanted.keys() & opaque:
-            version = self._next_version if self.store.arrived.whole(name) else None
-            proof[name] = (version, whole.get(name, 0) if self.updating else None)
-        return proof
 
     def expect(self, wanted: Wanted) -> None:
         """Hear what the proof of the first rank is asked for."""
@@ -339,25 +280,6 @@ class SGLangEngine(ContinuousEngine, Hostable):
         """Return what the first rank's scheduler holds."""
         return self.proof_of(0)
 
-    def _hand_over(self) -> None:
-        """Give every scheduler a handle of the opaque parameters, for SGLang's own loader."""
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        bucket = FlattenedTensorBucket(named_tensors=self._opaque)
-        content = {
-            "flattened_tensor": bucket.get_flattened_tensor(),
-            "metadata": bucket.get_metadata(),
-        }
-        handles = [
-            MultiprocessingSerializer.serialize(content, output_str=True) for _ in range(self._tp)
-        ]
-        answer = self.engine.update_weights_from_tensor(
-            handles, load_format="flattened_bucket", flush_cache=False
-        )
-        _checked("update_weights_from_tensor", answer)
-        self._opaque.clear()
-
     def end_update(self) -> None:
         """Let SGLang finish, and paused sequences continue with the new version."""
         from sglang.srt.managers.io_struct import (
@@ -366,13 +288,8 @@ class SGLangEngine(ContinuousEngine, Hostable):
         )
 
         self.check_updating("end_update")
-        for arrived in self._arrived:
-            arrived.check()
-        self.store.end()
-        if self._opaque:
-            self._hand_over()
         # With the old weights go their keys and values.
-        self.schedulers.tell([Derive()] * self._tp, flush_cache=True)
+        self.schedulers.tell([End()] * self._tp, flush_cache=True)
         self._close_session()
 
         # SGLang notes the version with each token.
@@ -387,26 +304,16 @@ class SGLangEngine(ContinuousEngine, Hostable):
             self._wait(manager.continue_generation(ContinueGenerationReqInput()))
             self._paused = False
 
-    def sleep(self) -> None:
-        """On a GPU, free the weights and the KV cache; then `wake` needs an update."""
-        self.check_idle()
-        if self.device.type == "cuda" and not self.asleep:
+    def release(self) -> None:
+        """On a GPU, free the weights and the KV cache."""
+        if self.device.type == "cuda":
             self.engine.release_memory_occupation()
-            self.version = None
-        self.asleep = True
-        self.has_cache = False
 
-    def wake(self, cache: bool = True) -> None:
-        """Allocate again what `sleep` freed; SGLang has names for its parts."""
-        parts = []
-        if self.asleep:
-            parts.append("weights")
-        if cache and not self.has_cache:
-            parts += ["kv_cache", "cuda_graph"]
-        if parts and self.device.type == "cuda":
+    def resume(self, weights: bool, cache: bool) -> None:
+        """Allocate again what was freed; SGLang has names for its parts."""
+        if self.device.type == "cuda":
+            parts = ["weights"] * weights + ["kv_cache", "cuda_graph"] * cache
             self.engine.resume_memory_occupation(tags=parts)
-        self.asleep = False
-        self.has_cache = self.has_cache or cache
 
     # --- generation ---
 

@@ -53,7 +53,10 @@ class Ask:
         self._check_attention(model)
         # The proof stands for all updates, so it is made once.
         who = f"{type(model).__name__} of SGLang"
-        placed = PlacedWeights(model.load_weights, _tensors_of(model), self.params, self.ties, who)
+        placed = PlacedWeights(
+            model.load_weights, _tensors_of(model), self.params, self.ties, who, _device_of(model)
+        )
+        placed.untie()
         placed.prove()
         _placed[id(model)] = placed
         boxes = {name: placed.boxes(name) for name in self.params}
@@ -75,7 +78,7 @@ class Ask:
                 f"model has them in {self.windows}: it would attend to other tokens; take another "
                 "engine, or sequences that fit into a window (rollout.max_length)"
             )
-        on_cpu = next(model.parameters()).device.type == "cpu"
+        on_cpu = _device_of(model).type == "cpu"
         if on_cpu and any(layer.logit_cap for layer in layers):
             raise ModelError(
                 f"{who} on a CPU leaves out the cap of attention scores; take another engine"
@@ -86,10 +89,7 @@ class Ask:
 class Begin:
     """Begin an update, behind SGLang's own preparation for it."""
 
-    update: int
-    """Its number."""
-    fill: bool
-    """Whether the constants of SGLang's loader, such as padding, are written too."""
+    version: int
 
     def run(self, model: Any) -> None:
         """Find the places anew: SGLang may have put other tensors into the model.
@@ -97,10 +97,9 @@ class Begin:
         Raises HybridFlowError where those have other shapes.
         """
         placed = _placed[id(model)]
-        renewed = placed.rebind(_tensors_of(model))
-        placed.begin(self.update)
-        if self.fill or renewed:
-            placed.fill()
+        placed.rebind(_tensors_of(model))
+        placed.begin(self.version)
+        placed.fill()
 
 
 @attrs.frozen
@@ -116,8 +115,7 @@ class Take:
         # Memory is mapped once.
         key = pickle.dumps(self.bucket)
         if key not in _readers:
-            device = next(model.parameters()).device
-            _readers[key] = BucketReader(self.bucket, device)
+            _readers[key] = BucketReader(self.bucket, _device_of(model))
         for piece, values in _readers[key].take(self.load):
             _placed[id(model)].receive(piece.name, piece.box, values)
         if torch.cuda.is_initialized():
@@ -125,13 +123,19 @@ class Take:
 
 
 @attrs.frozen
-class Derive:
-    """Let SGLang derive what it keeps beside the weights, such as absorbed projections."""
+class End:
+    """End an update, and let SGLang derive what it keeps beside the weights, such as absorbed
+    projections.
+    """
 
     def run(self, model: Any) -> None:
-        """Call what its loader calls at its end."""
+        """Call what SGLang's loader calls at its end.
+
+        Raises HybridFlowError where weights are missing.
+        """
         from sglang.srt.model_loader.loader import post_load_weights
 
+        _placed[id(model)].end()
         post_load_weights(model)
 
 
@@ -142,15 +146,16 @@ class Prove:
     wanted: Wanted
 
     def run(self, model: Any) -> Proof:
-        """Add up what the live tensors hold; in place of a version stands the update's number."""
+        """Add up what the live tensors hold."""
         placed = _placed[id(model)]
         placed.rebind(_tensors_of(model))
-        return placed.proof(self.wanted)
+        placed.expect(self.wanted)
+        return placed.proof()
 
 
 WRONG = {"PhiForCausalLM": "leaves out the bias of its head"}
 """Classes of SGLang 0.5.23 that compute other values than their models -> what they do."""
-Job = Ask | Begin | Take | Derive | Prove
+Job = Ask | Begin | Take | End | Prove
 _placed: dict[int, PlacedWeights] = {}
 """By the model's id()."""
 _readers: dict[bytes, BucketReader] = {}
@@ -161,6 +166,10 @@ def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
     """Return the model's parameters and buffers by name, as they are now."""
     tensors = dict(model.named_buffers(remove_duplicate=False))
     return tensors | dict(model.named_parameters(remove_duplicate=False))
+
+
+def _device_of(model: Any) -> torch.device:
+    return next(model.parameters()).device
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

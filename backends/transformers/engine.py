@@ -157,25 +157,16 @@ class TransformersEngine(ContinuousEngine, Hostable):
         self.store.end()
         super().end_update()
 
-    def sleep(self) -> None:
-        """Free the KV cache, and on a GPU the weights too (then `wake` needs an update)."""
-        self.check_idle()
+    def release(self) -> None:
+        """Free the KV cache, and on a GPU the weights too: the trainer needs their memory."""
         self.decoder.free()
-
-        # On a GPU the trainer needs their memory too, so they go as well.
-        if self.device.type != "cpu" and not self.asleep:
+        if self.device.type != "cpu":
             self.store.drop()
-            self.version = None
-        self.asleep = True
 
-    def wake(self, cache: bool = True) -> None:
-        """Allocate dropped weights again; their values come with the next update.
-
-        The cache is made by each generation.
-        """
-        if self.asleep:
+    def resume(self, weights: bool, cache: bool) -> None:
+        """Allocate dropped weights again; the cache is made by each generation."""
+        if weights:
             self.store.restore()
-        self.asleep = False
 
     # --- generation ---
 

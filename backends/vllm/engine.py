@@ -3,7 +3,6 @@
     rank of a replica
     VLLMEngine
       |- weights (MappedWeights) -boxes-----------> the tensors of vLLM's model
-      |- store (WholeParameters) -opaque ones-----> vLLM's own loader
       |- requests --------------------------------> vLLM's LLMEngine
       `- sampler (SeededSampler) <-logits---------- vLLM's model runner
 
@@ -37,7 +36,6 @@ from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.parallel import Replicas
 from hybridflow.core.values.weights import Box, Param, WeightLayout
-from hybridflow.kit.arrivals import Arrivals
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
 from hybridflow.kit.huggingface.models import (
@@ -46,8 +44,7 @@ from hybridflow.kit.huggingface.models import (
     saved_parameters,
     write_config,
 )
-from hybridflow.kit.tracing.coverage import untaken
-from hybridflow.kit.whole import WholeParameters
+from hybridflow.kit.tracing.coverage import check_taken, say_opaque
 
 CPU_CACHE_GB = 1.0
 """Size of the KV cache on a CPU in GB (10^9 bytes), where the config does not say."""
@@ -98,21 +95,22 @@ class VLLMEngine(ContinuousEngine, Hostable):
                 self.llm = LLM(**self._arguments(folder))
         self.engine = self.llm.llm_engine
         running(self.engine)
-        self._runner = self.engine.model_executor.driver_worker.worker.model_runner
-        make_room_for_the_stage_before(self._runner)
-
-        from hybridflow.backends.vllm.sampler import SeededSampler
-
-        self.sampler = SeededSampler(self._runner)
-        self._runner.sampler = self.sampler
-
         dtype = getattr(torch, self.config.dtype)
-        params = {name: Param(shape, dtype) for name, shape in shapes.items()}
         try:
-            self._map_weights(params)
+            self._take_runner(self.engine.model_executor.driver_worker.worker.model_runner)
+            self._map_weights({name: Param(shape, dtype) for name, shape in shapes.items()})
         except BaseException:
             self.close()
             raise
+
+    def _take_runner(self, runner: Any) -> None:
+        """Put our sampler into vLLM's model runner."""
+        make_room_for_the_stage_before(runner)
+        from hybridflow.backends.vllm.sampler import SeededSampler
+
+        self._runner = runner
+        self.sampler = SeededSampler(runner)
+        runner.sampler = self.sampler
 
     def _check_rotation(self, text_config: Any) -> None:
         """Raise ModelError for what vLLM 0.32 computes wrongly: a CPU's kernel of plain rotations.
@@ -137,21 +135,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
 
         model = self._runner.model
         with self._configured():
-            self.weights = MappedWeights(model, self._runner.model_config, params, self.device)
+            self.weights = MappedWeights(
+                model, self._runner.model_config, params, self.ties, self.device
+            )
             self._layout = self._gathered_layout(params)
             self.weights.prove()
-
-        # Parameters that no box describes come whole, and go through vLLM's loader.
-        reasons = self.weights.map.opaque
-        opaque = {name: params[name] for name in reasons}
-        self.store = WholeParameters(opaque, {}, self.device, self.weights.load)
-        if opaque:
-            name, reason = next(iter(reasons.items()))
-            print(
-                f"{len(opaque)} of {len(params)} parameters come whole to each rank of vLLM, as no "
-                f"box describes what its loader does: {name} ({reason}), ...",
-                flush=True,
-            )
+        say_opaque(self.weights.map.opaque, len(params), "vLLM")
 
     def _configured(self) -> Any:
         """Return a context in which vLLM's layers find its config, as when they were made."""
@@ -171,23 +160,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
             every = [None] * self.context.world_size
             dist.all_gather_object(every, own)
 
-        unused = [name for name in params if not any(boxes[name] for boxes in every)]
-        if unused:
-            raise ModelError(
-                f"{type(self._runner.model).__name__} of vLLM takes no {unused[0]}"
-                f"{f' and {len(unused) - 1} more parameters' if len(unused) > 1 else ''} of this "
-                f"{self.model.hf_config.get('model_type')}: it would generate with other weights"
-            )
-        held = dict(enumerate(every))
         # Each replica by itself: what one lacks, another one may have.
+        who = f"{type(self._runner.model).__name__} of vLLM"
         for replica in self._replicas():
-            ranks = [rank for stage in replica for rank in stage]
-            for name, elements in untaken(params, [held[rank] for rank in ranks]):
-                raise ModelError(
-                    f"{type(self._runner.model).__name__} of vLLM takes {elements} of "
-                    f"{params[name].numel} elements of {name} on none of the ranks {ranks}: it "
-                    "would generate with other weights"
-                )
+            taken = [every[rank] for stage in replica for rank in stage]
+            check_taken(params, taken, who, self.model.hf_config.get("model_type"))
+        held = dict(enumerate(every))
         return WeightLayout(params, held, self.ties, frozenset(params))
 
     def _replicas(self) -> Replicas:
@@ -290,39 +268,18 @@ class VLLMEngine(ContinuousEngine, Hostable):
         """Begin an update; what an earlier one has left half done is brought again."""
         super().begin_update(version)
         with self._configured():
-            self.weights.begin()
-        self.store.begin()
-        # Opaque parameters are counted by the store.
-        self._arrived = Arrivals(
-            {
-                name: self.weights.boxes(name)
-                for name in self._layout.params
-                if name not in self.store.params
-            }
-        )
+            self.weights.begin(version)
 
     def expect(self, wanted: Wanted) -> None:
         """Hear what to add up: of layers that vLLM packs, before it does."""
-        super().expect(wanted)
-        self.weights.sums.expect(wanted)
+        self.weights.expect(wanted)
 
     def proof(self) -> Proof:
         """Return checksums of what vLLM's tensors hold, or held when vLLM packed them.
 
-        Of opaque parameters it is what vLLM's loader was given. Outside of an update what is packed
-        or opaque cannot be read.
+        Outside of an update what is packed or opaque cannot be read.
         """
-        held = self.weights.held()
-        unread = () if self.updating else self.weights.unreadable
-        return {
-            name: (self.written(name), None if name in unread else held[name])
-            for name in self.wanted
-        }
-
-    def written(self, name: str) -> int | None:
-        """Return the version of the last update where that has brought the parameter."""
-        arrived = self.store.arrived if name in self.store.params else self._arrived
-        return self._next_version if arrived.whole(name) else None
+        return self.weights.proof()
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
         """Copy a box to its places.
@@ -331,18 +288,12 @@ class VLLMEngine(ContinuousEngine, Hostable):
         before.
         """
         self.check_updating(name)
-        if name in self.store.params or name not in self._layout.params:
-            self.store.receive(name, box, tensor)
-            return
-        self._arrived.note(name, box)
         self.weights.receive(name, box, tensor)
 
     @torch.no_grad()
     def end_update(self) -> None:
         """Finish the layers, and drop the cached keys and values of the old weights."""
         self.check_updating("end_update")
-        self._arrived.check()
-        self.store.end()
         with self._configured():
             self.weights.end()
 
@@ -359,26 +310,15 @@ class VLLMEngine(ContinuousEngine, Hostable):
             )
         super().end_update()
 
-    def sleep(self) -> None:
-        """On a GPU, free the weights and the KV cache; then `wake` needs an update."""
-        self.check_idle()
-        if self.device.type == "cuda" and not self.asleep:
+    def release(self) -> None:
+        """On a GPU, free the weights and the KV cache."""
+        if self.device.type == "cuda":
             self.llm.sleep(level=2)  # level 1 would keep the weights in host memory
-            self.version = None
-        self.asleep = True
-        self.has_cache = False
 
-    def wake(self, cache: bool = True) -> None:
-        """Allocate again what `sleep` freed; vLLM has names for the two parts."""
-        parts = []
-        if self.asleep:
-            parts.append("weights")
-        if cache and not self.has_cache:
-            parts.append("kv_cache")
-        if parts and self.device.type == "cuda":
-            self.llm.wake_up(tags=parts)
-        self.asleep = False
-        self.has_cache = self.has_cache or cache
+    def resume(self, weights: bool, cache: bool) -> None:
+        """Allocate again what was freed; vLLM has names for the two parts."""
+        if self.device.type == "cuda":
+            self.llm.wake_up(tags=["weights"] * weights + ["kv_cache"] * cache)
 
     # --- generation ---
 

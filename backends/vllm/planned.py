@@ -23,6 +23,7 @@ from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.huggingface.models import hf_config_of, saved_parameters, write_config
 from hybridflow.kit.planned import TracedRanks, answer
+from hybridflow.kit.tracing.coverage import check_taken
 from hybridflow.kit.tracing.tracer import trace
 
 VARIABLES = {
@@ -58,13 +59,7 @@ def traced_ranks(
             boxes.append(own)
             opaque |= reasons
 
-    # A rank may hold nothing of a parameter; one that no rank holds is not of vLLM's model.
-    unused = [name for name in params if not any(own[name] for own in boxes)]
-    if unused:
-        raise ModelError(
-            f"vLLM takes no {unused[0]}, one of {len(unused)} of {len(params)} parameters of this "
-            f"{fields.get('model_type')}: it would generate with other weights"
-        )
+    check_taken(params, boxes, "vLLM", fields.get("model_type"))
     return TracedRanks(shapes, ties, tuple(boxes), opaque)
 
 

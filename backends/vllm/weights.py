@@ -14,6 +14,7 @@ In both cases the live tensors keep their storage, so CUDA graphs stay valid.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,65 +22,50 @@ from typing import Any
 import torch
 
 from hybridflow.backends.vllm.patches import process_as_at_first
-from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.tracing.coverage import uncovered, unfilled
-from hybridflow.kit.tracing.proofs import WindowSums
-from hybridflow.kit.tracing.proving import problems_of
-from hybridflow.kit.tracing.tracer import LoaderMap, trace
+from hybridflow.kit.tracing.coverage import unfilled
+from hybridflow.kit.tracing.placed import STAGED, PlacedWeights
+from hybridflow.kit.tracing.proving import take_pattern, write_pattern
 
 
-class MappedWeights:
-    """Where the boxes of each parameter go in the model of one rank, and how they come there."""
+class MappedWeights(PlacedWeights):
+    """The places of one rank of vLLM: layers that it processes have them in their loaded form."""
 
     def __init__(
-        self, model: Any, model_config: Any, params: Mapping[str, Param], device: torch.device
+        self,
+        model: Any,
+        model_config: Any,
+        params: Mapping[str, Param],
+        ties: Mapping[str, str],
+        device: torch.device,
     ):
         """Trace the loader. Raises ModelError for a parameter that it refuses."""
         self.model = model
         self.model_config = model_config
-        self.params = dict(params)
-        self.device = device
         self.layers = dict(model.named_modules())
         with self._on_meta():
-            tensors = tensors_of(model)
-            self.map: LoaderMap = trace(model.load_weights, tensors, params)
-            problems = list(uncovered(self.map, tensors))
-        self._targets = frozenset().union(*self.map.touched.values())
-        """Tensors that take values; the others are constants, such as scales of attention."""
-        for name, reason in self.map.opaque.items():
-            if not self.map.touched[name]:
-                raise ModelError(f"{type(model).__name__} of vLLM does not take {name}: {reason}")
-        for problem in problems:
-            raise self._problem(problem)
+            who = f"{type(model).__name__} of vLLM"
+            super().__init__(model.load_weights, tensors_of(model), params, ties, who, device)
         self.direct: set[str] = set()
         """Layers whose live tensors hold values as they are loaded."""
+        self._processed: set[tuple] = set()
+        """Kinds of layers whose live tensors are not as they are loaded."""
         self._open: set[str] = set()
         """Layers that this update has made tensors for, as the loader knows them."""
-        self._lacks: dict[str, int] = {}
-        """The number of elements that each of them lacks, if boxes bring them all."""
-        self._written: set[str] = set()
-        """Direct layers that this update has written into."""
-        self.sums = WindowSums(self.map.pieces)
-
-    # --- what this rank takes ---
-
-    def boxes(self, name: str) -> tuple[Box, ...]:
-        """Return the boxes of a parameter that this rank takes: all of an opaque one."""
-        if name in self.map.opaque:
-            return (Box.full(self.params[name].shape),)
-        return self.map.boxes(name)
+        self._lacks: Counter[str] = Counter()
+        """The number of parameters that each layer lacks in this update."""
 
     # --- an update ---
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin(self, version: int) -> None:
         """Begin an update; what an earlier one left half done is dropped."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         # An earlier update may have ended half-way.
-        if self._open or self._written:
+        if self.updating:
             self._finalize()
+        super().begin(version)
         layerwise.initialize_layerwise_reload(self.model)
         # Live tensors that take values as they are need no second form.
         for name in self.direct:
@@ -88,66 +74,49 @@ class MappedWeights:
             self._info(name).reset()
             # No parameter brings their padding either.
             self._fill(name)
-        self._lacks = self._elements()
 
-    def _elements(self) -> dict[str, int]:
-        """Return layer -> the number of elements that boxes bring to it.
-
-        Layers into which vLLM's loader writes are left out: they are whole at the update's end.
-        """
-        # Windows count, not boxes: a box may go to two of them.
-        elements: dict[str, int] = {}
-        for pieces in self.map.pieces.values():
-            for box, window in pieces:
-                layer = _layer(window.tensor)
-                elements[layer] = elements.get(layer, 0) + box.numel
+        self._lacks.clear()
+        for name, boxes in self.arrived.held.items():
+            if any(box.numel for box in boxes):
+                self._lacks.update(self._layers_of(name))
+        # Where a loader computes, what it keeps may come later: until the end one is lacking.
         for name in self.map.opaque:
+            self._lacks.update(self._layers_of(name))
+
+    def _layers_of(self, name: str) -> set[str]:
+        """Return the layers into which the loader writes a parameter."""
+        return {_layer(tensor) for tensor in self.map.touched[name]}
+
+    @torch.no_grad()
+    def came(self, name: str) -> None:
+        """Process the layers that are whole, so that few are there in two forms."""
+        # vLLM's loader writes into these.
+        if name in self.map.opaque:
             for tensor in self.map.touched[name]:
-                elements.pop(_layer(tensor), None)
-        return elements
-
-    @torch.no_grad()
-    def receive(self, name: str, box: Box, values: torch.Tensor) -> None:
-        """Copy a box into its windows; a box may be a part of one that this rank takes.
-
-        A layer that is whole is processed at once, so that few are there in two forms.
-        """
-        for own, window in self.map.pieces[name]:
-            common = box.intersect(own)
-            if common is None:
-                continue
-            target = window.of(self._home(window.tensor))
-            target[common.within(own)].copy_(values[common.within(box)])
-
-            layer = _layer(window.tensor)
-            if layer in self._lacks and layer not in self.direct:
-                self._lacks[layer] -= common.numel
-                if not self._lacks[layer]:
-                    self._process(layer)
-
-    @torch.no_grad()
-    def load(self, name: str, whole: torch.Tensor) -> None:
-        """Load a whole parameter, an opaque one, by vLLM's own loader."""
-        for tensor in self.map.touched[name]:
-            self._home(tensor)
-        self.sums.take(name, whole)
-        self.model.load_weights([(name, whole)])
+                self.tensor(tensor)
+        super().came(name)
+        for layer in self._layers_of(name):
+            self._lacks[layer] -= 1
+            if not self._lacks[layer] and layer in self._open:
+                self._process(layer)
 
     @torch.no_grad()
     def end(self) -> None:
         """Let vLLM process the layers that were written and are not processed yet."""
+        self.arrived.check()
         # What live tensors are the source of: packed copies, absorbed projections
-        for name in self._written:
+        for name in self.direct:
             _process_again(self.layers[name])
         for name in list(self._open):
             self._process(name)
         self._finalize()
+        super().end()
 
     def _process(self, layer: str) -> None:
         """Bring the values of a layer into its live tensors by vLLM's own processing."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        # Packed values cannot be read back, so they are proven here.
+        # Packed values cannot be read back, so they are added up here.
         self._look(layer)
         process_as_at_first(self.layers[layer])
         layerwise._layerwise_process(self.layers[layer], self._info(layer))
@@ -158,22 +127,17 @@ class MappedWeights:
         for full, tensor in self._taking(layer):
             self.sums.look(full, tensor)
 
-    def held(self) -> dict[str, int]:
-        """Return the checksums of what a proof wants."""
-        for layer in self.direct | self._open:
-            self._look(layer)
-        sums = self.sums.totals()
-        return {name: sums.get(name, 0) for name in self.sums.wanted}
+    def readable(self) -> Iterator[str]:
+        """Return the tensors that have values as they came: processed ones had their turn."""
+        there = self.direct | self._open
+        for name in super().readable():
+            if name.startswith(STAGED) or _layer(name) in there:
+                yield name
 
-    @property
     def unreadable(self) -> set[str]:
-        """The parameters that outside of an update lie in no tensor as they came."""
-        packed = {
-            name
-            for name, pieces in self.map.pieces.items()
-            if any(_layer(window.tensor) not in self.direct for _, window in pieces)
-        }
-        return packed | set(self.map.opaque)
+        """Return the parameters that outside of an update lie in no tensor as they came."""
+        packed = {name for name in self.params if not self._layers_of(name) <= self.direct}
+        return packed.union(super().unreadable())
 
     def _finalize(self) -> None:
         """Put back what was not written, and let attention layers derive what they need."""
@@ -181,17 +145,16 @@ class MappedWeights:
 
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
         self._open.clear()
-        self._written.clear()
 
-    def _home(self, name: str) -> torch.Tensor:
-        """Return the tensor that takes values: the live one, or one made for this update."""
-        layer, _, tensor = name.rpartition(".")
-        if layer in self.direct:
-            self._written.add(layer)
-        elif layer not in self._open:
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor that takes values: a live one, or one made for this update."""
+        if name.startswith(STAGED):
+            return super().tensor(name)
+        layer, _, own = name.rpartition(".")
+        if layer not in self.direct and layer not in self._open:
             self._open.add(layer)
             self._materialize(layer)
-        return getattr(self.layers[layer], tensor)
+        return getattr(self.layers[layer], own)
 
     def _materialize(self, layer: str) -> None:
         """Make real tensors of a layer's meta tensors, with the constants of the loader in them."""
@@ -203,7 +166,7 @@ class MappedWeights:
         live = info.kernel_tensors[0] | info.kernel_tensors[1]
         for own, tensor in layerwise.get_layer_tensors(module).items():
             tensor.weight_loader = layerwise._get_original_loader(tensor)
-            constant = _full(layer, own) not in self._targets
+            constant = _full(layer, own) not in self.targets
             if constant and own in live and live[own].shape == tensor.shape:
                 tensor.data.copy_(live[own])
         self._fill(layer)
@@ -257,12 +220,10 @@ class MappedWeights:
                 for layer in layers:
                     self._materialize(layer)
                 tensors = dict(pair for layer in layers for pair in self._taking(layer))
-                load = self.model.load_weights
-                for problem in problems_of(load, self.map, self.params, tensors, names, {}):
-                    raise self._problem(problem)
+                self.compare(names, tensors, {})
                 self.direct.update(layer for layer in layers if self._is_direct(layer))
-        for name in unfilled(tensors_of(self.model), self._targets):
-            raise self._problem(f"none of the checkpoint's parameters gives {name} its values")
+        for name in unfilled(tensors_of(self.model), self.targets):
+            raise self.problem(f"none of the checkpoint's parameters gives {name} its values")
 
     def _together(self) -> Iterator[tuple[list[str], list[str]]]:
         """Yield (layers, parameters): the parameters that are loaded into these layers alone."""
@@ -300,32 +261,34 @@ class MappedWeights:
         from vllm.model_executor.model_loader.reload import layerwise
 
         for own, tensor in layerwise.get_layer_tensors(self.layers[layer]).items():
-            if _full(layer, own) in self._targets:
+            if _full(layer, own) in self.targets:
                 yield _full(layer, own), tensor
 
-    def _problem(self, what: str) -> ModelError:
-        return ModelError(
-            f"{type(self.model).__name__} of vLLM: {what}, so weights cannot be brought to their "
-            "places; this engine cannot run the model"
-        )
-
     def _is_direct(self, layer: str) -> bool:
-        """Process the layer with random values; return whether its live tensors are what it got."""
+        """Process the layer with known values; return whether its live tensors are what it got."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         module = self.layers[layer]
         info = self._info(layer)
         if layerwise.is_deferred_attention_layer(module):
             return False
-        for _, tensor in self._taking(layer):
-            if tensor.is_floating_point():
-                tensor.data.normal_()
 
+        # Layers that are alike are not processed again where the first one's live tensors differ:
+        # to process a layer in each update is always right.
+        kind: tuple = (type(module), type(getattr(module, "quant_method", None)))
+        for name, tensor in layerwise.get_layer_tensors(module).items():
+            kind += (name, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if kind in self._processed:
+            return False
         assert info.kernel_tensors is not None
         live = info.kernel_tensors[0] | info.kernel_tensors[1]
-        loaded = {
-            name: tensor.clone() for name, tensor in layerwise.get_layer_tensors(module).items()
-        }
+        loaded = layerwise.get_layer_tensors(module)
+        constants = {}
+        for name, tensor in loaded.items():
+            if _full(layer, name) in self.targets and tensor.is_floating_point():
+                write_pattern(name, tensor.data)
+            else:
+                constants[name] = tensor.clone()
         # Values can stay where they are only in a tensor of the same form.
         fits = all(
             name in live
@@ -338,10 +301,18 @@ class MappedWeights:
         try:
             layerwise._layerwise_process(module, info)
         except RuntimeError as error:
-            raise self._problem(
+            raise self.problem(
                 f"its processing of {type(module).__name__} {layer} works only once ({error})"
             ) from error
-        return fits and all(torch.equal(live[name], tensor) for name, tensor in loaded.items())
+        direct = fits and all(
+            torch.equal(live[name], constants[name])
+            if name in constants
+            else take_pattern(name, Param(form.shape, form.dtype), Box.full(form.shape), live[name])
+            for name, form in loaded.items()
+        )
+        if not direct:
+            self._processed.add(kind)
+        return direct
 
 
 def _process_again(layer: Any) -> None:

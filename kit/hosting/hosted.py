@@ -30,14 +30,13 @@ from hybridflow.core.contracts.rollout import Completion, Proof, Request, Rollou
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.checksum import checksum, totals
 from hybridflow.core.values.weights import Box, WeightLayout
-from hybridflow.kit.arrivals import Arrivals
+from hybridflow.kit.arrivals import Arrivals, check_box
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.bucket import Bucket, Load
 from hybridflow.kit.hosting.follower import Follower
 from hybridflow.kit.hosting.process import EngineDied, EngineProcess
 from hybridflow.kit.hosting.settings import ProcessConfig
 from hybridflow.kit.huggingface.models import policy_config
-from hybridflow.kit.whole import check_box
 
 SMALLEST_BUCKET = 64
 """Bytes of a bucket at least."""
@@ -539,22 +538,11 @@ class HostedEngine(ContinuousEngine):
 
     # --- memory ---
 
-    def sleep(self) -> None:
-        """Let the engine free its memory; on a GPU its weights are gone then."""
-        self.check_idle()
-        if not self.asleep:
-            self._surviving(lambda: self._leading(lambda: self._ask("sleep")))
-            if self.context.device.type == "cuda":
-                self.version = None
-        self.asleep = True
-        self.has_cache = False
+    def release(self) -> None:
+        self._surviving(lambda: self._leading(lambda: self._ask("sleep")))
 
-    def wake(self, cache: bool = True) -> None:
-        """Let the engine take its memory again."""
-        if self.asleep or (cache and not self.has_cache):
-            self._surviving(lambda: self._leading(lambda: self._ask("wake", cache)))
-        self.asleep = False
-        self.has_cache = self.has_cache or cache
+    def resume(self, weights: bool, cache: bool) -> None:
+        self._surviving(lambda: self._leading(lambda: self._ask("wake", cache)))
 
     # --- generation ---
 

@@ -1,13 +1,17 @@
-"""Weights of a model whose tensors keep the form in which its loader fills them.
+"""Weights of a model, brought box by box to the places that its own loader names.
 
 The loader is asked once where the boxes of each parameter go. From then on boxes are copied there,
-and each rank receives its own alone.
+and each rank receives its own alone:
+
+    box --window--> tensor of the model
+    box ----------> staged tensor --the loader, once it is whole--> tensors of the model
+
+The second road is for opaque parameters, of which the loader does not just copy boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -15,11 +19,15 @@ import torch
 from hybridflow.core.contracts.rollout import Proof, Wanted
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.arrivals import Arrivals
-from hybridflow.kit.tracing.coverage import uncovered, unfilled
+from hybridflow.kit.arrivals import Arrivals, check_box
+from hybridflow.kit.tracing.coverage import unfilled
 from hybridflow.kit.tracing.proofs import WindowSums
 from hybridflow.kit.tracing.proving import problems_of
 from hybridflow.kit.tracing.tracer import Load, LoaderMap, trace
+from hybridflow.kit.tracing.windows import Window, strides_of
+
+STAGED = "staged:"
+"""Begins the names of staged tensors; the parameter's own name follows."""
 
 
 class PlacedWeights:
@@ -32,31 +40,54 @@ class PlacedWeights:
         params: Mapping[str, Param],
         ties: Mapping[str, str],
         who: str,
+        device: torch.device,
     ):
         """Trace the loader.
 
-        `tensors`: the model's, by name. `who`: the model's name in messages. Raises ModelError for
-        a parameter that the loader refuses.
+        `tensors`: the model's, by name, on any device. `who`: the model's name in messages.
+        `device`: that of the model. Raises ModelError for a parameter that the loader refuses.
         """
         self.load = load
         self.tensors = dict(tensors)
         self.params = dict(params)
+        self.ties = dict(ties)
         self.who = who
+        self.device = device
         self.map: LoaderMap = trace(load, self.tensors, self.params)
         for name, reason in self.map.opaque.items():
             if not self.map.touched[name]:
                 raise ModelError(f"{who} does not take {name}: {reason}")
         self.aliases: dict[str, str] = {}
         """Tied names that have a tensor of their own -> the name whose values it holds."""
-        self._fill_untied(ties)
         self.version: int | None = None
         """That of the update which `arrived` counts."""
-        self._note_memory()
-        self.begin(None)
+        self.updating = False
+        self._staged: dict[str, torch.Tensor] = {}
+        """The tensors that this update has made for opaque parameters, by the parameter's name."""
+        self._settle()
 
-    def _fill_untied(self, ties: Mapping[str, str]) -> None:
-        """Bring tied values to a tensor of their own, where the model does not tie it."""
-        for name, origin in ties.items():
+    def _settle(self) -> None:
+        """Derive what follows from the map."""
+        staged = {}
+        for name in self.map.opaque:
+            shape = self.params[name].shape
+            window = Window(STAGED + name, 0, shape, tuple(strides_of(shape)))
+            staged[name] = ((Box.full(shape), window),)
+        self.pieces = {**self.map.pieces, **staged}
+        self.sums = WindowSums(self.pieces)
+        self.targets = frozenset().union(*self.map.touched.values())
+        """The model's tensors that take values; the others are constants."""
+        self.arrived = Arrivals({name: self.boxes(name) for name in self.params})
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """Return the boxes of a parameter that this rank takes: all of an opaque one."""
+        if name in self.map.opaque:
+            return (Box.full(self.params[name].shape),)
+        return self.map.boxes(name)
+
+    def untie(self) -> None:
+        """Bring tied values to a tensor of their own, too, where the model does not tie it."""
+        for name, origin in self.ties.items():
             if not self._empty() or origin in self.map.opaque:
                 return
             twin = trace(self.load, self.tensors, {name: self.params[origin]})
@@ -76,77 +107,111 @@ class PlacedWeights:
                 fills=tuple(dict.fromkeys((*self.map.fills, *twin.fills))),
                 touched={**self.map.touched, origin: touched},
             )
-
-    @property
-    def _targets(self) -> frozenset[str]:
-        """Tensors that take values; the others are constants."""
-        return frozenset().union(*self.map.touched.values())
+            self._settle()
 
     def _empty(self) -> set[str]:
-        return set(unfilled(self.tensors, self._targets))
+        return set(unfilled(self.tensors, self.targets))
 
-    def boxes(self, name: str) -> tuple[Box, ...]:
-        """Return the boxes of a parameter that this rank takes; () of an opaque one."""
-        return () if name in self.map.opaque else self.map.boxes(name)
+    # --- an update ---
 
-    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Take the model's tensors as they are now; return whether any has other memory.
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the model's tensors as they are now.
 
         An engine may replace them, and what is written into the old ones would be lost. Raises
         HybridFlowError for one of another form.
         """
-        renewed = False
-        for name in self._targets:
-            now, before = tensors.get(name), self.tensors[name]
+        for name in self.targets:
+            now = tensors.get(name)
+            before = self.tensors[name]
             if now is None or _form(now) != _form(before):
                 form = "no tensor" if now is None else _form(now)
                 raise HybridFlowError(f"{self.who}: {name} is {form} now, and was {_form(before)}")
-            renewed |= now.data_ptr() != self._pointers[name]
         self.tensors = dict(tensors)
-        self._note_memory()
-        return renewed
 
-    def _note_memory(self) -> None:
-        self._pointers = {name: self.tensors[name].data_ptr() for name in self._targets}
-
-    def begin(self, version: int | None) -> None:
-        """Begin an update: nothing of it has arrived."""
+    def begin(self, version: int) -> None:
+        """Begin an update; what an earlier one has left half done is dropped."""
         self.version = version
-        self.arrived = Arrivals({name: self.boxes(name) for name in self.params})
+        self.updating = True
+        self._staged.clear()
+        self.arrived = Arrivals(self.arrived.held)
 
     @torch.no_grad()
     def fill(self) -> None:
         """Write the constants of the loader, such as padding, which no parameter brings."""
         for window, value in self.map.fills:
-            window.of(self.tensors[window.tensor]).fill_(value)
+            window.of(self.tensor(window.tensor)).fill_(value)
 
     @torch.no_grad()
     def receive(self, name: str, box: Box, values: torch.Tensor) -> None:
-        """Copy a box to its places; it may be a part of one that this rank takes."""
-        self.arrived.note(name, box)
-        for own, window in self.map.pieces[name]:
+        """Copy a box to its places; it may be a part of one that this rank takes.
+
+        Raises HybridFlowError for what is not of this model, and for elements that have come
+        before.
+        """
+        check_box(self.params, self.ties, name, box, values)
+        whole = self.arrived.note(name, box)
+        for own, window in self.pieces[name]:
             common = box.intersect(own)
             if common is not None:
-                target = window.of(self.tensors[window.tensor])
+                target = window.of(self.tensor(window.tensor))
                 target[common.within(own)].copy_(values[common.within(box)])
+        if whole:
+            self.came(name)
 
-    def proof(self, wanted: Wanted) -> Proof:
-        """Return what the model's tensors hold of these boxes, and which version brought it."""
-        sums = self._sums
-        sums.expect(wanted)
-        for tensor in self._targets:
-            sums.look(tensor, self.tensors[tensor])
-        values = sums.totals()
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor that takes values: one of the model's, or a staged one."""
+        if not name.startswith(STAGED):
+            return self.tensors[name]
+        own = name.removeprefix(STAGED)
+        if own not in self._staged:
+            param = self.params[own]
+            self._staged[own] = torch.empty(param.shape, dtype=param.dtype, device=self.device)
+        return self._staged[own]
+
+    def came(self, name: str) -> None:
+        """Hand an opaque parameter to the loader, now that it is whole."""
+        # The proof reads what is staged, and a loader may change what it is given.
+        if name in self.map.opaque:
+            self.load([(name, self._staged[name].clone())])
+
+    def end(self) -> None:
+        """End the update. Raises HybridFlowError where a part of a parameter is missing."""
+        self.arrived.check()
+        self._staged.clear()
+        self.updating = False
+
+    # --- checksums ---
+
+    def expect(self, wanted: Wanted) -> None:
+        """Hear which boxes the next proof is about."""
+        self.sums.expect(wanted)
+
+    def proof(self) -> Proof:
+        """Return what the tensors hold of the expected boxes, and which version brought it.
+
+        Of opaque parameters it is what the loader was given, and outside of an update None.
+        """
+        for tensor in self.readable():
+            self.sums.look(tensor, self.tensor(tensor))
+        values = self.sums.totals()
+        unread = () if self.updating else self.unreadable()
         return {
-            name: (self.version if self.arrived.whole(name) else None, values.get(name, 0))
-            for name in wanted
+            name: (
+                self.version if self.arrived.whole(name) else None,
+                None if name in unread else values.get(name, 0),
+            )
+            for name in self.sums.wanted
         }
 
-    @cached_property
-    def _sums(self) -> WindowSums:
-        return WindowSums(self.map.pieces)
+    def readable(self) -> Iterable[str]:
+        """Return the tensors that have values as they came, now."""
+        return (*self.targets, *(STAGED + name for name in self._staged))
 
-    # --- the proof ---
+    def unreadable(self) -> Iterable[str]:
+        """Return the parameters that outside of an update lie nowhere as they came."""
+        return self.map.opaque
+
+    # --- the proof of the map ---
 
     @torch.no_grad()
     def prove(self) -> None:
@@ -156,20 +221,25 @@ class PlacedWeights:
         loader does, or a tensor gets no values.
         """
         for name in sorted(self._empty()):
-            raise self._problem(f"none of the checkpoint's parameters gives {name} its values")
-        for problem in uncovered(self.map, self.tensors):
-            raise self._problem(problem)
+            raise self.problem(f"none of the checkpoint's parameters gives {name} its values")
 
         twins: dict[str, list[str]] = {}
         for twin, origin in self.aliases.items():
             twins.setdefault(origin, []).append(twin)
-        targets = {name: self.tensors[name] for name in self._targets}
-        for problem in problems_of(
-            self.load, self.map, self.params, targets, list(self.params), twins
-        ):
-            raise self._problem(problem)
+        targets = {name: self.tensors[name] for name in self.targets}
+        self.compare(list(self.params), targets, twins)
 
-    def _problem(self, what: str) -> ModelError:
+    def compare(
+        self,
+        names: Sequence[str],
+        tensors: Mapping[str, torch.Tensor],
+        twins: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Raise ModelError where the loader brings other values than the map says."""
+        for problem in problems_of(self.load, self.map, self.params, tensors, names, twins):
+            raise self.problem(problem)
+
+    def problem(self, what: str) -> ModelError:
         return ModelError(
             f"{self.who}: {what}, so weights cannot be brought to their places; this engine cannot "
             "run the model"

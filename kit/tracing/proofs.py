@@ -41,7 +41,7 @@ class WindowSums:
         self.wanted: Wanted = {}
         self._places: dict[str, list[_Place]] = {}
         """By the tensor's name."""
-        self._sums: dict[tuple[str, Box, Window | None], torch.Tensor] = {}
+        self._sums: dict[tuple[str, Box, Window], torch.Tensor] = {}
         self._again: list[tuple[str, Box, Window]] = []
         """Sums of values that another window has, too."""
         # A tensor is looked at by its name, whichever parameters lie in it.
@@ -69,12 +69,6 @@ class WindowSums:
                 self._sums[key] = checksum(values.to(dtype), common)
                 if not place.first:
                     self._again.append(key)
-
-    def take(self, name: str, whole: torch.Tensor) -> None:
-        """Add up what is handed to the engine's loader, where nothing can be read back from it."""
-        dtype, boxes = self.wanted.get(name, (whole.dtype, ()))
-        for box in boxes:
-            self._sums[name, box, None] = checksum(whole[box.slices()].to(dtype), box)
 
     def totals(self) -> dict[str, int]:
         """Return the checksum of each parameter that has wanted boxes in what was looked at."""

@@ -49,6 +49,20 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
         assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ENGINES)
+def test_in_bfloat16_an_engine_says_nearly_what_the_trainer_does(tmp_path, name):
+    pytest.importorskip(name)
+    write(tmp_path, **WIDER)
+    half = ["actor.backend.precision=bf16", "rollout.dtype=bfloat16"]
+    settings = ["run.steps=4", "actor.optimizer.lr=0.003", *half, *ENGINES[name]]
+    done = hybridflow(tmp_path, "run", "tiny.toml", *settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    means = [row["actor/mismatch_mean"] for row in learning(tmp_path / "runs/tiny")]
+    # Both compute in bfloat16, each in its own order: 0 would be no bfloat16.
+    assert len(means) == 4 and all(1e-5 < mean < 0.02 for mean in means), means
+
+
 def _wait_gone(mark: str, before: set[str], seconds: float) -> tuple[list[int], set[str]]:
     deadline = time.monotonic() + seconds
     while True:

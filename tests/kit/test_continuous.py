@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 import pytest
+import torch
 from helpers.counting import MODEL, Counting, InFlight, context, count_from, counting, update
 
 from hybridflow.core.errors import HybridFlowError
@@ -167,6 +169,37 @@ def test_it_cannot_sleep_while_somebody_waits():
     engine.asleep = True
     with pytest.raises(HybridFlowError, match="wake it before a weight update"):
         engine.begin_update(2)
+
+
+class Told(Counting):
+    def start(self) -> None:
+        super().start()
+        self.said: list = []
+
+    def release(self) -> None:
+        self.said.append("release")
+
+    def resume(self, weights: bool, cache: bool) -> None:
+        self.said.append((weights, cache))
+
+
+@pytest.mark.parametrize(("device", "version"), [("cpu", 1), ("cuda", None)])
+def test_memory_goes_once_and_comes_back_in_parts(device, version):
+    engine = counting(Told)
+    engine.context = attrs.evolve(engine.context, device=torch.device(device))
+    engine.wake()
+    engine.sleep()
+    engine.sleep()
+    assert engine.version == version
+    engine.wake(cache=False)
+    with pytest.raises(HybridFlowError, match="wake it before generating"):
+        engine.add(count_from(5))
+    engine.wake()
+    engine.wake()
+    engine.sleep()
+    engine.wake()
+    both = [(True, False), (False, True)]
+    assert engine.said == ["release", *both, "release", (True, True)]
 
 
 def test_a_completion_is_by_default_of_the_present_weights():

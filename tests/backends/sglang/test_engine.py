@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -21,12 +18,8 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.hosting.bucket import Bucket, BucketReader
-from hybridflow.kit.hosting.fence import Fence
 from hybridflow.kit.hosting.hosted import HostedEngine
 from hybridflow.kit.testing import tiny_config
-from hybridflow.kit.whole import WholeParameters
 
 SMALL = SGLangConfig(kv_tokens=16384, max_sequences=64)
 LAYERS = {0: 2 * (64 * 128 + 2 * 32 * 128 + 128 * 64 + 3 * 32 * 128 + 2 * 128) + 128}
@@ -98,7 +91,7 @@ class Told:
 def test_on_a_gpu_weights_wake_before_caches():
     context = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
     engine = SGLangEngine(ModelSpec(tiny_config(), None, 0), SMALL, context)
-    engine.device, engine.engine, engine.store = torch.device("cuda"), Told(), SimpleNamespace()
+    engine.device, engine.engine = torch.device("cuda"), Told()
     engine.sleep()
     engine.wake(cache=False)
     with pytest.raises(HybridFlowError, match="wake it before generating"):
@@ -150,61 +143,29 @@ class ToldJobs:
         self.jobs.append(jobs)
 
 
-def bare(params, opaque=()) -> SGLangEngine:
-    """An engine without SGLang, whose one rank takes these parameters."""
+def bare() -> SGLangEngine:
+    """An engine without SGLang."""
     context = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
     engine = SGLangEngine(ModelSpec(tiny_config(), None, 0), SMALL, context)
     engine.engine, engine.schedulers = Server(), ToldJobs()
-    engine._boxed = [{n: (Box.full(p.shape),) for n, p in params.items() if n not in opaque}]
-    apart = {name: params[name] for name in opaque}
-    engine.store = WholeParameters(apart, {}, context.device, engine._load)
     return engine
 
 
-PARAMS = {"a": Param((2, 3), torch.float32), "b": Param((4,), torch.float32)}
-
-
 def test_an_update_whose_session_did_not_open_opens_one_when_it_is_begun_again():
-    engine = bare(PARAMS)
+    engine = bare()
     with pytest.raises(HybridFlowError, match="begin_weight_update failed"):
         engine.begin_update(1)
     engine.begin_update(1)
     assert engine.engine.said == ["begin", "begin"]
-    assert engine.schedulers.jobs == [[Begin(2, fill=True)]]
+    assert engine.schedulers.jobs == [[Begin(1)]]
     # One that was only not ended has its session.
     engine.begin_update(1)
     assert engine.engine.said == ["begin", "begin"]
-    assert engine.schedulers.jobs[1:] == [[Begin(3, fill=True)]]
-
-
-def test_opaque_parameters_are_read_after_the_writer_and_before_the_bucket_is_filled_again():
-    engine = bare(PARAMS, ["b"])
-    engine.engine.asked = 1
-    engine.begin_update(1)
-    bucket = Bucket(torch.device("cpu"), 64)
-    b = torch.arange(4.0)
-    list(bucket.write("b", Box((0,), (4,)), b, torch.float32))
-
-    class Late(Fence):
-        """What was written is there once it has been waited for."""
-
-        def wait(self, event):
-            if event == b"written":
-                bucket.memory.view(torch.float32)[:4] += 1
-
-        def record(self):
-            return b"read"
-
-    reader = BucketReader(bucket.handle(), torch.device("cpu"), Late(torch.device("cpu")))
-    load = attrs.evolve(bucket.taken(), written=b"written")
-    assert engine.take(0, reader, load) == b"read"
-    assert engine._opaque[0][0] == "b" and torch.equal(engine._opaque[0][1], b + 1)
-    assert len(engine.schedulers.jobs) == 1  # Begin
-    bucket.close()
+    assert engine.schedulers.jobs[1:] == [[Begin(1)]]
 
 
 def test_an_answer_without_spans_is_of_the_version_that_it_began_with():
-    engine = bare(PARAMS)
+    engine = bare()
     engine.version = 7
     request = Request(0, np.array([1]), SamplingParams(max_tokens=3))
     about = {

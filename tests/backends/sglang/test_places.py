@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.backends.sglang.places import Ask, Begin, Derive, Prove, Take, load
+from hybridflow.backends.sglang.places import Ask, Begin, End, Prove, Take, load
 from hybridflow.core.errors import HybridFlowError, ModelError
 from hybridflow.core.values.checksum import checksum
 from hybridflow.core.values.weights import Box, Param
@@ -53,7 +53,7 @@ def test_a_scheduler_says_what_it_takes_and_takes_it_from_the_bucket(tmp_path):
     bucket = Bucket(torch.device("cpu"), 64)
     for update in (1, 2):
         values = torch.full((2, 2), float(update))
-        assert done(model, Begin(update, fill=update == 1), path) == (True, None)
+        assert done(model, Begin(update), path) == (True, None)
         list(bucket.write("w", Box((2, 0), (4, 2)), values, torch.float32))
         assert done(model, Take(bucket.handle(), bucket.taken()), path) == (True, None)
         assert torch.equal(model.own.data[:2], values)
@@ -65,10 +65,10 @@ def test_weights_go_into_the_tensors_that_the_model_has_when_an_update_begins(tm
     """SGLang may put new ones into it between two updates: what it has packed, unpacked again."""
     model, path = Rank(), tmp_path / "answer"
     done(model, Ask(PARAMS, {}), path)
-    done(model, Begin(1, fill=True), path)
+    done(model, Begin(1), path)
     old = model.own
     model.own = nn.Parameter(torch.zeros(3, 2))
-    assert done(model, Begin(2, fill=False), path) == (True, None)
+    assert done(model, Begin(2), path) == (True, None)
     bucket = Bucket(torch.device("cpu"), 96)
     list(bucket.write("w", Box((2, 0), (4, 2)), torch.full((2, 2), 7.0), torch.float32))
     done(model, Take(bucket.handle(), bucket.taken()), path)
@@ -77,7 +77,7 @@ def test_weights_go_into_the_tensors_that_the_model_has_when_an_update_begins(tm
     assert not (old == 7.0).any()
 
     model.own = nn.Parameter(torch.zeros(2, 3))
-    succeeded, error = done(model, Begin(3, fill=False), path)
+    succeeded, error = done(model, Begin(3), path)
     assert not succeeded and "own is ((2, 3), (3, 1), torch.float32) now, and was ((3, 2)" in str(error)  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_a_scheduler_proves_what_is_in_its_places_and_which_update_brought_it(tm
     last = Box((3, 0), (4, 2))
     wanted = {"w": (torch.float32, (last,))}
     bucket = Bucket(torch.device("cpu"), 128)  # not the size of another one with this number
-    done(model, Begin(1, fill=True), path)
+    done(model, Begin(1), path)
     list(bucket.write("w", rows, values, torch.float32))
     done(model, Take(bucket.handle(), bucket.taken()), path)
     right = int(checksum(values[1:], last)) % 2**64
@@ -102,7 +102,7 @@ def test_a_scheduler_proves_what_is_in_its_places_and_which_update_brought_it(tm
     model.own.data[0, 0] = 0.0
     assert done(model, Prove(wanted), path)[1] == {"w": (1, right)}
     # The next update has brought half of it.
-    done(model, Begin(2, fill=False), path)
+    done(model, Begin(2), path)
     list(bucket.write("w", last, values[1:], torch.float32))
     done(model, Take(bucket.handle(), bucket.taken()), path)
     assert done(model, Prove(wanted), path) == (True, {"w": (None, right)})
@@ -115,23 +115,52 @@ def test_errors_are_answers_for_one_in_a_scheduler_would_end_it(tmp_path):
     assert not succeeded and isinstance(error, ModelError)
     assert "Rank of SGLang does not take v: KeyError" in str(error)
 
-    succeeded, error = done(Rank(), Begin(1, fill=True), tmp_path / "answer")
+    succeeded, error = done(Rank(), Begin(1), tmp_path / "answer")
     assert not succeeded and isinstance(error, HybridFlowError)
     assert "SGLang's scheduler: KeyError" in str(error)
 
 
-def test_sglang_derives_what_its_models_keep_beside_their_weights(tmp_path):
+def test_an_update_ends_where_all_has_come_and_sglang_derives_what_it_keeps(tmp_path):
     pytest.importorskip("sglang")
+    path = tmp_path / "answer"
 
     class Absorbing(Rank):
+        """It computes w while it loads, and derives something of it."""
+
         derived = 0
+
+        def load_weights(self, weights) -> None:
+            super().load_weights([(name, values * 2) for name, values in weights])
 
         def post_load_weights(self) -> None:
             self.derived += 1
 
     model = Absorbing()
-    assert done(model, Derive(), tmp_path / "answer") == (True, None)
-    assert model.derived == 1 and done(Rank(), Derive(), tmp_path / "answer") == (True, None)
+    succeeded, taken = done(model, Ask(PARAMS, {}), path)
+    full = Box.full((4, 2))
+    assert succeeded and taken.boxes == {"w": (full,)} and "w" in taken.opaque
+
+    bucket = Bucket(torch.device("cpu"), 16)
+    done(model, Begin(1), path)
+    values = torch.arange(8.0).view(4, 2)
+    list(bucket.write("w", Box((0, 0), (2, 2)), values[:2], torch.float32))
+    assert done(model, Take(bucket.handle(), bucket.taken()), path) == (True, None)
+    succeeded, error = done(model, End(), path)
+    assert not succeeded and "lacks 1 of 1 parameters: w (4 of 8 elements came)" in str(error)
+    assert not model.derived
+
+    done(model, Begin(1), path)
+    for rows in (0, 2):
+        half = Box((rows, 0), (rows + 2, 2))
+        list(bucket.write("w", half, values[rows : rows + 2], torch.float32))
+        assert done(model, Take(bucket.handle(), bucket.taken()), path) == (True, None)
+    sent = int(checksum(values, full)) % 2**64
+    wanted = {"w": (torch.float32, (full,))}
+    assert done(model, Prove(wanted), path) == (True, {"w": (1, sent)})
+    assert done(model, End(), path) == (True, None)
+    assert model.derived == 1 and torch.equal(model.own.data[:2], values[2:] * 2)
+    assert done(model, Prove(wanted), path) == (True, {"w": (1, None)})
+    bucket.close()
 
 
 class RadixAttention(nn.Module):

@@ -23,7 +23,7 @@ from hybridflow.kit.testing import tiny_config
 from hybridflow.kit.testing.engine_base import give_weights
 from hybridflow.kit.testing.engine_tokens import EngineTokens
 from hybridflow.kit.testing.models import reference
-from hybridflow.kit.tracing import tracer
+from hybridflow.kit.tracing import placed, tracer
 
 ALONE = RankContext("actor", 0, ParallelLayout(), torch.device("cpu"))
 
@@ -126,23 +126,19 @@ def halves_exchanged(piece):
 @pytest.mark.parametrize(
     "change, said",
     [
-        (one_row_further, "two values come to one element of"),
-        (half, r"nothing gives \d+ of \d+ elements of .* their values"),
+        (one_row_further, "brings other values of"),
+        (half, r"takes only \d+ of \d+ elements of .*gate_proj"),
         (halves_exchanged, "brings other values of"),
     ],
 )
 def test_a_map_that_is_wrong_ends_the_start(monkeypatch, change, said):
-    from hybridflow.backends.vllm import weights
-
-    monkeypatch.setattr(weights, "trace", shifted(GATE, change))
+    monkeypatch.setattr(placed, "trace", shifted(GATE, change))
     with pytest.raises(ModelError, match=said):
         start()
 
 
 @needs("vllm")
 def test_parameters_that_no_box_describes_take_vllms_own_road(monkeypatch, capfd):
-    from hybridflow.backends.vllm import weights
-
     whole = ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.input_layernorm.weight")
     original = tracer.trace
 
@@ -151,7 +147,7 @@ def test_parameters_that_no_box_describes_take_vllms_own_road(monkeypatch, capfd
         pieces = {name: found.pieces[name] for name in found.pieces if name not in whole}
         return attrs.evolve(found, pieces=pieces, opaque=dict.fromkeys(whole, "a test"))
 
-    monkeypatch.setattr(weights, "trace", call)
+    monkeypatch.setattr(placed, "trace", call)
     engine = start()
     try:
         assert "2 of 26 parameters come whole" in capfd.readouterr().out

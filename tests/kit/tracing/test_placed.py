@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hybridflow.core.errors import ModelError
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.checksum import checksum
 from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.tracing.placed import PlacedWeights
 
@@ -47,7 +48,12 @@ class Fused(nn.Module):
 
 
 def placed(model: Fused, load: Callable | None = None, ties: dict[str, str] | None = None):
-    return PlacedWeights(load or model.load, model.tensors(), PARAMS, ties or {}, "Fused")
+    device = torch.device("cpu")
+    weights = PlacedWeights(
+        load or model.load, model.tensors(), PARAMS, ties or {}, "Fused", device
+    )
+    weights.untie()
+    return weights
 
 
 def test_boxes_go_where_the_loader_puts_them():
@@ -142,13 +148,81 @@ def test_a_map_that_is_not_what_the_loader_does_ends_the_start(habit, told):
         placed(model, habit(model)).prove()
 
 
-def test_an_opaque_parameter_has_no_boxes_and_is_not_compared():
-    model = Fused()
+def doubling(model: Fused) -> Callable:
+    """A loader that computes one parameter, in the memory that it is given."""
 
-    def doubling(weights) -> None:
+    def load(weights) -> None:
         for name, values in weights:
-            model.load([(name, values * 2 if name == "embed" else values)])
+            model.load([(name, values.mul_(2) if name == "embed" else values)])
 
-    weights = placed(model, doubling)
+    return load
+
+
+def test_an_opaque_parameter_is_handed_to_the_loader_once_it_is_whole():
+    model = Fused()
+    weights = placed(model, doubling(model))
     weights.prove()
-    assert weights.boxes("embed") == () and "computed" in weights.map.opaque["embed"]
+    full = Box.full((5, 3))
+    assert weights.boxes("embed") == (full,) and "embed" in weights.map.opaque
+
+    wanted = {"embed": (torch.float32, (full,)), "q": (torch.float32, (Box((2, 0), (4, 3)),))}
+    for version in (1, 2):
+        values = {name: torch.randn(param.shape) for name, param in PARAMS.items()}
+        model.embed.data.zero_()
+        weights.begin(version)
+        weights.fill()
+        for name, whole in values.items():
+            weights.receive(name, Box((2, 0), tuple(whole.shape)), whole[2:])
+        weights.receive("k", Box((0, 0), (2, 3)), values["k"])
+        assert not model.embed.any()
+        weights.receive("embed", Box((0, 0), (2, 3)), values["embed"][:2])
+        assert torch.equal(model.embed[:5], values["embed"] * 2)
+
+        # The proof is of what the loader was given, and of the tensors for the others.
+        weights.expect(wanted)
+        sums = {
+            "embed": int(checksum(values["embed"], full)) % 2**64,
+            "q": int(checksum(values["q"][2:], wanted["q"][1][0])) % 2**64,
+        }
+        assert weights.proof() == {name: (version, total) for name, total in sums.items()}
+        weights.end()
+        assert weights.proof() == {"embed": (version, None), "q": (version, sums["q"])}
+
+
+def test_an_update_brings_everything_and_once():
+    model = Fused()
+    weights = placed(model, doubling(model))
+    values = {name: torch.randn(param.shape) for name, param in PARAMS.items()}
+    q = Box((2, 0), (4, 3))
+
+    weights.begin(1)
+    weights.receive("q", q, values["q"][2:])
+    weights.receive("embed", Box((0, 0), (4, 3)), values["embed"][:4])
+    weights.expect({"q": (torch.float32, ()), "embed": (torch.float32, ())})
+    assert {name: version for name, (version, _) in weights.proof().items()} == {"q": 1, "embed": None}  # fmt: skip
+    with pytest.raises(HybridFlowError, match="elements of q twice"):
+        weights.receive("q", q, values["q"][2:])
+    with pytest.raises(HybridFlowError, match=r"lacks 2 of 3 parameters: k, embed \(12 of 15"):
+        weights.end()
+
+    # What was left half done is no part of the next one.
+    weights.begin(2)
+    weights.receive("embed", Box((0, 0), (4, 3)), values["embed"][:4])
+    with pytest.raises(HybridFlowError, match="lacks 3 of 3 parameters"):
+        weights.end()
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "shape", "told"),
+    [
+        ("c", Box((0,), (1,)), (1,), "no parameter 'c'"),
+        ("tied", Box((0,), (1,)), (1,), "tied is tied to embed"),
+        ("q", Box((0, 0), (5, 3)), (5, 3), r"q has shape \(4, 3\)"),
+        ("q", Box((0, 0), (4, 3)), (2, 3), r"got a tensor of shape \(2, 3\)"),
+    ],
+)
+def test_what_is_not_of_the_model_is_refused(name, box, shape, told):
+    weights = placed(Fused(), ties={"tied": "embed"})
+    weights.begin(1)
+    with pytest.raises(HybridFlowError, match=told):
+        weights.receive(name, box, torch.zeros(shape))

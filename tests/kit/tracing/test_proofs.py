@@ -77,11 +77,10 @@ def test_windows_that_overlap_in_part_count_each_element_once():
     assert sums.totals() == {"w": own(FULL)}
 
 
-def test_what_is_handed_over_whole_counts_too_and_each_proof_begins_anew():
-    sums = WindowSums({})
-    sums.expect({"w": (torch.float32, (ROWS[1],)), "v": (torch.float32, ())})
-    sums.take("w", WHOLE)
-    assert sums.totals() == {"w": own(ROWS[1])}
-    sums.expect({})
-    sums.take("w", WHOLE)
-    assert sums.totals() == {}
+def test_each_proof_begins_anew():
+    sums = WindowSums(PIECES)
+    for boxes, expected in (((ROWS[1],), {"w": own(ROWS[1])}), ((), {})):
+        sums.expect({"w": (torch.float32, boxes)})
+        for name, tensor in stored().items():
+            sums.look(name, tensor)
+        assert sums.totals() == expected

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from torch import nn
 
 from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.tracing import proving
 from hybridflow.kit.tracing.proving import pattern, problems_of
 from hybridflow.kit.tracing.tracer import LoaderMap
 from hybridflow.kit.tracing.windows import Window
@@ -18,15 +18,13 @@ W = Param((6, 4), torch.float32)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (7,), (5, 8), (3, 4, 5)], ids=str)
-def test_a_part_has_the_values_of_the_whole_and_every_dtype_has_them(monkeypatch, dtype, shape):
+def test_a_part_has_the_values_of_the_whole_and_every_dtype_has_them(dtype, shape):
     param, full = Param(shape, dtype), Box.full(shape)
     whole = pattern("w", param, full, CPU)
     assert whole.dtype == dtype and whole.shape == shape
     assert torch.equal(whole, pattern("w", Param(shape, torch.float64), full, CPU).to(dtype))
     part = Box(tuple(n // 3 for n in shape), shape)
     assert torch.equal(pattern("w", param, part, CPU), whole[part.slices()])
-    monkeypatch.setattr(proving, "AT_ONCE", 3)
-    assert torch.equal(pattern("w", param, full, CPU), whole)
 
 
 def test_values_tell_names_and_places_apart():
@@ -128,6 +126,33 @@ def test_a_loader_that_does_as_it_was_traced_has_no_problems():
 )
 def test_another_element_is_noticed(change, said):
     assert planted(change)() == [said]
+
+
+def test_an_element_without_a_source_is_told_also_where_the_map_agrees():
+    class Long(Padded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(7, 4))
+
+    model = Long()
+    tensors = dict(model.named_parameters())
+    with torch.no_grad():
+        told = list(problems_of(model.load, MAP, PARAMS, tensors, list(PARAMS), {}))
+    assert told == ["nothing gives 8 of 28 elements of w their values"]
+
+
+def test_two_values_for_one_element_are_told():
+    """The later one is there: the map says that the earlier one is, too."""
+    both = {**MAP.pieces, "c": (*MAP.pieces["c"], (Box((0,), (1,)), Window("bc", 3, (1,), (1,))))}
+    model = Padded()
+    with torch.no_grad():
+        tensors = dict(model.named_parameters())
+        told = list(
+            problems_of(
+                model.load, attrs.evolve(MAP, pieces=both), PARAMS, tensors, list(PARAMS), {}
+            )
+        )
+    assert told == ["its loader brings other values of c to bc than was traced"]
 
 
 def test_values_are_compared_in_the_dtype_of_their_place():
