@@ -25,11 +25,13 @@ import torch.distributed as dist
 from hybridflow.backends.vllm.config import VLLMConfig
 from hybridflow.backends.vllm.patches import (
     a_guest,
+    check_the_runner,
     classes_of_its_own,
     end,
     groups_of,
     make_room_for_the_stage_before,
     own_shared_memory,
+    pin_the_runner,
     running,
 )
 from hybridflow.core.contracts.rollout import Completion, Proof, Request, Wanted
@@ -83,6 +85,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
         self._latent = getattr(text_config, "kv_lora_rank", None) is not None
         self._check_rotation(text_config)
 
+        pin_the_runner()
         with (
             a_guest(self._variables()),
             tempfile.TemporaryDirectory() as folder,
@@ -104,7 +107,11 @@ class VLLMEngine(ContinuousEngine, Hostable):
             raise
 
     def _take_runner(self, runner: Any) -> None:
-        """Put our sampler into vLLM's model runner."""
+        """Put our sampler into vLLM's model runner.
+
+        Raises HybridFlowError where it has no place.
+        """
+        check_the_runner(runner)
         make_room_for_the_stage_before(runner)
         from hybridflow.backends.vllm.sampler import SeededSampler
 

@@ -148,6 +148,27 @@ def groups_of(replicas: Replicas) -> Iterator[None]:
         parallel_state.init_model_parallel_group = original
 
 
+def pin_the_runner() -> None:
+    """Let vLLM use its model runner V1 in this process, for good: it asks for the variable again.
+
+    By itself vLLM 0.32 takes V2 on CUDA, which keeps neither the requests nor the sampler that our
+    sampling is built on.
+    """
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+
+def check_the_runner(runner: Any) -> None:
+    """Raise HybridFlowError for another model runner: a feature of vLLM's may ask for V2."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    if not isinstance(runner, GPUModelRunner):
+        raise HybridFlowError(
+            f"vLLM runs this model by its {type(runner).__module__}, whose sampler has no place "
+            "for our seeds and logprobs; leave out what asks for it in rollout.engine_args (a "
+            "watermark, hisparse), or take another engine"
+        )
+
+
 def make_room_for_the_stage_before(runner: Any) -> None:
     """Give a later pipeline stage the memory that takes what the stage before it sends.
 

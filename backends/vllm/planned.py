@@ -31,6 +31,7 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Environment variables of the process, before vLLM is imported."""

@@ -19,6 +19,7 @@ from hybridflow.backends.vllm.engine import VLLMEngine
 from hybridflow.backends.vllm.patches import (
     SHARED,
     a_guest,
+    check_the_runner,
     classes_of_its_own,
     end,
     groups_of,
@@ -208,3 +209,12 @@ def test_a_trainers_model_of_a_class_that_vllm_runs_works_before_and_behind():
     assert [hook.calls for hook in hooked] == [1, 1]
     # It is no longer needed once vLLM leaves the classes of others as they were.
     assert hasattr(theirs, "do_not_compile")
+
+
+@needs("vllm")
+def test_another_model_runner_is_refused():
+    class Runner:
+        pass
+
+    with pytest.raises(HybridFlowError, match=r"vLLM runs this model by its .*test_patches, whose"):
+        check_the_runner(Runner())
