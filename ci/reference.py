@@ -22,6 +22,7 @@ from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import PluginError
 from hybridflow.core.job import schema
+from hybridflow.core.job.reader import device_defaults
 from hybridflow.core.job.schema import EnvironmentSection, SyncConfig
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model import ModelConfig
@@ -83,11 +84,13 @@ def section(title: str, cls: type, path: str, level: int = 3) -> Iterator[str]:
 def settings(cls: type, path: str) -> Iterator[str]:
     """A line per field; those of a table that may be left out follow it."""
     docs, hints = field_docs(cls), get_type_hints(cls)
+    on_cuda = device_defaults(cls, "cuda", {})
     for field in attrs.fields(cls):
         if not field.init:
             continue
+        cuda = f", on CUDA `{render(on_cuda[field.alias])}`" if field.alias in on_cuda else ""
         meaning, key = escape(" ".join(docs.get(field.name, "").split())), f"{path}.{field.alias}"
-        yield f"* `{key}` ({takes(field, hints[field.name])}; {default(field)})" + (
+        yield f"* `{key}` ({takes(field, hints[field.name])}; {default(field)}{cuda})" + (
             f": {meaning}" if meaning else ""
         )
         for inner in get_args(hints[field.name]):

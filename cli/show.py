@@ -22,6 +22,7 @@ from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.job.job import Job, PlacedModel, Rewards
 from hybridflow.core.job.placement import resolve_placed
+from hybridflow.core.job.reader import device_defaults
 from hybridflow.core.job.remarks import remarks
 from hybridflow.core.job.roles import REWARD_KEYS, role_table
 from hybridflow.core.job.schema import SHORTHAND, RoleSection, SamplingSection
@@ -175,6 +176,31 @@ class Sources:
             keys = [place + rest for place in places]
             yield Value(key, value, self.of(*keys, key) or DEFAULT, doc)
 
+    def on_devices(
+        self, values: Iterable[Value], path: str, config: Any, hf_config: Mapping[str, Any]
+    ) -> Iterator[Value]:
+        """Say of a plugin's default values at `path` that they follow the device.
+
+        Where run.device is "auto", the other device's value stands beside this one's.
+        """
+        here = self.job.device
+        other = "cpu" if here == "cuda" else "cuda"
+        of_device = {
+            device: device_defaults(type(config), device, hf_config) for device in (here, other)
+        }
+        for value in values:
+            field = attrs.fields_dict(type(config)).get(value.key.removeprefix(f"{path}."))
+            if value.source == DEFAULT and field is not None:
+                mine, theirs = (
+                    of_device[at].get(field.name, field.default) for at in (here, other)
+                )
+                if mine != theirs:
+                    both = (
+                        f"; on {other}: {render(theirs)}" if self.job.run.device == "auto" else ""
+                    )
+                    value = attrs.evolve(value, source=f"default on {here}{both}")
+            yield value
+
     def plugin(self, path: str, name: str, config: Any) -> Iterator[Value]:
         """Yield the name of a plugin and its settings.
 
@@ -271,7 +297,11 @@ def _rollout(job: Job, sources: Sources) -> Block:
     """Return the engine's settings, of the first model that has an engine."""
     for model in job.models.values():
         if model.spec.engine is not None:
-            values = sources.plugin("rollout", model.spec.engine, model.spec.engine_config)
+            config = model.spec.engine_config
+            values = sources.plugin("rollout", model.spec.engine, config)
+            if config is not None:
+                fields = model.spec.model.hf_config
+                values = sources.on_devices(values, "rollout", config, fields)
             return Block("rollout", tuple(values))
     return Block("rollout", note="unused: no role generates")
 
@@ -312,6 +342,9 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
         if value.key == f"{name}.layout.dp" and value.value is None:
             values[i] = attrs.evolve(value, value=placed.layout.dp, source=DERIVED)
 
+    if (config := placed.spec.backend_config) is not None:
+        fields = placed.spec.model.hf_config
+        values = list(sources.on_devices(values, f"{name}.backend", config, fields))
     state = "trained" if placed.role.trained else "frozen, so without an optimizer"
     return Block(name, tuple(values), f"{placed.role.kind} model, {state}")
 

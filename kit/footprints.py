@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 
@@ -34,7 +34,7 @@ from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.validators import at_least, non_negative
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.kit.huggingface.shapes import shape_of
+from hybridflow.kit.huggingface.shapes import is_small, shape_of
 
 
 @attrs.frozen
@@ -496,6 +496,19 @@ class FullyShardedLayers(Sharding):
 
 class KnownSettings(TrainingSettings, ABC):
     """Settings of a backend for Hugging Face models that spreads them in one of these ways."""
+
+    recomputes: ClassVar[str] = "activation_checkpointing"
+    """The setting that recomputes activations."""
+
+    @classmethod
+    def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """On CUDA compute in bfloat16, and recompute the activations of a model that is not small.
+
+        What autograd keeps of a token is then larger than what most GPUs have room for.
+        """
+        if device != "cuda":
+            return {}
+        return {"precision": "bf16", cls.recomputes: not is_small(hf_config)}
 
     @abstractmethod
     def sharding(self, trained: bool) -> Sharding:

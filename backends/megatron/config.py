@@ -17,6 +17,7 @@ class MegatronConfig(KnownSettings):
     """Megatron-Core's GPTModel (arXiv:1909.08053, 2104.04473) with its distributed optimizer."""
 
     switches = {"recompute": (False, True)}
+    recomputes = "recompute"
 
     precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))
     """fp32: everything in float32. bf16: weights and compute in bfloat16; a trained role's masters,
@@ -29,7 +30,7 @@ class MegatronConfig(KnownSettings):
     pp > 1."""
     recompute: bool = False
     """Recompute each layer's activations in the backward pass: less memory for about a third more
-    time."""
+    time. On CUDA it is off for models of at most 0.5 billion parameters."""
     packing: bool = False
     """The rows of a micro-batch are concatenated without padding; attention stays within a row."""
     vocab_multiple: int = attrs.field(default=128, validator=attrs.validators.ge(1))

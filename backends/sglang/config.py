@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, Self
 
@@ -83,6 +84,11 @@ class SGLangConfig(ProcessConfig):
     def own_process(self) -> bool:
         """Always True: a scheduler of SGLang that fails kills the process that started it."""
         return True
+
+    @classmethod
+    def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """On CUDA generate in bfloat16, with CUDA graphs."""
+        return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
     def limits(self) -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 import torch
 
@@ -61,6 +64,11 @@ class TransformersEngineConfig(ProcessConfig):
     """Number of tokens decoded between two looks at which sequences have finished. 0 stands for 16
     on a GPU, where each look waits for the device, and for 1 on CPU (more while no sequence can
     stop before its length limit)."""
+
+    @classmethod
+    def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """On CUDA generate in bfloat16."""
+        return {"dtype": "bfloat16"} if device == "cuda" else {}
 
     def limits(self) -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""

@@ -80,6 +80,11 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     """Further arguments of vLLM's EngineArgs. Their names are checked against those of the
     installed version."""
 
+    @classmethod
+    def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """On CUDA generate in bfloat16, with CUDA graphs."""
+        return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
+
     def limits(self) -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""
         return EngineLimits(

@@ -176,6 +176,14 @@ class EngineSettings:
     start_timeout_s: float | None = None
     """Seconds within which the engine must start; None sets no limit."""
 
+    @classmethod
+    def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings whose default is another one on `device` ("cpu", "cuda").
+
+        hf_config: the fields of the model's config. Other defaults are those of the fields.
+        """
+        return {}
+
     @property
     def own_process(self) -> bool:
         """Whether the engine runs in a process of its own, not in the worker's.

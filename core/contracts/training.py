@@ -189,6 +189,14 @@ class TrainingSettings:
     """Settings that trade memory for time, with the values that a planner tries, the thriftiest
     last."""
 
+    @classmethod
+    def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings whose default is another one on `device` ("cpu", "cuda").
+
+        hf_config: the fields of the model's config. Other defaults are those of the fields.
+        """
+        return {}
+
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return a model's shape by the fields of its config.
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any, TypeVar
 
 import attrs
+import torch
 
 from hybridflow.core.config.load import merge
 from hybridflow.core.config.structure import structure
@@ -75,10 +77,30 @@ class Reader:
             self.fail(name, *problems)
         return cls() if instance is None else instance
 
-    def plugin(self, kind: str, table: Mapping[str, Any], path: str) -> Choice | None:
+    @cached_property
+    def device(self) -> str:
+        """The device of the models, "cpu" or "cuda".
+
+        "auto" is that of this machine, and of another machine CUDA.
+        """
+        run = self.tables.get("run", {})
+        device = run.get("device", "auto") if isinstance(run, Mapping) else "auto"
+        if device in ("cpu", "cuda"):
+            return device
+        return "cuda" if self.elsewhere or torch.cuda.is_available() else "cpu"
+
+    def plugin(
+        self,
+        kind: str,
+        table: Mapping[str, Any],
+        path: str,
+        hf_config: Mapping[str, Any] | None = None,
+    ) -> Choice | None:
         """Choose the plugin that a table names by its `name`, else the default one of its kind.
 
-        `path` is the table's dotted key. None where there is no such plugin, with problems noted.
+        `path` is the table's dotted key. `hf_config` are the fields of the model that it is for,
+        whose defaults may follow the device. None where there is no such plugin, with problems
+        noted.
         """
         # The name
         try:
@@ -112,6 +134,8 @@ class Reader:
                 f"{path}.{key}: unknown key; {kind} {name!r} has no settings" for key in settings
             ]
             return Choice(name, plugin, None, not settings)
+        if hf_config is not None:
+            settings = {**device_defaults(config_class, self.device, hf_config), **settings}
         config, problems = salvage(settings, config_class, path)
         self.problems += [_with_scope(problem, kind, path) for problem in problems]
         return None if config is None else Choice(name, plugin, config, not problems)
@@ -215,6 +239,17 @@ class Reader:
             elif not isinstance(table, str):
                 self.problems.append(f"{name}: expected a table, got {table!r}; write [{name}]")
         return unused
+
+
+def device_defaults(
+    config_class: Any, device: str, hf_config: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the settings of a plugin whose default is another one on this device."""
+    ask = getattr(config_class, "defaults_on", None)
+    said = ask(device, hf_config) if ask is not None else {}
+    # A class may derive from one of ours, and not have all of its settings.
+    known = {field.alias for field in attrs.fields(config_class)}
+    return {key: value for key, value in said.items() if key in known}
 
 
 def sentences(error: Exception) -> list[str]:

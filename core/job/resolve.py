@@ -26,8 +26,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hybridflow.core.config.load import merge
 from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.algorithm import Algorithm
@@ -193,12 +191,7 @@ def resolve_job(
     if follows:
         tokenizer = TokenizerConfig(tokenizer.name)
 
-    # What defaults leave open: the folder's name and the device.
     folder = Path(run.folder) / (run.name or name)
-    device = run.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-
     job = Job(
         name=run.name or name,
         stage=stage,
@@ -223,7 +216,7 @@ def resolve_job(
         tokenizer=tokenizer,
         tokenizer_path=tokenizer_path if not tokenizer.given else None,
         sampling=sampling.params(),
-        device=device,
+        device=reader.device,
         tables=reader.tables,
         unused=tuple(unused),
         follows=follows,

@@ -284,13 +284,16 @@ class RoleResolver:
         if pool is None and section.pool not in reader.tables.get("pools", {}):
             reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
         spec = None if "model" in bad else self._spec(section.model, kind, role.name)
+        fields = spec.hf_config if spec is not None else None
         layout = backend = engine = None
         if pool is not None and not bad & {"layout", "pool"}:
             layout = self._layout(role.name, section.layout, pool)
         if "backend" not in bad:
-            backend = reader.plugin("training_backend", section.backend, f"{role.name}.backend")
+            path = f"{role.name}.backend"
+            backend = reader.plugin("training_backend", section.backend, path, fields)
         if generates:
-            engine = reader.plugin("rollout_engine", reader.tables.get("rollout", {}), "rollout")
+            table = reader.tables.get("rollout", {})
+            engine = reader.plugin("rollout_engine", table, "rollout", fields)
 
         if spec is None or layout is None or backend is None or (generates and engine is None):
             return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,19 @@ def llama_shape(
         shared_intermediate=layer.shared_intermediate,
         experts_per_token=experts_per_token,
     )
+
+
+SMALL = 500_000_000
+"""Parameters that a small model has at most."""
+
+
+def is_small(config: Mapping[str, Any]) -> bool:
+    """Return whether a model is known to have at most SMALL parameters, by its config.json."""
+    try:
+        shape = shape_of(config)
+    except ConfigError:
+        return False
+    return sum(prod(sizes) for sizes in shape.parameters().values()) <= SMALL
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from helpers.consoles import console
 from helpers.shown import resolved
 
@@ -34,6 +36,24 @@ def test_a_value_says_whether_it_is_of_the_file_the_command_line_or_a_default():
     assert value("run.steps", "run.steps=3") == (3, "command line")
     assert value("run.seed") == (0, "default")
     assert value("pools.main") == ([4], "file one.toml")
+
+
+def test_defaults_that_follow_the_device_say_so_and_what_the_other_one_has(monkeypatch):
+    assert value("rollout.dtype") == ("float32", 'default on cpu; on cuda: "bfloat16"')
+    assert value("rollout.prefill_tokens") == (8192, "default")
+    assert value("rollout.dtype", "rollout.dtype=float32") == ("float32", "command line")
+    # Of a role's backend; what is the same on both is a default like others.
+    bare = Path("one.toml").read_text().replace('backend.precision = "bf16"', "")
+    Path("bare.toml").write_text(bare)
+    key = "actor.backend.precision"
+    assert value(key, path="bare.toml") == ("fp32", 'default on cpu; on cuda: "bf16"')
+    recomputes = "actor.backend.activation_checkpointing"
+    assert value(recomputes, path="bare.toml") == (False, "default")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert value("rollout.dtype") == ("bfloat16", 'default on cuda; on cpu: "float32"')
+    assert value("rollout.dtype", "run.device=cuda") == ("bfloat16", "default on cuda")
+    assert value(key, "run.device=cpu", path="bare.toml") == ("fp32", "default on cpu")
 
 
 def test_what_is_filled_in_is_derived():

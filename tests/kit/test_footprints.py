@@ -6,6 +6,9 @@ import attrs
 import pytest
 import torch
 
+from hybridflow.backends.deepspeed.config import DeepSpeedConfig
+from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.core.contracts.footprint import Collective, Phase
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import ParallelLayout
@@ -229,3 +232,23 @@ def test_bytes_cannot_be_negative():
         attrs.evolve(ThreeD(), weight_bytes=0)
     with pytest.raises(ValueError, match="stage"):
         Zero(stage=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "recomputes"),
+    [
+        (FSDPConfig, "activation_checkpointing"),
+        (DeepSpeedConfig, "activation_checkpointing"),
+        (MegatronConfig, "recompute"),
+    ],
+)
+def test_on_cuda_backends_compute_in_bfloat16_and_large_models_are_recomputed(config, recomputes):
+    large = {
+        "model_type": "qwen2", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "intermediate_size": 6144, "vocab_size": 32000, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert config.defaults_on("cpu", large) == {}
+    assert config.defaults_on("cuda", large) == {"precision": "bf16", recomputes: True}
+    small = {**large, "num_hidden_layers": 2}
+    assert config.defaults_on("cuda", small) == {"precision": "bf16", recomputes: False}
+    assert getattr(config(**config.defaults_on("cuda", large)), recomputes) is True

@@ -112,7 +112,8 @@ def test_what_does_not_fit_is_said_with_the_phase_and_the_numbers(config):
 
 
 def test_an_offloaded_model_that_does_not_fit_is_told_with_its_weights(config):
-    offload = ["actor.offload=true", "actor.micro_batch_tokens=4000000", "pools.main=[2]"]
+    wide = ["actor.backend.precision=fp32", "actor.backend.activation_checkpointing=false"]
+    offload = ["actor.offload=true", "actor.micro_batch_tokens=4000000", "pools.main=[2]", *wide]
     said = re.search(
         r"actor needs ([\d.]+) GB per device while it trains, of which ([\d.]+) are weights",
         printed(config, offload, cluster="l4-24gb:1x8").replace(" GB are", " are"),

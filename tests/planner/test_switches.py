@@ -133,7 +133,8 @@ def test_a_trial_is_the_config_with_the_setting(config):
 
 
 def test_other_roles_keep_what_they_would_take_from_the_actor(config):
-    switches = Switches(planned(config, "a100-80gb:1x8"))
+    without = ["actor.backend.activation_checkpointing=false"]
+    switches = Switches(planned(config, "a100-80gb:1x8", without))
     lines = switches.lines({("actor", "offload"): True})
     assert lines[0] == "actor.offload = true"
     assert set(lines[1:]) == {"critic.offload = false", "ref.offload = false"}

@@ -45,3 +45,8 @@ def test_a_cache_that_outlives_an_update_is_refused():
         ValueError, match="hicache_storage_backend keeps keys and values of old weights"
     ):
         SGLangConfig(engine_args=dict(hicache_storage_backend="file"))
+
+
+def test_on_cuda_it_generates_in_bfloat16():
+    assert SGLangConfig.defaults_on("cuda", {}) == {"dtype": "bfloat16", "eager": False}
+    assert SGLangConfig.defaults_on("cpu", {}) == {}

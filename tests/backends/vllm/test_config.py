@@ -36,3 +36,8 @@ def test_a_cache_that_outlives_an_update_is_refused():
     VLLMConfig(engine_args=dict(kv_transfer_config=None))
     with pytest.raises(ValueError, match="kv_transfer_config keeps keys and values of old weights"):
         VLLMConfig(engine_args=dict(kv_transfer_config={"kv_connector": "LMCacheConnectorV1"}))
+
+
+def test_on_cuda_it_generates_in_bfloat16():
+    assert VLLMConfig.defaults_on("cuda", {}) == {"dtype": "bfloat16", "eager": False}
+    assert VLLMConfig.defaults_on("cpu", {}) == {}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
+import torch
 from helpers.job_texts import ALGORITHM, BASE, WITHOUT_ALGORITHM
 from helpers.jobs import job, problem, problems
 
 from hybridflow.core.contracts.runtime import ResourcePool
-from hybridflow.core.job.reader import Reader
+from hybridflow.core.job.reader import Reader, device_defaults
 from hybridflow.core.job.schema import RunSection
 from hybridflow.core.plugins import Descriptor, Registry, registry
 
@@ -165,3 +167,56 @@ def test_what_a_plugin_needs_may_lack_where_the_run_is_meant_for_elsewhere(monke
     assert (choice.found, choice.config.threads) == (None, 2) and not there.problems
     assert here.plugin("tracker", {"name": "far"}, "run.trackers.0") is None
     assert "needs no_such_module, not installed here" in here.problems[0]
+
+
+# --- defaults that follow the device ---
+
+
+@pytest.mark.parametrize(
+    ("given", "here", "elsewhere", "device"),
+    [
+        ({}, False, False, "cpu"),
+        ({}, True, False, "cuda"),
+        ({"device": "auto"}, False, True, "cuda"),
+        ({"device": "cpu"}, True, True, "cpu"),
+        ({"device": "cuda"}, False, False, "cuda"),
+        ({"device": "gpu"}, False, False, "cpu"),  # a problem of its own
+    ],
+)
+def test_the_device_is_the_runs_this_machines_or_cuda_elsewhere(
+    monkeypatch, given, here, elsewhere, device
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here)
+    assert Reader({"run": given}, elsewhere).device == device
+
+
+def test_on_cuda_models_compute_in_bfloat16_unless_the_config_says_otherwise(monkeypatch):
+    spec = job().models["actor"].spec
+    assert (spec.backend_config.precision, spec.engine_config.dtype) == ("fp32", "float32")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    spec = job().models["actor"].spec
+    assert (spec.backend_config.precision, spec.engine_config.dtype) == ("bf16", "bfloat16")
+    # The model of these tests is small.
+    assert not spec.backend_config.activation_checkpointing
+    assert spec.mismatch_stop == 0.05
+    given = job("actor.backend.precision=fp32", "rollout.dtype=float32").models["actor"].spec
+    assert (given.backend_config.precision, given.engine_config.dtype) == ("fp32", "float32")
+
+
+@attrs.frozen
+class Own:
+    """Settings of a stranger's backend, who knows of no precision."""
+
+    dtype: str = "float32"
+
+    @classmethod
+    def defaults_on(cls, device, hf_config):
+        return {"dtype": hf_config["model_type"], "precision": "bf16"} if device == "cuda" else {}
+
+
+def test_of_a_plugins_device_defaults_those_count_that_it_has():
+    fields = {"model_type": "qwen2"}
+    assert device_defaults(Own, "cuda", fields) == {"dtype": "qwen2"}
+    assert device_defaults(Own, "cpu", fields) == {}
+    assert device_defaults(RunSection, "cuda", fields) == {}

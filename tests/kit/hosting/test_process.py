@@ -55,6 +55,7 @@ def test_calls_are_answered_and_completions_come_as_events(running):
     process, bucket = running()
     process.started(60.0, ignore)
     assert process.pid != os.getpid() and process.ask("sleep", timeout_s=60.0) is None
+    process.ask("wake", timeout_s=60.0)
     list(bucket.write("step", STEP, torch.tensor([2.0, 0.5]), torch.float32))
     process.ask("begin_update", 4, timeout_s=60.0)
     process.ask("load", bucket.taken(), timeout_s=60.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.kit.huggingface.shapes import PUBLISHED, read_shape, shape_of
+from hybridflow.kit.huggingface.shapes import PUBLISHED, is_small, read_shape, shape_of
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe"])
@@ -50,3 +50,13 @@ def test_reading_a_shape_that_is_not_there_says_what_there_is(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 4}')
     with pytest.raises(ConfigError, match="lacks num_hidden_layers"):
         read_shape(tmp_path)
+
+
+def test_a_model_is_small_where_it_is_known_to_be():
+    half = {
+        "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert is_small(half)  # 494 million
+    assert not is_small({**half, "num_hidden_layers": 25})  # 509 million
+    assert not is_small({"model_type": "unheard-of"})
