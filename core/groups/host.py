@@ -101,6 +101,8 @@ class Host:
         backend = "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            # cuDNN's attention makes a plan for each shape, and hardly two micro-batches are alike.
+            torch.backends.cuda.enable_cudnn_sdp(False)
             backend = "cpu:gloo,cuda:nccl"
 
         self.shared[COLLECTIVE_TIMEOUT] = timedelta(seconds=timeout_s)

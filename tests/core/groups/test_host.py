@@ -211,3 +211,23 @@ def test_an_error_is_given_back_as_the_same_error():
     reply = read_reply(*replied(error, store, failed=True), store)
     assert reply.value is None and str(reply.error) == str(error)
     assert (reply.started, reply.ended) == (0.0, 1.0)
+
+
+def test_on_a_gpu_attention_is_not_cudnns(monkeypatch):
+    joined = {}
+
+    def join(backend, **settings):
+        joined.update(settings, backend=backend)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: joined.update(device=device))
+    monkeypatch.setattr(dist, "init_process_group", join)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    host = Host("main", 0, 2, CountingStore())
+    try:
+        host.join("127.0.0.1:1", "cpu")
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+        host.join("127.0.0.1:1", "cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+    assert (joined["device"].type, joined["backend"]) == ("cuda", "cpu:gloo,cuda:nccl")
