@@ -30,7 +30,7 @@ MODEL = {
 CASES = ("transformers", "vllm as loaded", "vllm packed", "sglang")
 BARS = {"transformers": 2.0, "vllm as loaded": 2.0, "vllm packed": 1.3, "sglang": 4.0}
 """Memory copies, or times the packing alone for "vllm packed"."""
-EACH_S = {"transformers": 40e-6, "vllm": 80e-6, "sglang": 130e-6}
+EACH_S = {"transformers": 60e-6, "vllm": 80e-6, "sglang": 130e-6}
 """Seconds of Python for each parameter, on both sides, in a rotating proof; SGLang's messages too."""
 ROUNDS = 9
 """After one that is not counted."""
