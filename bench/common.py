@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,17 @@ def timed(function: Callable[[], Any]) -> float:
     seconds = time.perf_counter() - started
     del result
     return seconds
+
+
+def measured(script: str, *options: str, environment: dict[str, str] | None = None) -> Any:
+    """What a script answers when it measures one thing in a process of its own: a line of JSON behind "answer "."""
+    command = [sys.executable, script, *options]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    lines = [line for line in said.stdout.splitlines() if line.startswith("answer ")]
+    if not lines:
+        print(said.stderr[-3000:], file=sys.stderr)
+        raise SystemExit(f"{' '.join(options)} failed")
+    return json.loads(lines[-1].removeprefix("answer "))
 
 
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -11,13 +11,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import emit, timed
+from common import emit, measured, timed
 
 MODEL = {
     "model_type": "qwen2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 16,
@@ -41,15 +40,7 @@ def main() -> None:
 
     met = True
     for engine in options.only:
-        command = [sys.executable, __file__, "--engine", engine]
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, env=environment(engine)
-        )
-        lines = [line for line in answer.stdout.splitlines() if line.startswith("answer ")]
-        if not lines:
-            print(answer.stderr[-3000:], file=sys.stderr)
-            raise SystemExit(f"{engine} failed")
-        said = json.loads(lines[-1].removeprefix("answer "))
+        said = measured(__file__, "--engine", engine, environment=environment(engine))
         emit(f"start proof/{engine}/parameters", said["parameters"] / 1e9, "1e9")
         load = statistics.median(said["load"])
         emit(f"start proof/{engine}/load", load, "s")

@@ -11,7 +11,7 @@ The second road is for opaque parameters, of which the loader does not just copy
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -207,7 +207,7 @@ class PlacedWeights:
         """Return the tensors that have values as they came, now."""
         return (*self.targets, *(STAGED + name for name in self._staged))
 
-    def unreadable(self) -> Iterable[str]:
+    def unreadable(self) -> Collection[str]:
         """Return the parameters that outside of an update lie nowhere as they came."""
         return self.map.opaque
 

@@ -1,10 +1,9 @@
 """Compares what a loader does with real values with what its map says, every element.
 
 names --pattern--> the loader --> tensors, NaN before
-                                    |  bits of each window xor those of its pattern: zeros
-                                    |  bits of each fill that are its constant's: zeros
+                                    |  what is right in a window or a fill becomes DONE
                                     v
-                                  zeros alone: the map is right, and leaves nothing out
+                                  DONE alone: the map is right, and leaves nothing out
 """
 
 from __future__ import annotations
@@ -28,7 +27,8 @@ AT_ONCE = 1 << 20
 than new memory does."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN = -1
-"""As bits: a NaN in every float dtype, and none that arithmetic makes."""
+"""As bits: a NaN in every float dtype, and none that arithmetic makes. The largest integer, which
+marks what is DONE, is another one."""
 
 
 def pattern(name: str, param: Param, box: Box, device: torch.device) -> torch.Tensor:
@@ -71,7 +71,7 @@ def problems_of(
     """Load parameters into tensors that take no others, and yield a sentence for each problem.
 
     twins: further names under which a parameter's values are loaded. What an opaque parameter gives
-    is not compared; the other values of its tensors are. Values of float tensors are zeros
+    is not compared; the other values of its tensors are. Values of float tensors are NaN
     afterwards, or computed ones.
     """
     bits = {name: bits_of(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
@@ -95,20 +95,22 @@ def problems_of(
             held = window.of(tensors[window.tensor].data)
             if not take_pattern(name, params[name], box, held):
                 yield f"its loader brings other values of {name} to {window.tensor} than was traced"
-                held.zero_()
+                bits_of(held).fill_(_done(held.dtype))
     for window, value in map.fills:
         if window.tensor in bits:
             filled = window.of(bits[window.tensor])
-            constant = torch.full((), value, dtype=tensors[window.tensor].dtype, device=device)
-            filled.masked_fill_(filled == bits_of(constant), 0)
+            dtype = tensors[window.tensor].dtype
+            constant = torch.full((), value, dtype=dtype, device=device)
+            filled.masked_fill_(filled == bits_of(constant), _done(dtype))
 
     computed = {tensor for name in map.opaque for tensor in map.touched[name]}
     for name, held in bits.items():
-        if name in computed or _is_zero(held):
+        done = _done(tensors[name].dtype)
+        if name in computed or _is_all(held, done):
             continue
         if lacking := int((held == NAN).sum()):
             yield f"nothing gives {lacking} of {held.numel()} elements of {name} their values"
-        if not _is_zero(held.masked_fill_(held == NAN, 0)):
+        if not _is_all(held.masked_fill_(held == NAN, done), done):
             yield f"its loader writes more of {name} than was traced"
 
 
@@ -120,11 +122,13 @@ def write_pattern(name: str, values: torch.Tensor) -> None:
 
 
 def take_pattern(name: str, param: Param, box: Box, values: torch.Tensor) -> bool:
-    """Return whether a box holds its pattern in the tensor's dtype; leave zeros where it does."""
+    """Return whether a box holds its pattern in the tensor's dtype; mark as DONE where it does."""
+    done = _done(values.dtype)
     for part in _parts(box):
-        expected = pattern(name, param, part, values.device).to(values.dtype)
-        bits_of(values[part.within(box)]).bitwise_xor_(bits_of(expected))
-    return _is_zero(bits_of(values))
+        expected = bits_of(pattern(name, param, part, values.device).to(values.dtype))
+        # A row's pattern is a view of the table, which stays as it is.
+        bits_of(values[part.within(box)]).bitwise_xor_(expected ^ done)
+    return _is_all(bits_of(values), done)
 
 
 def _parts(box: Box) -> Iterator[Box]:
@@ -141,8 +145,13 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data.view(_INTEGERS[tensor.element_size()])
 
 
-def _is_zero(bits: torch.Tensor) -> bool:
+def _done(dtype: torch.dtype) -> int:
+    return torch.iinfo(_INTEGERS[dtype.itemsize]).max
+
+
+def _is_all(bits: torch.Tensor, value: int) -> bool:
+    """Return whether all elements have the value."""
     if not bits.numel():
         return True
     least, most = bits.aminmax()
-    return not bool(least) and not bool(most)
+    return int(least) == value == int(most)

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
 from helpers.installed import needs
 from helpers.scripts import script
 
 RUNNER = "v1/worker/gpu_model_runner.py"
 contract = script("contract")
+PINNING = """
+from vllm.config import VllmConfig
+from hybridflow.backends.vllm.patches import pin_the_runner
+
+class Plain:
+    watermark_config = None
+    class attention_config:
+        hisparse_config = None
+
+takes_v2 = VllmConfig.use_v2_model_runner.fget
+print(takes_v2(Plain))
+pin_the_runner()
+print(takes_v2(Plain))
+"""
 
 
 @needs("vllm")
@@ -26,25 +43,13 @@ def test_the_installed_version_has_all_of_it():
 
 @needs("vllm")
 def test_the_worker_for_cuda_takes_this_runner_where_the_variable_says_so():
-    import ast
-
-    from vllm import envs
-    from vllm.config import VllmConfig
-
-    from hybridflow.backends.vllm.patches import pin_the_runner
-
-    class Plain:
-        watermark_config = None
-
-        class attention_config:
-            hisparse_config = None
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-        assert VllmConfig.use_v2_model_runner.fget(Plain) is True
-        pin_the_runner()
-        assert envs.VLLM_USE_V2_MODEL_RUNNER is False
-        assert VllmConfig.use_v2_model_runner.fget(Plain) is False
+    # In a process of its own: once an engine has started, vLLM does not look at variables again.
+    asked = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PINNING], env=asked, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-2:] == ["True", "False"]
 
     worker = ast.parse((contract.installed() / "v1/worker/gpu_worker.py").read_text())
     [make] = [

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hybridflow.core.values.weights import Box, Param
-from hybridflow.kit.tracing.proving import pattern, problems_of
+from hybridflow.kit.tracing.proving import pattern, problems_of, take_pattern, write_pattern
 from hybridflow.kit.tracing.tracer import LoaderMap
 from hybridflow.kit.tracing.windows import Window
 
@@ -40,6 +40,17 @@ def test_values_tell_names_and_places_apart():
     ]
     for other in others:
         assert (other == values).float().mean() < 0.02
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 8)], ids=str)
+def test_what_is_written_can_be_taken_once_and_leaves_the_pattern_as_it_was(shape):
+    param, full = Param(shape, torch.bfloat16), Box.full(shape)
+    values = torch.empty(shape, dtype=torch.bfloat16)
+    for _ in range(2):
+        write_pattern("w", values)
+        assert torch.equal(values, pattern("w", param, full, CPU))
+        assert take_pattern("w", param, full, values) and bool(values.isnan().all())
+    assert not take_pattern("w", param, full, values)
 
 
 class Padded(nn.Module):
@@ -139,6 +150,25 @@ def test_an_element_without_a_source_is_told_also_where_the_map_agrees():
     with torch.no_grad():
         told = list(problems_of(model.load, MAP, PARAMS, tensors, list(PARAMS), {}))
     assert told == ["nothing gives 8 of 28 elements of w their values"]
+
+
+def test_zeros_that_were_not_traced_are_told_too():
+    """An update would leave out what a loader writes there."""
+
+    class Zeroing(Padded):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(7, 4))
+
+        def load(self, weights) -> None:
+            super().load(weights)
+            self.w.data[5:] = 0.0
+
+    model = Zeroing()
+    tensors = dict(model.named_parameters())
+    with torch.no_grad():
+        told = list(problems_of(model.load, MAP, PARAMS, tensors, list(PARAMS), {}))
+    assert told == ["its loader writes more of w than was traced"]
 
 
 def test_two_values_for_one_element_are_told():
