@@ -11,11 +11,21 @@ from collections.abc import Iterator, Mapping as Table, Sequence
 from typing import Any
 
 from hybridflow.core.config.load import merge
-from hybridflow.core.contracts.planner import STAGES, Block, Plan, PlannableJob, Planner, Prediction
+from hybridflow.core.contracts.planner import (
+    STAGES,
+    Block,
+    DeviceMemory,
+    Plan,
+    PlannableJob,
+    Planner,
+    PoolMemory,
+    Prediction,
+)
 from hybridflow.planner.cluster import DEVICES
 from hybridflow.planner.dry_run import dry_run
 from hybridflow.planner.jobs import JobPlan, Misfit, check_ranks, plan_job, settings_of
-from hybridflow.planner.report import bars, kinds_of, report, scaling, unfit, worth
+from hybridflow.planner.preflight import job_memory
+from hybridflow.planner.report import bars, kinds_of, report, scaling, unfit, worth, written
 from hybridflow.planner.search import Mapping, NothingFitsError
 from hybridflow.planner.switches import Switches, Trial, hinted, what_fits
 
@@ -47,9 +57,10 @@ class AutoMapping(Planner):
         switches = Switches(plan)
         trial, problems = _fitting(switches)
         best = trial.plan.best(alternatives)
+        own = written(plan, best) if placed else "the same (placement = auto)"
         explanation = [
             *unfit(problems, switches, trial),
-            *report(trial.plan, best, placed, worth(switches, trial)),
+            *report(trial.plan, best, own, worth(switches, trial)),
         ]
         return _plan(plan, best, switches.tables(trial.changes), explanation)
 
@@ -76,6 +87,10 @@ class AutoMapping(Planner):
         except Misfit as error:
             return [f"the config does not fit its cluster: {error}; {what_fits(plan)}"]
         return []
+
+    def memory(self, job: PlannableJob, devices: Table[str, DeviceMemory]) -> list[PoolMemory]:
+        """Return what the job as it is placed takes of each pool's devices (preflight.py)."""
+        return job_memory(job, devices)
 
     def scaling(self, job: PlannableJob, cluster: str, devices: Sequence[int]) -> tuple[Block, ...]:
         """Return a table of the best placements on other numbers of devices."""

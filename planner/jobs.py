@@ -19,9 +19,10 @@ from hybridflow.core.contracts.training import TrainingSettings, training_settin
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import PlacedModel
 from hybridflow.core.plugins import registry
-from hybridflow.core.values.model_shape import ModelSize
-from hybridflow.planner.cluster import Cluster, RunsOn, gigabytes, read_cluster
-from hybridflow.planner.pools import Choice, Entry, Option, PoolPlanner, after
+from hybridflow.core.values.model_shape import ModelShape, ModelSize
+from hybridflow.planner.cluster import Cluster, RunsOn, read_cluster
+from hybridflow.planner.needs import Member, pool_memory
+from hybridflow.planner.pools import Choice, Entry, PoolPlanner, after
 from hybridflow.planner.search import (
     Mapping,
     Pool,
@@ -42,6 +43,8 @@ class Plannable:
     """What the plan leaves out of account of the models, in sentences."""
     of_step: tuple[str, ...] = ()
     """What it leaves out of account of the step."""
+    device: str = "cuda"
+    """Kind of the devices: "cpu" or "cuda"."""
     runs_on: dict[str, RunsOn] = attrs.field(factory=dict)
     """The backend, the engine and the precision of each model."""
 
@@ -53,7 +56,7 @@ class Plannable:
     def of(self, models: Table[str, PlacedModel]) -> Plannable:
         """Return the same step with models of other settings. Raises NotPlanned."""
         remarks: list[str] = []
-        planned = _planned_models(models, remarks)
+        planned = _planned_models(models, remarks, self.device)
         runs_on = {model.name: _runs_on(models[model.name], model) for model in planned}
         return attrs.evolve(self, models=planned, of_models=tuple(remarks), runs_on=runs_on)
 
@@ -119,11 +122,12 @@ def plannable(job: PlannableJob) -> Plannable:
     kept = tuple(task for task in tasks if task.role in names)
     prompt_tokens = max(1, job.data.max_prompt_tokens)
     work = Workload(kept, prompt_tokens, max(1, job.sampling.max_tokens))
-    return Plannable(work, (), of_step=tuple(_unseen_work(tasks, names))).of(job.models)
+    unseen = tuple(_unseen_work(tasks, names))
+    return Plannable(work, (), of_step=unseen, device=job.device).of(job.models)
 
 
 def _planned_models(
-    placed_models: Table[str, PlacedModel], remarks: list[str]
+    placed_models: Table[str, PlacedModel], remarks: list[str], device: str
 ) -> tuple[PlannedModel, ...]:
     """Return a job's models, and append to `remarks` what the plan does not account for.
 
@@ -134,7 +138,7 @@ def _planned_models(
     problems = []
     for name, placed in placed_models.items():
         try:
-            models.append(planned_model(name, placed, remarks))
+            models.append(planned_model(name, placed, remarks, device))
         except HybridFlowError as error:
             reasons = error.problems if isinstance(error, ConfigError) else [str(error)]
             problems.append(f"{name}.model: {'; '.join(reasons)}")
@@ -162,7 +166,9 @@ def _runs_on(placed: PlacedModel, model: PlannedModel) -> RunsOn:
     return RunsOn(placed.spec.backend, placed.spec.engine, bits)
 
 
-def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> PlannedModel:
+def planned_model(
+    name: str, placed: PlacedModel, remarks: list[str], device: str = "cuda"
+) -> PlannedModel:
     """Return a job's model as the planner sees it; `remarks` gets what is not accounted for."""
     spec = placed.spec
     trained = placed.role.trained
@@ -185,7 +191,7 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
             f"{name}: its backend does not offload it as it is; planned as staying on the device"
         )
 
-    shape = settings.model_shape(spec.model.hf_config)
+    shape = _shape(placed)
     if shape.experts:
         remarks.append(
             f"{name}: a layer's {shape.experts} experts are planned as one grouped product, as "
@@ -202,31 +208,32 @@ def planned_model(name: str, placed: PlacedModel, remarks: list[str]) -> Planned
         offload=spec.offload and runs.offloads,
         micro_batch_tokens=spec.micro_batch_tokens,
         axes=registry().training_capabilities(spec.backend).axes,
-        **(_engine(name, placed, remarks) if spec.engine is not None else {}),
+        **(_engine(name, placed, remarks, device) if spec.engine is not None else {}),
     )
 
 
-def _engine(name: str, placed: PlacedModel, remarks: list[str]) -> dict[str, Any]:
+def _shape(placed: PlacedModel) -> ModelShape:
+    spec = placed.spec
+    return training_settings(spec.backend_config).model_shape(spec.model.hf_config)
+
+
+def _engine(name: str, placed: PlacedModel, remarks: list[str], device: str) -> dict[str, Any]:
     """Return a PlannedModel's fields that its engine decides: limits, sizes, memory it keeps."""
     spec = placed.spec
     assert spec.engine is not None
     settings = engine_settings(spec.engine_config)
     can = registry().engine_capabilities(spec.engine)
-    limits = settings.limits()
+    limits = settings.limits(device)
     if type(settings).limits is EngineSettings.limits:
         remarks.append(f"{name}: the engine {spec.engine} does not say what it takes of a device")
 
-    # An engine that stays while models train counts as far as its settings limit it.
-    keeps = placed.section.generation.keep
-    limited = limits.cache_gb is not None or limits.memory_share is not None
-    if keeps and limits.memory_share is None:
-        what = "the engine's weights are" if limits.cache_gb else "the engine's memory is"
-        remarks.append(
-            f"{name}: {what} taken to be free while models train (as with generation.keep = false)"
-        )
-
     # Engines that do not shard along an axis have one rank of it.
-    fields: dict[str, Any] = {"limits": limits, "keeps_engine": keeps and limited}
+    fields: dict[str, Any] = {
+        "limits": limits,
+        "keeps_engine": placed.section.generation.keep and placed.rollout_pool is None,
+    }
+    if spec.sync.alias:
+        fields["lent_params"] = settings.lent_params(_shape(placed), device)
     if not can.tp:
         fields["max_rollout_tp"] = 1
     if not can.pp:
@@ -293,37 +300,41 @@ def _pool_entry(planner: PoolPlanner, job: PlannableJob, name: str, work: Planna
     """Return a pool of the job, with its models as they are placed. Raises Misfit."""
     members = {role: placed for role, placed in job.models.items() if placed.pool == name}
     models = {model.name: model for model in work.models}
-    return _entry(planner, job.pools[name].world, members, models)
+    return _entry(planner, name, job.pools[name].world, members, models)
 
 
 def _entry(
     planner: PoolPlanner,
+    name: str,
     devices: int,
     members: dict[str, PlacedModel],
     models: dict[str, PlannedModel],
 ) -> Entry:
     """Return a pool whose layouts are given. Raises Misfit where its memory is not enough."""
-    options = []
-    for role, placed in members.items():
-        options.append(planner.option(models[role], placed.layout))
-    resident = sum(option.bytes.resident for option in options)
-    _check_memory(planner, options, resident)
+    placed = [
+        Member(models[role], planner.option(models[role], one.layout), one.generation)
+        for role, one in members.items()
+    ]
+    memory = pool_memory(planner, name, placed)
+    if not memory.fits:
+        verdict = "refuses to start" if memory.refused else "warns, and tries"
+        raise Misfit(f"{memory.problem} (a run {verdict})")
 
     # Engines, beside what all models keep on the devices.
+    options = [member.option for member in placed if member.option is not None]
+    resident = sum(option.bytes.resident for option in options)
+    most = max(option.most for option in options)
     seconds = 0.0
     choices = []
-    for option in options:
-        generation = members[option.model.name].generation
-        if not planner.generates(option.model) or generation is None:
+    for member, option in zip(placed, options, strict=True):
+        if not planner.generates(member.model) or member.engines is None:
             choices.append(Choice(option))
             continue
-        engine = planner.engine(option, devices, resident, generation)
+        engine = planner.engine(option, devices, resident, member.engines, most)
         if engine is None:
             raise Misfit(
-                f"{option.model.name} has no room for its engine: {gigabytes(resident)} of "
-                f"{gigabytes(planner.nodes.memory)} per device are taken, and the engine's weights "
-                "and the cache of one sequence need more than the rest, or than the engine's own "
-                "limits leave"
+                f"{member.model.name} has no room for its engine: its own limits leave no room for "
+                "one sequence beside its weights"
             )
         choices.append(engine)
         seconds += engine.seconds
@@ -333,24 +344,6 @@ def _entry(
     training = sum(option.train for option in options)
     moved = planner.moved([option.model for option in options])
     return Entry(devices, (seconds, *after(moved, inference, training)), tuple(choices))
-
-
-def _check_memory(planner: PoolPlanner, options: Sequence[Option], resident: float) -> None:
-    """Raise Misfit for a model that trains or reads with more memory than `resident` leaves."""
-    # What engines keep for themselves is not usable here.
-    models = [option.model for option in options]
-    have = planner.memory(models)
-    needs = [(option, "trains", option.bytes.training) for option in options]
-    needs += [(option, "reads", option.bytes.inference) for option in options]
-    for option, phase, more in needs:
-        need = resident + more
-        if need > have:
-            weights = gigabytes(resident + option.bytes.fetched)
-            raise Misfit(
-                f"{option.model.name} needs {gigabytes(need)} per device while it {phase}, of "
-                f"which {weights} are weights, gradients and optimizers, and {gigabytes(have)} are "
-                f"usable{planner.engines_keep(models)}"
-            )
 
 
 def settings_of(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:

@@ -4,15 +4,17 @@ The search (arXiv:2409.19256, section 6) drops layouts that these do not fit. We
 optimizer are as the model's backend states them (its Footprint); activations are counted here.
 The models of a pool fit a device if
 
-    sum of resident + largest of (training, inference) of any model <= usable - kept by engines
+    sum of resident + largest of (training, inference) of any model <= usable
 
-and an engine's cache gets what the resident bytes and its own weights leave (pools.py).
+and an engine's cache gets what is left beside its own weights: of an engine that stays while models
+train, what their largest phase leaves (pools.py).
 """
 
 from __future__ import annotations
 
 import attrs
 
+from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 from hybridflow.planner.times import Simulator
 from hybridflow.planner.workload import PlannedModel
@@ -30,6 +32,21 @@ class Bytes:
     """Additional bytes during a forward-only pass."""
     fetched: float = 0.0
     """The part of `training` and `inference` that an offloaded model copies in from the host."""
+
+
+@attrs.frozen
+class Moment:
+    """Additional bytes at one moment of an update."""
+
+    held: float
+    """Gradients, gathered weights and buffers."""
+    alive: float
+    """What autograd keeps, and logits."""
+
+    @property
+    def nbytes(self) -> float:
+        """All of them."""
+        return self.held + self.alive
 
 
 @attrs.frozen
@@ -63,9 +80,8 @@ class Memory:
         reads = workload.of(model.name, "infer")
 
         # The largest of its calls counts.
-        training = max(
-            (self._update_bytes(model, t.sequences, layout) for t in updates), default=0.0
-        )
+        moments = [self.fullest(model, t.sequences, layout) for t in updates]
+        training = max((moment.nbytes for moment in moments), default=0.0)
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
 
         # An offloaded model is on the device only while it works. All of it comes in each call,
@@ -106,9 +122,8 @@ class Memory:
         gathered = model.execution.gathers_logits and tp > 1
         return logits * (2.0 + (1.0 / tp if gathered else 0.0))
 
-    def _update_bytes(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> float:
-        """Return the additional bytes while the model trains: the most of the moments its backend
-        names.
+    def fullest(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> Moment:
+        """Return the fullest of the moments of an update that the model's backend names.
 
         The backend says what parameters and gradients it holds whole at each moment, and which of
         the activations live:
@@ -156,7 +171,8 @@ class Memory:
 
         # The backend names moments of an update, what it holds then, and which activations live.
         phases = self.simulator.footprint(model, layout, count).training
-        return max((phase.nbytes + alive[phase.activations] for phase in phases), default=0.0)
+        moments = [Moment(phase.nbytes, alive[phase.activations]) for phase in phases]
+        return max(moments, key=lambda moment: moment.nbytes, default=Moment(0.0, 0.0))
 
     def activations(
         self, model: PlannedModel, sequences: int, layout: ParallelLayout
@@ -191,13 +207,10 @@ class Memory:
 
         # One layer; of a mixture of experts, the experts that a token meets.
         attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-        if shape.experts:
-            inner = shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate
-        else:
-            inner = shape.intermediate
+        inner = _inner(shape)
         width = runs.compute_bytes
         layer = tokens * ((8 + 4 * width) * shape.hidden + width * (attention + 4 * inner) / tp)
-        reading = tokens * (4 * shape.hidden + 3 * inner / tp) * width
+        reading = tokens * self._reading(model, tp, width)
         returning = tokens * (shape.hidden + 2 * inner / tp) * width
 
         # The head sees the responses alone; long ones in pieces.
@@ -220,6 +233,55 @@ class Memory:
         runs = model.execution
         width = model.limits.weight_bytes
         size = model.size.params * width / (engines.pp * engines.tp)
-        if not runs.shares_weights or runs.weight_bytes != width or model.offload:
+        if runs.weight_bytes != width or model.offload:
             return size
-        return size - self.simulator.kept(model, layout, engines)
+        if runs.shares_weights:
+            return size - self.simulator.kept(model, layout, engines)
+        # On one rank each parameter is whole, and may be stored once.
+        alone = layout.world == 1 and model.keeps_engine
+        return size - (width * model.lent_params if alone else 0)
+
+    def cache_needed(self, model: PlannedModel, engines: GenerationLayout) -> float:
+        """Return the bytes of a device's cache with which all sequences are decoded at once.
+
+        With r, the room of a sequence of P + R tokens (rounded up to whole blocks),
+
+            sequences at once * r * bytes of a token / (p_g * min(t_g, kv_heads))
+        """
+        workload = self.simulator.workload
+        block = model.limits.block_tokens
+        tokens = workload.tokens + model.limits.spare_tokens
+        cut = min(engines.tp, model.shape.kv_heads) * engines.pp
+        room = -(-tokens // block) * block * model.cache_bytes / cut
+        return self.decoded(model, engines) * room
+
+    def decoded(self, model: PlannedModel, engines: GenerationLayout) -> int:
+        """Return how many sequences an engine decodes at once, with a cache for all of them."""
+        asked = [task.sequences for task in self.simulator.workload.of(model.name, "generate")]
+        replicas = engines.train.world // (engines.pp * engines.tp)
+        return min(-(-max(asked, default=0) // replicas), model.limits.max_sequences)
+
+    def generating(self, model: PlannedModel, engines: GenerationLayout) -> float:
+        """Return the bytes that an engine's passes work with beside its weights and its cache.
+
+        A pass over prompts has a layer's activations, as any forward pass; while tokens are drawn
+        there are copies of the float32 logits of all sequences. An engine whose share of the
+        device holds these has neither here.
+        """
+        limits = model.limits
+        decoded = self.decoded(model, engines)
+        tokens = min(limits.prefill_tokens, decoded * self.simulator.workload.prompt_tokens)
+        layer = tokens * self._reading(model, engines.tp, limits.weight_bytes)
+        logits = limits.logit_copies * 4.0 * decoded * model.shape.vocab
+        return max(layer, logits) + limits.graphs_gb * 1e9
+
+    def _reading(self, model: PlannedModel, tp: int, width: int) -> float:
+        """Return the bytes of a token in a layer that keeps nothing for a backward pass."""
+        return (4 * model.shape.hidden + 3 * _inner(model.shape) / tp) * width
+
+
+def _inner(shape: ModelShape) -> int:
+    """Return the units of a layer's MLP; of a mixture those of the experts that a token meets."""
+    if not shape.experts:
+        return shape.intermediate
+    return shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate

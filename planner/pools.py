@@ -65,12 +65,19 @@ class Choice:
     weights_bytes: float = 0.0
     """Bytes of the engine's weights on each device, beside the trained ones."""
     cache_bytes: float = 0.0
-    """Bytes of each device that are free for the engine's cache."""
+    """Bytes of the engine's cache on each device."""
+    working_bytes: float = 0.0
+    """Bytes that the engine's passes work with beside them."""
 
     @property
     def seconds(self) -> float:
         """Seconds of generation and the transition."""
         return self.transition + self.generate
+
+    @property
+    def generating(self) -> float:
+        """Bytes of a device that the engine takes while it generates."""
+        return self.weights_bytes + self.cache_bytes + self.working_bytes
 
     def time(self, verb: str) -> float:
         """Return the seconds of a step stage: "generate", "infer" or "train"."""
@@ -296,52 +303,49 @@ class PoolPlanner:
         train += moves * sum(t.times for t in updates)
         return Option(model, layout, infer, train, taken)
 
-    def memory(self, members: Sequence[PlannedModel]) -> float:
-        """Return the bytes of a device for inference and training: all but what engines keep."""
-        return self.nodes.memory - sum(
-            m.kept(self.nodes.device.memory_gb) for m in members if self.generates(m)
-        )
-
-    def engines_keep(self, members: Sequence[PlannedModel]) -> str:
-        """Return the end of a message on memory: what engines keep of it, and how to free that."""
-        device = self.nodes.device.memory_gb
-        kept = {
-            m.name: m.kept(device) / GB for m in members if self.generates(m) and m.keeps_engine
-        }
-        if not kept:
-            return ""
-
-        # In GB, as settings have it.
-        total = sum(kept.values())
-        ways = " or ".join(f"{name}.generation.keep = false" for name in kept)
-        return f" ({total:.1f} GB more are kept by engines: set {ways}, or give them less)"
-
     def cache(
-        self, model: PlannedModel, engines: GenerationLayout, resident: Any, weights: Any
+        self,
+        model: PlannedModel,
+        engines: GenerationLayout,
+        resident: Any,
+        weights: Any,
+        most: Any = 0.0,
     ) -> Any:
         """Return the bytes of a device for an engine's cache; negative where its weights do not
         fit.
 
-        `resident` bytes are taken, and the engine's weights take `weights` beside them: numbers, or
-        arrays of one shape, which give an array. With M bytes of weights in the engine's dtype, and
-        what the engine's settings limit,
+        `resident` bytes are taken, `most` more in the largest of the models' phases, and the
+        engine's weights take `weights` beside them: numbers, or arrays of one shape, which give an
+        array:
 
-            min(usable - resident - weights,  share * device - M / (t_g p_g),
-                cache_gb,                     cache_tokens * bytes of a token / cut)
+            min(usable - resident - weights - max(working, most of an engine that stays),
+                its own limit)
+        """
+        # Beside the cache there is what its passes work with, or what models train with.
+        working = self.sizes.generating(model, engines)
+        beside = np.maximum(working, most) if model.keeps_engine else working
+
+        left = self.nodes.memory - resident - weights - beside
+        return np.minimum(left, self.cache_limit(model, engines))
+
+    def cache_limit(self, model: PlannedModel, engines: GenerationLayout) -> float:
+        """Return the bytes of a device's cache that an engine's own settings allow, at most.
+
+        With M bytes of weights in the engine's dtype,
+
+            min(share * device - M / (t_g p_g), cache_gb, cache_tokens * bytes of a token / cut)
         """
         limits = model.limits
         device = self.nodes.device.memory_gb * GB
         shard = model.size.params * limits.weight_bytes / (engines.pp * engines.tp)
         share = 1.0 if limits.memory_share is None else limits.memory_share
-
-        # The smallest of: what the device has left, the engine's share, the limits of its cache.
-        free = np.minimum(self.nodes.memory - resident - weights, share * device - shard)
+        free = share * device - shard
         if limits.cache_gb is not None:
-            free = np.minimum(free, limits.cache_gb * GB)
+            free = min(free, limits.cache_gb * GB)
         if limits.cache_tokens is None:
             return free
         cut = min(engines.tp, model.shape.kv_heads) * engines.pp
-        return np.minimum(free, limits.cache_tokens * model.cache_bytes / cut)
+        return min(free, limits.cache_tokens * model.cache_bytes / cut)
 
     def generation(self, model: PlannedModel, engines: GenerationLayout, cache: Any) -> Any:
         """Return the seconds of a step's generation, with `cache` bytes of each device: a number or
@@ -363,9 +367,15 @@ class PoolPlanner:
         return self.simulator.transition(option.model, option.layout, engines) + moves
 
     def engine(
-        self, option: Option, devices: int, resident: float, engines: GenerationLayout | None = None
+        self,
+        option: Option,
+        devices: int,
+        resident: float,
+        engines: GenerationLayout | None = None,
+        most: float = 0.0,
     ) -> Choice | None:
-        """Return the option with its fastest engine beside `resident` bytes of each device.
+        """Return the option with its fastest engine beside `resident` bytes of each device, and
+        `most` more in the largest of the models' phases.
 
         With `engines` only that cut is tried. None where no engine fits.
         """
@@ -375,10 +385,13 @@ class PoolPlanner:
         cuts = rollouts(model, self.nodes, devices) if engines is None else [engines]
         for cut in cuts:
             weights = self.sizes.engine_weights(model, option.layout, cut)
-            cache = float(self.cache(model, cut, resident, weights))
+            cache = float(self.cache(model, cut, resident, weights, most))
             generate = float(self.generation(model, cut, cache))
             transition = self.transition(option, cut)
-            choice = Choice(option, cut, transition, generate, weights, cache)
+            if model.limits.grows:
+                cache = min(cache, self.sizes.cache_needed(model, cut))
+            working = self.sizes.generating(model, cut)
+            choice = Choice(option, cut, transition, generate, weights, cache, working)
             if choice.generate < np.inf and (best is None or choice.seconds < best.seconds):
                 best = choice
         return best
@@ -409,7 +422,7 @@ class PoolPlanner:
         order = sorted(members, key=self.generates)
         for model in order:
             options = self.options(model, devices)
-            combinations = self._with(combinations, options, self.memory(members))
+            combinations = self._with(combinations, options)
             if not len(combinations.resident):  # no room for them together
                 return []
             if not self.generates(model):
@@ -437,9 +450,7 @@ class PoolPlanner:
             candidates.append(Candidate(devices, times, picked))  # type: ignore[arg-type]
         return candidates
 
-    def _with(
-        self, combinations: _Combinations, options: list[Option], memory: float
-    ) -> _Combinations:
+    def _with(self, combinations: _Combinations, options: list[Option]) -> _Combinations:
         """Return each combination with each of another model's options, where memory is enough."""
         infer, train, resident, most = np.array(list(map(_figures, options))).reshape(-1, 4).T
         times = np.column_stack([infer, train])
@@ -454,7 +465,7 @@ class PoolPlanner:
             np.maximum(combinations.most[before], most[added]),
             np.column_stack([combinations.picks[before], added]),
         )
-        return joined.taken(np.flatnonzero(joined.resident + joined.most <= memory))
+        return joined.taken(np.flatnonzero(joined.resident + joined.most <= self.nodes.memory))
 
     def _generation(
         self, model: PlannedModel, devices: int, combinations: _Combinations, column: int
@@ -465,7 +476,9 @@ class PoolPlanner:
         for cut in self.cuts(model, devices):
             # All combinations at once, with the option that each has of this model.
             weights = cut.weights[picked]
-            cache = self.cache(model, cut.engines, combinations.resident, weights)
+            cache = self.cache(
+                model, cut.engines, combinations.resident, weights, combinations.most
+            )
             generation = self.generation(model, cut.engines, cache)
             seconds = np.minimum(seconds, cut.transitions[picked] + generation)
         return seconds
@@ -479,6 +492,7 @@ class PoolPlanner:
             for model, pick in zip(order, candidate.picks, strict=True)
         }
         resident = sum(options[m.name].bytes.resident for m in order)
+        most = max(options[m.name].most for m in order)
 
         # Engines are chosen anew: of a candidate only the seconds of its fastest engine are kept.
         choices = []
@@ -486,7 +500,7 @@ class PoolPlanner:
             option = options[model.name]
             choice: Choice | None = Choice(option)
             if self.generates(model):
-                choice = self.engine(option, devices, resident)
+                choice = self.engine(option, devices, resident, most=most)
             assert choice is not None
             choices.append(choice)
         return Entry(devices, candidate.times, tuple(choices))

@@ -98,18 +98,18 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
 def _costs(trial: Trial, start: Trial) -> tuple[str, str, str, str]:
     """Return the step of a trial, its change, its fullest device in GB, and its placement."""
     assert trial.mapping is not None and start.mapping is not None
-    full = max(max(_phases(pool, trial.plan.cluster)[1:]) for pool in trial.mapping.pools)
+    full = max(max(_phases(pool)[1:]) for pool in trial.mapping.pools)
     more = _more(trial.mapping, start.mapping)
     return seconds(trial.seconds), more, f"{full / GB:.1f}", describe(trial.mapping)
 
 
 def report(
-    plan: JobPlan, best: Mapping, placed: bool, settings: Iterable[Block] = ()
+    plan: JobPlan, best: Mapping, own: str, settings: Iterable[Block] = ()
 ) -> Iterator[Block]:
     """Yield the explanation of a mapping, block by block; what `settings` are worth comes before
     the notes.
 
-    `placed`: the config has a placement of its own, and the mapping is compared with it.
+    own: how the job as it is written compares with it.
     """
     # The step: how long it takes, and which pool each stage waits for.
     cluster = plan.cluster
@@ -136,7 +136,6 @@ def report(
     for other in best.others:
         more = f"{seconds(other.seconds)} ({_more(other, best)}): {_why(other, best)}"
         yield Line(f"next: {describe(other)}: {more}")
-    own = _written(plan, best) if placed else "the same (placement = auto)"
     yield Line(f"as the config says it: {own}")
     yield Line()
     yield from settings
@@ -152,19 +151,19 @@ def report(
         yield Line(f"note: {note}", "yellow")
 
 
-def _written(plan: JobPlan, best: Mapping) -> str:
+def written(plan: JobPlan, best: Mapping) -> str:
     """Return what the config's own placement takes, or why that is not known."""
     # A config without pools has one device, which nobody means by that.
     asked = sum(pool.world for pool in plan.job.pools.values())
     if asked == 1 < plan.cluster.devices:
         return "not compared, as its pools have one device"
     try:
-        written = plan.written()
+        own = plan.written()
     except Misfit as error:
         return f"does not fit: {error}"
     except NotPlanned as error:
         return f"not known: {error}"
-    return f"{seconds(written.seconds)} ({_more(written, best)}): {_why(written, best)}"
+    return f"{seconds(own.seconds)} ({_more(own, best)}): {_why(own, best)}"
 
 
 def bars(mapping: Mapping) -> Iterator[Bar]:
@@ -228,7 +227,9 @@ def _room(plan: JobPlan, best: Mapping) -> Iterator[str]:
             # What the cache has, and what stays idle beside it.
             cut = min(choice.engines.tp, model.shape.kv_heads) * choice.engines.pp
             sequence = model.cache_bytes * work.tokens / cut
-            idle = nodes.memory - _phases(pool, plan.cluster)[0]
+            generation, inference, training = _phases(pool)
+            held = max(generation, inference, training) if model.keeps_engine else generation
+            idle = nodes.memory - held
             fit = int(choice.cache_bytes // sequence)
             if fit > limits.max_sequences:
                 yield (
@@ -341,18 +342,26 @@ def _engine(choice: Choice, devices: int) -> str:
     return f"{devices // (pp * tp)} of pp {pp} tp {tp}"
 
 
-def _phases(pool: Pool, cluster: Cluster) -> tuple[float, float, float]:
+def _kept(pool: Pool) -> float:
+    """Return the bytes of a device that engines keep while models read and train."""
+    return sum(
+        choice.weights_bytes + choice.cache_bytes
+        for choice in pool.entry.choices
+        if choice.option.model.keeps_engine
+    )
+
+
+def _phases(pool: Pool) -> tuple[float, float, float]:
     """Return the bytes of a pool's devices in generation, inference and training; 0 where nothing
     happens.
     """
-    nodes = cluster.nodes[pool.kind]
     sizes = [c.option.bytes for c in pool.entry.choices]
     resident = sum(size.resident for size in sizes)
 
-    # While it generates, an engine has its weights and its cache; of these it may keep a part.
+    # While it generates, an engine has its weights, its cache, and what its passes work with.
     engines = [choice for choice in pool.entry.choices if choice.engines is not None]
-    kept = sum(choice.option.model.kept(nodes.device.memory_gb) for choice in engines)
-    generation = max((resident + c.weights_bytes + c.cache_bytes for c in engines), default=0.0)
+    kept = _kept(pool)
+    generation = max((resident + choice.generating for choice in engines), default=0.0)
 
     # One model reads or trains at a time, so the largest counts.
     most_read = max(size.inference for size in sizes)
@@ -368,8 +377,8 @@ def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
     sizes = {c.option.model.name: c.option.bytes for c in pool.entry.choices}
     resident = sum(size.resident for size in sizes.values())
     engines = [choice for choice in pool.entry.choices if choice.engines is not None]
-    kept = sum(choice.option.model.kept(nodes.device.memory_gb) for choice in engines)
-    generation, inference, training = _phases(pool, cluster)
+    kept = _kept(pool)
+    generation, inference, training = _phases(pool)
 
     # The model whose phase needs the most.
     most = {role: max(size.training, size.inference) for role, size in sizes.items()}

@@ -371,7 +371,7 @@ class _Search:
                 for layout in layouts(model, planner.nodes, size, planner.most_dp(model)):
                     option = planner.option(model, layout)
                     need = option.bytes.resident + option.most
-                    needs.append((need - planner.memory((model,)), need, planner, size, layout))
+                    needs.append((need - planner.nodes.memory, need, planner, size, layout))
 
         head = f"{model.name} ({model.size.params / 1e9:.1f} billion parameters)"
         if not needs:
@@ -388,13 +388,12 @@ class _Search:
             return (
                 f"{head} fits, and its engine does not: no layout leaves room for the engine's "
                 "weights and the cache of one sequence; give more devices, or the engine more "
-                "memory"
+                f"memory{_frees(model)}"
             )
         return (
             f"{head} fits nowhere: the least is {gigabytes(need)} per device, on {size} "
             f"{planner.nodes.device.name} with pp {layout.pp}, tp {layout.tp}, dp {layout.dp}, "
-            f"and {gigabytes(need - over)} are usable"
-            f"{planner.engines_keep([model])}; give it more or larger devices"
+            f"and {gigabytes(need - over)} are usable; give it more or larger devices"
         )
 
     def _together(self) -> str:
@@ -421,6 +420,11 @@ class _Search:
                 for layout in layouts(model, planner.nodes, size, most_dp):
                     totals.append(planner.sizes.bytes(model, layout).resident * size)
         return min(totals)
+
+
+def _frees(model: PlannedModel) -> str:
+    """Return the end of a message: how to free what an engine keeps while models train."""
+    return f", or set {model.name}.generation.keep = false" if model.keeps_engine else ""
 
 
 def _anchor(fronts: list[_Front]) -> int:

@@ -25,7 +25,7 @@ from hybridflow.core.contracts.training import training_settings
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import PlacedModel
 from hybridflow.core.job.roles import inherits
-from hybridflow.planner.jobs import JobPlan
+from hybridflow.planner.jobs import JobPlan, Misfit
 from hybridflow.planner.search import Mapping, NothingFitsError, describe
 
 Key = tuple[str, str]
@@ -58,6 +58,8 @@ class Switches:
     """The settings of one job on one cluster, and what was found with other values of them."""
 
     plan: JobPlan
+    placed: bool = False
+    """Whether the job stays where it is placed, and only its settings change."""
     _tried: dict[tuple, Trial] = attrs.field(factory=dict, init=False)
 
     @cached_property
@@ -82,8 +84,16 @@ class Switches:
         if key not in self._tried:
             changes = {one: value for one, value in values.items() if value != self.written[one]}
             plan = self._changed(changes)
-            self._tried[key] = Trial(values, changes, plan or self.plan, _best(plan))
+            mapping = None if plan is None else self._mapping(plan)
+            self._tried[key] = Trial(values, changes, plan or self.plan, mapping)
         return self._tried[key]
+
+    def _mapping(self, plan: JobPlan) -> Mapping | None:
+        """Return the mapping of a job with other settings; None where it does not fit."""
+        try:
+            return plan.written() if self.placed else plan.best()
+        except (NothingFitsError, Misfit):
+            return None
 
     def _changed(self, changes: Values) -> JobPlan | None:
         """Return the plan of a job with changed settings; None where the settings refuse them."""
@@ -214,13 +224,6 @@ def hinted(plan: JobPlan, error: NothingFitsError) -> NothingFitsError:
     *others, last = error.problems
     lines = ", ".join(switches.lines(trial.changes))
     return NothingFitsError([*others, f"{last}. It fits with {lines}"])
-
-
-def _best(plan: JobPlan | None) -> Mapping | None:
-    try:
-        return plan.best() if plan is not None else None
-    except NothingFitsError:
-        return None
 
 
 def _seconds(trial: Trial) -> float:

@@ -54,7 +54,9 @@ class PlannedModel:
     max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
     """The largest pp of its engine."""
     keeps_engine: bool = attrs.field(default=False, kw_only=True)
-    """The engine's memory, as far as its settings limit it, stays taken while models train."""
+    """The engine's weights and cache stay on the device while models train."""
+    lent_params: int = attrs.field(default=0, kw_only=True)
+    """Parameters that a trainer on one rank, in the engine's dtype, keeps in its storage."""
 
     @property
     def shape(self) -> ModelShape:
@@ -71,18 +73,6 @@ class PlannedModel:
         here.
         """
         return self.settings.takes(self.shape, layout)
-
-    def kept(self, device_gb: float) -> float:
-        """Return the bytes of a device with `device_gb` that the engine keeps while models read and
-        train.
-        """
-        if not self.keeps_engine:
-            return 0.0
-        # A limit on the cache comes before one on the share of the device.
-        if self.limits.cache_gb is not None:
-            return 1e9 * self.limits.cache_gb
-        share = 1.0 if self.limits.memory_share is None else self.limits.memory_share
-        return 1e9 * (share * device_gb)
 
     def logits_of_a_token(self, tp: int) -> float:
         """Return the number of logits that one rank has for a token; 0 for a model without a policy

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import attrs
 import torch
 
-from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.validators import at_least, fraction
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
@@ -27,6 +27,10 @@ OURS = frozenset({
 
 OUTLIVE = frozenset({"hicache_storage_backend", "enable_lmcache"})
 """Caches beyond the scheduler's own, which alone it drops."""
+CPU_CACHE_TOKENS = 65536
+"""Size of the KV cache on a CPU where the settings give none, in tokens."""
+GRAPHS_GB = 1.0
+"""An allowance for CUDA graphs, which SGLang captures beside its share; not measured here."""
 VOCABULARY_MULTIPLE = 64
 """SGLang pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
 
@@ -90,16 +94,23 @@ class SGLangConfig(ProcessConfig):
         """On CUDA generate in bfloat16, with CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
-    def limits(self) -> EngineLimits:
+    def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
             max_length=self.max_length or None,
             eager=bool(self.eager),
-            cache_tokens=self.kv_tokens or None,
-            memory_share=None if self.kv_tokens else self.gpu_memory,
+            cache_tokens=self.kv_tokens or (CPU_CACHE_TOKENS if device == "cpu" else None),
+            memory_share=None if self.kv_tokens or device == "cpu" else self.gpu_memory,
+            graphs_gb=0.0 if self.eager or device == "cpu" else GRAPHS_GB,
         )
+
+    def within(self, room: EngineRoom) -> Self:
+        """Return the settings with a share of at most the room's; `kv_tokens` stay as given."""
+        if self.kv_tokens:
+            return self
+        return attrs.evolve(self, gpu_memory=min(self.gpu_memory, room.share / room.device))
 
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype

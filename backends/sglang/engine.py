@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.backends.sglang.config import SGLangConfig
+from hybridflow.backends.sglang.config import CPU_CACHE_TOKENS, SGLangConfig
 from hybridflow.backends.sglang.places import (
     LOADER,
     Ask,
@@ -53,8 +53,6 @@ from hybridflow.kit.huggingface.models import (
 )
 from hybridflow.kit.tracing.coverage import check_taken, say_opaque
 
-CPU_CACHE_TOKENS = 65536
-"""Number of tokens that the KV cache on a CPU has room for, where the config does not say."""
 LOOK_S = 0.02
 """Seconds for which `advance` waits for answers. Requests and weight updates that come in the
 meantime wait as long."""

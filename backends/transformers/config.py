@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from math import prod
+from typing import Any, Self
 
 import attrs
 import torch
 
-from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.hosting.settings import ProcessConfig
 from hybridflow.kit.layouts import engine_layout
+
+CPU_CACHE_GB = 4.0
+"""Limit of the KV cache on a CPU where the settings give none."""
+LANE = 64
+"""The capacity of a lane, and n for fused attention kernels, are multiples of this."""
+MAX_BURST = 64
+"""Largest number of tokens that are decoded between two looks at what has finished."""
+LOGIT_COPIES = 4.0
+"""Copies of the logits while tokens are drawn: they, their log-softmax, probabilities and sums."""
+FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""Beginnings of names of parameters whose rows are reordered into one storage."""
 
 
 def _one_of(*allowed: str):
@@ -70,13 +82,41 @@ class TransformersEngineConfig(ProcessConfig):
         """On CUDA generate in bfloat16."""
         return {"dtype": "bfloat16"} if device == "cuda" else {}
 
-    def limits(self) -> EngineLimits:
+    def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""
+        automatic = CPU_CACHE_GB if device == "cpu" else None
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences or 256,
-            cache_gb=self.kv_memory_gb or None,
+            cache_gb=self.kv_memory_gb or automatic,
+            grows=True,
+            stays=device == "cpu",
+            prefill_tokens=self.prefill_tokens,
+            logit_copies=LOGIT_COPIES,
+            block_tokens=LANE,
+            spare_tokens=0 if device == "cpu" and not self.sync_every else MAX_BURST,
         )
+
+    def lent_params(self, shape: ModelShape, device: str) -> int:
+        """Return how many parameters are stored as the trainer stores them.
+
+        Fused queries, keys and values are not, and in float32 on a CPU no matrix of a layer is.
+        """
+        transposed = device == "cpu" and self.dtype == "float32"
+        own = [
+            size
+            for name, size in shape.layer.items()
+            if not (name.startswith(FUSED) or (transposed and name.endswith("proj.weight")))
+        ]
+        outside = (*shape.before.values(), *shape.after.values())
+        return shape.layers * sum(map(prod, own)) + sum(map(prod, outside))
+
+    def within(self, room: EngineRoom) -> Self:
+        """Return the settings with a cache of at most the room's."""
+        gigabytes = room.cache / 1e9
+        if self.kv_memory_gb:
+            gigabytes = min(gigabytes, self.kv_memory_gb)
+        return attrs.evolve(self, kv_memory_gb=gigabytes)
 
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype

@@ -23,10 +23,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from hybridflow.backends.transformers.config import LANE
 from hybridflow.backends.transformers.llama import Layer, LlamaWeights
-
-_LANE = 64
-"""The capacity of a lane, and n for fused attention kernels, are multiples of this."""
 
 
 class FastDecoder:
@@ -91,7 +89,7 @@ class FastDecoder:
     def row_bytes(self, capacity: int) -> int:
         """Return the bytes of the KV cache for one sequence of `capacity` tokens."""
         shape = self.shape
-        columns = _round_up(capacity, _LANE)
+        columns = _round_up(capacity, LANE)
         per_column = 2 * shape.layers * shape.kv_heads * shape.head_dim
         return per_column * columns * self.dtype.itemsize
 
@@ -103,7 +101,7 @@ class FastDecoder:
         self.host_lengths = np.zeros(0, np.int64)
         if self.cache is None or self.rows < rows or self.capacity < capacity:
             self.free()
-            self._allocate(rows, _round_up(capacity, _LANE))
+            self._allocate(rows, _round_up(capacity, LANE))
 
         # On CPU lanes begin empty, and `_widen` lets them grow.
         self._lay_out(0 if self.plain else self.capacity)
@@ -304,7 +302,7 @@ class FastDecoder:
         columns = self.longest + 1
         self._widen(columns)
         if not self.plain:
-            columns = _round_up(columns, _LANE)
+            columns = _round_up(columns, LANE)
 
         # All lanes write one column each, at their own positions.
         positions = self.lengths[:rows].repeat_interleave(kv_heads)

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.config import CPU_CACHE_GB, TransformersEngineConfig
 from hybridflow.backends.transformers.decoder import FastDecoder
 from hybridflow.backends.transformers.generic import GenericDecoder
 from hybridflow.backends.transformers.llama import LlamaWeights, unfit
 from hybridflow.backends.transformers.parallel import Split
-from hybridflow.backends.transformers.scheduler import Run, burst_margin
+from hybridflow.backends.transformers.scheduler import Run
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError, ModelError
@@ -205,7 +205,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
 
         # Every row has room for the longest request, and for what it may make beyond its end.
         lengths = [len(request.prompt_ids) + request.sampling.max_tokens for request in requests]
-        capacity = max(lengths) + burst_margin(self.device, self.config)
+        capacity = max(lengths) + self.config.limits(self.device.type).spare_tokens
         slots = min(self._slots(capacity), max(len(requests), FEWEST_SLOTS))
         self.decoder.reserve(slots, capacity)
         return Run(
@@ -231,7 +231,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
         # All ranks need the same number, so the rank with the least memory decides.
         if limit == 0:
             if self.device.type == "cpu":
-                limit = 4e9
+                limit = CPU_CACHE_GB * 1e9
             else:
                 limit = self.split.least(0.7 * self._free_on_device(), self.device)
         fitting = max(1, int(limit // self.decoder.row_bytes(capacity)))

@@ -22,18 +22,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.backends.transformers.config import MAX_BURST
 from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.backends.transformers.sampler import Sampler
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError
-
-MAX_BURST = 64
-"""Largest number of tokens that are decoded between two looks at what has finished."""
-
-
-def burst_margin(device: torch.device, config) -> int:
-    """Return how many tokens a row may make beyond its end before the scheduler looks."""
-    return MAX_BURST if device.type != "cpu" or config.sync_every else 0
 
 
 def _row_type(stops: int) -> np.dtype:
@@ -142,7 +135,7 @@ class Run:
     def takes(self, request: Request) -> bool:
         """Return whether a further request fits into what was reserved for the first ones."""
         sampling = request.sampling
-        margin = burst_margin(self.device, self.config)
+        margin = self.config.limits(self.device.type).spare_tokens
         return (
             len(request.prompt_ids) + sampling.max_tokens + margin <= self.decoder.capacity
             and sampling.max_tokens + MAX_BURST <= self.out_tokens.shape[1]

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import attrs
 import torch
 
-from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.validators import at_least, fraction
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
@@ -29,6 +29,10 @@ OURS = frozenset({
 
 OUTLIVE = frozenset({"kv_transfer_config"})
 """A connector may ignore that it is told to drop what it has."""
+CPU_CACHE_GB = 1.0
+"""Size of the KV cache on a CPU where the settings give none."""
+GRAPHS_GB = 1.0
+"""An allowance for CUDA graphs, which vLLM captures beside its share; not measured here."""
 VOCABULARY_MULTIPLE = 64
 """vLLM pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
 
@@ -85,16 +89,23 @@ class VLLMConfig(ProcessConfig, AsksLoader):
         """On CUDA generate in bfloat16, with CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
-    def limits(self) -> EngineLimits:
+    def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""
         return EngineLimits(
             weight_bytes=4 if self.dtype == "float32" else 2,
             max_sequences=self.max_sequences,
             max_length=self.max_length or None,
             eager=bool(self.eager),
-            cache_gb=self.kv_memory_gb or None,
-            memory_share=None if self.kv_memory_gb else self.gpu_memory,
+            cache_gb=self.kv_memory_gb or (CPU_CACHE_GB if device == "cpu" else None),
+            memory_share=None if self.kv_memory_gb or device == "cpu" else self.gpu_memory,
+            graphs_gb=0.0 if self.eager or device == "cpu" else GRAPHS_GB,
         )
+
+    def within(self, room: EngineRoom) -> Self:
+        """Return the settings with a share, or a cache, of at most the room's."""
+        if self.kv_memory_gb:
+            return attrs.evolve(self, kv_memory_gb=min(self.kv_memory_gb, room.cache / 1e9))
+        return attrs.evolve(self, gpu_memory=min(self.gpu_memory, room.share / room.device))
 
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.backends.vllm.config import VLLMConfig
+from hybridflow.backends.vllm.config import CPU_CACHE_GB, VLLMConfig
 from hybridflow.backends.vllm.patches import (
     a_guest,
     check_the_runner,
@@ -47,9 +47,6 @@ from hybridflow.kit.huggingface.models import (
     write_config,
 )
 from hybridflow.kit.tracing.coverage import check_taken, say_opaque
-
-CPU_CACHE_GB = 1.0
-"""Size of the KV cache on a CPU in GB (10^9 bytes), where the config does not say."""
 
 
 class VLLMEngine(ContinuousEngine, Hostable):

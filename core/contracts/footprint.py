@@ -141,10 +141,38 @@ class EngineLimits:
     memory_share: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(fraction)
     )
-    """Largest share of a device's memory for weights and cache."""
+    """Largest share of a device's memory for weights, cache, and what a pass works with."""
     cache_gb: float | None = attrs.field(default=None, validator=positive)
     """Maximum size of the cache, in GB (10^9 bytes)."""
     cache_tokens: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(at_least(1))
     )
     """Number of tokens that the cache has room for."""
+    grows: bool = False
+    """Whether the cache takes what the requests of a call need, up to its limits; else it takes all
+    that they allow when the engine starts."""
+    stays: bool = False
+    """Whether the weights stay on the device even where `generation.keep` is false."""
+    prefill_tokens: int = attrs.field(default=0, validator=non_negative)
+    """Tokens of prompts in one pass, of an engine whose passes work beside its share; else 0."""
+    logit_copies: float = attrs.field(default=0.0, validator=non_negative)
+    """Copies of the float32 logits, of all sequences decoded at once, that exist while tokens are
+    drawn, of an engine whose passes work beside its share; else 0."""
+    block_tokens: int = _count(1)
+    """A sequence's room in the cache is a multiple of this many tokens."""
+    spare_tokens: int = attrs.field(default=0, validator=non_negative)
+    """Tokens that a sequence may make beyond its end."""
+    graphs_gb: float = attrs.field(default=0.0, validator=non_negative)
+    """Memory of CUDA graphs beside the share, in GB."""
+
+
+@attrs.frozen(kw_only=True)
+class EngineRoom:
+    """What the models of a device leave to an engine, in bytes."""
+
+    device: float
+    """Bytes of the whole device."""
+    share: float
+    """Bytes for weights, cache, and what a pass works with."""
+    cache: float
+    """Bytes for the cache alone."""

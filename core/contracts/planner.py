@@ -13,13 +13,17 @@ import attrs
 
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.footprint import EngineRoom
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.values.units import amount
 
 STAGES = ("generate", "infer", "train")
 """The step stages, one after the other (arXiv:2409.19256, section 2): generation, inference
 (forward passes for log-probabilities, values and scores: the paper's preparation) and training."""
+EXCESS = 0.15
+"""A share by which a job may need more than there is: the formulas may be wrong by as much."""
 STAGE_NAMES: Mapping[str, str] = {
     "generate": "generation",
     "infer": "inference",
@@ -124,6 +128,52 @@ class Plan:
 # --- the planner ---
 
 
+@attrs.frozen
+class DeviceMemory:
+    """The memory of a pool's devices, in bytes; of unequal ones the least."""
+
+    total: float
+    free: float
+    """What nobody has taken before the run."""
+
+
+@attrs.frozen(kw_only=True)
+class PoolMemory:
+    """What a job takes of each device of a pool at its fullest moment, in bytes."""
+
+    pool: str
+    needed: float
+    usable: float
+    when: str
+    """The moment: "while actor trains"."""
+    parts: tuple[tuple[str, float], ...]
+    """What `needed` is the sum of, in words."""
+    rooms: Mapping[str, EngineRoom] = attrs.field(factory=dict)
+    """Role -> what the models leave to its engine on this pool."""
+    remedies: tuple[str, ...] = ()
+    """Where it does not fit: lines of a config with which it does; () where none were found."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is as much as is needed."""
+        return self.needed <= self.usable
+
+    @property
+    def refused(self) -> bool:
+        """Whether a run on GPUs does not begin with it."""
+        return self.needed > (1.0 + EXCESS) * self.usable
+
+    @property
+    def problem(self) -> str:
+        """Why it does not fit: the moment, the sum, and what there is."""
+        parts = " + ".join(f"{what} {amount(nbytes)}" for what, nbytes in self.parts)
+        over = 100 * (self.needed / self.usable - 1)
+        return (
+            f"it needs {amount(self.needed)} per device {self.when} ({parts}), and "
+            f"{amount(self.usable)} are usable: {over:.0f}% too much"
+        )
+
+
 class NotPlanned(HybridFlowError):
     """Raised when a planner cannot judge a job; the message says why."""
 
@@ -165,6 +215,14 @@ class Planner(ABC):
     @abstractmethod
     def problems(self, job: PlannableJob, cluster: str) -> list[str]:
         """List why the job, as it is placed, does not fit the cluster. Raises NotPlanned."""
+
+    def memory(self, job: PlannableJob, devices: Mapping[str, DeviceMemory]) -> list[PoolMemory]:
+        """Return what the job as it is placed takes of the devices of each pool.
+
+        devices: pool -> its devices' memory, as it was found before anything was built. Raises
+        NotPlanned where the planner cannot tell.
+        """
+        raise NotPlanned(f"the planner {type(self).__name__} has no formulas of memory")
 
     def scaling(self, job: PlannableJob, cluster: str, devices: Sequence[int]) -> tuple[Block, ...]:
         """Return the best placements on other numbers of devices, for `hybridflow plan --what-if`.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.capabilities import EngineCapabilities
-from hybridflow.core.contracts.footprint import EngineLimits
+from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.checksum import checksum, totals
@@ -192,9 +192,24 @@ class EngineSettings:
         """
         return False
 
-    def limits(self) -> EngineLimits:
-        """Return what the engine takes of a device, for planning."""
+    def limits(self, device: str = "cuda") -> EngineLimits:
+        """Return what the engine takes of a device of a kind ("cpu", "cuda"), for planning."""
         return EngineLimits()
+
+    def lent_params(self, shape: ModelShape, device: str) -> int:
+        """Return the number of parameters whose storage a trainer may use too (`sync.alias`).
+
+        That is a trainer on one rank, whose weights have the engine's dtype.
+        """
+        return 0
+
+    def within(self, room: EngineRoom) -> Self:
+        """Return the settings of an engine that takes no more of a device than `room`.
+
+        A run on a GPU asks for it before the engine is built; these are the engine's own limits
+        where they are smaller. By default the settings stay as they are.
+        """
+        return self
 
     def one_of(self, engines: int) -> Self:
         """Return the settings of one of `engines` that share a device (`hybridflow calibrate`)."""

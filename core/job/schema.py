@@ -101,6 +101,11 @@ class RunSection:
     """Warn when the mean over a step's tokens (metric actor/mismatch_mean) is more than this; by
     default a fifth of mismatch_stop. inf switches it off."""
 
+    preflight: Literal["on", "off"] = "on"
+    """Whether the memory that the models will need is summed up beside that of the devices before
+    anything is built. On a GPU a run that needs over 15% more than there is does not start, and
+    engines get what the models leave; what lacks less, and every lack on CPUs, is a warning."""
+
     # Observation
     samples: int = _setting(1, non_negative)
     """How many of each step's rollouts are written to samples.jsonl, as text with their scores: the

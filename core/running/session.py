@@ -36,9 +36,11 @@ from hybridflow.core.running.exports import (
     export_folder,
     write_special_tokens,
 )
+from hybridflow.core.running.preflight import devices_of, preflight
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.workers.device_memory import DeviceWorker
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.model_worker import Built, ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
@@ -155,12 +157,26 @@ class Session:
             self.say(f"starting pool {name}: {processes} on {job.device}")
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
 
+        if job.run.preflight == "on":
+            job = self.job = self._preflight()
+
         # Tasks and scorers run in the main pool.
         main = self.pools[job.main_pool]
         tokenizer = self.prepared.tokenizer
         self.tasks = self.make_group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
         with said_meanwhile(self.say, lambda: f"still building {', '.join(job.models)}"):
             self._build(main)
+
+    def _preflight(self) -> Job:
+        """Return the job with engines that leave the models what they need; raises ConfigError
+        where models need more than their devices have.
+        """
+        found = {}
+        for name, pool in self.pools.items():
+            group = self.make_group(DeviceWorker, pool, name=f"{name}.devices")
+            found[name] = group.memory().result()
+            group.close()
+        return preflight(self.job, devices_of(found), self.say)
 
     def _build(self, main: Pool) -> None:
         """Build the models, their engines and the scorers, and report how weights are synced."""

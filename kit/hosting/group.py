@@ -30,7 +30,7 @@ def members(group: int) -> set[int]:
     return pids
 
 
-def end_group(group: int, known: Iterable[int] = (), patience_s: float = 5.0) -> None:
+def end_group(group: int, known: Iterable[int] = (), patience_s: float = 15.0) -> None:
     """Send SIGKILL until nothing of the group is left, and unlink its files under /dev/shm.
 
     No process of the group may call it (see `end_own_group`). `known` are processes that were of

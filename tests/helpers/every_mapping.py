@@ -87,14 +87,9 @@ def pool_times(members, nodes, devices, workload):
     for chosen in itertools.product(*(list(layouts(m, nodes, devices, workload)) for m in members)):
         taken = [Memory(sim).bytes(m, layout) for m, layout in zip(members, chosen, strict=True)]
         resident = sum(b.resident for b in taken)
-        writers = {t.role for t in workload.tasks if t.verb == "generate"}
         device = nodes.device.memory_gb * 1e9
-        stays = [m for m in members if m.name in writers and m.keeps_engine]
-        kept = sum(
-            share(m) * device if m.limits.cache_gb is None else m.limits.cache_gb * 1e9
-            for m in stays
-        )
-        if resident + max(max(b.training, b.inference) for b in taken) > nodes.memory - kept:
+        most = max(max(b.training, b.inference) for b in taken)
+        if resident + most > nodes.memory:
             continue
         stages = {"generate": 0.0, "infer": 0.0, "train": 0.0}
         generating = False
@@ -118,6 +113,8 @@ def pool_times(members, nodes, devices, workload):
                 limits = model.limits
                 whole = model.size.params * limits.weight_bytes / (rollout.pp * rollout.tp)
                 free = nodes.memory - resident - Memory(sim).engine_weights(model, layout, rollout)
+                if model.keeps_engine:
+                    free -= most
                 free = min(free, share(model) * device - whole)
                 if limits.cache_gb is not None:
                     free = min(free, limits.cache_gb * 1e9)

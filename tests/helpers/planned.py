@@ -29,6 +29,7 @@ OWN = (
     "max_rollout_tp",
     "max_rollout_pp",
     "keeps_engine",
+    "lent_params",
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = "HYBRIDFLOW_TESTS"
@@ -25,6 +27,16 @@ def in_shared_memory() -> set[str]:
             else:
                 others |= mapped
     return names.keys() - (others - ours)
+
+
+def mapped_by(processes: Iterable[int]) -> set[str]:
+    """Return the names below /dev/shm that one of these processes has mapped."""
+    mapped: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process}/maps").read_text()
+            mapped |= set(re.findall(r"/dev/shm/(\S+)", maps))
+    return mapped
 
 
 def _descends(process: int) -> bool:

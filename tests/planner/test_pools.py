@@ -123,17 +123,24 @@ def test_what_is_moved_comes_before_the_first_stage_that_there_is():
     assert after(1.0, 0.0, 0.0) == (0.0, 0.0)
 
 
-def test_what_an_engine_keeps_is_not_there_for_training():
-    keeps = changed(ACTOR, keeps_engine=True, memory_share=0.2)
-    planner = PoolPlanner(NODES, STEP, (keeps, REF))
-    assert planner.memory((keeps, REF)) == pytest.approx(5e6 - 2e6)
-    assert planner.memory((REF,)) == 5e6 and planner.engines_keep((REF,)) == ""
-    assert (
-        "(0.0 GB more are kept by engines: set actor.generation.keep = false"
-        in planner.engines_keep((keeps,))
-    )
-    silent = PoolPlanner(NODES, Workload(STEP.tasks[1:], 16, 16), (keeps,))
-    assert silent.memory((keeps,)) == 5e6  # it generates nothing in this step
+def test_an_engine_that_stays_gets_what_training_leaves():
+    """5 MB are usable; 1 MB rest, 0.5 MB are the engine's weights, and training takes 2 MB more."""
+    keeps = changed(ACTOR, keeps_engine=True)
+    planner = PoolPlanner(NODES, STEP, (ACTOR, keeps))
+    alone = engines(4)
+    assert planner.cache(ACTOR, alone, 1e6, 0.5e6, 2e6) == pytest.approx(3.5e6)
+    assert planner.cache(keeps, alone, 1e6, 0.5e6, 2e6) == pytest.approx(1.5e6)
+    limited = changed(keeps, cache_gb=0.001)
+    assert planner.cache(limited, alone, 1e6, 0.5e6, 2e6) == pytest.approx(1e6)
+
+
+def test_a_cache_that_grows_takes_what_the_sequences_need():
+    """8 sequences on 4 engines of one device: 2 each, of 32 + 4 tokens, in blocks of 16: 48."""
+    grows = changed(ACTOR, grows=True, block_tokens=16, spare_tokens=4)
+    planner = PoolPlanner(NODES, STEP, (grows,))
+    option = planner.option(grows, laid_out(dp=4))
+    choice = planner.engine(option, 4, 0.0, engines(4))
+    assert choice.cache_bytes == 2 * 48 * grows.cache_bytes
 
 
 def test_an_offloaded_model_comes_and_goes_in_every_call():

@@ -8,8 +8,7 @@ import random
 import attrs
 import pytest
 from helpers.every_mapping import NEVER, best_seconds
-from helpers.planned import planned
-from helpers.plans import printed
+from helpers.planned import changed, planned
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.model_shape import ModelShape
@@ -26,6 +25,7 @@ from hybridflow.planner import (
     plan_mapping,
 )
 from hybridflow.planner.cluster import Efficiency
+from hybridflow.planner.pools import PoolPlanner
 from hybridflow.planner.search import describe, partitions
 
 CASES = 240
@@ -220,7 +220,20 @@ def test_a_mapping_in_words():
     assert {mapping.devices for mapping in (found, *found.others)} == {2}
 
 
-def test_what_an_engine_keeps_is_said_where_nothing_fits(config):
-    keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.85"]
-    said = printed(config, keeps, cluster="a100-80gb:1x1")
-    assert "68.0 GB more are kept by engines: set actor.generation.keep = false" in said
+def test_how_to_free_what_an_engine_keeps_is_said_where_it_has_no_room():
+    """A device that training fills leaves nothing to an engine that stays."""
+    shape = llama_shape(64, 6, 4, 2, 16, 128, 1000)
+    keeps = planned("actor", shape, trained=True, keeps_engine=True, micro_batch_tokens=4096)
+    tasks = (Task("actor", "generate", 64), Task("actor", "train", 64))
+    step = Workload(tasks, 16, 16)
+
+    def on(nbytes):
+        device = Device(nbytes / 1e9, 50, 1000, 100, name="small")
+        return Cluster((Nodes(device, 1, 1, 10, Efficiency(usable=1.0)),))
+
+    option = PoolPlanner(on(1e9).nodes[0], step, (keeps,)).option(keeps, ParallelLayout())
+    full = on(option.bytes.resident + option.most + 1)
+    with pytest.raises(NothingFitsError, match=r"or set actor\.generation\.keep = false"):
+        plan_mapping(full, step, (keeps,))
+    freed = changed(keeps, keeps_engine=False)
+    assert plan_mapping(full, step, (freed,)).seconds > 0

@@ -40,14 +40,13 @@ def seconds_of(path, cluster, lines):
 @pytest.mark.parametrize(
     ("name", "cluster", "expected"),
     [
-        # 32 GB of each device stay with the engine, and 65 GB are the least that training takes.
-        ("7b_grpo", "h100-80gb:1x8", {"actor.generation.keep = false"}),
+        # 65 GB are the least that training takes, and the engine gets the rest of 72.
+        ("7b_grpo", "h100-80gb:1x8", set()),
         # 2 x 70e9 parameters x 12 bytes / 64 are 26 GB at rest: it is the activations that lack room.
         (
             "70b_ppo",
             "h100-80gb:8x8@3200",
             {
-                "actor.generation.keep = false",
                 "actor.backend.activation_checkpointing = true",
                 "critic.backend.activation_checkpointing = true",
             },
@@ -55,9 +54,9 @@ def seconds_of(path, cluster, lines):
         (
             "30b_a3b_grpo",
             "h100-80gb:2x8@3200",
-            {"actor.generation.keep = false", "actor.backend.activation_checkpointing = true"},
+            {"actor.backend.activation_checkpointing = true"},
         ),
-        ("30b_a3b_grpo", "h200-141gb:2x8@3200", {"actor.generation.keep = false"}),
+        ("30b_a3b_grpo", "h200-141gb:2x8@3200", set()),
         ("05b_grpo", "h200-141gb:1x1", set()),
     ],
 )
@@ -163,25 +162,27 @@ def test_where_no_settings_help_the_error_says_so():
 
 
 def test_a_run_that_places_itself_changes_no_settings_and_names_them():
-    [job] = unplaced_jobs(PLANS / "7b_grpo.toml", [])[0]
-    with pytest.raises(NothingFitsError, match=r"It fits with actor\.generation\.keep = false"):
-        AutoMapping().plan(job, "h100-80gb:1x8", alternatives=0)
+    [job] = unplaced_jobs(PLANS / "30b_a3b_grpo.toml", [])[0]
+    remedy = r"It fits with actor\.backend\.activation_checkpointing = true"
+    with pytest.raises(NothingFitsError, match=remedy):
+        AutoMapping().plan(job, "h100-80gb:2x8@3200", alternatives=0)
 
 
 def test_plan_writes_the_settings_that_make_it_fit(tmp_path):
-    source = PLANS / "7b_grpo.toml"
+    cluster = "h100-80gb:2x8@3200"
+    source = PLANS / "30b_a3b_grpo.toml"
     target = tmp_path / "fits.toml"
-    print_plan(source, cluster="h100-80gb:1x8", write=str(target))
+    print_plan(source, cluster=cluster, write=str(target))
     text = target.read_text()
-    assert "keep = false" in text and "# Qwen2.5-7B's shape" in text
-    assert tomllib.loads(text)["actor"]["generation"]["keep"] is False
-    assert seconds_of(target, "h100-80gb:1x8", []) is not None
+    assert source.read_text().splitlines()[0] in text
+    assert tomllib.loads(text)["actor"]["backend"]["activation_checkpointing"] is True
+    assert seconds_of(target, cluster, []) is not None
 
 
 def test_idle_memory_is_said_with_the_sequences_that_it_holds():
     """By hand: 24 layers x 2 heads x 64 x 2 (keys, values) x 2 bytes are 12,288 bytes of a token."""
     path = PLANS / "05b_grpo.toml"
-    [job] = unplaced_jobs(path, [])[0]
+    [job] = unplaced_jobs(path, ["actor.generation.keep=false"])[0]
     plan = AutoMapping().plan(job, "h200-141gb:1x1")
     lines = [block.text for block in plan.explanation if isinstance(block, Line)]
     [room] = [line for line in lines if "has room for" in line]
@@ -191,7 +192,8 @@ def test_idle_memory_is_said_with_the_sequences_that_it_holds():
     found = int(room.partition("has room for ")[2].split()[0])
     assert found == pytest.approx(expected, rel=1e-3)
     [idle] = [line for line in lines if "are idle while it generates" in line]
-    left = 0.9 * 141e9 - 0.494e9 * 12 - 0.4 * 141e9
+    graphs = 1e9  # beside vLLM's share
+    left = 0.9 * 141e9 - 0.494e9 * 12 - 0.4 * 141e9 - graphs
     assert float(idle.split(": ")[2].split()[0]) == pytest.approx(left / 1e9, abs=0.1)
 
 

@@ -62,14 +62,6 @@ def test_everything_that_does_not_fit_is_told_at_once():
     Workload(TASKS, 16, 16).check((ACTOR, CRITIC))
 
 
-def test_an_engine_keeps_what_its_settings_limit_it_to():
-    keeps = changed(ACTOR, keeps_engine=True)
-    assert ACTOR.kept(80) == 0.0
-    assert keeps.kept(80) == 80e9
-    assert changed(keeps, memory_share=0.25).kept(80) == 20e9
-    assert changed(keeps, memory_share=0.25, cache_gb=3.0).kept(80) == 3e9
-
-
 def test_logits_are_of_the_vocabulary_that_a_rank_has():
     assert (ACTOR.logits_of_a_token(1), ACTOR.logits_of_a_token(4)) == (1000, 250)
     assert changed(ACTOR, gathers_logits=True).logits_of_a_token(4) == 1000

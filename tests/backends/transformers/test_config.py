@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.backends.transformers.config import TransformersEngineConfig
+from hybridflow.backends.transformers.config import MAX_BURST, TransformersEngineConfig
+from hybridflow.core.contracts.footprint import EngineRoom
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.huggingface.shapes import llama_shape
@@ -35,6 +36,31 @@ def test_its_limits_are_those_of_the_settings_and_256_sequences_where_none_is_se
     assert given.weight_bytes == 2
     assert given.max_sequences == 8
     assert given.cache_gb == 0.5
+
+
+def test_a_row_may_run_over_its_end_only_where_nobody_looks_after_each_token():
+    assert TransformersEngineConfig().limits("cpu").spare_tokens == 0
+    assert TransformersEngineConfig(sync_every=3).limits("cpu").spare_tokens == MAX_BURST
+    assert TransformersEngineConfig().limits("cuda").spare_tokens == MAX_BURST
+
+
+def test_a_room_limits_the_cache_and_leaves_a_smaller_one():
+    room = EngineRoom(device=80e9, share=30e9, cache=20e9)
+    assert TransformersEngineConfig().within(room).kv_memory_gb == 20.0
+    assert TransformersEngineConfig(kv_memory_gb=8.0).within(room).kv_memory_gb == 8.0
+    assert TransformersEngineConfig(kv_memory_gb=40.0).within(room).kv_memory_gb == 20.0
+
+
+def test_a_trainer_may_use_the_storage_of_all_that_is_neither_fused_nor_transposed():
+    """Hidden 32, 4 heads and 2 key heads of 8, MLP of 48, 10 tokens, one layer."""
+    shape = llama_shape(32, 1, 4, 2, 8, 48, 10)
+    tables = 10 * 32 + 10 * 32 + 32  # embedding, head, last norm
+    norms = 2 * 32
+    matrices = 32 * 32 + 3 * 32 * 48  # of attention's output, gate, up, down
+    narrow = TransformersEngineConfig(dtype="bfloat16")
+    assert TransformersEngineConfig().lent_params(shape, "cpu") == tables + norms
+    assert TransformersEngineConfig().lent_params(shape, "cuda") == tables + norms + matrices
+    assert narrow.lent_params(shape, "cpu") == tables + norms + matrices
 
 
 def test_the_planned_layout_cuts_heads_and_vocabulary_over_the_ranks_of_a_replica():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
-from hybridflow.backends.transformers.scheduler import MAX_BURST, Run, burst_margin
+from hybridflow.backends.transformers.scheduler import Run
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -37,12 +37,6 @@ def turns(run, version=1):
     while not run.over:
         found.append([completion.id for completion in run.turn(version)])
     return found
-
-
-def test_a_row_may_run_over_its_end_only_where_nobody_looks_after_each_token():
-    assert burst_margin(CPU, TransformersEngineConfig()) == 0
-    assert burst_margin(CPU, TransformersEngineConfig(sync_every=3)) == MAX_BURST
-    assert burst_margin(torch.device("cuda"), TransformersEngineConfig()) == MAX_BURST
 
 
 def test_waiting_requests_take_the_slots_of_those_that_end(begun):

@@ -67,8 +67,8 @@ def test_a_config_that_does_not_fit_its_cluster_is_refused_with_what_does(config
         )
     said = str(caught.value)
     assert (
-        "the config does not fit its cluster: actor needs" in said
-        and "GB per device while it trains" in said
+        "the config does not fit its cluster: it needs" in said
+        and "per device while actor trains (" in said
     )
     assert "this fits: " in said or "nothing fits: " in said
     with pytest.raises(ConfigError, match=r"asks for 2 devices, and there are 1"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import attrs
@@ -137,7 +138,9 @@ def test_what_cannot_be_built_ends_the_runtime_and_says_what_was_begun(tmp_path)
     session = Session(job, prepare(job), said.append)
     with pytest.raises(HybridFlowError), session:
         raise AssertionError("the model was built")
-    assert said[:3] == ["starting inline", "starting pool main: 1 process on cpu", "building actor"]
+    assert said[:2] == ["starting inline", "starting pool main: 1 process on cpu"]
+    assert re.fullmatch(r"memory: pool main holds at most .* per device, .* of .* usable", said[2])
+    assert said[3] == "building actor"
     runtime: Any = session.runtime
     assert runtime.processes == []
 

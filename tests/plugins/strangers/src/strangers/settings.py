@@ -88,7 +88,7 @@ class HalvesConfig(EngineSettings):
     at_once: int = 16
     """Sequences decoded at once."""
 
-    def limits(self):
+    def limits(self, device="cuda"):
         return EngineLimits(weight_bytes=4, max_sequences=self.at_once)
 
     def planned_layout(self, shape, generation, dtype):

@@ -1,0 +1,113 @@
+"""Whether a job's models fit the devices that it got: asked before anything is built.
+
+A planner has the formulas (Planner.memory). On GPUs a job that needs little more than there is gets
+a warning, one that needs more than EXCESS above it does not start, and engines get what the models
+leave. On CPUs, whose memory is everybody's, there are warnings alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from hybridflow.core.contracts.planner import DeviceMemory, NotPlanned, PoolMemory
+from hybridflow.core.contracts.rollout import engine_settings
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.placement import planner_of
+from hybridflow.core.values.units import amount
+from hybridflow.core.workers.device_memory import Found
+
+HINT = (
+    "smaller micro_batch_tokens, recomputation (activation_checkpointing), offload = true or "
+    "generation.keep = false take less"
+)
+
+
+def devices_of(found: Mapping[str, Sequence[Found | None]]) -> dict[str, DeviceMemory]:
+    """Return the least memory that a rank of each pool has; ranks of a node share the host's.
+
+    found: pool -> what its ranks told. A pool whose ranks cannot tell is left out.
+    """
+    ranks = Counter(
+        one.node for pool in found.values() for one in pool if one is not None and one.shared
+    )
+    devices = {}
+    for name, pool in found.items():
+        known = [one for one in pool if one is not None]
+        if not known:
+            continue
+        shares = [ranks[one.node] if one.shared else 1 for one in known]
+        devices[name] = DeviceMemory(
+            total=min(one.total / share for one, share in zip(known, shares, strict=True)),
+            free=min(one.free / share for one, share in zip(known, shares, strict=True)),
+        )
+    return devices
+
+
+def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str], None]) -> Job:
+    """Check a job against the memory of its pools; return it with engines that leave enough.
+
+    Raises ConfigError for a job on GPUs that needs more than EXCESS above what there is. What is
+    not known is said.
+    """
+    if not job.planner:
+        say("memory: not checked, as no planner is installed")
+        return job
+    try:
+        pools = planner_of(job).memory(job, devices)
+    except (NotPlanned, ConfigError) as error:
+        say(f"memory: not checked: {error}")
+        return job
+
+    problems = []
+    for pool in pools:
+        if pool.fits:
+            say(
+                f"memory: pool {pool.pool} holds at most {amount(pool.needed)} per device, "
+                f"{pool.when}, of {amount(pool.usable)} usable"
+            )
+            continue
+        problem = _problem(pool)
+        if job.device != "cpu" and pool.refused:
+            problems.append(problem)
+        else:
+            say(f"warning: {problem}")
+    if problems:
+        raise ConfigError(
+            [f'{problem}; run.preflight = "off" tries it all the same' for problem in problems]
+        )
+    return job if job.device == "cpu" else _with_rooms(job, pools, say)
+
+
+def _problem(pool: PoolMemory) -> str:
+    """Return why a pool does not fit, and what would."""
+    fits = f"it fits with {', '.join(pool.remedies)}" if pool.remedies else HINT
+    return f"memory: pool {pool.pool}: {pool.problem}; {fits}"
+
+
+def _with_rooms(job: Job, pools: Sequence[PoolMemory], say: Callable[[str], None]) -> Job:
+    """Return the job with engines that take no more than the models leave.
+
+    Where the models do not fit, nothing is left to divide, and engines stay as they are.
+    """
+    models = dict(job.models)
+    for pool in pools:
+        if not pool.fits:
+            continue
+        for role, room in pool.rooms.items():
+            placed = models[role]
+            config = placed.spec.engine_config
+            # An engine without settings of its own has no limits either.
+            within = engine_settings(config).within(room)
+            if config is None or within == config:
+                continue
+            spec = attrs.evolve(placed.spec, engine_config=within)
+            models[role] = attrs.evolve(placed, spec=spec)
+            say(
+                f"memory: {role}'s engine may take {amount(room.share)} of each device, "
+                f"{amount(room.cache)} of it for its cache"
+            )
+    return attrs.evolve(job, models=models)

@@ -1,0 +1,61 @@
+"""How much memory a device has, and how much of it is free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+import torch
+
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.worker import Worker, register
+from hybridflow.core.rollouts.weight_sync import node_name
+
+CGROUP = Path("/sys/fs/cgroup")
+"""Where Linux tells the limits of a container (cgroups, version 2)."""
+MEMINFO = Path("/proc/meminfo")
+
+
+@attrs.frozen
+class Found:
+    """The memory of one rank's device, in bytes."""
+
+    node: str
+    total: int
+    free: int
+    shared: bool
+    """Whether all ranks of the node share it."""
+
+
+class DeviceWorker(Worker):
+    """A worker that tells of its rank's device."""
+
+    @register(Protocol.ONE_TO_ALL)
+    def memory(self) -> Found | None:
+        """Return the device's memory as it is now; None where the system does not tell."""
+        device = self.context.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            return Found(node_name(), total, free, shared=False)
+        host = host_memory()
+        return None if host is None else Found(node_name(), *host, shared=True)
+
+
+def host_memory() -> tuple[int, int] | None:
+    """Return (total, available) bytes of this machine, or of the container where that is less."""
+    try:
+        lines = MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    # Lines as "MemAvailable:  7654321 kB", of 1024 bytes.
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total = sizes["MemTotal"]
+    free = sizes.get("MemAvailable", sizes["MemFree"])
+
+    # A limit may be absent, and may be the word "max".
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        taken = int((CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return total, free
+    return min(total, limit), min(free, max(limit - taken, 0))
