@@ -34,7 +34,7 @@ class PlanCommand(Command):
         parser.add_argument(
             "--cluster",
             metavar="WHAT",
-            help="a TOML file, or DEVICE:NODESxDEVICES[@GBIT/S] as in a100-80gb:2x8",
+            help="a TOML file, or DEVICE:[NODESx]DEVICES[@GBIT/S] as in a100-80gb:2x8",
         )
         parser.add_argument(
             "--write", metavar="FILE", help="write the config with these pools and layouts"

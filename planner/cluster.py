@@ -367,9 +367,17 @@ def _table_problems(file: ClusterFile) -> list[str]:
 
 
 def known_device(name: str, own: Mapping[str, Device]) -> Device:
-    """Return the device of this name, in `own` or in the table. ConfigError tells the names."""
+    """Return the device of this name, in `own` or in the table. ConfigError tells the names.
+
+    The memory may be left out of a name that only one device has: "h100" is the "h100-80gb".
+    """
     devices = {**DEVICES, **own}
     if name not in devices:
+        of_this_name = [other for other in devices if other.startswith(f"{name}-")]
+        if len(of_this_name) == 1:
+            return devices[of_this_name[0]]
+        if of_this_name:
+            raise ConfigError(f"which {name}? There are {' and '.join(of_this_name)}")
         raise ConfigError(
             f"no device is called {name!r}{did_you_mean(name, devices)} "
             f"(known: {', '.join(devices)}); describe it in "
@@ -390,14 +398,15 @@ def device_called(text: str) -> Device | None:
     return next(iter(exact or devices), None)
 
 
-SHORT = re.compile(r"([\w.-]+):(\d+)x(\d+)(?:@(\d+(?:\.\d+)?))?")
-"""A cluster in a word: DEVICE:NODESxDEVICES[@GBIT/S]."""
+SHORT = re.compile(r"([\w.-]+):(?:(\d+)x)?(\d+)(?:@(\d+(?:\.\d+)?))?")
+"""A cluster in a word: DEVICE:[NODESx]DEVICES[@GBIT/S]."""
 
 
 def read_cluster(text: str) -> Cluster:
-    """Return the cluster of a TOML file, or of DEVICE:NODESxDEVICES[@GBIT/S].
+    """Return the cluster of a TOML file, or of DEVICE:[NODESx]DEVICES[@GBIT/S].
 
-    Examples of the latter are "a100-80gb:2x8" and "h100-80gb:16x8@3200". Raises ConfigError.
+    Examples of the latter are "a100-80gb:2x8", "h100-80gb:16x8@3200", and "h100:8" for one node.
+    Raises ConfigError.
     """
     if Path(text).exists():
         return Cluster.read(text)
@@ -406,11 +415,11 @@ def read_cluster(text: str) -> Cluster:
     match = SHORT.fullmatch(text)
     if match is None:
         raise ConfigError(
-            f"the cluster {text!r} is no file, and not DEVICE:NODESxDEVICES[@GBIT/S]; write "
-            "a-cluster.toml, or h100-80gb:2x8, or h100-80gb:2x8@3200 (docs/mapping.md)"
+            f"the cluster {text!r} is no file, and not DEVICE:[NODESx]DEVICES[@GBIT/S]; write "
+            "a-cluster.toml, or h100:8, or h100-80gb:2x8@3200 (docs/mapping.md)"
         )
     device, count, per_node, between = match.groups()
-    nodes = {"device": device, "count": int(count), "per_node": int(per_node)}
+    nodes = {"device": device, "count": int(count or 1), "per_node": int(per_node)}
     if between:
         nodes["between_gbps"] = float(between)
     return Cluster.from_tables({"nodes": [nodes]}, "--cluster")

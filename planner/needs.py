@@ -102,6 +102,7 @@ def pool_memory(
         usable=planner.nodes.memory,
         when=when,
         parts=tuple((what, nbytes) for what, nbytes in parts if nbytes),
+        phases={moment: _total(own) for moment, own in phases},
         rooms={name: engine.room for name, engine in engines.items()},
     )
 

@@ -16,6 +16,7 @@ from hybridflow.core.contracts.planner import (
 from hybridflow.core.values.units import seconds
 from hybridflow.planner.cluster import GB, Cluster
 from hybridflow.planner.jobs import JobPlan, Misfit, Plannable
+from hybridflow.planner.limits import generated, limits, utilisation
 from hybridflow.planner.pools import Choice
 from hybridflow.planner.search import Mapping, NothingFitsError, Pool, describe
 from hybridflow.planner.switches import Key, Switches, Trial
@@ -53,7 +54,7 @@ def unfit(problems: Sequence[str], switches: Switches, trial: Trial) -> Iterator
         return
     for problem in problems:
         yield Line(f"as it is written it fits nowhere: {problem}", "yellow")
-    yield Line("it fits with these settings; without any one of them it does not:")
+    yield Line("it fits with these settings; without any one it does not, or is a quarter slower:")
     for line in switches.lines(trial.changes):
         yield Line(f"  {line}", "bold")
     yield Line()
@@ -71,6 +72,7 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
     # Those that change the step, and those that do not.
     rows = []
     same = []
+    helps: tuple[float, str] | None = None
     for key, trials in found.items():
         fastest = min(trials, key=lambda one: one.seconds)
         what = switches.line(key, fastest.values[key])
@@ -80,10 +82,16 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
             same.append(what)
         else:
             rows.append((what, *_costs(fastest, start)))
+            if fastest.seconds < min(start.seconds, helps[0] if helps else start.seconds):
+                helps = (fastest.seconds, what)
     if rows:
         yield Table(SWITCH_COLUMNS, tuple(rows))
     if same:
         yield Line(f"less than {100 * LITTLE:g}% of the step: {', '.join(same)}")
+
+    if helps is not None:
+        saved = 100 * (1 - helps[0] / start.seconds)
+        yield Line(f"the one setting that helps most: {helps[1]} (-{saved:.1f}%)", "bold")
 
     # All that pay, together.
     best = switches.fastest(start)
@@ -116,11 +124,13 @@ def report(
     idle = cluster.devices - best.devices
     rest = f", {idle} idle" if idle else ""
     yield Line(f"a step takes {seconds(best.seconds)} on {best.devices} devices{rest}", "bold")
+    limited = limits(plan, best)
     for verb, time in zip(STAGES, best.stages, strict=True):
         if time:
             share = 100 * time / best.seconds
             head = f"  {STAGE_NAMES[verb]:<12}{seconds(time):>9}  {share:3.0f}%"
             yield Line(f"{head}  {_slowest(best, verb)}")
+            yield Line(f"{'':<29}{_use(plan, best, verb)}; limited by {_limited(limited[verb])}")
     yield Line()
 
     # The pools: layouts and times, then memory.
@@ -141,6 +151,8 @@ def report(
     yield from settings
 
     # What the reader should know of the figures.
+    for line in assumed(cluster):
+        yield Line(line)
     notes = (
         *plan.work.remarks,
         *_room(plan, best),
@@ -149,6 +161,41 @@ def report(
     )
     for note in notes:
         yield Line(f"note: {note}", "yellow")
+
+
+def _use(plan: JobPlan, mapping: Mapping, verb: str) -> str:
+    """Return how much a stage does with its devices: tokens per second, or model FLOPs."""
+    if verb != "generate":
+        return f"{100 * utilisation(plan, mapping, verb):.0f}% of the peak (MFU)"
+    rate = generated(plan) / mapping.stages[0]
+    return f"{rate:,.0f} tokens/s, {rate / mapping.devices:,.0f} per device"
+
+
+def _limited(rows: Sequence[tuple[str, float]]) -> str:
+    """Return what limits a stage: the first respect, and others of a tenth and more."""
+    first, *others = rows
+    named = [first, *(row for row in others if row[1] >= 0.1)]
+    return ", ".join(f"{respect} ({100 * share:.0f}%)" for respect, share in named)
+
+
+def assumed(cluster: Cluster) -> Iterator[str]:
+    """Yield the figures of each kind of nodes that decide, with the fractions that are reached."""
+    for nodes in cluster.nodes:
+        device = nodes.device
+        e = nodes.efficiency
+        wide = "" if device.fp32_tflops is None else f" ({device.fp32_tflops:g} in float32)"
+        figures = [
+            f"matrix products {device.tflops:g} TFLOP/s{wide} x {e.training:g} in training and "
+            f"{e.inference:g} in forward passes",
+            f"memory {device.bandwidth_gbs:g} GB/s x {e.memory:g} in decoding",
+            f"links {device.link_gbs:g} GB/s x {e.link:g}",
+        ]
+        if nodes.count > 1:
+            network = f"network {8 * nodes.between_gbs:g} Gbit/s per node x {e.network:g}"
+            figures.append(f"{network} (another: DEVICE:[NODESx]DEVICES@GBIT/S)")
+        figures.append(f"memory for models {device.memory_gb:g} GB x {e.usable:g}")
+        figures.append(f"{e.sequence_us:g} us per sequence and decoding step")
+        yield f"assumed of {device.name}: {', '.join(figures)}"
 
 
 def written(plan: JobPlan, best: Mapping) -> str:

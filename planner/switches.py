@@ -8,8 +8,8 @@
 
 Each setting of a job is tried with other values, and the whole mapping is searched anew with each.
 Of a job that fits nowhere, all are first set to what takes the least memory, and then set back one
-by one, the one that makes the step fastest first, as long as it fits: none of those that remain can
-be left out.
+by one, the one that makes the step fastest first: without any one of those that remain the job does
+not fit, or takes a quarter longer.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ Key = tuple[str, str]
 Values = Table[Key, Any]
 WORTH = 0.01
 """A setting is part of the fastest ones if it saves this share of a step."""
+DEARER = 0.25
+"""A setting is part of those that make a job fit if without it a step takes this share longer."""
 
 
 @attrs.frozen
@@ -119,7 +121,7 @@ class Switches:
         return same and _value(placed, setting) == self.written[key]
 
     def that_fit(self) -> Trial | None:
-        """Return the job with the fewest changes that make it fit; None where even all do not.
+        """Return the job with few changes that make it fit; None where even all do not.
 
         Which stay is decided by the time of a step; the module says how.
         """
@@ -134,10 +136,10 @@ class Switches:
             for key in trial.changes:
                 rest = {other: value for other, value in trial.changes.items() if other != key}
                 fewer.append(self.trial(rest))
-            fits = [one for one in fewer if one.mapping is not None]
-            if not fits:
+            best = min(fewer, key=_seconds, default=trial)
+            if best is trial or best.seconds > (1.0 + DEARER) * trial.seconds:
                 return trial
-            trial = min(fits, key=_seconds)
+            trial = best
 
     def one_by_one(self, start: Trial) -> Iterator[tuple[Key, Trial]]:
         """Yield `start` with each setting at each of its other values."""
@@ -233,6 +235,7 @@ def _seconds(trial: Trial) -> float:
 def _choices(name: str, placed: PlacedModel, plan: JobPlan) -> dict[Key, tuple[Any, ...]]:
     """Return the settings of one role, with their values."""
     spec = placed.spec
+    device = plan.work.device
     found: dict[Key, tuple[Any, ...]] = {}
     settings = training_settings(spec.backend_config)
     works = [task for task in plan.work.workload.tasks if task.role == name]
@@ -242,7 +245,7 @@ def _choices(name: str, placed: PlacedModel, plan: JobPlan) -> dict[Key, tuple[A
     # What a backend names concerns the backward pass and the optimizer.
     if placed.role.trained:
         for key, values in settings.switches.items():
-            found[name, f"backend.{key}"] = _sorted(values, getattr(settings, key))
+            found[name, f"backend.{key}"] = _sorted(values, getattr(settings, key), device)
 
     # A micro-batch has at least one sequence, and at most all of them.
     most = max((t.sequences for t in works if t.verb != "generate"), default=0)
@@ -259,12 +262,17 @@ def _choices(name: str, placed: PlacedModel, plan: JobPlan) -> dict[Key, tuple[A
         engine = engine_settings(spec.engine_config)
         found[name, "generation.keep"] = (True, False)
         for key, values in engine.switches.items():
-            found["rollout", key] = _sorted(values, getattr(engine, key))
+            found["rollout", key] = _sorted(values, getattr(engine, key), device)
     return found
 
 
-def _sorted(values: tuple[Any, ...], now: Any) -> tuple[Any, ...]:
-    """Return a setting's values with the one that it has, which keeps its place among numbers."""
+def _sorted(values: tuple[Any, ...], now: Any, device: str) -> tuple[Any, ...]:
+    """Return a setting's values with the one that it has, which keeps its place among numbers.
+
+    Names are of precisions: none wider than the present one is of use, and on CPUs none narrower.
+    """
+    if isinstance(now, str):
+        return (now,) if device == "cpu" else values[values.index(now) :]
     if now in values:
         return values
     rising = len(values) < 2 or values[0] < values[-1]

@@ -19,7 +19,11 @@ from hybridflow.kit.layouts import zero3_layout
 class DeepSpeedConfig(KnownSettings):
     """DeepSpeed's ZeRO (arXiv:1910.02054) on Hugging Face models."""
 
-    switches = {"stage": (1, 2, 3), "activation_checkpointing": (False, True)}
+    switches = {
+        "stage": (1, 2, 3),
+        "activation_checkpointing": (False, True),
+        "precision": ("fp32", "bf16"),
+    }
 
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
     """ZeRO stage: 1 shards the optimizer state over the dp ranks, 2 the gradients too, 3 the

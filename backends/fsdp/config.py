@@ -17,7 +17,11 @@ from hybridflow.kit.layouts import fsdp_layout, tensor_shard
 class FSDPConfig(KnownSettings):
     """PyTorch FSDP2 on Hugging Face models."""
 
-    switches = {"reshard_after_forward": (False, True), "activation_checkpointing": (False, True)}
+    switches = {
+        "reshard_after_forward": (False, True),
+        "activation_checkpointing": (False, True),
+        "precision": ("fp32", "bf16"),
+    }
 
     precision: str = attrs.field(
         default="fp32",

@@ -16,7 +16,7 @@ from hybridflow.kit.layouts import megatron_layout
 class MegatronConfig(KnownSettings):
     """Megatron-Core's GPTModel (arXiv:1909.08053, 2104.04473) with its distributed optimizer."""
 
-    switches = {"recompute": (False, True)}
+    switches = {"recompute": (False, True), "precision": ("fp32", "bf16")}
     recomputes = "recompute"
 
     precision: str = attrs.field(default="fp32", validator=attrs.validators.in_(("fp32", "bf16")))

@@ -53,7 +53,11 @@ def argument_names() -> tuple[str, ...]:
 class SGLangConfig(ProcessConfig):
     """SGLang runs in a process of its own, which starts further ones for its schedulers."""
 
-    switches = {"max_sequences": (1024, 512, 256, 128), "gpu_memory": (0.3, 0.4, 0.6, 0.8, 0.9)}
+    switches = {
+        "max_sequences": (1024, 512, 256, 128),
+        "gpu_memory": (0.3, 0.4, 0.6, 0.8, 0.9),
+        "dtype": ("float32", "bfloat16"),
+    }
 
     # The model
     dtype: Literal["float32", "bfloat16"] = "float32"

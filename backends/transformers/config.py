@@ -50,7 +50,7 @@ def _not_negative(_, field, value):
 class TransformersEngineConfig(ProcessConfig):
     """The embedded engine generates inside the worker process, on CPU or on a GPU."""
 
-    switches = {"max_sequences": (1024, 512, 256, 128)}
+    switches = {"max_sequences": (1024, 512, 256, 128), "dtype": ("float32", "bfloat16")}
 
     own_process: bool = False
     """Run the engine in a child of the worker's process instead. If it crashes, the worker lives

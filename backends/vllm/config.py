@@ -50,7 +50,11 @@ def argument_names() -> tuple[str, ...]:
 class VLLMConfig(ProcessConfig, AsksLoader):
     """vLLM runs in the worker's own process, or in a child of it."""
 
-    switches = {"max_sequences": (1024, 512, 256, 128), "gpu_memory": (0.3, 0.4, 0.6, 0.8, 0.9)}
+    switches = {
+        "max_sequences": (1024, 512, 256, 128),
+        "gpu_memory": (0.3, 0.4, 0.6, 0.8, 0.9),
+        "dtype": ("float32", "bfloat16"),
+    }
 
     own_process: bool = False
     """Run the engine in a child of the worker's process. If it crashes, the worker lives on. Not

@@ -148,6 +148,8 @@ class PoolMemory:
     """The moment: "while actor trains"."""
     parts: tuple[tuple[str, float], ...]
     """What `needed` is the sum of, in words."""
+    phases: Mapping[str, float] = attrs.field(factory=dict)
+    """Every moment, with what is needed then."""
     rooms: Mapping[str, EngineRoom] = attrs.field(factory=dict)
     """Role -> what the models leave to its engine on this pool."""
     remedies: tuple[str, ...] = ()

@@ -126,7 +126,7 @@ class PlacementSection:
     """`name` of a plugin of kind "planner" (default: the one whose descriptor says so), and that
     planner's own settings."""
     cluster: str | None = None
-    """The cluster: a TOML file, or DEVICE:NODESxDEVICES as in "a100-80gb:2x8" (docs/mapping.md).
+    """The cluster: a TOML file, or DEVICE:[NODESx]DEVICES as in "a100-80gb:2x8" (docs/mapping.md).
     With `given`, a configuration that does not fit on it is refused."""
 
 

@@ -52,7 +52,8 @@ def test_a_cluster_of_ones_own_devices(tmp_path):
     ("text", "said"),
     [
         ("", "the cluster has no device; give it [[nodes]]"),
-        ('[[nodes]]\ndevice = "a100"', "nodes.0.device: no device is called 'a100'"),
+        ('[[nodes]]\ndevice = "a100"', "nodes.0.device: which a100? There are a100-40gb and a100-80gb"),
+        ('[[nodes]]\ndevice = "b100"', "nodes.0.device: no device is called 'b100'"),
         ('[[nodes]]\ndevice = "a100-80gb"\ncount = 0', "nodes.0.count: must be at least 1, got 0"),
         ('[[nodes]]\ndevice = "a100-80gb"\nbetween_gbps = 0', "between_gbps: must be above 0 and finite, got 0"),
         ('[[nodes]]\ndevice = "a100-80gb"\nbandwidth = 1', "unknown key"),
@@ -63,7 +64,7 @@ def test_a_cluster_of_ones_own_devices(tmp_path):
         (FILE.replace("[efficiency.mine]", "[efficiency.yours]"), "efficiency.yours: no [[nodes]] are of this device"),
         ("[[nodes", "cluster.toml:"),
     ],
-    ids=["empty", "unknown", "none", "no-network", "key", "no-link", "endless", "no-memory", "share", "whose", "toml"],
+    ids=["empty", "two", "unknown", "none", "no-network", "key", "no-link", "endless", "no-memory", "share", "whose", "toml"],
 )  # fmt: skip
 def test_what_is_wrong_with_a_cluster_is_said(tmp_path, text, said):
     path = tmp_path / "cluster.toml"
@@ -76,12 +77,16 @@ def test_what_is_wrong_with_a_cluster_is_said(tmp_path, text, said):
 def test_a_cluster_in_a_word():
     [nodes] = read_cluster("h100-80gb:16x8@3200").nodes
     assert (nodes.devices, nodes.between_gbs, nodes.device) == (128, 400.0, DEVICES["h100-80gb"])
-    with pytest.raises(ConfigError, match=r"is no file, and not DEVICE:NODESxDEVICES"):
+    with pytest.raises(ConfigError, match=r"is no file, and not DEVICE:\[NODESx\]DEVICES"):
         read_cluster("nowhere.toml")
-    with pytest.raises(ConfigError, match=r"is no file, and not DEVICE:NODESxDEVICES"):
+    with pytest.raises(ConfigError, match=r"is no file, and not DEVICE:\[NODESx\]DEVICES"):
         read_cluster("h100-80gb:1x8@1.2.3")
     with pytest.raises(ConfigError, match="no device is called 'h1000'"):
         read_cluster("h1000:1x8")
+    [short] = read_cluster("h100:8").nodes
+    assert short == read_cluster("h100-80gb:8").nodes[0] == read_cluster("h100-80gb:1x8").nodes[0]
+    with pytest.raises(ConfigError, match="which a100"):
+        read_cluster("a100:8")
     two = Cluster((nodes, nodes))
     with pytest.raises(ConfigError, match="2 kinds of nodes"):
         two.sized(8)

@@ -58,6 +58,10 @@ def test_the_plan_names_pools_times_memory_and_the_next_best(config):
         for s in re.findall(r"^  (?:generation|inference|training) +([\d.]+) s", text, re.M)
     ]
     assert len(stages) == 3 and sum(stages) == pytest.approx(step, rel=0.02)
+    assert re.search(r"[\d,]+ tokens/s, [\d,]+ per device; limited by ", text)
+    assert len(re.findall(r"\d+% of the peak \(MFU\); limited by ", text)) == 2
+    assert "assumed of a100-80gb: matrix products 312 TFLOP/s (19.5 in float32) x 0.5" in text
+    assert "network" not in text.split("assumed")[1]
     for role in ("actor", "critic", "ref", "reward"):
         assert re.search(rf"{role} .*pp 1 tp \d dp \d", text), role
     assert "of it weights" in text and "of it cache" in text and "% while" in text
