@@ -106,7 +106,7 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
 def _costs(trial: Trial, start: Trial) -> tuple[str, str, str, str]:
     """Return the step of a trial, its change, its fullest device in GB, and its placement."""
     assert trial.mapping is not None and start.mapping is not None
-    full = max(max(_phases(pool)[1:]) for pool in trial.mapping.pools)
+    full = max(max(phases(pool)[1:]) for pool in trial.mapping.pools)
     more = _more(trial.mapping, start.mapping)
     return seconds(trial.seconds), more, f"{full / GB:.1f}", describe(trial.mapping)
 
@@ -274,7 +274,7 @@ def _room(plan: JobPlan, best: Mapping) -> Iterator[str]:
             # What the cache has, and what stays idle beside it.
             cut = min(choice.engines.tp, model.shape.kv_heads) * choice.engines.pp
             sequence = model.cache_bytes * work.tokens / cut
-            generation, inference, training = _phases(pool)
+            generation, inference, training = phases(pool)
             held = max(generation, inference, training) if model.keeps_engine else generation
             idle = nodes.memory - held
             fit = int(choice.cache_bytes // sequence)
@@ -398,7 +398,7 @@ def _kept(pool: Pool) -> float:
     )
 
 
-def _phases(pool: Pool) -> tuple[float, float, float]:
+def phases(pool: Pool) -> tuple[float, float, float]:
     """Return the bytes of a pool's devices in generation, inference and training; 0 where nothing
     happens.
     """
@@ -425,7 +425,7 @@ def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
     resident = sum(size.resident for size in sizes.values())
     engines = [choice for choice in pool.entry.choices if choice.engines is not None]
     kept = _kept(pool)
-    generation, inference, training = _phases(pool)
+    generation, inference, training = phases(pool)
 
     # The model whose phase needs the most.
     most = {role: max(size.training, size.inference) for role, size in sizes.items()}
