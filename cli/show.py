@@ -194,7 +194,9 @@ class Sources:
                 mine, theirs = (
                     of_device[at].get(field.name, field.default) for at in (here, other)
                 )
-                if mine != theirs:
+                if value.value != mine:  # of the run's lengths, say
+                    value = attrs.evolve(value, source=DERIVED)
+                elif mine != theirs:
                     both = (
                         f"; on {other}: {render(theirs)}" if self.job.run.device == "auto" else ""
                     )
@@ -299,11 +301,24 @@ def _rollout(job: Job, sources: Sources) -> Block:
         if model.spec.engine is not None:
             config = model.spec.engine_config
             values = sources.plugin("rollout", model.spec.engine, config)
+            values = _chosen(values, job)
             if config is not None:
                 fields = model.spec.model.hf_config
                 values = sources.on_devices(values, "rollout", config, fields)
             return Block("rollout", tuple(values))
     return Block("rollout", note="unused: no role generates")
+
+
+def _chosen(values: Iterable[Value], job: Job) -> Iterator[Value]:
+    """Say of an engine that no configuration names that it follows the device."""
+    other = "cpu" if job.device == "cuda" else "cuda"
+    for value in values:
+        if value.key == "rollout.name" and value.source == DEFAULT:
+            theirs = registry().default("rollout_engine", other)
+            if value.value != theirs:
+                both = f"; on {other}: {theirs}" if job.run.device == "auto" else ""
+                value = attrs.evolve(value, source=f"default on {job.device}{both}")
+        yield value
 
 
 def _sampling(params: SamplingParams) -> SamplingSection:

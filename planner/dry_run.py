@@ -95,7 +95,8 @@ def _asked(plan: JobPlan, simulator: Simulator, choice: Choice) -> Asked:
         calls = [task.sequences for task in workload.of(model.name, verb)]
         rows[verb] = None
         if calls:
-            count, each = simulator.micro_batches(model, max(calls), layout.dp)
+            count, _ = simulator.micro_batches(model, max(calls), layout.dp)
+            each = simulator.largest_micro_batch(model, max(calls), layout.dp)
             rows[verb] = {
                 "rows": each,
                 "tokens": workload.tokens,

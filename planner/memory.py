@@ -139,7 +139,8 @@ class Memory:
         """
         tp = layout.tp
         runs = model.execution
-        count, each = self.simulator.micro_batches(model, sequences, layout.dp)
+        count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
+        each = self.simulator.largest_micro_batch(model, sequences, layout.dp)
         activations = self.activations(model, sequences, layout)
         kept = activations.kept
 
@@ -177,7 +178,8 @@ class Memory:
     def activations(
         self, model: PlannedModel, sequences: int, layout: ParallelLayout
     ) -> Activations:
-        """Return the bytes of the activations of a micro-batch, for a call with `sequences` in all.
+        """Return the bytes of the activations of the largest micro-batch of a call with `sequences`
+        in all.
 
         A layer with rotary attention and a gated MLP keeps these bytes per token, with c bytes of a
         number:
@@ -202,7 +204,8 @@ class Memory:
         tp = layout.tp
         runs = model.execution
         shape = model.shape
-        count, each = self.simulator.micro_batches(model, sequences, layout.dp)
+        count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
+        each = self.simulator.largest_micro_batch(model, sequences, layout.dp)
         tokens = each * self.simulator.workload.tokens
 
         # One layer; of a mixture of experts, the experts that a token meets.

@@ -74,10 +74,16 @@ class Simulator:
         them.
         """
         per_rank = -(-sequences // dp)
-        # As few as hold all rows, all of about the same size.
-        most = max(1, model.micro_batch_tokens // self.workload.tokens)
-        count = -(-per_rank // most)
+        # As few as hold all rows. For their times all count as equally large.
+        count = -(-per_rank // self._most_in_one(model))
         return count, -(-per_rank // count)
+
+    def largest_micro_batch(self, model: PlannedModel, sequences: int, dp: int) -> int:
+        """Return the sequences of the largest micro-batch: all but the last one are full."""
+        return min(-(-sequences // dp), self._most_in_one(model))
+
+    def _most_in_one(self, model: PlannedModel) -> int:
+        return max(1, model.micro_batch_tokens // self.workload.tokens)
 
     def _layer_times(self, model: PlannedModel, tp: int, sequences: int) -> tuple[float, float]:
         """Return the seconds of one layer's forward pass beside its matrix products.

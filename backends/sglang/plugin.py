@@ -22,6 +22,7 @@ def hybridflow_plugins():
                 traced_layout=True,
                 process="own",
             ),
+            default_on={"cuda": 2},
             requires=("sglang",),
             diagnosis="hybridflow.backends.sglang.diagnosis:diagnose",
             remedy="pip install 'hybridflow[sglang]' on a machine with GPUs; "

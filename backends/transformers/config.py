@@ -82,6 +82,11 @@ class TransformersEngineConfig(ProcessConfig):
         """On CUDA generate in bfloat16."""
         return {"dtype": "bfloat16"} if device == "cuda" else {}
 
+    @property
+    def torch_allocates(self) -> bool:
+        """True in the worker's process."""
+        return not self.own_process
+
     def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""
         automatic = CPU_CACHE_GB if device == "cpu" else None

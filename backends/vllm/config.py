@@ -69,7 +69,8 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     """Largest number of sequences decoded at once; further ones wait."""
     max_length: int = attrs.field(default=0, validator=at_least(0))
     """Largest number of tokens of a prompt with its response. 0 stands for the model's own limit
-    (max_position_embeddings)."""
+    (max_position_embeddings) on a CPU, and on a GPU for the longest prompt and response of the
+    run."""
     kv_memory_gb: float = attrs.field(default=0.0, validator=at_least(0))
     """Size of the KV cache in GB (10^9 bytes). 0 stands for what `gpu_memory` leaves on a GPU, and
     for 1 GB on a CPU."""
@@ -92,6 +93,10 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         """On CUDA generate in bfloat16, with CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
+
+    def up_to(self, tokens: int) -> Self:
+        """Return the settings with a context of `tokens`, unless they give one."""
+        return attrs.evolve(self, max_length=self.max_length or tokens)
 
     def limits(self, device: str = "cuda") -> EngineLimits:
         """Return the engine's weight type and limits, for estimates of memory and time."""

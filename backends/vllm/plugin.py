@@ -22,6 +22,7 @@ def hybridflow_plugins():
                 traced_layout=True,
                 process="either",
             ),
+            default_on={"cuda": 1},
             requires=("vllm",),
             diagnosis="hybridflow.backends.vllm.diagnosis:diagnose",
             remedy="pip install 'hybridflow[vllm]' on a machine with GPUs; "

@@ -192,6 +192,23 @@ class EngineSettings:
         """
         return False
 
+    @property
+    def torch_allocates(self) -> bool:
+        """Whether the engine's memory on a GPU is torch's in the worker's process, and only that.
+
+        Torch may then map the memory of that process in segments that grow, which leaves fewer
+        gaps; libraries that move memory by themselves (vLLM's sleep mode) do not allow it.
+        """
+        return False
+
+    def up_to(self, tokens: int) -> Self:
+        """Return the settings for requests of at most `tokens`, a prompt with its response.
+
+        They are asked for on GPUs, where an engine reserves memory by its longest sequence. What
+        the settings say of it themselves comes first.
+        """
+        return self
+
     def limits(self, device: str = "cuda") -> EngineLimits:
         """Return what the engine takes of a device of a kind ("cpu", "cuda"), for planning."""
         return EngineLimits()

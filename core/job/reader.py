@@ -104,7 +104,7 @@ class Reader:
         """
         # The name
         try:
-            name = table["name"] if "name" in table else registry().default(kind)
+            name = table["name"] if "name" in table else registry().default(kind, self.device)
         except PluginError as error:
             self.problems.append(f"{path}: {error}")
             return None

@@ -115,7 +115,8 @@ class RoleResolver:
     """Resolves roles one after the other; problems go to the reader.
 
     `earlier` are the jobs of the stages before this one, None for those with problems. `updates` is
-    the number of optimizer steps of the run, None where the algorithm does not say.
+    the number of optimizer steps of the run, None where the algorithm does not say; `tokens` are
+    those of the longest prompt with the longest response.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class RoleResolver:
         sampling: SamplingSection,
         earlier: Mapping[str, Job | None],
         updates: int | None,
+        tokens: int,
     ):
         self.reader = reader
         self.pools = pools
@@ -133,6 +135,7 @@ class RoleResolver:
         self.sampling = sampling
         self.earlier = earlier
         self.updates = updates
+        self.tokens = tokens
         self.models: dict[str, PlacedModel] = {}
         self.scorers: dict[str, Rewards] = {}
 
@@ -293,7 +296,7 @@ class RoleResolver:
             backend = reader.plugin("training_backend", section.backend, path, fields)
         if generates:
             table = reader.tables.get("rollout", {})
-            engine = reader.plugin("rollout_engine", table, "rollout", fields)
+            engine = self._engine(reader.plugin("rollout_engine", table, "rollout", fields))
 
         if spec is None or layout is None or backend is None or (generates and engine is None):
             return None
@@ -343,6 +346,12 @@ class RoleResolver:
             keep_engine=section.generation.keep,
         )
         return PlacedModel(role, model, layout, section.pool, section, generation, apart)
+
+    def _engine(self, choice: Choice | None) -> Choice | None:
+        """Return a rollout engine with settings for the run's longest sequences, on a GPU."""
+        if choice is None or choice.config is None or self.reader.device == "cpu":
+            return choice
+        return attrs.evolve(choice, config=engine_settings(choice.config).up_to(self.tokens))
 
     def _optimizer(self, given: OptimizerConfig, problems: list[str]) -> OptimizerConfig | None:
         """Return the optimizer, whose schedule ends with the run unless it says when it does."""

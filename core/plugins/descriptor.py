@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -62,6 +63,9 @@ class Descriptor:
     default: bool = False
     """Whether it is used where a configuration names no plugin of this kind. At most one plugin of
     a kind may be the default."""
+    default_on: Mapping[str, int] = attrs.field(factory=dict)
+    """Device types ("cuda") on which it is used instead, where it is installed: type -> its place
+    among those that say so, the lowest first."""
     requires: tuple[str, ...] = attrs.field(default=(), converter=_names)
     """Modules that must be importable ("ray", "torch.distributed"). They are looked for, but not
     imported."""

@@ -351,15 +351,23 @@ class Registry:
         """Return `capabilities` of a runtime, as their own type."""
         return cast(RuntimeCapabilities, self.capabilities("runtime", name))
 
-    def default(self, kind: str) -> str:
+    def default(self, kind: str, device: str | None = None) -> str:
         """Return the plugin of a kind that is used where a configuration names none.
 
-        Raises PluginError where no plugin, or more than one, says that it is the default.
+        device: the type of the devices that it is for; an installed plugin may be the default of
+        one. Raises PluginError where no plugin, or more than one, says that it is the default.
         """
-        # A configuration that names no plugin must mean the same one everywhere.
         check_kind(kind)
         names = self.names(kind)
-        defaults = [name for name in names if self.descriptor(kind, name).default]
+        own = [self.descriptor(kind, name) for name in names]
+        if device is not None:
+            those = [descriptor for descriptor in own if device in descriptor.default_on]
+            for descriptor in sorted(those, key=lambda one: one.default_on[device]):
+                if not descriptor.missing():
+                    return descriptor.name
+
+        # Elsewhere a configuration that names no plugin means the same one everywhere.
+        defaults = [descriptor.name for descriptor in own if descriptor.default]
         if len(defaults) == 1:
             return defaults[0]
 

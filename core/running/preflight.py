@@ -47,6 +47,16 @@ def devices_of(found: Mapping[str, Sequence[Found | None]]) -> dict[str, DeviceM
     return devices
 
 
+def torch_allocates(job: Job, pool: str) -> bool:
+    """Return whether a pool's memory is all torch's, and goes to no other process's engine."""
+    engines = [
+        (engine_settings(placed.spec.engine_config), placed.rollout_pool)
+        for placed in job.models.values()
+        if placed.spec.engine is not None and pool in (placed.pool, placed.rollout_pool)
+    ]
+    return all(settings.torch_allocates and apart is None for settings, apart in engines)
+
+
 def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str], None]) -> Job:
     """Check a job against the memory of its pools; return it with engines that leave enough.
 

@@ -36,7 +36,7 @@ from hybridflow.core.running.exports import (
     export_folder,
     write_special_tokens,
 )
-from hybridflow.core.running.preflight import devices_of, preflight
+from hybridflow.core.running.preflight import devices_of, preflight, torch_allocates
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
@@ -157,8 +157,7 @@ class Session:
             self.say(f"starting pool {name}: {processes} on {job.device}")
             self.pools[name] = Pool.launch(spec, self.runtime, job.device)
 
-        if job.run.preflight == "on":
-            job = self.job = self._preflight()
+        job = self.job = self._look_at_devices()
 
         # Tasks and scorers run in the main pool.
         main = self.pools[job.main_pool]
@@ -167,16 +166,19 @@ class Session:
         with said_meanwhile(self.say, lambda: f"still building {', '.join(job.models)}"):
             self._build(main)
 
-    def _preflight(self) -> Job:
+    def _look_at_devices(self) -> Job:
         """Return the job with engines that leave the models what they need; raises ConfigError
         where models need more than their devices have.
         """
+        job = self.job
         found = {}
         for name, pool in self.pools.items():
             group = self.make_group(DeviceWorker, pool, name=f"{name}.devices")
             found[name] = group.memory().result()
+            if job.device == "cuda" and torch_allocates(job, name):
+                group.grow_segments().result()
             group.close()
-        return preflight(self.job, devices_of(found), self.say)
+        return job if job.run.preflight == "off" else preflight(job, devices_of(found), self.say)
 
     def _build(self, main: Pool) -> None:
         """Build the models, their engines and the scorers, and report how weights are synced."""

@@ -104,3 +104,11 @@ def test_context_parallelism_is_not_planned():
     job.models["actor"] = attrs.evolve(job.models["actor"], layout=cut)
     with pytest.raises(NotPlanned, match="context and expert parallelism"):
         job_memory(job, H100)
+
+
+def test_an_engines_context_on_a_gpu_is_that_of_the_longest_prompt_and_response():
+    [[job], _] = unplaced_jobs(GPU_GRPO.parent / "plans" / "7b_grpo.toml", [])
+    assert job.models["actor"].spec.engine_config.max_length == 1024 + 3072
+    longer = ["validation.data.max_prompt_tokens=2000"]
+    [[job], _] = unplaced_jobs(GPU_GRPO.parent / "plans" / "7b_grpo.toml", longer)
+    assert job.models["actor"].spec.engine_config.max_length == 2000 + 3072

@@ -7,6 +7,7 @@ from helpers.engine_settings import EngineSettings
 
 from hybridflow.backends.sglang import config
 from hybridflow.backends.sglang.config import SGLangConfig
+from hybridflow.core.contracts.footprint import EngineRoom
 
 PART = """
 class Prefill:
@@ -50,3 +51,21 @@ def test_a_cache_that_outlives_an_update_is_refused():
 def test_on_cuda_it_generates_in_bfloat16():
     assert SGLangConfig.defaults_on("cuda", {}) == {"dtype": "bfloat16", "eager": False}
     assert SGLangConfig.defaults_on("cpu", {}) == {}
+
+
+def test_a_context_is_that_of_the_runs_longest_sequences_unless_it_is_given():
+    assert SGLangConfig().up_to(4096).max_length == 4096
+    assert SGLangConfig(max_length=1024).up_to(4096).max_length == 1024
+
+
+def test_a_room_limits_the_share_of_the_device():
+    room = EngineRoom(device=80e9, share=24e9, cache=20e9)
+    assert SGLangConfig(gpu_memory=0.6).within(room).gpu_memory == pytest.approx(0.3)
+    assert SGLangConfig(gpu_memory=0.2).within(room).gpu_memory == 0.2
+    assert SGLangConfig(kv_tokens=4096).within(room) == SGLangConfig(kv_tokens=4096)
+
+
+def test_on_a_cpu_its_cache_has_a_size_and_no_share():
+    on_cpu = SGLangConfig().limits("cpu")
+    assert on_cpu.memory_share is None
+    assert (on_cpu.cache_gb, on_cpu.cache_tokens) == (None, 65536)

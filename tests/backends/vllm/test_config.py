@@ -7,6 +7,7 @@ from helpers.engine_settings import EngineSettings
 
 from hybridflow.backends.vllm import config
 from hybridflow.backends.vllm.config import VLLMConfig
+from hybridflow.core.contracts.footprint import EngineRoom
 
 ARGUMENTS = """
 class Other:
@@ -41,3 +42,22 @@ def test_a_cache_that_outlives_an_update_is_refused():
 def test_on_cuda_it_generates_in_bfloat16():
     assert VLLMConfig.defaults_on("cuda", {}) == {"dtype": "bfloat16", "eager": False}
     assert VLLMConfig.defaults_on("cpu", {}) == {}
+
+
+def test_a_context_is_that_of_the_runs_longest_sequences_unless_it_is_given():
+    assert VLLMConfig().up_to(4096).max_length == 4096
+    assert VLLMConfig(max_length=1024).up_to(4096).max_length == 1024
+
+
+def test_a_room_limits_the_share_of_the_device():
+    room = EngineRoom(device=80e9, share=24e9, cache=20e9)
+    assert VLLMConfig(gpu_memory=0.6).within(room).gpu_memory == pytest.approx(0.3)
+    assert VLLMConfig(gpu_memory=0.2).within(room).gpu_memory == 0.2
+    assert VLLMConfig(kv_memory_gb=40.0).within(room).kv_memory_gb == 20.0
+    assert VLLMConfig(kv_memory_gb=10.0).within(room).kv_memory_gb == 10.0
+
+
+def test_on_a_cpu_its_cache_has_a_size_and_no_share():
+    on_cpu = VLLMConfig().limits("cpu")
+    assert on_cpu.memory_share is None
+    assert (on_cpu.cache_gb, on_cpu.cache_tokens) == (1.0, None)

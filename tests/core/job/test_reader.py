@@ -8,6 +8,7 @@ import torch
 from helpers.job_texts import ALGORITHM, BASE, WITHOUT_ALGORITHM
 from helpers.jobs import job, problem, problems
 
+import hybridflow.core.job.reader as reader_module
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.job.reader import Reader, device_defaults
 from hybridflow.core.job.schema import RunSection
@@ -136,6 +137,18 @@ def test_pools_that_are_no_numbers_of_devices_are_refused(given):
 
 def test_a_file_without_any_pool_is_refused():
     assert "pools: there is none; give one, for example main = [1]" in problems("pools={}")
+
+
+def test_an_engine_that_is_not_named_is_that_of_the_device(monkeypatch):
+    mine = Registry().load()
+    for name in ("vllm", "sglang"):  # as if they were installed
+        descriptor = mine.descriptor("rollout_engine", name)
+        factory = mine.descriptor("rollout_engine", "transformers").factory
+        mine.add(attrs.evolve(descriptor, name=f"{name}-here", factory=factory, requires=()))
+    monkeypatch.setattr(reader_module, "registry", lambda: mine)
+    on_gpu = Reader({"run": {"device": "cuda"}}).plugin("rollout_engine", {}, "rollout")
+    on_cpu = Reader({"run": {"device": "cpu"}}).plugin("rollout_engine", {}, "rollout")
+    assert (on_gpu.name, on_cpu.name) == ("vllm-here", "transformers")
 
 
 def test_a_plugin_is_the_named_one_or_the_default_with_its_settings():

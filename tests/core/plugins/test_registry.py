@@ -445,3 +445,20 @@ def test_the_example_plugin_of_the_page_works_as_printed_and_fits_in_60_lines(tm
     done = python(None, tmp_path, "-c", textwrap.dedent(code))
     assert done.stdout.split("\n")[0] == "1 0.5", done.stderr
     assert re.match(r"reward length (ready|missing)\n1\.0\n", done.stdout.split("\n", 1)[1])
+
+
+def test_a_device_has_the_first_of_its_own_defaults_that_is_installed():
+    def engine(name, requires, **given):
+        return Descriptor("rollout_engine", name, "somewhere:Engine", requires=requires, **given)
+
+    found = Registry()
+    for descriptor in (
+        engine("usual", (), default=True),
+        engine("absent", ("no_such_module",), default_on={"cuda": 1}),
+        engine("second", ("json",), default_on={"cuda": 3}),
+        engine("first", ("json",), default_on={"cuda": 2}),
+    ):
+        found.add(descriptor)
+    assert found.default("rollout_engine") == "usual"
+    assert found.default("rollout_engine", "cpu") == "usual"
+    assert found.default("rollout_engine", "cuda") == "first"

@@ -10,7 +10,7 @@ import hybridflow.core.running.preflight as module
 from hybridflow.core.contracts.footprint import EngineRoom
 from hybridflow.core.contracts.planner import DeviceMemory, NotPlanned, PoolMemory
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.preflight import devices_of, preflight
+from hybridflow.core.running.preflight import devices_of, preflight, torch_allocates
 from hybridflow.core.workers.device_memory import Found
 
 DEVICES = {"main": DeviceMemory(total=80e9, free=79e9)}
@@ -108,3 +108,14 @@ def test_ranks_of_a_node_share_its_memory_and_the_least_counts():
     assert set(devices) == {"main", "rollout"}
     own = [Found("a", 80, 70, shared=False), Found("a", 80, 60, shared=False)]
     assert devices_of({"main": own})["main"] == DeviceMemory(total=80, free=60)
+
+
+def test_memory_is_torchs_where_no_other_library_moves_it_and_no_other_process_reads_it(tmp_path):
+    job = job_of(tmp_path)
+    assert torch_allocates(job, "main")
+    actor = job.models["actor"]
+    own = attrs.evolve(actor.spec.engine_config, own_process=True)
+    apart = attrs.evolve(actor, rollout_pool="rollout")
+    hosted = attrs.evolve(actor, spec=attrs.evolve(actor.spec, engine_config=own))
+    for placed in (apart, hosted):
+        assert not torch_allocates(attrs.evolve(job, models={"actor": placed}), "main")

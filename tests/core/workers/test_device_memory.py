@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
+import torch
 
 import hybridflow.core.workers.device_memory as module
 from hybridflow.core.workers.device_memory import DeviceWorker, host_memory
@@ -57,3 +60,14 @@ def test_a_system_that_does_not_tell_is_not_known(machine):
     assert host_memory() is None
     with one_rank() as context:
         assert DeviceWorker(context).memory() is None
+
+
+def test_segments_grow_by_the_allocators_own_setting(monkeypatch):
+    """What torch makes of it needs a GPU; that its function takes the setting does not."""
+    set_to = []
+    real = torch.cuda.memory._set_allocator_settings
+    assert list(inspect.signature(real).parameters) == ["env"]
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_to.append)
+    with one_rank() as context:
+        DeviceWorker(context).grow_segments()
+    assert set_to == ["expandable_segments:True"]
