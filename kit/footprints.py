@@ -369,7 +369,7 @@ class FullyShardedLayers(Sharding):
         if not trained:
             return Footprint(**spread)
         if at_once:
-            training = self._phases_at_once(size, layout, held, forward, backward)
+            training = self._phases_at_once(size, layout, held, forward, backward, micro_batches)
         else:
             training = self._phases(size, layout, held, micro_batches, forward, ahead)
             training = (*training, Phase(training[0].nbytes - (forward - ahead) + begun))
@@ -470,27 +470,36 @@ class FullyShardedLayers(Sharding):
         held: Held,
         forward: float,
         backward: float,
+        micro_batches: int,
     ) -> tuple[Phase, ...]:
         """Return the moments of an update at which a rank may hold most, all weights at once.
 
         These are the end of the forward pass, the beginning of the backward pass, its end (with a
-        gradient of the embedding and one of the head), and the reduction of gradients.
+        gradient of the embedding and one of the head), and the reduction of gradients. From the
+        second micro-batch on a rank's shards of gradients are there too, and until the last one
+        the weights stay gathered.
         """
         # All gradients are whole until all of them are reduced.
         learnt = size.params / layout.tp * size.trained_share
         embedding = size.embedding_params / layout.tp * self.compute_bytes * size.trained_share
         unreduced = learnt * self.compute_bytes
+        earlier = held.gradients if micro_batches > 1 else 0.0
         phases = [
-            Phase(forward, "forward"),
-            Phase(backward, "backward"),
-            Phase(backward + unreduced + 2.0 * embedding),
+            Phase(earlier + forward, "forward"),
+            Phase(earlier + backward, "backward"),
+            Phase(earlier + backward + unreduced + 2.0 * embedding),
         ]
 
-        # gloo reduces in a copy.
-        if layout.dp > 1:
-            sent = learnt * self.gradient_bytes
-            phases.append(Phase(unreduced + sent))
-            phases.append(Phase(sent * (2.0 + 1.0 / layout.dp)))
+        # Gradients are copied into a message, and come out as shards (of one rank: whole); gloo
+        # reduces in a copy. Of two micro-batches the first has the weights, and the second the
+        # earlier shards; of more, those between have both.
+        sent = learnt * self.gradient_bytes
+        besides = max(backward if micro_batches > 1 else 0.0, earlier)
+        if micro_batches > 2:
+            besides = backward + earlier
+        copies = 2.0 if layout.dp > 1 else 1.0
+        phases.append(Phase(besides + unreduced + sent))
+        phases.append(Phase(besides + sent * (copies + 1.0 / layout.dp)))
         return tuple(phases)
 
 

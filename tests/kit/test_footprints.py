@@ -187,7 +187,6 @@ def test_fsdp_reduces_gradients_in_every_micro_batch():
     assert scatter == Collective("reduce_scatter", 4.0 * WHOLE, 4, 1, times=3)
     way = FullyShardedLayers(whole_below=LAYER + 1)
     once = made(way, DP4)
-    assert once.training == made(way, DP4, micro_batches=3).training
     assert once.training == (
         Phase(2 * whole, "forward"),
         Phase(whole, "backward"),
@@ -195,6 +194,21 @@ def test_fsdp_reduces_gradients_in_every_micro_batch():
         Phase(3 * whole),
         Phase(4.0 * WHOLE * 2.25),  # gloo's copy, and a quarter of it
     )
+
+    # Between the first and the last, the shards of before are there, and the weights stay.
+    shards = 4.0 * WHOLE / 4
+    assert made(way, DP4, micro_batches=3).training == (
+        Phase(shards + 2 * whole, "forward"),
+        Phase(shards + whole, "backward"),
+        Phase(shards + 2 * whole + 2 * 80),
+        Phase(whole + shards + 3 * whole),
+        Phase(whole + shards + 4.0 * WHOLE * 2.25),
+    )
+    assert made(way, DP4, micro_batches=2).training[-1] == Phase(whole + 4.0 * WHOLE * 2.25)
+
+    # One rank copies its gradients into a message, and out of it.
+    alone = made(way, ParallelLayout()).training
+    assert alone[-2:] == (Phase(whole + 4.0 * WHOLE), Phase(2 * 4.0 * WHOLE))
 
 
 def test_what_is_on_the_host_takes_nothing_of_the_device():
