@@ -6,8 +6,11 @@ algorithm declares nothing twice, and one that the planner has never seen is pla
 
 from __future__ import annotations
 
+import io
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,10 @@ from hybridflow.planner.workload import Task
 
 TOKENS = 2
 """Length of each made-up prompt and response: columns are real, and small."""
+
+
+MOST_CALLS = 10_000
+"""Calls of one step; one that makes more may wait for results that nobody makes up."""
 
 
 class TraceError(NotPlanned):
@@ -49,14 +56,27 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     ctx.step = 1
 
     # Whatever it raises, a run may do better with real results: the job is only not planned.
+    # What it prints, and where it stops for a debugger, belong to the run.
     try:
-        algorithm.step(ctx)
+        with redirect_stdout(io.StringIO()), _no_breakpoints():
+            algorithm.step(ctx)
     except Exception as error:
         raise TraceError(
             f"{type(algorithm).__name__}.step could not be followed with made-up results: "
             f"{type(error).__name__}: {error}"
         ) from error
     return recorder.tasks()
+
+
+@contextmanager
+def _no_breakpoints() -> Iterator[None]:
+    """Let `breakpoint()` do nothing."""
+    hook = sys.breakpointhook
+    sys.breakpointhook = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        sys.breakpointhook = hook
 
 
 class _Recorder:
@@ -70,6 +90,8 @@ class _Recorder:
     def add(self, role: str, verb: str, rows: int) -> None:
         """Count one call over `rows` sequences."""
         self.calls[role, verb, rows] += 1
+        if self.calls.total() > MOST_CALLS:
+            raise NotPlanned(f"it made {MOST_CALLS:,} calls, and no end was in sight")
 
     def tasks(self) -> tuple[Task, ...]:
         """Return the calls as tasks, without those over no sequences."""

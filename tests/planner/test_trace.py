@@ -117,3 +117,30 @@ def test_a_step_that_cannot_be_followed_says_why():
         match=r"Odd\.step could not be followed with made-up results: KeyError: 'answer'",
     ):
         trace_step(Odd(None))
+
+
+class Endless(Odd):
+    """It waits for a score that nobody makes up."""
+
+    def step(self, ctx):
+        score = 0.0
+        while score < 2.0:
+            ctx.actor.generate(ctx.prompts(4))
+
+
+class Debugged(Odd):
+    def step(self, ctx):
+        print("shown in the run alone")
+        breakpoint()
+        ctx.actor.generate(ctx.prompts(4))
+
+
+def test_a_step_without_an_end_is_given_up():
+    with pytest.raises(TraceError, match="10,000 calls"):
+        trace_step(Endless(None))
+
+
+def test_a_step_prints_nothing_and_stops_for_no_debugger(capsys):
+    [task] = trace_step(Debugged(None))
+    assert (task.role, task.sequences) == ("actor", 4)
+    assert capsys.readouterr().out == ""
