@@ -194,6 +194,8 @@ class Sources:
                 mine, theirs = (
                     of_device[at].get(field.name, field.default) for at in (here, other)
                 )
+                if isinstance(mine, attrs.Factory):  # type: ignore[arg-type]
+                    mine = theirs = value.value
                 if value.value != mine:  # of the run's lengths, say
                     value = attrs.evolve(value, source=DERIVED)
                 elif mine != theirs:

@@ -7,7 +7,7 @@ A job becomes the work of a step (trace.py) and the models that do it; a mapping
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping as Table, Sequence
+from collections.abc import Iterable, Mapping as Table, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -68,6 +68,8 @@ class JobPlan:
     job: PlannableJob
     cluster: Cluster
     work: Plannable
+    pools: tuple[str, ...] = ()
+    """Names of the job's pools on each kind of nodes, where that is decided; else empty."""
 
     def best(self, alternatives: int = 0, cluster: Cluster | None = None) -> Mapping:
         """Return the fastest mapping here, or on another cluster. Raises NothingFitsError."""
@@ -77,7 +79,7 @@ class JobPlan:
 
     def written(self) -> Mapping:
         """Return the mapping that the job's own settings describe. Raises Misfit and NotPlanned."""
-        return as_written(self.job, self.work, self.cluster)
+        return as_written(self.job, self.work, self.cluster, self.pools)
 
 
 class Misfit(HybridFlowError):
@@ -122,7 +124,7 @@ def plannable(job: PlannableJob) -> Plannable:
     kept = tuple(task for task in tasks if task.role in names)
     prompt_tokens = max(1, job.data.max_prompt_tokens)
     work = Workload(kept, prompt_tokens, max(1, job.sampling.max_tokens))
-    unseen = tuple(_unseen_work(tasks, names))
+    unseen = tuple(_unseen_work(tasks, names, job.data.max_prompt_tokens))
     return Plannable(work, (), of_step=unseen, device=job.device).of(job.models)
 
 
@@ -147,13 +149,17 @@ def _planned_models(
     return tuple(models)
 
 
-def _unseen_work(tasks: Sequence[Task], names: set[str]) -> list[str]:
+def _unseen_work(tasks: Sequence[Task], names: set[str], prompt_limit: int) -> list[str]:
     """Remarks on the work of a step whose time or lengths the planner cannot know."""
     # Roles that no model fills are reward functions.
     remarks = []
     functions = sorted({task.role for task in tasks} - names)
     if functions:
         remarks.append(f"reward functions take no time here: {', '.join(functions)}")
+    if not prompt_limit:
+        remarks.append(
+            "data.max_prompt_tokens sets no limit: prompts are planned as one token each"
+        )
     if not any(task.verb == "generate" for task in tasks):
         remarks.append(
             "the lengths of given responses are not known: sampling.max_tokens stands for them"
@@ -230,7 +236,8 @@ def _engine(name: str, placed: PlacedModel, remarks: list[str], device: str) -> 
     # Engines that do not shard along an axis have one rank of it.
     fields: dict[str, Any] = {
         "limits": limits,
-        "keeps_engine": placed.section.generation.keep and placed.rollout_pool is None,
+        # In a pool of its own an engine never sleeps.
+        "keeps_engine": placed.section.generation.keep or placed.rollout_pool is not None,
     }
     if spec.sync.alias:
         fields["lent_params"] = settings.lent_params(_shape(placed), device)
@@ -241,9 +248,11 @@ def _engine(name: str, placed: PlacedModel, remarks: list[str], device: str) -> 
     return fields
 
 
-def as_written(job: PlannableJob, work: Plannable, cluster: Cluster) -> Mapping:
+def as_written(
+    job: PlannableJob, work: Plannable, cluster: Cluster, decided: Sequence[str] = ()
+) -> Mapping:
     """Return the mapping that the config itself says, its pools on the kinds of nodes where it is
-    fastest.
+    fastest; or each on the kind at its place in `decided`.
 
     Raises Misfit, and NotPlanned for what the planner has no figures of.
     """
@@ -264,7 +273,10 @@ def as_written(job: PlannableJob, work: Plannable, cluster: Cluster) -> Mapping:
     planners = [PoolPlanner(nodes, work.workload, work.models) for nodes in cluster.nodes]
     best: Mapping | None = None
     misfit = Misfit("its pools do not fit the nodes of any kind")
-    for kinds in itertools.product(range(len(planners)), repeat=len(pools)):
+    every: Iterable[tuple[int, ...]] = itertools.product(range(len(planners)), repeat=len(pools))
+    if decided:
+        every = [tuple(decided.index(name) for name in pools)]
+    for kinds in every:
         if not _enough_devices(planners, pools, kinds):
             continue
         # Another kind may have the memory that this one lacks.
@@ -300,7 +312,7 @@ def _pool_entry(planner: PoolPlanner, job: PlannableJob, name: str, work: Planna
     """Return a pool of the job, with its models as they are placed. Raises Misfit."""
     members = {role: placed for role, placed in job.models.items() if placed.pool == name}
     models = {model.name: model for model in work.models}
-    return _entry(planner, name, job.pools[name].world, members, models)
+    return _entry(planner, name, job.pools[name].world, members, models, work.device)
 
 
 def _entry(
@@ -309,15 +321,17 @@ def _entry(
     devices: int,
     members: dict[str, PlacedModel],
     models: dict[str, PlannedModel],
+    device: str,
 ) -> Entry:
     """Return a pool whose layouts are given. Raises Misfit where its memory is not enough."""
     placed = [
         Member(models[role], planner.option(models[role], one.layout), one.generation)
         for role, one in members.items()
     ]
-    memory = pool_memory(planner, name, placed)
+    memory = pool_memory(planner, name, placed, yields=device != "cpu")
     if not memory.fits:
-        verdict = "refuses to start" if memory.refused else "warns, and tries"
+        refused = memory.refused and device != "cpu"
+        verdict = "refuses to start" if refused else "warns, and tries"
         raise Misfit(f"{memory.problem} (a run {verdict})")
 
     # Engines, beside what all models keep on the devices.

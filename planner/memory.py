@@ -259,7 +259,12 @@ class Memory:
         return self.decoded(model, engines) * room
 
     def decoded(self, model: PlannedModel, engines: GenerationLayout) -> int:
-        """Return how many sequences an engine decodes at once, with a cache for all of them."""
+        """Return how many sequences an engine decodes at once, with a cache for all of them.
+
+        One that no step asks serves validation, with as many as it takes.
+        """
+        if not self.simulator.workload.of(model.name, "generate"):
+            return model.limits.max_sequences
         asked = [task.sequences for task in self.simulator.workload.of(model.name, "generate")]
         replicas = engines.train.world // (engines.pp * engines.tp)
         return min(-(-max(asked, default=0) // replicas), model.limits.max_sequences)

@@ -1,10 +1,10 @@
 """What the models of a placed pool take of one device: each phase, and what is left to engines.
 
 With R, the bytes at rest of all models, and for each engine W of weights beside the trained ones,
-C of cache and G that its passes work with,
+C of cache and G that its passes work with, CUDA graphs included,
 
-    role reads or trains       R + its additional bytes + W + C of engines that stay
-    role generates             R + W + C + G
+    role reads or trains       R + its additional bytes + W + C + graphs of engines that stay
+    role generates             R + W + C + G + the same of other engines that stay
 
 The largest counts. Nothing else is on the device while a phase runs: models work one after the
 other.
@@ -50,7 +50,7 @@ class EngineBytes:
     def at_rest(self, model: PlannedModel) -> float:
         """Return what stays while models read and train."""
         if model.keeps_engine:
-            return self.weights + self.cache
+            return self.weights + self.cache + model.limits.graphs_gb * GB
         return self.weights if model.limits.stays else 0.0
 
 
@@ -64,16 +64,27 @@ def pool_memory(
     options = [member.option for member in members if member.option is not None]
     resident = sum(option.bytes.resident for option in options)
     most = max((option.most for option in options), default=0.0)
-    engines = {
-        member.model.name: _engine(planner, member, resident, most, yields)
-        for member in members
-        if member.engines is not None
+
+    # Engines that stay share what is left, each beside the weights of the others.
+    placed = [member for member in members if member.engines is not None]
+    weights = {member.model.name: _weights(planner, member) for member in placed}
+    sharing = sum(member.model.keeps_engine for member in placed)
+    engines = {}
+    for member in placed:
+        others = sum(
+            weights[other.model.name]
+            for other in placed
+            if other is not member and (other.model.keeps_engine or other.model.limits.stays)
+        )
+        count = sharing if member.model.keeps_engine else 1
+        own = weights[member.model.name]
+        engines[member.model.name] = _engine(
+            planner, member, own, resident + others, most, count, yields
+        )
+    at_rest = {
+        member.model.name: engines[member.model.name].at_rest(member.model) for member in placed
     }
-    stays = sum(
-        engines[member.model.name].at_rest(member.model)
-        for member in members
-        if member.engines is not None
-    )
+    stays = sum(at_rest.values())
 
     # The phases, the fullest first.
     rest = tuple(
@@ -89,12 +100,14 @@ def pool_memory(
             read = (f"{name}'s forward pass", option.bytes.inference)
             phases.append((f"while {name} reads", (*rest, read, *kept)))
     for name, engine in engines.items():
-        own = (
+        itself = (
             ("the engine's weights", engine.weights),
             ("its cache", engine.cache),
             ("its passes", engine.working),
         )
-        phases.append((f"while {name} generates", (*rest, *own)))
+        others = stays - at_rest[name]
+        beside: Parts = (("other engines", others),) if others else ()
+        phases.append((f"while {name} generates", (*rest, *itself, *beside)))
     when, parts = max(phases, key=lambda phase: _total(phase[1]))
     return PoolMemory(
         pool=pool,
@@ -133,36 +146,42 @@ def _training(planner: PoolPlanner, option: Option) -> Parts:
     )
 
 
+def _weights(planner: PoolPlanner, member: Member) -> float:
+    """Return the bytes of an engine's weights beside those of the model in its process."""
+    assert member.engines is not None
+    if member.option is not None:
+        layout = member.option.layout
+        return planner.sizes.engine_weights(member.model, layout, member.engines)
+    shards = member.engines.pp * member.engines.tp
+    return member.model.size.params * member.model.limits.weight_bytes / shards
+
+
 def _engine(
-    planner: PoolPlanner, member: Member, resident: float, most: float, yields: bool
+    planner: PoolPlanner,
+    member: Member,
+    weights: float,
+    resident: float,
+    most: float,
+    sharing: int,
+    yields: bool,
 ) -> EngineBytes:
-    """Return the bytes of an engine, whose cache gets what the models leave."""
+    """Return the bytes of one of `sharing` engines whose caches get what the models leave."""
     model = member.model
     limits = model.limits
     sizes = planner.sizes
     assert member.engines is not None
-    if member.option is not None:
-        weights = sizes.engine_weights(model, member.option.layout, member.engines)
-    else:
-        shards = member.engines.pp * member.engines.tp
-        weights = model.size.params * limits.weight_bytes / shards
-    working = sizes.generating(model, member.engines)
 
     # At least one sequence, at most what the settings and the others leave.
     needed = sizes.cache_needed(model, member.engines)
-    one = needed / max(1, sizes.decoded(model, member.engines))
-    room = float(planner.cache(model, member.engines, resident, weights, most))
+    one = needed / sizes.decoded(model, member.engines)
+    free = float(planner.cache(model, member.engines, resident, weights, most))
+    room = max(free / sharing, one)
     cache = room if yields else planner.cache_limit(model, member.engines)
-    if limits.grows:
+    if limits.grows or limits.unlimited:
         cache = min(cache, needed)
-    left = planner.nodes.memory - resident - (most if model.keeps_engine else 0.0)
     return EngineBytes(
         weights,
         max(cache, one),
-        working,
-        EngineRoom(
-            device=planner.nodes.device.memory_gb * GB,
-            share=max(left - limits.graphs_gb * GB, 0.0),
-            cache=max(room, one),
-        ),
+        sizes.generating(model, member.engines),
+        EngineRoom(device=planner.nodes.device.memory_gb * GB, share=weights + room, cache=room),
     )

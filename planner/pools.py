@@ -318,12 +318,13 @@ class PoolPlanner:
         engine's weights take `weights` beside them: numbers, or arrays of one shape, which give an
         array:
 
-            min(usable - resident - weights - max(working, most of an engine that stays),
+            min(usable - resident - weights - max(working, graphs + most of an engine that stays),
                 its own limit)
         """
         # Beside the cache there is what its passes work with, or what models train with.
         working = self.sizes.generating(model, engines)
-        beside = np.maximum(working, most) if model.keeps_engine else working
+        graphs = model.limits.graphs_gb * GB
+        beside = np.maximum(working, most + graphs) if model.keeps_engine else working
 
         left = self.nodes.memory - resident - weights - beside
         return np.minimum(left, self.cache_limit(model, engines))

@@ -22,6 +22,9 @@ from hybridflow.planner.needs import Member, pool_memory
 from hybridflow.planner.pools import PoolPlanner
 from hybridflow.planner.switches import Switches
 
+LEAST = 1e-6
+"""The usable share of a device on which nothing is free."""
+
 
 def job_memory(job: PlannableJob, devices: Table[str, DeviceMemory]) -> list[PoolMemory]:
     """Return what the job takes of the devices of each pool, as Planner.memory does."""
@@ -38,7 +41,9 @@ def job_memory(job: PlannableJob, devices: Table[str, DeviceMemory]) -> list[Poo
     if all(memory.fits for memory in found):
         return found
 
-    lines = _remedies(JobPlan(job, Cluster(tuple(kinds.values())), work))
+    # Each pool stays on its own devices.
+    cluster = Cluster(tuple(kinds.values()))
+    lines = _remedies(JobPlan(job, cluster, work, pools=tuple(kinds)))
     return [memory if memory.fits else attrs.evolve(memory, remedies=lines) for memory in found]
 
 
@@ -47,7 +52,7 @@ def _nodes(memory: DeviceMemory, world: int) -> Nodes:
     # Rates decide only which of several remedies comes first.
     device = attrs.evolve(DEVICES["h100-80gb"], memory_gb=memory.total / GB, name="device")
     share = Efficiency().usable
-    usable = min(share, memory.free / memory.total)
+    usable = max(min(share, memory.free / memory.total), LEAST)
     return Nodes(device, 1, world, between_gbs=25.0, efficiency=Efficiency(usable=usable))
 
 
@@ -68,7 +73,7 @@ def _pool(work: Plannable, nodes: Nodes, name: str, members: Table[str, PlacedMo
     for role, one in members.items():
         model = models[role]
         option = planner.option(model, one.layout) if one.pool == name else None
-        here = (one.rollout_pool or one.pool) == name and planner.generates(model)
+        here = (one.rollout_pool or one.pool) == name
         placed.append(Member(model, option, one.generation if here else None))
     return pool_memory(planner, name, placed, yields=work.device != "cpu")
 

@@ -392,7 +392,7 @@ def _engine(choice: Choice, devices: int) -> str:
 def _kept(pool: Pool) -> float:
     """Return the bytes of a device that engines keep while models read and train."""
     return sum(
-        choice.weights_bytes + choice.cache_bytes
+        choice.weights_bytes + choice.cache_bytes + 1e9 * choice.option.model.limits.graphs_gb
         for choice in pool.entry.choices
         if choice.option.model.keeps_engine
     )

@@ -272,7 +272,8 @@ def _sorted(values: tuple[Any, ...], now: Any, device: str) -> tuple[Any, ...]:
     Names are of precisions: none wider than the present one is of use, and on CPUs none narrower.
     """
     if isinstance(now, str):
-        return (now,) if device == "cpu" else values[values.index(now) :]
+        known = device != "cpu" and now in values
+        return values[values.index(now) :] if known else (now,)
     if now in values:
         return values
     rising = len(values) < 2 or values[0] < values[-1]

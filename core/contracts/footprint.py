@@ -165,6 +165,11 @@ class EngineLimits:
     graphs_gb: float = attrs.field(default=0.0, validator=non_negative)
     """Memory of CUDA graphs beside the share, in GB."""
 
+    @property
+    def unlimited(self) -> bool:
+        """Whether nothing is said of the cache's size."""
+        return self.memory_share is None and self.cache_gb is None and self.cache_tokens is None
+
 
 @attrs.frozen(kw_only=True)
 class EngineRoom:

@@ -137,7 +137,12 @@ class Reader:
         if hf_config is not None:
             settings = {**device_defaults(config_class, self.device, hf_config), **settings}
         config, problems = salvage(settings, config_class, path)
-        self.problems += [_with_scope(problem, kind, path) for problem in problems]
+        problems = [_with_scope(problem, kind, path) for problem in problems]
+        if "name" not in table and name != registry().default(kind):
+            usual = registry().default(kind)
+            because = f"; {name} is the default on {self.device}: for another set {path}.name"
+            problems = [f'{problem}{because}, as in "{usual}"' for problem in problems]
+        self.problems += problems
         return None if config is None else Choice(name, plugin, config, not problems)
 
     def algorithm(self) -> tuple[str, Algorithm | None]:

@@ -183,7 +183,7 @@ def resolve_job(
     each = algorithm.updates_per_step()
     updates = None if each is None else each * run.steps
     prompts = [one.max_prompt_tokens for one in (data, validation_data) if one is not None]
-    tokens = max(prompts) + sampling.max_tokens
+    tokens = max(prompts) + sampling.max_tokens if all(prompts) else None
     resolver = RoleResolver(reader, pools, run, sampling, earlier, updates, tokens)
     for role in roles:
         resolver.resolve(role, generates=role.generates or (validates and role.name == "actor"))

@@ -21,7 +21,7 @@ import attrs
 
 from hybridflow.core.config.load import merge
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.contracts.rollout import engine_settings
+from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import ConfigError, HybridFlowError
@@ -116,7 +116,7 @@ class RoleResolver:
 
     `earlier` are the jobs of the stages before this one, None for those with problems. `updates` is
     the number of optimizer steps of the run, None where the algorithm does not say; `tokens` are
-    those of the longest prompt with the longest response.
+    those of the longest prompt with the longest response, None where prompts have no limit.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RoleResolver:
         sampling: SamplingSection,
         earlier: Mapping[str, Job | None],
         updates: int | None,
-        tokens: int,
+        tokens: int | None,
     ):
         self.reader = reader
         self.pools = pools
@@ -349,9 +349,12 @@ class RoleResolver:
 
     def _engine(self, choice: Choice | None) -> Choice | None:
         """Return a rollout engine with settings for the run's longest sequences, on a GPU."""
-        if choice is None or choice.config is None or self.reader.device == "cpu":
+        if choice is None or self.tokens is None or self.reader.device == "cpu":
             return choice
-        return attrs.evolve(choice, config=engine_settings(choice.config).up_to(self.tokens))
+        # A config that says nothing of itself stays as it is.
+        if not isinstance(choice.config, EngineSettings):
+            return choice
+        return attrs.evolve(choice, config=choice.config.up_to(self.tokens))
 
     def _optimizer(self, given: OptimizerConfig, problems: list[str]) -> OptimizerConfig | None:
         """Return the optimizer, whose schedule ends with the run unless it says when it does."""

@@ -7,19 +7,21 @@ leave. On CPUs, whose memory is everybody's, there are warnings alone.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from hybridflow.core.contracts.planner import DeviceMemory, NotPlanned, PoolMemory
-from hybridflow.core.contracts.rollout import engine_settings
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.contracts.planner import DeviceMemory, PoolMemory
+from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
+from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.placement import planner_of
 from hybridflow.core.values.units import amount
 from hybridflow.core.workers.device_memory import Found
 
+log = logging.getLogger(__name__)
 HINT = (
     "smaller micro_batch_tokens, recomputation (activation_checkpointing), offload = true or "
     "generation.keep = false take less"
@@ -66,16 +68,22 @@ def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str]
     if not job.planner:
         say("memory: not checked, as no planner is installed")
         return job
+    # Advice alone: what a plugin of somebody's raises here must not end a run that may work.
     try:
         pools = planner_of(job).memory(job, devices)
-    except (NotPlanned, ConfigError) as error:
+    except HybridFlowError as error:
         say(f"memory: not checked: {error}")
+        return job
+    except Exception as error:
+        log.debug("the planner's formulas of memory", exc_info=True)
+        say(f"memory: not checked: {type(error).__name__}: {error}")
         return job
 
     problems = []
+    lines = []
     for pool in pools:
         if pool.fits:
-            say(
+            lines.append(
                 f"memory: pool {pool.pool} holds at most {amount(pool.needed)} per device, "
                 f"{pool.when}, of {amount(pool.usable)} usable"
             )
@@ -84,11 +92,13 @@ def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str]
         if job.device != "cpu" and pool.refused:
             problems.append(problem)
         else:
-            say(f"warning: {problem}")
+            lines.append(f"warning: {problem}")
     if problems:
         raise ConfigError(
             [f'{problem}; run.preflight = "off" tries it all the same' for problem in problems]
         )
+    for line in lines:
+        say(line)
     return job if job.device == "cpu" else _with_rooms(job, pools, say)
 
 
@@ -110,9 +120,11 @@ def _with_rooms(job: Job, pools: Sequence[PoolMemory], say: Callable[[str], None
         for role, room in pool.rooms.items():
             placed = models[role]
             config = placed.spec.engine_config
-            # An engine without settings of its own has no limits either.
-            within = engine_settings(config).within(room)
-            if config is None or within == config:
+            # A config that says nothing of itself has no limits either.
+            if not isinstance(config, EngineSettings):
+                continue
+            within = config.within(room)
+            if within == config:
                 continue
             spec = attrs.evolve(placed.spec, engine_config=within)
             models[role] = attrs.evolve(placed, spec=spec)

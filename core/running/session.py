@@ -10,7 +10,8 @@ Session        starts the runtime and the pools, then builds the worker groups i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ import torch
 
 from hybridflow.core.context import StepContext
 from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.planner import DeviceMemory
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.runtime import Runtime
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
-from hybridflow.core.errors import ModelError
+from hybridflow.core.errors import ConfigError, ModelError
 from hybridflow.core.groups.group import Future, Pool, WorkerGroup
 from hybridflow.core.job.job import Job, ModelRole, PlacedModel
 from hybridflow.core.plugins import registry
@@ -45,6 +47,9 @@ from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.model_worker import Built, ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
 from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
+
+PATIENCE_S = (2.0, 8.0)
+"""Seconds before the memory of devices is looked at again, where it is too little."""
 
 
 @attrs.frozen(eq=False)
@@ -171,14 +176,31 @@ class Session:
         where models need more than their devices have.
         """
         job = self.job
-        found = {}
-        for name, pool in self.pools.items():
-            group = self.make_group(DeviceWorker, pool, name=f"{name}.devices")
-            found[name] = group.memory().result()
+        groups = {
+            name: self.make_group(DeviceWorker, pool, name=f"{name}.devices")
+            for name, pool in self.pools.items()
+        }
+        for name, group in groups.items():
             if job.device == "cuda" and torch_allocates(job, name):
                 group.grow_segments().result()
+        if job.run.preflight == "on":
+            job = self._preflight(groups)
+        for group in groups.values():
             group.close()
-        return job if job.run.preflight == "off" else preflight(job, devices_of(found), self.say)
+        return job
+
+    def _preflight(self, groups: Mapping[str, WorkerGroup]) -> Job:
+        """Return the job within the memory of its devices. Raises ConfigError where it is too much.
+
+        Processes of before may take a moment to give back theirs.
+        """
+        job = self.job
+        for patience in PATIENCE_S:
+            try:
+                return preflight(job, _memory(groups), self.say)
+            except ConfigError:
+                time.sleep(patience)
+        return preflight(job, _memory(groups), self.say)
 
     def _build(self, main: Pool) -> None:
         """Build the models, their engines and the scorers, and report how weights are synced."""
@@ -327,6 +349,11 @@ class Session:
     def rows(self, name: str, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` of the data set `name`, which draws nothing."""
         return self.tasks.rows(name, start, stop)
+
+
+def _memory(groups: Mapping[str, WorkerGroup]) -> dict[str, DeviceMemory]:
+    """Return the memory of each pool's devices as it is now."""
+    return devices_of({name: group.memory().result() for name, group in groups.items()})
 
 
 def extras(role: ModelRole) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from pathlib import Path
 
 import attrs
@@ -13,6 +15,8 @@ from hybridflow.core.rollouts.weight_sync import node_name
 
 CGROUP = Path("/sys/fs/cgroup")
 """Where Linux tells the limits of a container (cgroups, version 2)."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with settings of torch's allocator."""
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -35,6 +39,9 @@ class DeviceWorker(Worker):
         """Return the device's memory as it is now; None where the system does not tell."""
         device = self.context.device
         if device.type == "cuda":
+            # What models of before have left in this process is free, too.
+            gc.collect()
+            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
             return Found(node_name(), total, free, shared=False)
         host = host_memory()
@@ -44,8 +51,11 @@ class DeviceWorker(Worker):
     def grow_segments(self) -> None:
         """Map memory in segments that grow, which leaves fewer gaps between tensors.
 
-        It holds for what this process allocates from now on.
+        It holds for what this process allocates from now on. Settings of the allocator that are in
+        the environment stay as they are.
         """
+        if any(name in os.environ for name in ALLOCATOR):
+            return
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
@@ -63,7 +73,17 @@ def host_memory() -> tuple[int, int] | None:
     # A limit may be absent, and may be the word "max".
     try:
         limit = int((CGROUP / "memory.max").read_text())
-        taken = int((CGROUP / "memory.current").read_text())
+        taken = int((CGROUP / "memory.current").read_text()) - _file_pages()
     except (OSError, ValueError):
         return total, free
     return min(total, limit), min(free, max(limit - taken, 0))
+
+
+def _file_pages() -> int:
+    """Return the bytes of files that were read and that the container can drop; 0 if not told."""
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    stats = dict(line.split() for line in lines)
+    return int(stats.get("inactive_file", 0))

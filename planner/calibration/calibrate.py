@@ -177,7 +177,7 @@ def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
     backend = dict(given.get("actor", {}).get("backend", {}))
     rollout = dict(given.get("rollout", {}))
     backend.setdefault("name", registry().default("training_backend"))
-    rollout.setdefault("name", registry().default("rollout_engine"))
+    rollout.setdefault("name", registry().default("rollout_engine", device))
 
     # A config like any other; the algorithm only takes times, and the data is not looked at.
     roles = _roles(backend, rollout["name"], device, devices)

@@ -132,3 +132,54 @@ def test_a_pool_of_engines_has_their_weights_and_caches_alone():
         "the engine's weights": 4 * PARAMS,
         "its cache": 8 * 32 * TOKEN,
     }
+
+
+def test_cuda_graphs_stay_with_the_engine_and_its_share_is_what_is_left_of_them():
+    """Room for two sequences beside 0.5 MB of graphs."""
+    keeps = changed(ACTOR, keeps_engine=True, graphs_gb=0.0005)
+    planner = planner_of(1000, keeps)
+    kept = pool_memory(planner, "main", members_of(planner, keeps))
+    assert dict(kept.parts)["engines"] == 4 * PARAMS + 8 * 32 * TOKEN + 0.5e6
+
+    bare = kept.needed - 8 * 32 * TOKEN
+    planner = planner_of((bare + 2 * 32 * TOKEN) / 1e6, keeps)
+    found = pool_memory(planner, "main", members_of(planner, keeps))
+    room = found.rooms["actor"]
+    assert found.fits and found.needed == pytest.approx(found.usable)
+    assert room.cache == pytest.approx(2 * 32 * TOKEN)
+    assert room.share == pytest.approx(4 * PARAMS + 2 * 32 * TOKEN)
+
+
+def test_an_engine_that_says_nothing_of_its_cache_counts_what_the_sequences_need():
+    silent = changed(ACTOR, grows=False, keeps_engine=True)
+    planner = planner_of(1000, silent)
+    found = pool_memory(planner, "main", members_of(planner, silent), yields=False)
+    assert dict(found.parts)["engines"] == 4 * PARAMS + 8 * 32 * TOKEN
+
+
+def test_an_engine_that_no_step_asks_serves_validation():
+    """It decodes as many sequences as it takes, 3 here."""
+    asked = changed(ACTOR, max_sequences=3, keeps_engine=True)
+    planner = planner_of(1000, asked)
+    planner = PoolPlanner(planner.nodes, Workload(STEP.tasks[1:2], 16, 16), (asked,))
+    found = pool_memory(planner, "main", members_of(planner, asked))
+    assert dict(found.parts)["engines"] == 4 * PARAMS + 3 * 32 * TOKEN
+
+
+def test_two_engines_that_stay_share_what_is_left():
+    one = changed(ACTOR, keeps_engine=True, grows=False, trained=False)
+    size = one.size.params * 4
+    step = Workload((Task("one", "generate", 8), Task("two", "generate", 8)), 16, 16)
+    models = [
+        planned(name, SHAPE, rollout_bytes=4, weight_bytes=4, keeps_engine=True, cache_gb=1.0)
+        for name in ("one", "two")
+    ]
+    device = Device(4 * size / 1e9 + 0.01, 50, 1000, 100, name="small")
+    nodes = Nodes(device, 1, 1, 10, Efficiency(usable=1.0))
+    planner = PoolPlanner(nodes, step, tuple(models))
+    members = [Member(m, planner.option(m, laid_out()), engines(1)) for m in models]
+    found = pool_memory(planner, "main", members)
+    assert found.fits and found.needed == pytest.approx(found.usable)
+    for room in found.rooms.values():
+        assert room.cache == pytest.approx(0.005e9)
+        assert room.share == pytest.approx(size + 0.005e9)

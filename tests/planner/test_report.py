@@ -112,11 +112,12 @@ def test_the_kinds_of_several_pools_are_said(config, tmp_path):
 
 
 def test_what_an_engine_keeps_is_in_the_memory_of_the_other_phases(config):
+    # A quarter of 80 GB, and CUDA graphs beside it
     keeps = ["rollout=vllm", "rollout.dtype=bfloat16", "rollout.gpu_memory=0.25"]
     row = r"^actor.* (\d+)% while \w+ \w+(, [\d.]+ of it the engine's)?$"
     share, told = re.search(row, printed(config, keeps, cluster="a100-80gb:1x8"), re.M).groups()
     dropped = re.search(
         row, printed(config, [*keeps, "actor.generation.keep=false"], cluster="a100-80gb:1x8"), re.M
     ).groups()
-    assert told == ", 20.0 of it the engine's" and dropped[1] is None
+    assert told == ", 21.0 of it the engine's" and dropped[1] is None
     assert int(share) - int(dropped[0]) in (27, 28, 29)  # 20 of 72 GB

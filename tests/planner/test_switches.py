@@ -56,7 +56,7 @@ def seconds_of(path, cluster, lines):
         (
             "30b_a3b_grpo",
             "h100-80gb:2x8@3200",
-            {"actor.backend.activation_checkpointing = true"},
+            {"actor.generation.keep = false", "actor.backend.activation_checkpointing = true"},
         ),
         ("30b_a3b_grpo", "h200-141gb:2x8@3200", {"actor.generation.keep = false"}),
         ("05b_grpo", "h200-141gb:1x1", set()),

@@ -233,3 +233,19 @@ def test_of_a_plugins_device_defaults_those_count_that_it_has():
     assert device_defaults(Own, "cuda", fields) == {"dtype": "qwen2"}
     assert device_defaults(Own, "cpu", fields) == {}
     assert device_defaults(RunSection, "cuda", fields) == {}
+
+
+def test_settings_of_an_engine_that_is_not_named_say_which_one_it_is(monkeypatch):
+    mine = Registry().load()
+    usual = mine.descriptor("rollout_engine", "transformers")
+    config = "hybridflow.backends.vllm.config:VLLMConfig"
+    other = attrs.evolve(usual, name="other", config=config, default=False, default_on={"cuda": 1})
+    mine.add(other)
+    monkeypatch.setattr(reader_module, "registry", lambda: mine)
+    reader = Reader({"run": {"device": "cuda"}})
+    reader.plugin("rollout_engine", {"sync_every": 4}, "rollout")
+    [problem] = reader.problems
+    assert "sync_every: unknown key" in problem
+    assert problem.endswith(
+        'other is the default on cuda: for another set rollout.name, as in "transformers"'
+    )

@@ -119,3 +119,27 @@ def test_memory_is_torchs_where_no_other_library_moves_it_and_no_other_process_r
     hosted = attrs.evolve(actor, spec=attrs.evolve(actor.spec, engine_config=own))
     for placed in (apart, hosted):
         assert not torch_allocates(attrs.evolve(job, models={"actor": placed}), "main")
+
+
+@attrs.frozen
+class Foreign:
+    """Settings of an engine that say nothing of what it takes."""
+
+    beams: int = 5
+
+
+def test_settings_that_say_nothing_of_themselves_stay(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        module, "planner_of", lambda job: Answers(pool(60e9, rooms={"actor": ROOM}))
+    )
+    job = attrs.evolve(job_of(tmp_path), device="cuda")
+    actor = job.models["actor"]
+    spec = attrs.evolve(actor.spec, engine_config=Foreign(7))
+    job = attrs.evolve(job, models={"actor": attrs.evolve(actor, spec=spec)})
+    after = preflight(job, DEVICES, lambda line: None)
+    assert after.models["actor"].spec.engine_config == Foreign(7)
+
+
+def test_whatever_a_plugin_raises_ends_no_run(monkeypatch, tmp_path):
+    _, said = asked(monkeypatch, tmp_path, TypeError("limits() takes 1 positional argument"))
+    assert said == ["memory: not checked: TypeError: limits() takes 1 positional argument"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hybridflow.core.contracts.capabilities import EngineCapabilities, TrainingCapabilities
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.errors import DataError, HybridFlowError, ModelError
+from hybridflow.core.errors import ConfigError, DataError, HybridFlowError, ModelError
 from hybridflow.core.plugins import Descriptor
 from hybridflow.core.plugins.registry import Registry
 from hybridflow.core.running import session as session_module
@@ -143,6 +143,35 @@ def test_what_cannot_be_built_ends_the_runtime_and_says_what_was_begun(tmp_path)
     assert said[3] == "building actor"
     runtime: Any = session.runtime
     assert runtime.processes == []
+
+
+def test_memory_that_is_too_little_is_looked_at_again(tmp_path, monkeypatch):
+    """Processes of before may still hold it: the third look finds enough."""
+    looks = []
+
+    def too_little_twice(job, devices, say):
+        looks.append(devices["main"].free)
+        if len(looks) < 3:
+            raise ConfigError("too little")
+        return job
+
+    monkeypatch.setattr(session_module, "PATIENCE_S", (0.0, 0.0))
+    monkeypatch.setattr(session_module, "preflight", too_little_twice)
+    job = job_of(tmp_path)
+    with Session(job, prepare(job)):
+        assert len(looks) == 3
+
+    looks.clear()
+    monkeypatch.setattr(session_module, "PATIENCE_S", (0.0,))
+    with pytest.raises(ConfigError, match="too little"), Session(job, prepare(job)):
+        pass
+    assert len(looks) == 2
+
+    # Nothing is looked at where it is off.
+    looks.clear()
+    off = attrs.evolve(job, run=attrs.evolve(job.run, preflight="off"))
+    with Session(off, prepare(off)):
+        assert not looks
 
 
 def test_a_role_is_sent_the_columns_that_its_backend_and_its_engine_declare(tiny, monkeypatch):

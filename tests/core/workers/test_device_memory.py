@@ -48,6 +48,14 @@ def test_a_containers_limit_counts_where_it_is_less(machine, limit, taken, expec
     assert host_memory() == tuple(size * KB for size in expected)
 
 
+def test_files_that_were_read_are_not_taken(machine):
+    """Of 60,000 kB taken 25,000 are of files that the container can drop."""
+    (machine / "memory.max").write_text(f"{80000 * KB}\n")
+    (machine / "memory.current").write_text(f"{60000 * KB}\n")
+    (machine / "memory.stat").write_text(f"anon 1\ninactive_file {25000 * KB}\n")
+    assert host_memory() == (80000 * KB, 45000 * KB)
+
+
 def test_a_rank_on_a_cpu_shares_its_machines_memory(machine):
     with one_rank() as context:
         found = DeviceWorker(context).memory()
@@ -67,7 +75,15 @@ def test_segments_grow_by_the_allocators_own_setting(monkeypatch):
     set_to = []
     real = torch.cuda.memory._set_allocator_settings
     assert list(inspect.signature(real).parameters) == ["env"]
+    for name in module.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", set_to.append)
+    with one_rank() as context:
+        DeviceWorker(context).grow_segments()
+    assert set_to == ["expandable_segments:True"]
+
+    # Who has settings of the allocator in the environment keeps them.
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     with one_rank() as context:
         DeviceWorker(context).grow_segments()
     assert set_to == ["expandable_segments:True"]
