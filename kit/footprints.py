@@ -331,6 +331,8 @@ class FullyShardedLayers(Sharding):
     """Weights that were gathered for the forward pass stay until the backward pass."""
     whole_below: int = attrs.field(default=0, validator=non_negative)
     """Layers of fewer parameters are gathered all at once and stay until the end of the call."""
+    plain_alone: bool = False
+    """One rank by itself computes with its own weights: nothing is gathered or reduced."""
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
@@ -338,6 +340,8 @@ class FullyShardedLayers(Sharding):
         """Return what a rank holds and moves, as TrainingSettings.footprint does."""
         # Everything is spread over dp.
         held = self.held(size, layout, trained, (1, 1, 1))
+        if self.plain_alone and layout.world == 1:
+            return self._alone(size, layout, trained, held, micro_batches)
         shards = self.shards(layout.dp)
         at_once = size.layer_params < self.whole_below
         forward, backward = self._gathered(size, layout, shards, at_once)
@@ -378,6 +382,37 @@ class FullyShardedLayers(Sharding):
             training=training,
             update=self.reduction(size, layout, micro_batches, gathers=False),
             step_traffic=self.step_traffic(size, layout, shards),
+        )
+
+    def _alone(
+        self,
+        size: ModelSize,
+        layout: ParallelLayout,
+        trained: bool,
+        held: Held,
+        micro_batches: int,
+    ) -> Footprint:
+        """Return the footprint of a rank by itself, which has all weights and gathers nothing.
+
+        Each gradient is made once, and from the second micro-batch on added to that of before. At
+        the end the embedding's is made, beside the head's.
+        """
+        resident = self.resident(size, held, trained, self.keeps_gradients)
+        if not trained:
+            return Footprint(resident=resident)
+        share = size.trained_share
+        earlier = held.gradients if micro_batches > 1 else 0.0
+        embedding = size.embedding_params * self.compute_bytes * share
+        head = size.head_params * self.compute_bytes * share
+        return Footprint(
+            resident=resident,
+            training=(
+                Phase(earlier, "forward"),
+                Phase(earlier, "head"),
+                Phase(earlier + head, "layer"),
+                Phase(held.gradients + embedding + head),
+            ),
+            step_traffic=self.step_traffic(size, layout, 1),
         )
 
     def _gathered(

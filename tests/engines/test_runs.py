@@ -26,7 +26,7 @@ ENGINES = {
 @pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=matrix)])
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
     pytest.importorskip(name)
-    kills, steps = (5, 20) if EVERY else (2, 8)
+    kills, steps = (5, 20) if EVERY else (1, 5)
     settings = [f"run.steps={steps}", *ENGINES[name]]
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     for folder in (whole, hit):

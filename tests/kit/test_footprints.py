@@ -211,6 +211,24 @@ def test_fsdp_reduces_gradients_in_every_micro_batch():
     assert alone[-2:] == (Phase(whole + 4.0 * WHOLE), Phase(2 * 4.0 * WHOLE))
 
 
+def test_a_rank_by_itself_may_gather_and_reduce_nothing():
+    """Weights and two moments of 4 bytes; gradients of 4; an embedding and a head of 40 parameters."""
+    way = FullyShardedLayers(weight_bytes=4, optimizer_bytes=8, compute_bytes=4, plain_alone=True)
+    alone = made(way, ParallelLayout())
+    assert alone.resident == 12.0 * WHOLE
+    assert (alone.reading, alone.ahead, alone.begun) == (0.0, 0.0, 0.0)
+    assert alone.training == (
+        Phase(0.0, "forward"),
+        Phase(0.0, "head"),
+        Phase(160.0, "layer"),
+        Phase(4.0 * WHOLE + 160 + 160),
+    )
+    several = made(way, ParallelLayout(), micro_batches=2).training
+    assert several[0] == Phase(4.0 * WHOLE, "forward")
+    assert several[2] == Phase(4.0 * WHOLE + 160, "layer")
+    assert made(way, DP4) == made(attrs.evolve(way, plain_alone=False), DP4)
+
+
 def test_what_is_on_the_host_takes_nothing_of_the_device():
     way = FullyShardedLayers(on_host=True)
     assert made(way).resident == 0.0 and way.execution(False).from_host
