@@ -1,7 +1,7 @@
 """What a run says before it begins that its devices will hold, beside what they hold: for configurations drawn by a seed, each
 with its embedded engine, in float32 and bfloat16, with and without recomputation, on one rank and on two.
 
-python bench/preflight.py                   12 configurations, about 8 minutes on two cores
+python bench/preflight.py                   12 configurations, about 15 minutes on two cores
 python bench/preflight.py --seed 7          others
 
 Bytes are those of all tensors of a rank, counted at the allocator as in bench/memory.py, while the actor generates and while it
@@ -28,12 +28,13 @@ from common import emit
 from memory import MODELS, CountedWorker
 
 import hybridflow.core.running.session as session
+from hybridflow.core.contracts.planner import DeviceMemory
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.worker import register
 from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.workers.device_memory import host_memory
 from hybridflow.planner.calibration.probes import Likelihood, made_up
-from hybridflow.planner.preflight import DeviceMemory, job_memory
+from hybridflow.planner.preflight import job_memory
 
 BAR = 0.1
 CONFIGURATIONS = 12

@@ -218,7 +218,7 @@ def hinted(plan: JobPlan, error: NothingFitsError) -> NothingFitsError:
     if trial is None:
         return NothingFitsError(
             [
-                f"{problem}; not even keep = false, offload, recomputation and smaller "
+                f"{problem}; not even keep = false, offload, recomputation, bfloat16 and smaller "
                 "micro-batches make it fit"
                 for problem in error.problems
             ]

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.installed import stand_in
 from helpers.tiny import GRPO
+from hybridflow.core.contracts.footprint import EngineRoom
 from hybridflow.core.launch import load_config
 from hybridflow.core.names import is_installed
 
@@ -90,6 +91,15 @@ class EngineSettings:
     def test_engines_on_one_device_share_half_of_it(self):
         assert self.config(gpu_memory=0.4).one_of(1).gpu_memory == 0.4
         assert self.config(gpu_memory=0.4).one_of(4).gpu_memory == 0.125
+
+    def test_a_context_is_that_of_the_runs_longest_sequences_unless_it_is_given(self):
+        assert self.config().up_to(4096).max_length == 4096
+        assert self.config(max_length=1024).up_to(4096).max_length == 1024
+
+    def test_a_room_limits_the_share_of_the_device(self):
+        room = EngineRoom(device=80e9, share=24e9, cache=20e9)
+        assert self.config(gpu_memory=0.6).within(room).gpu_memory == pytest.approx(0.3)
+        assert self.config(gpu_memory=0.2).within(room).gpu_memory == 0.2
 
     def test_weights_can_be_compared_in_full_at_every_sync(self, installed, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

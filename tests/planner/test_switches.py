@@ -163,7 +163,7 @@ def test_where_no_settings_help_the_error_says_so():
     plan = planned(PLANS / "70b_ppo.toml", "h100-80gb:1x8")
     assert Switches(plan).that_fit() is None
     [first, *_] = hinted(plan, NothingFitsError(["too large"])).problems
-    assert first.startswith("too large; not even keep = false, offload, recomputation")
+    assert first.startswith("too large; not even keep = false, offload, recomputation, bfloat16")
     with pytest.raises(NothingFitsError, match="not even"):
         AutoMapping().plan(plan.job, "h100-80gb:1x8")
 

@@ -53,15 +53,8 @@ def test_on_cuda_it_generates_in_bfloat16():
     assert SGLangConfig.defaults_on("cpu", {}) == {}
 
 
-def test_a_context_is_that_of_the_runs_longest_sequences_unless_it_is_given():
-    assert SGLangConfig().up_to(4096).max_length == 4096
-    assert SGLangConfig(max_length=1024).up_to(4096).max_length == 1024
-
-
-def test_a_room_limits_the_share_of_the_device():
+def test_a_room_leaves_a_cache_of_so_many_tokens_as_it_is():
     room = EngineRoom(device=80e9, share=24e9, cache=20e9)
-    assert SGLangConfig(gpu_memory=0.6).within(room).gpu_memory == pytest.approx(0.3)
-    assert SGLangConfig(gpu_memory=0.2).within(room).gpu_memory == 0.2
     assert SGLangConfig(kv_tokens=4096).within(room) == SGLangConfig(kv_tokens=4096)
 
 

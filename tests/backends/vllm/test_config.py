@@ -44,15 +44,8 @@ def test_on_cuda_it_generates_in_bfloat16():
     assert VLLMConfig.defaults_on("cpu", {}) == {}
 
 
-def test_a_context_is_that_of_the_runs_longest_sequences_unless_it_is_given():
-    assert VLLMConfig().up_to(4096).max_length == 4096
-    assert VLLMConfig(max_length=1024).up_to(4096).max_length == 1024
-
-
-def test_a_room_limits_the_share_of_the_device():
+def test_a_room_limits_a_cache_of_a_given_size():
     room = EngineRoom(device=80e9, share=24e9, cache=20e9)
-    assert VLLMConfig(gpu_memory=0.6).within(room).gpu_memory == pytest.approx(0.3)
-    assert VLLMConfig(gpu_memory=0.2).within(room).gpu_memory == 0.2
     assert VLLMConfig(kv_memory_gb=40.0).within(room).kv_memory_gb == 20.0
     assert VLLMConfig(kv_memory_gb=10.0).within(room).kv_memory_gb == 10.0
 
