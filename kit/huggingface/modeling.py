@@ -26,6 +26,7 @@ from hybridflow.core.contracts.footprint import LOGITS_AT_ONCE
 from hybridflow.core.contracts.training import MicroBatch
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
+from hybridflow.kit import onednn
 from hybridflow.kit.huggingface.models import attention_of, auto_class
 
 HEAD = "score."
@@ -177,6 +178,7 @@ class RoleModel(nn.Module):
         embedding = self.hf.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
+        onednn.use(hf)
 
     @property
     def head(self) -> nn.Module:

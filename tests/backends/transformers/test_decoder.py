@@ -7,6 +7,8 @@ import pytest
 import torch
 from helpers.decoders import check_decoder, close, logits_of
 
+from hybridflow.kit import onednn
+
 
 @pytest.mark.parametrize(
     ("model_type", "hf"),
@@ -44,3 +46,15 @@ def test_the_cache_has_room_for_whole_lanes_of_64_and_is_kept_while_it_is_large_
     decoder.free()
     assert decoder.cache is None
     assert decoder.longest == 0
+
+
+def test_logits_by_onednn_are_those_of_hugging_face(tiny, monkeypatch):
+    case = tiny("qwen2")  # with biases
+    calls = []
+    product = onednn.linear
+    monkeypatch.setattr(case.engine.decoder, "_onednn", True)
+    monkeypatch.setattr(onednn, "LEAST_ROWS", 1)
+    monkeypatch.setattr(onednn, "linear", lambda *args: calls.append(args) or product(*args))
+    check_decoder(case.engine.decoder, case.model, steps=3)
+    # Of a prefill and 3 steps: 4 products in each of 2 layers, and the head.
+    assert len(calls) >= 4 * (4 * 2 + 1)
