@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hybridflow.core.contracts.training import training_settings
 from hybridflow.core.job.job import Job, PlacedModel
 
 UNKNOWN = "the algorithm decides at run time"
@@ -65,10 +66,17 @@ def _role(job: Job, model: PlacedModel, rows: int | None, mini: int | None) -> s
     if mini is not None and mini != rows and model.role.trained:
         parts.append(f"{_share(mini, layout.dp)} per optimizer step and dp rank")
     # How it computes, and with what it generates.
-    parts.append(f"micro-batches of {model.spec.micro_batch_tokens:,} tokens")
+    parts.append(f"micro-batches of {model.spec.micro_batch_tokens:,} tokens, {_rows(model)}")
     if model.spec.engine:
         parts.append(f"generates with {model.spec.engine}")
     return "; ".join(parts)
+
+
+def _rows(model: PlacedModel) -> str:
+    """Return how the rows of a micro-batch lie beside each other: "packed", or why they do not."""
+    settings = training_settings(model.spec.backend_config)
+    reason = settings.why_padded(model.spec.model.hf_config)
+    return "packed" if reason is None else f"padded ({reason})"
 
 
 def _share(rows: int, dp: int) -> str:

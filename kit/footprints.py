@@ -34,6 +34,7 @@ from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.validators import at_least, non_negative
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.models import why_padded
 from hybridflow.kit.huggingface.shapes import is_small, shape_of
 
 
@@ -561,6 +562,10 @@ class KnownSettings(TrainingSettings, ABC):
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return the shape of a Llama-like model; raises ConfigError for any other."""
         return shape_of(hf_config)
+
+    def why_padded(self, hf_config: Mapping[str, Any]) -> str | None:
+        """Return what the rule of all trainers on transformers' models says."""
+        return why_padded(hf_config)
 
     def example_config(
         self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int

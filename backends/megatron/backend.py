@@ -37,7 +37,7 @@ from hybridflow.kit.offload import Residence
 Finish = Callable[[int, dict[str, torch.Tensor]], torch.Tensor]
 """(index of the micro-batch, outputs) -> a scalar; called on the last pipeline stage."""
 Input = tuple[torch.Tensor, torch.Tensor, Any]
-"""(ids [B, S], the flat position at which each row starts [rows], PackedSeqParams or None)."""
+"""(ids [1, tokens], the place of each row's first token [rows], PackedSeqParams)."""
 Master = tuple[int, torch.Tensor, dict[str, Any]]
 """(first element in the flat parameter, float32 masters, AdamW's state) on this rank."""
 
@@ -68,6 +68,7 @@ class MegatronBackend(TrainingBackend):
                 "backend megatron needs torch.distributed, which every runtime sets up"
             )
         no_warnings_of_what_is_meant()
+        self.packs = True
         with on_cpu(self.context.device):
             self._build()
 
@@ -272,7 +273,7 @@ class MegatronBackend(TrainingBackend):
     ) -> None:
         """Call Megatron's schedule, with or without pipeline stages, for `count` micro-batches.
 
-        shape: [B, S] of the micro-batches, used where they are alike.
+        shape: [1, tokens] of the micro-batches, used where they are alike.
         """
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -300,26 +301,25 @@ class MegatronBackend(TrainingBackend):
         )
 
     def _input(self, micro: MicroBatch) -> Input:
-        """Return a micro-batch as the model takes it, its tokens a multiple of tp if they are cut.
-
-        With packing, rows [B, S] become one row [1, tokens] without the padding between them.
+        """Return a micro-batch as the model takes it: its rows packed, its tokens a multiple of tp
+        if they are cut.
         """
+        if micro.packed_at is not None:
+            starts = micro.packed_at
+            flat = micro.ids[0]
+            lengths = micro.lengths[starts.argsort()]
+        else:
+            # Of padded rows the real tokens, row by row.
+            lengths = micro.lengths
+            real = torch.arange(micro.ids.shape[1])[None] < lengths[:, None]
+            flat = micro.ids[real.to(micro.ids.device)]
+            starts = lengths.cumsum(0) - lengths
+
         # Sequence parallelism cuts the tokens into tp equal parts.
         tp = self.context.layout.tp if self._megatron.sequence_parallel else 1
-        ids = micro.ids
-        if not self.config.packing:
-            if lacking := -ids.shape[1] % tp:
-                ids = F.pad(ids, (0, lacking))
-            return ids, torch.arange(len(ids)) * ids.shape[1], None
-
-        # The real tokens of all rows, row by row; row i begins at starts[i].
-        lengths = micro.prompt_lengths + micro.response_lengths
-        real = torch.arange(ids.shape[1])[None] < lengths[:, None]
-        flat = ids[real.to(ids.device)]
-        starts = lengths.cumsum(0) - lengths
         total = len(flat) + -len(flat) % tp
-        packed_ids, packed = _packed(flat, lengths.tolist(), total)
-        return packed_ids, starts, packed
+        ids, packed = _packed(flat, lengths.tolist(), total)
+        return ids, starts, packed
 
     def optim_step(self) -> Metrics:
         """Reduce, clip, step and clear the gradients; a norm that is not finite only clears."""
@@ -522,7 +522,7 @@ def _zero_loss(hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> Any
 
 def _packed(
     flat: torch.Tensor,
-    rows: list[int],
+    lengths: list[int],
     total: int,
 ) -> tuple[torch.Tensor, Any]:
     """Return (ids [1, total], PackedSeqParams) for rows of these lengths, one after the other.
@@ -531,38 +531,32 @@ def _packed(
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    from hybridflow.kit.huggingface.attention import PackedRows
+
     if lacking := total - len(flat):
         flat = F.pad(flat, (0, lacking))
-        rows = [*rows, lacking]
-    lengths = torch.tensor([0, *rows], dtype=torch.int32)
-    ends = lengths.cumsum(0, dtype=torch.int32).to(flat.device)
+        lengths = [*lengths, lacking]
+    rows = PackedRows(lengths, flat.device)
     packed = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=max(rows),
-        max_seqlen_kv=max(rows),
+        cu_seqlens_q=rows.bounds,
+        cu_seqlens_kv=rows.bounds,
+        max_seqlen_q=rows.longest,
+        max_seqlen_kv=rows.longest,
     )
-    packed.lengths = rows
+    # What Attention (modules.py) goes by.
+    packed.rows = rows
     return flat[None], packed
 
 
 def _alike(inputs: Sequence[Input]) -> list[Input]:
-    """Return the inputs with rows and tokens added so that all have one shape."""
-    rows = max(ids.shape[0] for ids, _, _ in inputs)
-    width = max(ids.shape[1] for ids, _, _ in inputs)
-    padded: list[Input] = []
+    """Return the inputs with tokens added so that all have equally many."""
+    total = max(ids.shape[1] for ids, _, _ in inputs)
+    alike = []
     for ids, starts, packed in inputs:
-        # Packed tokens get a row of padding more, others padding on the right and below.
-        if packed is not None:
-            longer, packed = _packed(ids[0], packed.lengths, width)
-            padded.append((longer, starts, packed))
-            continue
-        right = width - ids.shape[1]
-        below = rows - len(ids)
-        wider = F.pad(ids, (0, right, 0, below))
-        padded.append((wider, torch.arange(len(starts)) * width, None))
-    return padded
+        longer, repacked = _packed(ids[0], packed.rows.lengths, total)
+        alike.append((longer, starts, repacked))
+    return alike
 
 
 def _owners(held: Mapping[int, tuple[Box, ...]]) -> dict[Box, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 import torch
 
@@ -31,8 +34,6 @@ class MegatronConfig(KnownSettings):
     recompute: bool = False
     """Recompute each layer's activations in the backward pass: less memory for about a third more
     time. On CUDA it is off for models of at most 0.5 billion parameters."""
-    packing: bool = False
-    """The rows of a micro-batch are concatenated without padding; attention stays within a row."""
     vocab_multiple: int = attrs.field(default=128, validator=attrs.validators.ge(1))
     """Each tp rank's part of the vocabulary is padded to a multiple of this."""
 
@@ -47,6 +48,10 @@ class MegatronConfig(KnownSettings):
             compute_bytes=4 if wide else 2,
             recompute=self.recompute,
         )
+
+    def why_padded(self, hf_config: Mapping[str, Any]) -> str | None:
+        """Return None: rows are always packed."""
+        return None
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         """Return whether tp and pp suit a dense model's sizes and these settings."""

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.attention import attend_packed
 
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -43,7 +44,7 @@ class Norm(torch.nn.RMSNorm):
 
 
 class Attention(MegatronModule):
-    """Causal attention by torch's kernels.
+    """Causal attention within each of the packed rows, by torch's kernels.
 
     The local spec's own attention has no packed rows, and holds all S x S scores at once.
     """
@@ -72,30 +73,9 @@ class Attention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ):
-        """Return [S, B, heads * D] of [S, B, heads, D]; key and value may have fewer heads.
-
-        Packed: [tokens, heads * D] of [tokens, heads, D], where rows do not see each other.
-        """
-        inputs = (query, key, value)
-        if packed_seq_params is None:
-            q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in inputs)  # [B, heads, S, D]
-            attended = self._attend(q, k, v)
-            return attended.permute(2, 0, 1, 3).flatten(2)
-
-        # Row by row: each is causal in itself.
-        q, k, v = (tensor.transpose(0, 1)[None] for tensor in inputs)  # [1, heads, tokens, D]
-        lengths = packed_seq_params.lengths
-        parts = [tensor.split(lengths, dim=2) for tensor in (q, k, v)]
-        rows = zip(*parts, strict=True)
-        outputs = torch.cat([self._attend(*row) for row in rows], dim=2)
-        return outputs[0].transpose(0, 1).flatten(1)
-
-    def _attend(self, q, k, v):
-        """Return [B, heads, S, D]; queries share key/value heads where these are fewer."""
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped
-        )
+        """Return [tokens, heads * D] of [tokens, heads, D]; key and value may have fewer heads."""
+        rows = packed_seq_params.rows
+        return attend_packed(query, key, value, rows, self.scale).flatten(1)
 
 
 class RoleGPT(GPTModel):

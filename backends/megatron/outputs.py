@@ -67,11 +67,11 @@ def role_outputs(
     # hidden, and its own in ids. One transfer to the device brings all four.
     rows, steps = micro.places
     before = starts[rows] + micro.prompt_lengths[rows] + steps - 1
-    own = rows * micro.ids.shape[1] + micro.prompt_lengths[rows] + steps
+    own = (micro.starts + micro.prompt_lengths)[rows] + steps
     places = torch.stack([rows, steps, before, own])
     rows, steps, before, own = places.to(hidden.device, non_blocking=True)
     states = pick(flat, before)
-    shape = (len(micro.ids), micro.width)
+    shape = (micro.rows, micro.width)
     if "values" in needs:
         values = chunk.score(states)[:, 0].float()
         return {"values": spread(values, rows, steps, shape)}

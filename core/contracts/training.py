@@ -115,19 +115,21 @@ class OptimizerConfig:
 
 @attrs.frozen(eq=False)
 class MicroBatch:
-    """The rows of one forward pass: B rows, padded to S tokens.
+    """The B rows of one forward pass, padded to S tokens each, or packed into N tokens.
 
-    Response token t of row i stands at position prompt_lengths[i] + t (every prompt has a token);
-    T is the length of the longest response.
+    Response token t of row i stands at position prompt_lengths[i] + t of its row (every prompt has
+    a token); T is the length of the longest response.
 
-        ids[i]    p p p p r r r 0 0     p: prompt, r: response, 0: padding
+        padded    ids[i]  p p p p r r r 0 0           p: prompt, r: response, 0: padding
+        packed    ids[0]  p p r p p p r p p r r r     starts 0 7 3
 
-    A dummy (one row of two tokens that counts for nothing) keeps the number of forward passes equal
-    over ranks.
+    Packed rows are for backends that say so (`TrainingBackend.packs`): no token may see another
+    row's. A dummy (one row of two tokens that counts for nothing) keeps the number of forward
+    passes equal over ranks.
     """
 
     ids: torch.Tensor
-    """Tokens, int64 [B, S], on the device: prompt then response, 0 on the right."""
+    """Tokens, int64, on the device: prompt then response. [B, S] with 0 on the right, or [1, N]."""
     prompt_lengths: torch.Tensor
     """Lengths of the prompts, int64 [B]. They are on the CPU, as response_lengths are, so that
     shapes and indices made of them cost no synchronisation with the device."""
@@ -139,20 +141,46 @@ class MicroBatch:
     extras: Mapping[str, Column] = attrs.field(factory=dict)
     """The columns that the backend declares (TrainingCapabilities.extras), unchanged; none for a
     dummy."""
+    packed_at: torch.Tensor | None = None
+    """Of packed rows: the place of each row's first token in ids, int64 [B], on the CPU. They lie
+    one behind the other, ascending by length, in an order of their own. None: rows are padded."""
+
+    @property
+    def rows(self) -> int:
+        """B, the number of rows."""
+        return len(self.prompt_lengths)
 
     @property
     def width(self) -> int:
         """T, the length of the longest response."""
-        return int(self.response_lengths.max()) if len(self.response_lengths) else 0
+        return int(self.response_lengths.max()) if self.rows else 0
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """The tokens of each row, int64 [B], on the CPU."""
+        return self.prompt_lengths + self.response_lengths
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """The place of each row's first token among the flat ids, int64 [B], on the CPU."""
+        if self.packed_at is not None:
+            return self.packed_at
+        return torch.arange(self.rows) * self.ids.shape[1]
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The (row, t) of the N response tokens, row by row: two int64 [N] on the CPU."""
-        # t counts from the row's first token, so each row's start is taken off a running number.
-        lengths = self.response_lengths
-        rows = torch.repeat_interleave(lengths)
-        row_starts = lengths.cumsum(0) - lengths
-        return rows, torch.arange(len(rows)) - row_starts[rows]
+        return counted(self.response_lengths)
+
+
+def counted(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (row, t) of each token of rows with these lengths: two int64 [sum of lengths].
+
+    t counts from the row's first token.
+    """
+    rows = torch.repeat_interleave(lengths)
+    starts = lengths.cumsum(0) - lengths
+    return rows, torch.arange(len(rows)) - starts[rows]
 
 
 OUTPUTS = {
@@ -220,6 +248,10 @@ class TrainingSettings:
     def execution(self, trained: bool) -> Execution:
         """Return how the passes of a trained, or of a frozen, model are computed."""
         return Execution()
+
+    def why_padded(self, hf_config: Mapping[str, Any]) -> str | None:
+        """Return why rows of a model with these config fields are padded; None: they are packed."""
+        return "the backend takes padded rows"
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         """Return whether a model of this shape can be laid out so."""
@@ -293,6 +325,9 @@ class TrainingBackend(ABC):
         self.context = context
         self.version = 0
         """Number of optimizer steps taken: the version of the weights."""
+        self.packs = False
+        """Whether its passes take packed micro-batches; `build` decides it, by the same rule as
+        `TrainingSettings.why_padded`."""
 
     # --- making the model ---
 

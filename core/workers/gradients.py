@@ -63,13 +63,16 @@ class LossPart:
         micro_batch_tokens: int,
         context: RankContext,
         extras: Collection[str] = (),
+        packed: bool = False,
     ):
         """Plan the micro-batches of at most `micro_batch_tokens` tokens, padding included.
 
-        extras: columns that the backend reads beside ours, where the batch has them.
+        extras: columns that the backend reads beside ours, where the batch has them. packed:
+        whether it takes rows without padding.
         """
         self.loss = loss
         self.context = context
+        self.packed = packed
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
         assert self.prompts.lengths is not None and self.responses.lengths is not None
 
@@ -83,7 +86,8 @@ class LossPart:
         kept = self._kept_rows()
         lengths = (self.prompts.lengths + self.responses.lengths)[kept]
         units = None if self.units is None else self.units[kept]
-        self.plan = [kept[rows] for rows in plan_micro_batches(lengths, micro_batch_tokens, units)]
+        plan = plan_micro_batches(lengths, micro_batch_tokens, units, packed=packed)
+        self.plan = [kept[rows] for rows in plan]
 
         # `agree` replaces `total` by the sum over ranks.
         self.local = self._count(kept)
@@ -116,7 +120,9 @@ class LossPart:
         """Make the planned micro-batches, and dummies until there are `count` of them."""
         device = self.context.device
         self.micros = [
-            make_micro_batch(self.prompts, self.responses, rows, device, self.topk, self.extras)
+            make_micro_batch(
+                self.prompts, self.responses, rows, device, self.topk, self.extras, self.packed
+            )
             for rows in self.plan
         ]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from hybridflow.core.contracts.training import MicroBatch
+from hybridflow.core.contracts.training import MicroBatch, counted
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.columns import Column
 
@@ -25,12 +25,14 @@ def plan_micro_batches(
     budget: int,
     units: np.ndarray | None = None,
     overhead: int = OVERHEAD_TOKENS,
+    packed: bool = False,
 ) -> list[np.ndarray]:
-    """Row indices per micro-batch, such that rows * longest <= `budget`.
+    """Row indices per micro-batch of at most `budget` tokens: rows * longest, or all of them.
 
     A single unit may exceed the budget. Units (rows with equal values in `units`) stay whole. They
     are sorted by length, then by their number of rows; the cuts minimise padded tokens plus
-    `overhead` per micro-batch. Deterministic.
+    `overhead` per micro-batch. Packed rows have no padding: each micro-batch is filled.
+    Deterministic.
     """
     if len(lengths) == 0:
         return []
@@ -47,11 +49,30 @@ def plan_micro_batches(
     # `ends` are the rows before each of the sorted units, and all rows at its end.
     order = np.lexsort((sizes, longest))
     ends = np.concatenate([[0], np.cumsum(sizes[order])])
-    stops = _cuts(longest[order], ends, budget, overhead)
+    if packed:
+        tokens = longest if units is None else np.array([lengths[rows].sum() for rows in members])
+        stops = _filled(tokens[order], budget)
+    else:
+        stops = _cuts(longest[order], ends, budget, overhead)
     parts = np.split(order, stops[:-1])
     if units is None:
         return parts
     return [np.concatenate([members[unit] for unit in part]) for part in parts]
+
+
+def _filled(tokens: np.ndarray, budget: int) -> list[int]:
+    """Return where to cut the sorted units into micro-batches that are as full as they can be.
+
+    tokens: [n], those of each unit.
+    """
+    ends = np.cumsum(tokens)
+    stops = [0]
+    while stops[-1] < len(tokens):
+        start = stops[-1]
+        before = ends[start - 1] if start else 0
+        full = int(np.searchsorted(ends, before + budget, "right"))
+        stops.append(max(full, start + 1))
+    return stops[1:]
 
 
 def _cuts(longest: np.ndarray, ends: np.ndarray, budget: int, overhead: int) -> list[int]:
@@ -118,11 +139,11 @@ def make_micro_batch(
     device: torch.device,
     topk_ids: Column | None = None,
     extras: Mapping[str, Column] | None = None,
+    packed: bool = False,
 ) -> MicroBatch:
-    """Return the MicroBatch of some rows: ids int64 [B, longest], the prompt and then the response.
+    """Return the MicroBatch of some rows: the prompt and then the response of each.
 
-    Rows are padded with 0 on the right. Raises HybridFlowError when a prompt is empty: nothing
-    predicts the first token of its response.
+    Raises HybridFlowError when a prompt is empty: nothing predicts the first token of its response.
     """
     prompt = prompts.take(rows)
     response = responses.take(rows)
@@ -133,22 +154,33 @@ def make_micro_batch(
             "begin prompts with a token (bos, say)"
         )
 
-    # Masks [B, longest] place the flat tokens of all rows at once.
-    head = torch.from_numpy(prompt.lengths)[:, None]
-    total = torch.from_numpy(prompt.lengths + response.lengths)
-    ids = torch.zeros(len(rows), int(total.max()), dtype=torch.int64)
-    position = torch.arange(ids.shape[1])[None]
-    in_prompt = position < head
-    in_response = (position < total[:, None]) & ~in_prompt
-    ids[in_prompt] = torch.as_tensor(prompt.values).long()
-    ids[in_response] = torch.as_tensor(response.values).long()
+    # Both kinds of tokens have their places in one flat tensor.
+    prompt_lengths = torch.from_numpy(prompt.lengths)
+    response_lengths = torch.from_numpy(response.lengths)
+    total = prompt_lengths + response_lengths
+    # Rows of one length have no padding, and positions that are the same for all of them.
+    packed = packed and bool((total != total[0]).any())
+    if packed:
+        ids = torch.zeros(1, int(total.sum()), dtype=torch.int64)
+        order = total.argsort(stable=True)
+        starts = torch.empty_like(total)
+        starts[order] = total[order].cumsum(0) - total[order]
+    else:
+        ids = torch.zeros(len(rows), int(total.max()), dtype=torch.int64)
+        starts = torch.arange(len(rows)) * ids.shape[1]
+    flat = ids.view(-1)
+    row, at = counted(prompt_lengths)
+    flat[starts[row] + at] = torch.as_tensor(prompt.values).long()
+    row, at = counted(response_lengths)
+    flat[(starts + prompt_lengths)[row] + at] = torch.as_tensor(response.values).long()
 
     return MicroBatch(
         ids.to(device, non_blocking=True),
-        torch.from_numpy(prompt.lengths),
-        torch.from_numpy(response.lengths),
+        prompt_lengths,
+        response_lengths,
         None if topk_ids is None else topk_ids.take(rows).padded().long().to(device),
         extras={name: column.take(rows) for name, column in (extras or {}).items()},
+        packed_at=starts if packed else None,
     )
 
 

@@ -177,10 +177,13 @@ class ModelWorker(PoolMember):
         responses = batch["response_ids"]
         device = self.context.device
         assert prompts.lengths is not None and responses.lengths is not None
-        plan = plan_micro_batches(prompts.lengths + responses.lengths, self.role.micro_batch_tokens)
+        packed = self.backend.packs
+        lengths = prompts.lengths + responses.lengths
+        plan = plan_micro_batches(lengths, self.role.micro_batch_tokens, packed=packed)
         extras = {name: batch[name] for name in self._reads if name in batch}
         micros = [
-            make_micro_batch(prompts, responses, rows, device, extras=extras) for rows in plan
+            make_micro_batch(prompts, responses, rows, device, extras=extras, packed=packed)
+            for rows in plan
         ]
 
         # Every data parallel rank runs equally many forwards, since sharded models wait for one
@@ -234,7 +237,11 @@ class ModelWorker(PoolMember):
         for _, loss in pairs:
             check_needs(self.role.model.kind, loss.needs)
         budget = self.role.micro_batch_tokens
-        parts = [LossPart(batch, loss, budget, self.context, self._reads) for batch, loss in pairs]
+        packed = self.backend.packs
+        parts = [
+            LossPart(batch, loss, budget, self.context, self._reads, packed)
+            for batch, loss in pairs
+        ]
         agree(parts)
         return parts
 

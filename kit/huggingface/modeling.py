@@ -1,6 +1,6 @@
 """The Hugging Face model of a role, wrapped so that one forward pass gives the outputs asked for.
 
-ids [B, S]  ->  trunk  ->  hidden [B, S, H]
+ids [B, S]  ->  trunk  ->  hidden [B, S, H]       packed rows: ids [1, N]
                               |  pick the states before the N response tokens
                            states [N, H]  ->  head  ->  logits [N, V]  ->  outputs [N, ...]
                                                                               |  spread
@@ -23,11 +23,13 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging as hf_logging
 
 from hybridflow.core.contracts.footprint import LOGITS_AT_ONCE
-from hybridflow.core.contracts.training import MicroBatch
+from hybridflow.core.contracts.training import MicroBatch, counted
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.kit import onednn
-from hybridflow.kit.huggingface.models import attention_of, auto_class
+from hybridflow.kit.huggingface import attention
+from hybridflow.kit.huggingface.attention import PackedRows
+from hybridflow.kit.huggingface.models import attention_of, auto_class, why_padded
 
 HEAD = "score."
 """How the names of a value or score model's head begin."""
@@ -65,7 +67,8 @@ def running_config(config: PretrainedConfig) -> PretrainedConfig:
     Dropout would make old and new log-probabilities of equal weights differ.
     """
     config = copy.deepcopy(config)
-    config._attn_implementation = attention_of(config)
+    padded = why_padded(config.to_dict())
+    config._attn_implementation = attention_of(config) if padded else attention.NAME
     # Each architecture has names of its own: attention_dropout, resid_pdrop, router_jitter_noise.
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
@@ -161,9 +164,10 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class RoleModel(nn.Module):
-    """A model that runs its trunk on right-padded rows, and its head only where it is needed.
+    """A model that runs its trunk on rows, and its head only where it is needed.
 
-    Rows start at position 0 and padding is on their right, so causal attention needs no mask.
+    Padded rows start at position 0 with padding on their right, so causal attention needs no mask.
+    Packed ones are for models that `why_padded` lets pass.
     """
 
     hf: Any
@@ -194,20 +198,24 @@ class RoleModel(nn.Module):
         """
         # The last token of a row predicts nothing, but a score is read at it.
         last = "scores" in needs
-        width = micro.ids.shape[1]
-        ids = micro.ids if last or width == 1 else micro.ids[:, :-1]
-        hidden = self.hf.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        inputs, starts = _inputs(micro, last)
+        hidden = self.hf.base_model(**inputs, use_cache=False).last_hidden_state
         if last:
-            return {"scores": self._scores(micro, ids, hidden)}
+            # Flat places of the last tokens.
+            ends = starts + micro.lengths - 1
+            scores = self.head(pick(hidden, ends.to(hidden.device)))
 
-        # Flat places in [B, S] of the state before each response token, and of the token itself.
+            # A sum over the one label: FSDP wants no view of the head's output.
+            return {"scores": scores.float().sum(-1)}
+
+        # Flat places of the state before each response token, and of the token itself among ids.
         rows, at = micro.places
-        before = rows * ids.shape[1] + micro.prompt_lengths[rows] + at - 1
-        target = before + 1 + rows * (width - ids.shape[1])
+        before = (starts + micro.prompt_lengths)[rows] + at - 1
+        target = (micro.starts + micro.prompt_lengths)[rows] + at
         indices = torch.stack([rows, at, before, target])
-        rows, at, before, target = indices.to(ids.device, non_blocking=True)
+        rows, at, before, target = indices.to(hidden.device, non_blocking=True)
         states = pick(hidden, before)
-        shape = (len(ids), micro.width)
+        shape = (micro.rows, micro.width)
 
         # A value is the head's only output. A policy's outputs are computed from its logits.
         if "values" in needs:
@@ -217,16 +225,6 @@ class RoleModel(nn.Module):
         topk_ids = None if micro.topk_ids is None else micro.topk_ids[rows, at]
         outputs = self._token_outputs(states, targets, needs, temperature, topk_ids)
         return {name: spread(value, rows, at, shape) for name, value in outputs.items()}
-
-    def _scores(self, micro: MicroBatch, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the head's output at each row's last token, float32 [B]."""
-        # Flat places in [B, S] of the last tokens.
-        starts = torch.arange(len(ids)) * ids.shape[1]
-        ends = starts + micro.prompt_lengths + micro.response_lengths - 1
-        scores = self.head(pick(hidden, ends.to(ids.device)))
-
-        # A sum over the one label: FSDP wants no view of the head's output.
-        return scores.float().sum(-1)
 
     def _token_outputs(
         self, states, targets, needs, temperature, topk_ids
@@ -253,6 +251,33 @@ class RoleModel(nn.Module):
             pieces.append(outputs)
         names = list(pieces[0])
         return {name: torch.cat([outputs[name] for outputs in pieces]) for name in names}
+
+
+def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return what the trunk is called with, and the flat place of each row's first token in it.
+
+    Without `whole` the last token of each row is left out, of padded rows the last column.
+    """
+    ids = micro.ids
+    cut = 0 if whole or int(micro.lengths.max()) == 1 else 1
+    if micro.packed_at is None:
+        ids = ids[:, : ids.shape[1] - cut]
+        return {"input_ids": ids}, torch.arange(micro.rows) * ids.shape[1]
+
+    # Rows in the order in which they lie, and the position of every token in its row.
+    order = micro.packed_at.argsort()
+    lengths = micro.lengths[order] - cut
+    rows, positions = counted(lengths)
+    places = torch.stack([micro.packed_at[order][rows] + positions, positions])
+    kept, positions = places.to(ids.device, non_blocking=True)
+    inputs = {
+        "input_ids": ids[:, kept] if cut else ids,
+        "position_ids": positions[None],
+        "packed_rows": PackedRows([n for n in lengths.tolist() if n], ids.device),
+    }
+    starts = torch.empty_like(lengths)
+    starts[order] = lengths.cumsum(0) - lengths
+    return inputs, starts
 
 
 def finished(logits: torch.Tensor, config: Any) -> torch.Tensor:

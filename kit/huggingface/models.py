@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.core.errors import ModelError
@@ -49,6 +50,49 @@ def attention_of(hf_config: Any) -> str:
     if capped or not getattr(model_class, "_supports_sdpa", True):
         return "eager"
     return "sdpa"
+
+
+PACKABLE = frozenset(
+    {
+        "apertus", "arcee", "cohere", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe",
+        "gemma", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "granite", "granitemoe", "helium",
+        "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minimax_m2", "ministral3", "mistral",
+        "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe",
+        "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    }
+)  # fmt: skip
+"""Model types whose packed rows are known not to see each other.
+
+tests/kit/huggingface/test_attention.py shows it of each. Some that take the arguments do not pass
+(nemotron), so no other type is packed.
+"""
+
+
+WINDOWS = {"mistral": 4096}
+"""The sliding window of the types that have one unless their config says otherwise."""
+SWITCHED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+"""Types whose window counts only with use_sliding_window, which is false by default."""
+
+
+def why_padded(fields: Mapping[str, Any]) -> str | None:
+    """Return why a trainer pads the rows of a model; None where it packs them.
+
+    fields: those of its config, which need not be complete; transformers is not imported.
+    """
+    kind = fields["model_type"]
+    if kind not in PACKABLE:
+        return f"packed rows of a {kind} are not known to be apart"
+    if fields.get("attn_logit_softcapping") is not None:
+        return "its attention scores are capped"
+
+    # Attention to all tokens before a token is the only kind that packed rows have.
+    partial = set(fields.get("layer_types") or ()) - {"full_attention"}
+    window = fields.get("sliding_window", WINDOWS.get(kind))
+    if kind in SWITCHED and not fields.get("use_sliding_window", False):
+        window = None
+    if partial or window:
+        return "some layers attend to a part of a row"
+    return None
 
 
 def longest(hf_config: Any, max_length: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from hybridflow.core.contracts.training import OptimizerConfig, TrainingBackend
@@ -73,6 +74,20 @@ class BackendGradients(BackendBase):
                     "the gradient is divided by the number of micro-batches; shares of the loss "
                     "add up, whatever the split",
                 )
+
+    def test_packed_rows_have_the_gradients_of_padded_ones(self, build):
+        self._needs_training()
+        for ref in self.references():
+            needs = list(TOKEN_OUTPUTS[ref.spec.kind])
+            if not build(ref.spec, memoryless()).packs:
+                pytest.skip("it takes padded rows")
+            self._same(
+                gradients(_passes(build, ref, seed=10), needs),
+                gradients(_passes(build, ref, seed=10, packed=False), needs),
+                f"the gradient of packed rows, {self._name(ref)}",
+                "tokens see those of the row before theirs in the backward pass, or what is "
+                "computed of a padded token has a gradient",
+            )
 
     def test_dummies_change_no_gradient(self, build):
         """Three dummy micro-batches after the others leave the gradient as it is."""
@@ -196,7 +211,8 @@ def _passes(
     ref: Reference,
     seed: int,
     config: OptimizerConfig | None = None,
+    packed: bool | None = None,
 ) -> Passes:
     """Return passes of a new backend over random rows of LENGTHS; by default it is memoryless."""
     backend = build(ref.spec, config or memoryless())
-    return Passes(backend, Sequences.random(LENGTHS, seed=seed), seed=seed)
+    return Passes(backend, Sequences.random(LENGTHS, seed=seed), seed=seed, packed=packed)

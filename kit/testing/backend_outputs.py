@@ -101,6 +101,34 @@ class BackendOutputs(BackendBase):
                         "in another order",
                     )
 
+    def test_packed_rows_do_not_see_each_other(self, build):
+        """A row's outputs are those of padded rows, and stay when its neighbours change."""
+        for ref in self.references():
+            backend = build(ref.spec, None)
+            if not backend.packs:
+                pytest.skip("it takes padded rows")
+            rows = Sequences.random(LENGTHS, seed=8)
+            changed = Sequences.random(LENGTHS, seed=9)
+            for name in TOKEN_OUTPUTS[ref.spec.kind]:
+                padded = Passes(backend, rows, packed=False).outputs([name])[name]
+                packed = Passes(backend, rows).outputs([name])[name]
+                for row in range(len(rows)):
+                    # All rows are others but this one.
+                    prompts = list(changed.prompts)
+                    responses = list(changed.responses)
+                    prompts[row] = rows.prompts[row]
+                    responses[row] = rows.responses[row]
+                    others = Passes(backend, Sequences(prompts, responses)).outputs([name])[name]
+                    for values, what in ((padded, "padded"), (others, "between other rows")):
+                        require_close(
+                            packed[row],
+                            values[row],
+                            self.tolerance,
+                            what=f"{name} of packed row {row}, and of it {what}, {self._name(ref)}",
+                            likely="tokens see those of the row before theirs (MicroBatch."
+                            "packed_at), or positions do not start at 0 in each row",
+                        )
+
     def test_a_forward_keeps_no_graph_and_gives_float32(self, build):
         for ref in self.references():
             backend = build(ref.spec, memoryless() if self.trains else None)

@@ -67,8 +67,11 @@ class Passes:
         temperature: float = 1.0,
         seed: int = 0,
         topk_ids: list[torch.Tensor] | None = None,
+        packed: bool | None = None,
     ):
+        """packed: whether rows are packed; by default as the backend takes them."""
         self.backend = backend
+        self.packed = packed
         self.rows = rows
         self.temperature = temperature
         self.topk_ids = topk_ids
@@ -97,9 +100,12 @@ class Passes:
         prompts = tokens(self.rows.prompts)
         responses = tokens(self.rows.responses)
 
+        packed = self.backend.packs if self.packed is None else self.packed
         micros = []
         for rows in plan:
-            micros.append(make_micro_batch(prompts, responses, np.asarray(rows), device, topk))
+            index = np.asarray(rows)
+            micro = make_micro_batch(prompts, responses, index, device, topk, packed=packed)
+            micros.append(micro)
         for _ in range(dummies):
             micros.append(dummy_micro_batch(device, 0 if topk is None else 3))
         return plan, micros

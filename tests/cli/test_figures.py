@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from helpers.shown import FILE, resolved
 
+from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.cli.figures import figures
+from hybridflow.core.contracts.training import TrainingSettings
 
 pytestmark = pytest.mark.usefixtures("shown")
 
@@ -22,7 +26,7 @@ def test_derived_figures_are_those_of_the_config():
     )
     assert "4 ranks of pool main, layout dp2-tp2" in found["actor"]
     assert "16 sequences per step and dp rank; 5 per optimizer step and dp rank" in found["actor"]
-    assert "micro-batches of 16,384 tokens; generates with transformers" in found["actor"]
+    assert "micro-batches of 16,384 tokens, packed; generates with transformers" in found["actor"]
     assert "frozen" in found["ref"] and "per optimizer step" not in found["ref"]
     assert found["checkpoints"] == "every 20 steps, at the end; the newest 2 are kept"
     assert (
@@ -33,6 +37,14 @@ def test_derived_figures_are_those_of_the_config():
         found["folder"] == "runs/one"
         and found["tokenizer"] == "of 12 characters and 3 special tokens"
     )
+
+
+def test_rows_that_are_padded_come_with_the_reason():
+    fields = ("use_sliding_window=true", "sliding_window=8")
+    [(job, _)] = resolved("one.toml", *(f"actor.model.config.{field}" for field in fields))
+    assert "tokens, padded (some layers attend to a part of a row);" in dict(figures(job))["actor"]
+    with mock.patch.object(FSDPConfig, "why_padded", TrainingSettings.why_padded):
+        assert "padded (the backend takes padded rows);" in dict(figures(job))["actor"]
 
 
 def test_rows_per_step_of_our_algorithms():

@@ -41,7 +41,7 @@ DP2, DP4, TP2_PP2 = ParallelLayout(dp=2), ParallelLayout(dp=4), ParallelLayout(t
 MEGATRON = Setup("", layout=TP2_PP2, backend="megatron", config=MegatronConfig())
 ZERO3 = Setup("", layout=DP2, backend="deepspeed", config=DeepSpeedConfig(stage=3))
 FSDP = Setup("", layout=DP2, backend="fsdp", config=FSDPConfig())
-PACKED = attrs.evolve(MEGATRON, config=MegatronConfig(packing=True, sequence_parallel=True))
+SEQUENCE_PARALLEL = attrs.evolve(MEGATRON, config=MegatronConfig(sequence_parallel=True))
 SETUPS = {"megatron": MEGATRON, "deepspeed": ZERO3}
 
 
@@ -51,7 +51,7 @@ def installed():
     pytest.importorskip("deepspeed")
 
 
-@pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])
+@pytest.mark.parametrize("setup", [*SETUPS.values(), SEQUENCE_PARALLEL], ids=[*SETUPS, "sequence"])
 @pytest.mark.parametrize("name", ["qwen2-deep", "llama-deep"])
 def test_boxes_of_all_ranks_make_up_the_parameters_bit_for_bit(ranks, folder, name, setup):
     found = ranks(holdings, setup.layout.world, attrs.evolve(setup, path=folder(name)))
@@ -153,7 +153,7 @@ def test_a_checkpoint_loads_exactly_in_another_layout_or_backend(
 
 
 @pytest.mark.parametrize("kind", ["policy", "value", "score"])
-@pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])
+@pytest.mark.parametrize("setup", [*SETUPS.values(), SEQUENCE_PARALLEL], ids=[*SETUPS, "sequence"])
 def test_outputs_stand_at_the_tokens_that_hugging_face_gives_them(ranks, folder, kind, setup):
     path, batch = folder("qwen2-deep", kind), make_batch(9)
     temperature = 1.0 if kind != "policy" else 0.8
@@ -187,12 +187,12 @@ def test_outputs_stand_at_the_tokens_that_hugging_face_gives_them(ranks, folder,
 @pytest.mark.parametrize(
     ("kind", "loss"), [("value", ValueLoss()), ("score", ScoreLoss())], ids=["value", "score"]
 )
-@pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])
+@pytest.mark.parametrize("setup", [*SETUPS.values(), SEQUENCE_PARALLEL], ids=[*SETUPS, "sequence"])
 def test_value_and_score_models_train_as_hugging_face_does(ranks, folder, kind, loss, setup):
     check(ranks, folder, "qwen2-deep", attrs.evolve(setup, kind=kind), loss, steps=2)
 
 
-@pytest.mark.parametrize("setup", [*SETUPS.values(), PACKED], ids=[*SETUPS, "packed"])
+@pytest.mark.parametrize("setup", [*SETUPS.values(), SEQUENCE_PARALLEL], ids=[*SETUPS, "sequence"])
 def test_splits_and_pieces_change_nothing(ranks, folder, setup):
     """Micro-batches of one row, ranks without rows, logits in pieces, top-k over a vocabulary that is spread."""
     check(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.installed import needs
 from helpers.one_rank_backends import InBfloat16, OneRank
+from helpers.packed_rows import LOSSES, same_packed_and_padded
 
 from hybridflow.backends.deepspeed.backend import DeepSpeedBackend
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
@@ -76,3 +77,14 @@ def test_adapters_need_peft():
     )
     remedy = "backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"
     assert found == ([] if is_installed("peft") else [remedy])
+
+
+@needs("deepspeed")
+@pytest.mark.parametrize("name", LOSSES)
+def test_packed_rows_train_as_padded_ones(name, alone):
+    def build(spec, optimizer):
+        made = DeepSpeedBackend(spec, DeepSpeedConfig(stage=2), optimizer, alone)
+        made.build()
+        return made
+
+    same_packed_and_padded(build, LOSSES[name])

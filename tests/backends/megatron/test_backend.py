@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.installed import needs
 from helpers.one_rank_backends import InBfloat16, OneRank
+from helpers.packed_rows import LOSSES, same_packed_and_padded
 
 from hybridflow.backends.megatron.backend import MegatronBackend
 from hybridflow.backends.megatron.config import MegatronConfig
@@ -24,13 +25,13 @@ class Megatron(OneRank):
 
 
 @needs("megatron.core")
-class TestPadded(Megatron):
+class TestPlain(Megatron):
     pass
 
 
 @needs("megatron.core")
-class TestPacked(Megatron):
-    config = MegatronConfig(packing=True, vocab_multiple=1, recompute=True)
+class TestRecomputed(Megatron):
+    config = MegatronConfig(vocab_multiple=1, recompute=True)
 
 
 @needs("megatron.core")
@@ -66,3 +67,14 @@ def test_it_needs_a_process_group(monkeypatch):
     backend = MegatronBackend(ModelSpec(tiny_config(), None, 0), MegatronConfig(), None, context)
     with pytest.raises(RuntimeError, match=r"backend megatron needs torch\.distributed"):
         backend.build()
+
+
+@needs("megatron.core")
+@pytest.mark.parametrize("name", LOSSES)
+def test_packed_rows_train_as_padded_ones(name, alone):
+    def build(spec, optimizer):
+        made = MegatronBackend(spec, MegatronConfig(), optimizer, alone)
+        made.build()
+        return made
+
+    same_packed_and_padded(build, LOSSES[name])

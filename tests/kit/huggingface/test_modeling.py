@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -115,6 +116,42 @@ def test_outputs_of_padded_rows_are_those_of_each_row_alone(architecture, temper
             for name in POLICY_NEEDS:
                 close(found[name][at, :length], row[name])
                 assert (found[name][at, length:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "needs", [POLICY_NEEDS, ["values"], ["scores"]], ids=["policy", "value", "score"]
+)
+def test_packed_rows_compute_no_token_that_predicts_nothing(needs):
+    """The trunk sees each row without its last token, or whole for a score; outputs are those of padded rows."""
+    kind = {"values": "value", "scores": "score"}.get(needs[0], "policy")
+    role = role_of(reference("qwen2", kind).spec)
+    topk_ids = torch.randint(0, VOCAB, (4, 5, 3)) if kind == "policy" else None
+    padded = micro(ROWS, topk_ids)
+    order = padded.lengths.argsort(stable=True)
+    starts = torch.empty(4, dtype=torch.int64)
+    starts[order] = padded.lengths[order].cumsum(0) - padded.lengths[order]
+    ids = torch.cat([torch.cat([ROWS.prompts[i], ROWS.responses[i]]) for i in order.tolist()])[None]
+    packed = attrs.evolve(padded, ids=ids, packed_at=starts)
+
+    seen = []
+    hook = role.hf.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    with torch.no_grad():
+        found, expected = (role(rows, needs, 1.0) for rows in (packed, padded))
+    hook.remove()
+    tokens = int(padded.lengths.sum()) - (0 if kind == "score" else 4)
+    assert seen[0]["input_ids"].shape == seen[0]["position_ids"].shape == (1, tokens)
+    assert set(found) == set(needs)
+    for name, values in expected.items():
+        close(found[name], values)
+
+
+def test_packed_rows_of_one_token_have_none_to_leave_out():
+    role = role_of(reference().spec)
+    one = torch.ones(2, dtype=torch.int64)
+    rows = MicroBatch(torch.tensor([[3, 4]]), one, 0 * one, packed_at=torch.tensor([0, 1]))
+    assert role(rows, ["logprobs"], 1.0)["logprobs"].shape == (2, 0)
 
 
 def test_the_largest_logprobs_come_with_their_tokens():

@@ -70,6 +70,14 @@ class SkipsDummies(FSDPBackend):
         super().forward_backward(real, needs, loss, temperature)
 
 
+class TwiceWhatIsPacked(FSDPBackend):
+    def forward_backward(self, micros, needs, loss, temperature=1.0):
+        def share(at, outputs):
+            return loss(at, outputs) * (1 if micros[at].packed_at is None else 2)
+
+        super().forward_backward(micros, needs, share, temperature)
+
+
 class KeepsItsVersion(FSDPBackend):
     def optim_step(self):
         metrics = super().optim_step()
@@ -97,6 +105,9 @@ FAULTS = {
     },
     "test_gradients_do_not_depend_on_the_micro_batches": {
         MeanOverMicroBatches: "number of micro-batches",
+    },
+    "test_packed_rows_have_the_gradients_of_padded_ones": {
+        TwiceWhatIsPacked: "packed rows",
     },
     "test_dummies_change_no_gradient": {
         MeanOverAllButDummiesCount: "dummies",

@@ -29,6 +29,16 @@ class BackwardsMicroBatches(FSDPBackend):
         return super().forward([micros[i] for i in order], needs, temperature)
 
 
+class SeesNeighbours(FSDPBackend):
+    """All tokens before a token, whichever row they are of."""
+
+    def build(self):
+        super().build()
+        trunk = self.module.hf.base_model
+        forward = trunk.forward
+        trunk.forward = lambda packed_rows=None, **inputs: forward(**inputs)
+
+
 class KeepsTheGraph(FSDPBackend):
     def forward(self, micros, needs, temperature=1.0):
         return [self.module(micro, needs, temperature) for micro in micros]
@@ -50,6 +60,9 @@ FAULTS = {
     },
     "test_outputs_do_not_depend_on_the_micro_batches": {
         BackwardsMicroBatches: "another order",
+    },
+    "test_packed_rows_do_not_see_each_other": {
+        SeesNeighbours: "the row before theirs",
     },
     "test_a_forward_keeps_no_graph_and_gives_float32": {
         KeepsTheGraph: "no_grad",

@@ -1,0 +1,165 @@
+"""Packed rows do not see each other: for every model type that is packed, and on both devices' ways."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybridflow.kit.huggingface import attention
+from hybridflow.kit.huggingface.attention import PackedRows, attend, takes_any_lengths
+from hybridflow.kit.huggingface.modeling import running_config
+from hybridflow.kit.huggingface.models import PACKABLE, attention_of, why_padded
+
+CPU = torch.device("cpu")
+LENGTHS = [3, 4, 4, 7]
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, n_embd=32, n_layer=2, n_head=4, n_positions=64,
+    ffn_dim=48, word_embed_proj_dim=32, num_experts=4, num_local_experts=4, n_routed_experts=4,
+    num_experts_per_tok=2, moe_num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+    n_group=1, topk_group=1, first_k_dense_replace=1, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+    v_head_dim=12, sliding_window=None,
+)  # fmt: skip
+"""Of all types together: each config takes the fields that it has."""
+
+
+def tiny_config(kind: str):
+    known = AutoConfig.for_model(kind)
+    fields = {name: value for name, value in SIZES.items() if hasattr(known, name)}
+    # Multi-head latent attention has no groups, and sizes of its own for keys and values.
+    if hasattr(known, "v_head_dim"):
+        fields["num_key_value_heads"] = 4
+    elif hasattr(known, "head_dim"):
+        fields["head_dim"] = 8
+    return AutoConfig.for_model(kind, **fields)
+
+
+@pytest.mark.parametrize("kind", sorted(PACKABLE))
+def test_packed_rows_have_the_states_of_each_row_alone(kind):
+    """By Hugging Face's own attention on every row; a changed neighbour changes nothing."""
+    config = tiny_config(kind)
+    assert why_padded(config.to_dict()) is None
+    assert attention_of(config) == "sdpa"
+    running = running_config(config)
+    assert running._attn_implementation == attention.NAME
+    model = AutoModelForCausalLM.from_config(running, dtype=torch.float32).eval()
+    config._attn_implementation = "eager"
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model.load_state_dict(reference.state_dict())
+    rows = [torch.randint(3, 60, (length,), generator=generator) for length in LENGTHS]
+
+    @torch.no_grad()
+    def states(rows):
+        found = model.base_model(
+            input_ids=torch.cat(rows)[None],
+            position_ids=torch.cat([torch.arange(len(row)) for row in rows])[None],
+            packed_rows=PackedRows(LENGTHS, CPU),
+            use_cache=False,
+        )
+        return found.last_hidden_state[0].split(LENGTHS)
+
+    found = states(rows)
+    for row, values in zip(rows, found, strict=True):
+        with torch.no_grad():
+            expected = reference.base_model(input_ids=row[None], use_cache=False).last_hidden_state
+        torch.testing.assert_close(values, expected[0], atol=2e-4, rtol=2e-4)
+    changed = states([rows[0], (rows[1] + 7) % 60, *rows[2:]])
+    assert (changed[1] - found[1]).abs().max() > 1e-2
+    for at in (0, 2, 3):
+        torch.testing.assert_close(changed[at], found[at], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"model_type": "nemotron"}, "nemotron are not known to be apart"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]},
+            "part of",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "part of a row"),
+        ({"model_type": "mistral"}, "part of a row"),
+        ({"model_type": "phi3", "sliding_window": 8}, "part of a row"),
+        ({"model_type": "llama", "attn_logit_softcapping": 50.0}, "capped"),
+    ],
+)
+def test_why_a_model_is_padded(fields, reason):
+    assert reason in why_padded(fields)
+
+
+@pytest.mark.parametrize("kind", sorted(PACKABLE))
+def test_fields_that_are_left_out_mean_what_transformers_takes_for_them(kind):
+    """Its own config with every field says the same as the type alone, and so with a window."""
+    for fields in ({}, {"sliding_window": 8}, {"sliding_window": None}):
+        whole = AutoConfig.for_model(kind, **fields).to_dict()
+        assert why_padded({"model_type": kind, **fields}) == why_padded(whole), fields
+
+
+def brute_force(query, key, value, lengths, scale):
+    """Softmax over each row's tokens up to the query's own, in float64: [N, heads, D]."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
+    attended = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
+    start = 0
+    for length in lengths:
+        for at in range(start, start + length):
+            seen = slice(start, at + 1)
+            scores = torch.einsum("hd,nhd->hn", query[at].double(), key[seen]) * scale
+            attended[at] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value[seen])
+        start += length
+    return attended
+
+
+def drawn(value_size: int = 8):
+    """Query of 4 heads, key and value of 2: [1, heads, 18, D] as transformers gives them."""
+    torch.manual_seed(0)
+    total = sum(LENGTHS)
+    return [torch.randn(1, h, total, d) for h, d in ((4, 8), (2, 8), (2, value_size))]
+
+
+@pytest.mark.parametrize("value_size", [8, 6])
+def test_runs_of_equal_lengths_are_attended_to_like_by_brute_force(value_size):
+    rows = PackedRows(LENGTHS, CPU)
+    assert rows.runs == [(1, 3), (2, 4), (1, 7)]
+    assert rows.bounds.tolist() == [0, 3, 7, 11, 18]
+    query, key, value = drawn(value_size)
+    found, weights = attend(None, query, key, value, scaling=0.3, packed_rows=rows)
+    assert weights is None
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    expected = brute_force(*flat, LENGTHS, 0.3).float()
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padded_rows_are_causal():
+    query, key, value = drawn()
+    found, _ = attend(None, query, key, value, scaling=0.3)
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
+    expected = brute_force(*flat, [sum(LENGTHS)], 0.3).float()
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_on_a_gpu_one_kernel_is_told_of_all_rows(monkeypatch):
+    """The kernel itself needs a GPU: brute force stands for it, by its documentation's arguments."""
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert options == {"scale": 0.3, "window_size": (-1, 0), "enable_gqa": True}
+        assert max_q == max_k == 7
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        return brute_force(query, key, value, cu_seq_q.diff().tolist(), 0.3).float()
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    query, key, value = drawn()
+    rows = PackedRows(LENGTHS, CPU)
+    assert not takes_any_lengths(query, value)
+    by_runs, _ = attend(None, query, key, value, scaling=0.3, packed_rows=rows)
+    monkeypatch.setattr(attention, "takes_any_lengths", lambda query, value: True)
+    at_once, _ = attend(None, query, key, value, scaling=0.3, packed_rows=rows)
+    torch.testing.assert_close(at_once, by_runs, atol=1e-5, rtol=1e-5)
