@@ -73,10 +73,10 @@ def _role(job: Job, model: PlacedModel, rows: int | None, mini: int | None) -> s
 
 
 def _rows(model: PlacedModel) -> str:
-    """Return how the rows of a micro-batch lie beside each other: "packed", or why they do not."""
+    """Return how the rows of a micro-batch lie beside each other, and why not closer."""
     settings = training_settings(model.spec.backend_config)
-    reason = settings.why_padded(model.spec.model.hf_config)
-    return "packed" if reason is None else f"padded ({reason})"
+    packing, reason = settings.packing(model.spec.model.hf_config)
+    return f"{packing.value} ({reason})" if reason else packing.value
 
 
 def _share(rows: int, dp: int) -> str:

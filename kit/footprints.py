@@ -30,7 +30,7 @@ from hybridflow.core.contracts.footprint import (
     Footprint,
     Phase,
 )
-from hybridflow.core.contracts.training import TrainingSettings
+from hybridflow.core.contracts.training import Packing, TrainingSettings
 from hybridflow.core.validators import at_least, non_negative
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import ParallelLayout
@@ -563,9 +563,10 @@ class KnownSettings(TrainingSettings, ABC):
         """Return the shape of a Llama-like model; raises ConfigError for any other."""
         return shape_of(hf_config)
 
-    def why_padded(self, hf_config: Mapping[str, Any]) -> str | None:
-        """Return what the rule of all trainers on transformers' models says."""
-        return why_padded(hf_config)
+    def packing(self, hf_config: Mapping[str, Any]) -> tuple[Packing, str]:
+        """Share prompts wherever a model of transformers can be packed."""
+        reason = why_padded(hf_config)
+        return (Packing.SHARED, "") if reason is None else (Packing.PADDED, reason)
 
     def example_config(
         self, hidden: int, layers: int, vocab: int, heads: int, kv_heads: int

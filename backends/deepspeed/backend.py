@@ -99,7 +99,6 @@ class DeepSpeedBackend(TrainingBackend):
         """
         from hybridflow.kit.huggingface.loading import empty_model
         from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
-        from hybridflow.kit.huggingface.models import why_padded
         from hybridflow.kit.huggingface.saved import SavedForm
 
         config = self.config
@@ -108,7 +107,7 @@ class DeepSpeedBackend(TrainingBackend):
         self._dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
         build = empty_model if lora is None else build_hf_model
         hf, self._hf_config = build(self.model_spec, self._dtype)
-        self.packs = why_padded(self._hf_config.to_dict()) is None
+        self.packing, _ = config.packing(self._hf_config.to_dict())
         self._form = SavedForm.of(hf)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)

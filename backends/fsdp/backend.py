@@ -100,7 +100,6 @@ class FSDPBackend(TrainingBackend):
         """
         from hybridflow.kit.huggingface.loading import empty_model
         from hybridflow.kit.huggingface.modeling import RoleModel, build_hf_model, ties_of
-        from hybridflow.kit.huggingface.models import why_padded
         from hybridflow.kit.huggingface.saved import SavedForm
 
         config = self.config
@@ -113,7 +112,7 @@ class FSDPBackend(TrainingBackend):
         self._dtype = torch.float32 if wide else torch.bfloat16
         build = empty_model if lora is None else build_hf_model
         hf, self._hf_config = build(self.model_spec, self._dtype)
-        self.packs = why_padded(self._hf_config.to_dict()) is None
+        self.packing, _ = config.packing(self._hf_config.to_dict())
         self._form = SavedForm.of(hf)
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)

@@ -26,7 +26,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hybridflow.backends.megatron.cpu import no_warnings_of_what_is_meant, on_cpu
-from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import (
+    PARTS,
+    LossFunction,
+    MicroBatch,
+    Packing,
+    TrainingBackend,
+)
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.core.workers.micro_batch import dummy_micro_batch
@@ -68,7 +74,7 @@ class MegatronBackend(TrainingBackend):
                 "backend megatron needs torch.distributed, which every runtime sets up"
             )
         no_warnings_of_what_is_meant()
-        self.packs = True
+        self.packing = Packing.PACKED
         with on_cpu(self.context.device):
             self._build()
 
@@ -304,8 +310,8 @@ class MegatronBackend(TrainingBackend):
         """Return a micro-batch as the model takes it: its rows packed, its tokens a multiple of tp
         if they are cut.
         """
-        if micro.packed_at is not None:
-            starts = micro.packed_at
+        if micro.prompt_at is not None:
+            starts = micro.prompt_at
             flat = micro.ids[0]
             lengths = micro.lengths[starts.argsort()]
         else:

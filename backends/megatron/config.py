@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from hybridflow.core.contracts.training import Packing
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import WeightLayout
@@ -49,9 +50,9 @@ class MegatronConfig(KnownSettings):
             recompute=self.recompute,
         )
 
-    def why_padded(self, hf_config: Mapping[str, Any]) -> str | None:
-        """Return None: rows are always packed."""
-        return None
+    def packing(self, hf_config: Mapping[str, Any]) -> tuple[Packing, str]:
+        """Pack all rows; a prompt is not shared."""
+        return Packing.PACKED, "Megatron's positions begin anew with each row"
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         """Return whether tp and pp suit a dense model's sizes and these settings."""

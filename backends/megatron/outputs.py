@@ -67,7 +67,7 @@ def role_outputs(
     # hidden, and its own in ids. One transfer to the device brings all four.
     rows, steps = micro.places
     before = starts[rows] + micro.prompt_lengths[rows] + steps - 1
-    own = (micro.starts + micro.prompt_lengths)[rows] + steps
+    own = micro.response_starts[rows] + steps
     places = torch.stack([rows, steps, before, own])
     rows, steps, before, own = places.to(hidden.device, non_blocking=True)
     states = pick(flat, before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,6 +114,17 @@ class OptimizerConfig:
         return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * decay)
 
 
+class Packing(Enum):
+    """How the rows of a micro-batch lie beside each other; the values are for users."""
+
+    PADDED = "padded"
+    """Each row has the length of the longest."""
+    PACKED = "packed"
+    """One behind the other, with nothing between them."""
+    SHARED = "packed, prompts shared"
+    """Packed, and rows with equal prompts have one."""
+
+
 @attrs.frozen(eq=False)
 class MicroBatch:
     """The B rows of one forward pass, padded to S tokens each, or packed into N tokens.
@@ -120,10 +132,11 @@ class MicroBatch:
     Response token t of row i stands at position prompt_lengths[i] + t of its row (every prompt has
     a token); T is the length of the longest response.
 
-        padded    ids[i]  p p p p r r r 0 0           p: prompt, r: response, 0: padding
-        packed    ids[0]  p p r p p p r p p r r r     starts 0 7 3
+        padded    ids[i]  p p p p r r r 0 0             p: prompt, r: response, 0: padding
+        packed    ids[0]  p p r p p p r p p r r r       prompt_at 0 7 3, response_at 2 9 6
+        shared    ids[0]  p p p r p p r r r r r         prompt_at 0 4 4, response_at 3 6 8
 
-    Packed rows are for backends that say so (`TrainingBackend.packs`): no token may see another
+    Packed rows are for backends that say so (`TrainingBackend.packing`): no token may see another
     row's. A dummy (one row of two tokens that counts for nothing) keeps the number of forward
     passes equal over ranks.
     """
@@ -141,9 +154,12 @@ class MicroBatch:
     extras: Mapping[str, Column] = attrs.field(factory=dict)
     """The columns that the backend declares (TrainingCapabilities.extras), unchanged; none for a
     dummy."""
-    packed_at: torch.Tensor | None = None
-    """Of packed rows: the place of each row's first token in ids, int64 [B], on the CPU. They lie
-    one behind the other, ascending by length, in an order of their own. None: rows are padded."""
+    prompt_at: torch.Tensor | None = None
+    """Of packed rows: the place in ids of each one's first token, int64 [B], on the CPU. Rows with
+    equal prompts may have one prompt. None: rows are padded."""
+    response_at: torch.Tensor | None = None
+    """Of packed rows: the place in ids of each one's first response token, int64 [B], on the CPU:
+    behind the prompt, but where several rows share that."""
 
     @property
     def rows(self) -> int:
@@ -160,12 +176,25 @@ class MicroBatch:
         """The tokens of each row, int64 [B], on the CPU."""
         return self.prompt_lengths + self.response_lengths
 
+    @property
+    def packed(self) -> bool:
+        """Whether the rows are packed."""
+        return self.prompt_at is not None
+
     @cached_property
-    def starts(self) -> torch.Tensor:
-        """The place of each row's first token among the flat ids, int64 [B], on the CPU."""
-        if self.packed_at is not None:
-            return self.packed_at
-        return torch.arange(self.rows) * self.ids.shape[1]
+    def response_starts(self) -> torch.Tensor:
+        """The place among the flat ids of each row's first response token, packed or padded."""
+        if self.response_at is not None:
+            return self.response_at
+        return torch.arange(self.rows) * self.ids.shape[1] + self.prompt_lengths
+
+    @cached_property
+    def shared(self) -> torch.Tensor:
+        """Whether each row shares its prompt with others, bool [B], on the CPU."""
+        if self.prompt_at is None:
+            return torch.zeros(self.rows, dtype=torch.bool)
+        _, prompts, counts = self.prompt_at.unique(return_inverse=True, return_counts=True)
+        return counts[prompts] > 1
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -249,9 +278,9 @@ class TrainingSettings:
         """Return how the passes of a trained, or of a frozen, model are computed."""
         return Execution()
 
-    def why_padded(self, hf_config: Mapping[str, Any]) -> str | None:
-        """Return why rows of a model with these config fields are padded; None: they are packed."""
-        return "the backend takes padded rows"
+    def packing(self, hf_config: Mapping[str, Any]) -> tuple[Packing, str]:
+        """Return how the backend takes the rows of a model with these config fields, and why."""
+        return Packing.PADDED, "the backend takes padded rows"
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         """Return whether a model of this shape can be laid out so."""
@@ -325,9 +354,9 @@ class TrainingBackend(ABC):
         self.context = context
         self.version = 0
         """Number of optimizer steps taken: the version of the weights."""
-        self.packs = False
-        """Whether its passes take packed micro-batches; `build` decides it, by the same rule as
-        `TrainingSettings.why_padded`."""
+        self.packing = Packing.PADDED
+        """How its passes take the rows of micro-batches: what `TrainingSettings.packing` says, if
+        `build` sets it so. Whoever takes packed rows takes padded ones too."""
 
     # --- making the model ---
 

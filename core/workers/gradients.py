@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.loss import Counts, Loss
-from hybridflow.core.contracts.training import MicroBatch, TrainingBackend
+from hybridflow.core.contracts.training import MicroBatch, Packing, TrainingBackend
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
@@ -63,16 +63,16 @@ class LossPart:
         micro_batch_tokens: int,
         context: RankContext,
         extras: Collection[str] = (),
-        packed: bool = False,
+        packing: Packing = Packing.PADDED,
     ):
         """Plan the micro-batches of at most `micro_batch_tokens` tokens, padding included.
 
-        extras: columns that the backend reads beside ours, where the batch has them. packed:
-        whether it takes rows without padding.
+        extras: columns that the backend reads beside ours, where the batch has them. packing: how
+        it takes the rows.
         """
         self.loss = loss
         self.context = context
-        self.packed = packed
+        self.packing = packing
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
         assert self.prompts.lengths is not None and self.responses.lengths is not None
 
@@ -86,7 +86,10 @@ class LossPart:
         kept = self._kept_rows()
         lengths = (self.prompts.lengths + self.responses.lengths)[kept]
         units = None if self.units is None else self.units[kept]
-        plan = plan_micro_batches(lengths, micro_batch_tokens, units, packed=packed)
+        prompts = self.prompts.take(kept)
+        plan = plan_micro_batches(
+            lengths, micro_batch_tokens, units, packing=packing, prompts=prompts
+        )
         self.plan = [kept[rows] for rows in plan]
 
         # `agree` replaces `total` by the sum over ranks.
@@ -121,7 +124,7 @@ class LossPart:
         device = self.context.device
         self.micros = [
             make_micro_batch(
-                self.prompts, self.responses, rows, device, self.topk, self.extras, self.packed
+                self.prompts, self.responses, rows, device, self.topk, self.extras, self.packing
             )
             for rows in self.plan
         ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from hybridflow.core.contracts.training import MicroBatch, counted
+from hybridflow.core.contracts.training import MicroBatch, Packing, counted
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.columns import Column
 
@@ -25,17 +26,22 @@ def plan_micro_batches(
     budget: int,
     units: np.ndarray | None = None,
     overhead: int = OVERHEAD_TOKENS,
-    packed: bool = False,
+    packing: Packing = Packing.PADDED,
+    prompts: Column | None = None,
 ) -> list[np.ndarray]:
     """Row indices per micro-batch of at most `budget` tokens: rows * longest, or all of them.
 
     A single unit may exceed the budget. Units (rows with equal values in `units`) stay whole. They
     are sorted by length, then by their number of rows; the cuts minimise padded tokens plus
-    `overhead` per micro-batch. Packed rows have no padding: each micro-batch is filled.
-    Deterministic.
+    `overhead` per micro-batch. Packed rows have no padding: each micro-batch is filled. Rows that
+    share one of `prompts` stay together as far as the budget allows. Deterministic.
     """
     if len(lengths) == 0:
         return []
+    if packing is not Packing.PADDED:
+        owners = _owners(prompts) if packing is Packing.SHARED and prompts is not None else None
+        heads = lengths if owners is None else prompts.lengths
+        return _plan_packed(np.asarray(lengths), budget, units, owners, heads)
 
     # Of each unit the longest row and the number of rows; without units each row is one.
     members = _unit_rows(len(lengths), units)
@@ -49,21 +55,53 @@ def plan_micro_batches(
     # `ends` are the rows before each of the sorted units, and all rows at its end.
     order = np.lexsort((sizes, longest))
     ends = np.concatenate([[0], np.cumsum(sizes[order])])
-    if packed:
-        tokens = longest if units is None else np.array([lengths[rows].sum() for rows in members])
-        stops = _filled(tokens[order], budget)
-    else:
-        stops = _cuts(longest[order], ends, budget, overhead)
+    stops = _cuts(longest[order], ends, budget, overhead)
     parts = np.split(order, stops[:-1])
     if units is None:
         return parts
     return [np.concatenate([members[unit] for unit in part]) for part in parts]
 
 
-def _filled(tokens: np.ndarray, budget: int) -> list[int]:
-    """Return where to cut the sorted units into micro-batches that are as full as they can be.
+def _plan_packed(
+    lengths: np.ndarray,
+    budget: int,
+    units: np.ndarray | None,
+    owners: np.ndarray | None,
+    prompt_lengths: Any,
+) -> list[np.ndarray]:
+    """Return the rows of each micro-batch, filled with units, or with rows that share a prompt.
 
-    tokens: [n], those of each unit.
+    owners: of each row the first one that has its prompt; None: each row has its own.
+    """
+    if units is None and owners is None:
+        order = np.argsort(lengths, kind="stable")
+        return np.split(order, _filled(lengths[order], budget)[:-1])
+    if units is not None:
+        pieces = _unit_rows(len(lengths), units)
+    else:
+        pieces = []
+        for rows in _unit_rows(len(lengths), owners):
+            # Each piece of a large group has the prompt.
+            prompt = prompt_lengths[rows[0]]
+            stops = _filled(lengths[rows] - prompt, max(budget - prompt, 1))
+            pieces += np.split(rows, stops[:-1])
+
+    # A prompt counts once in a piece.
+    tokens = np.array([lengths[rows].sum() for rows in pieces])
+    if owners is not None:
+        for number, rows in enumerate(pieces):
+            repeated = np.setdiff1d(rows, rows[np.unique(owners[rows], return_index=True)[1]])
+            tokens[number] -= prompt_lengths[repeated].sum()
+    longest = np.array([lengths[rows].max() for rows in pieces])
+    order = np.lexsort((tokens, longest))
+    parts = np.split(order, _filled(tokens[order], budget)[:-1])
+    return [np.concatenate([pieces[number] for number in part]) for part in parts]
+
+
+def _filled(tokens: np.ndarray, budget: int) -> list[int]:
+    """Return where to cut the sorted pieces into micro-batches that are as full as they can be.
+
+    tokens: [n], those of each piece.
     """
     ends = np.cumsum(tokens)
     stops = [0]
@@ -73,6 +111,19 @@ def _filled(tokens: np.ndarray, budget: int) -> list[int]:
         full = int(np.searchsorted(ends, before + budget, "right"))
         stops.append(max(full, start + 1))
     return stops[1:]
+
+
+def _owners(prompts: Column) -> np.ndarray:
+    """Return of each row the first row that has the same prompt, int64 [rows]."""
+    assert prompts.lengths is not None
+    values = np.asarray(torch.as_tensor(prompts.values))
+    stops = np.cumsum(prompts.lengths)
+    first: dict[bytes, int] = {}
+    owners = [
+        first.setdefault(values[start:stop].tobytes(), row)
+        for row, (start, stop) in enumerate(zip(stops - prompts.lengths, stops, strict=True))
+    ]
+    return np.array(owners, np.int64)
 
 
 def _cuts(longest: np.ndarray, ends: np.ndarray, budget: int, overhead: int) -> list[int]:
@@ -139,7 +190,7 @@ def make_micro_batch(
     device: torch.device,
     topk_ids: Column | None = None,
     extras: Mapping[str, Column] | None = None,
-    packed: bool = False,
+    packing: Packing = Packing.PADDED,
 ) -> MicroBatch:
     """Return the MicroBatch of some rows: the prompt and then the response of each.
 
@@ -154,25 +205,30 @@ def make_micro_batch(
             "begin prompts with a token (bos, say)"
         )
 
-    # Both kinds of tokens have their places in one flat tensor.
     prompt_lengths = torch.from_numpy(prompt.lengths)
     response_lengths = torch.from_numpy(response.lengths)
     total = prompt_lengths + response_lengths
+    owners = torch.arange(len(rows))
+    if packing is Packing.SHARED:
+        owners = torch.from_numpy(_owners(prompt))
+
     # Rows of one length have no padding, and positions that are the same for all of them.
-    packed = packed and bool((total != total[0]).any())
+    alike = bool((total == total[0]).all()) and len(owners.unique()) == len(rows)
+    packed = packing is not Packing.PADDED and not alike
     if packed:
-        ids = torch.zeros(1, int(total.sum()), dtype=torch.int64)
-        order = total.argsort(stable=True)
-        starts = torch.empty_like(total)
-        starts[order] = total[order].cumsum(0) - total[order]
+        size, prompt_at, response_at = _packed_places(prompt_lengths, response_lengths, owners)
+        ids = torch.zeros(1, size, dtype=torch.int64)
     else:
         ids = torch.zeros(len(rows), int(total.max()), dtype=torch.int64)
-        starts = torch.arange(len(rows)) * ids.shape[1]
+        prompt_at = torch.arange(len(rows)) * ids.shape[1]
+        response_at = prompt_at + prompt_lengths
+
+    # Rows that share a prompt write the same tokens there.
     flat = ids.view(-1)
     row, at = counted(prompt_lengths)
-    flat[starts[row] + at] = torch.as_tensor(prompt.values).long()
+    flat[prompt_at[row] + at] = torch.as_tensor(prompt.values).long()
     row, at = counted(response_lengths)
-    flat[(starts + prompt_lengths)[row] + at] = torch.as_tensor(response.values).long()
+    flat[response_at[row] + at] = torch.as_tensor(response.values).long()
 
     return MicroBatch(
         ids.to(device, non_blocking=True),
@@ -180,8 +236,39 @@ def make_micro_batch(
         response_lengths,
         None if topk_ids is None else topk_ids.take(rows).padded().long().to(device),
         extras={name: column.take(rows) for name, column in (extras or {}).items()},
-        packed_at=starts if packed else None,
+        prompt_at=prompt_at if packed else None,
+        response_at=response_at if packed else None,
     )
+
+
+def _packed_places(
+    prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, owners: torch.Tensor
+) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return (tokens in all, the places of prompts, those of responses), int64 [rows] each.
+
+    owners: of each row the first one that has its prompt. Whole rows and shared prompts come first,
+    ascending by length, then the responses to shared prompts, by the lengths of both.
+    """
+    rows = torch.arange(len(owners))
+    several = torch.bincount(owners, minlength=len(owners))[owners] > 1
+
+    # Whole rows and shared prompts
+    heads = rows[owners == rows]
+    sizes = torch.where(several, prompt_lengths, prompt_lengths + response_lengths)[heads]
+    order = sizes.argsort(stable=True)
+    prompt_at = torch.zeros_like(owners)
+    prompt_at[heads[order]] = sizes[order].cumsum(0) - sizes[order]
+    prompt_at = prompt_at[owners]
+    response_at = prompt_at + prompt_lengths
+
+    # Responses to shared prompts, those of one prompt beside each other
+    tails = rows[several]
+    keys = (prompt_at, response_lengths, prompt_lengths)
+    tails = tails[np.lexsort([key[tails].numpy() for key in keys])]
+    lengths = response_lengths[tails]
+    head_tokens = int(sizes.sum())
+    response_at[tails] = head_tokens + lengths.cumsum(0) - lengths
+    return head_tokens + int(lengths.sum()), prompt_at, response_at
 
 
 def dummy_micro_batch(device: torch.device, topk: int = 0) -> MicroBatch:

@@ -177,12 +177,13 @@ class ModelWorker(PoolMember):
         responses = batch["response_ids"]
         device = self.context.device
         assert prompts.lengths is not None and responses.lengths is not None
-        packed = self.backend.packs
+        packing = self.backend.packing
         lengths = prompts.lengths + responses.lengths
-        plan = plan_micro_batches(lengths, self.role.micro_batch_tokens, packed=packed)
+        budget = self.role.micro_batch_tokens
+        plan = plan_micro_batches(lengths, budget, packing=packing, prompts=prompts)
         extras = {name: batch[name] for name in self._reads if name in batch}
         micros = [
-            make_micro_batch(prompts, responses, rows, device, extras=extras, packed=packed)
+            make_micro_batch(prompts, responses, rows, device, extras=extras, packing=packing)
             for rows in plan
         ]
 
@@ -237,9 +238,9 @@ class ModelWorker(PoolMember):
         for _, loss in pairs:
             check_needs(self.role.model.kind, loss.needs)
         budget = self.role.micro_batch_tokens
-        packed = self.backend.packs
+        packing = self.backend.packing
         parts = [
-            LossPart(batch, loss, budget, self.context, self._reads, packed)
+            LossPart(batch, loss, budget, self.context, self._reads, packing)
             for batch, loss in pairs
         ]
         agree(parts)

@@ -1,8 +1,8 @@
 """Causal attention for trainers, of padded rows and of packed ones, which do not see each other.
 
-Packed rows lie one after another, sorted by length:
+Packed rows lie one after another, ascending by length. Rows with equal prompts may share one:
 
-    ids [1, N]     a a a b b b c c c c c d        lengths 3 3 5 1, runs (2, 3) (1, 5) (1, 1)
+    ids [1, N]     a a a b b b c c c c c | p p p q q r r      q and r go on from p
 
 On a CPU each run of equal lengths is one call of torch's kernel, as a batch [rows, heads, S, D]. On
 a GPU in half precision one call has them all. transformers calls `attend` by its registered name;
@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
@@ -28,14 +29,41 @@ LARGEST_HEAD = 256
 """The largest size of a head that it takes."""
 
 
-class PackedRows:
-    """The lengths of the rows that lie one after another in a packed sequence."""
+@attrs.frozen(eq=False)
+class Tails:
+    """Neighbouring tails of one length, whose prompts have one length too."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device):
-        """lengths: tokens of each row that has any; their sum is N."""
+    count: int
+    """How many they are."""
+    length: int
+    """The tokens of each."""
+    run: int
+    """The run, of rows without a prompt apart, that has their prompts."""
+    prompts: torch.Tensor
+    """The place of each tail's prompt in that run, int64 [count]."""
+    mask: torch.Tensor
+    """Whether a token sees a key of prompt and tail, bool [length, prompt + length]."""
+
+
+class PackedRows:
+    """The lengths of rows that lie one after another in a packed sequence, shared prompts apart.
+
+    First come rows that begin with their own first token (a shared prompt is one of them), then
+    tails: what follows a shared prompt.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        tails: Sequence[tuple[int, int]] = (),
+    ):
+        """lengths: tokens of each row, none of them 0. tails: of each (the number of the row that
+        is its prompt, tokens). Equal ones should be neighbours.
+        """
         self.lengths = list(lengths)
         self.device = device
-        self.longest = max(self.lengths)
+        self.tails = list(tails)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -43,9 +71,54 @@ class PackedRows:
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
     @cached_property
+    def tail_runs(self) -> list[Tails]:
+        """The neighbours among the tails that are alike."""
+        # The run of each row, and its place there.
+        places = [(run, at) for run, (count, _) in enumerate(self.runs) for at in range(count)]
+        found = []
+        for (run, length), alike in groupby(self.tails, lambda tail: (places[tail[0]][0], tail[1])):
+            prompts = [places[row][1] for row, _ in alike]
+            before = self.runs[run][1]
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=self.device)
+            index = torch.tensor(prompts, device=self.device)
+            found.append(Tails(len(prompts), length, run, index, mask.tril(before)))
+        return found
+
+    @cached_property
     def bounds(self) -> torch.Tensor:
-        """The place of each row's first token, and N: int32 [rows + 1] on the device."""
-        ends = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        """The place of the first token of each row and tail, and N: int32 on the device."""
+        return self._bounds([*self.lengths, *(length for _, length in self.tails)])
+
+    @cached_property
+    def key_bounds(self) -> torch.Tensor:
+        """`bounds` of the keys: a tail has its prompt's before its own."""
+        tails = [self.lengths[row] + length for row, length in self.tails]
+        return self._bounds([*self.lengths, *tails])
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """The place of each key among the tokens, int64 on the device."""
+        firsts = [0]
+        for length in (*self.lengths, *(length for _, length in self.tails)):
+            firsts.append(firsts[-1] + length)
+        pieces = [torch.arange(sum(self.lengths))]
+        for number, (row, length) in enumerate(self.tails, len(self.lengths)):
+            pieces.append(torch.arange(firsts[row], firsts[row + 1]))
+            pieces.append(torch.arange(firsts[number], firsts[number] + length))
+        return torch.cat(pieces).to(self.device, non_blocking=True)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a row or tail."""
+        return max([*self.lengths, *(length for _, length in self.tails)])
+
+    @property
+    def most_keys(self) -> int:
+        """The most tokens of a row, or of a tail with its prompt."""
+        return max([*self.lengths, *(self.lengths[row] + length for row, length in self.tails)])
+
+    def _bounds(self, lengths: list[int]) -> torch.Tensor:
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return ends.to(self.device, non_blocking=True)
 
 
@@ -65,15 +138,13 @@ def attend(
 
     Key and value may have fewer heads. With `packed_rows`, B is 1 and S the sum of their lengths.
     """
-    rows = packed_rows
-    if rows is None:
-        grouped = query.shape[1] != key.shape[1]
-        attended = _causal(query, key, value, scaling, grouped)
+    if packed_rows is None:
+        attended = _causal(query, key, value, scaling)
         return attended.transpose(1, 2).contiguous(), None
 
     # [N, heads, D], as the projections have written them.
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return attend_packed(query, key, value, rows, scaling)[None], None
+    return attend_packed(query, key, value, packed_rows, scaling)[None], None
 
 
 def attend_packed(
@@ -84,8 +155,9 @@ def attend_packed(
     scaling: float | None = None,
 ) -> torch.Tensor:
     """Return [N, heads, D] of query, key and value [N, heads, D], each row causal in itself."""
-    by_lengths = _any_lengths if takes_any_lengths(query, value) else _run_by_run
-    return by_lengths((query, key, value), rows, scaling, query.shape[1] != key.shape[1])
+    if takes_any_lengths(query, value):
+        return _any_lengths(query, key, value, rows, scaling)
+    return _run_by_run(query, key, value, rows, scaling)
 
 
 def takes_any_lengths(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -98,49 +170,85 @@ def takes_any_lengths(query: torch.Tensor, value: torch.Tensor) -> bool:
     )
 
 
-def _causal(query, key, value, scaling: float | None, grouped: bool) -> torch.Tensor:
-    """Return [B, heads, S, D]; every row begins at its first position."""
+def _causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return [B, heads, S, D]; without a mask every row begins at its first position."""
     return F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
 
 
 def _any_lengths(
-    flat: Sequence[torch.Tensor], rows: PackedRows, scaling: float | None, grouped: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PackedRows,
+    scaling: float | None,
 ) -> torch.Tensor:
     """Return what `attend_packed` does, by FlashAttention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = flat
-    bounds = rows.bounds
+    # The last query of a sequence sees its last key, so a tail sees its whole prompt.
+    if rows.tails:
+        key = key.index_select(0, rows.keys)
+        value = value.index_select(0, rows.keys)
     attended = varlen_attn(
         query,
         key,
         value,
-        bounds,
-        bounds,
+        rows.bounds,
+        rows.key_bounds,
         rows.longest,
-        rows.longest,
+        rows.most_keys,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=grouped,
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(attended, torch.Tensor)
     return attended
 
 
 def _run_by_run(
-    flat: Sequence[torch.Tensor], rows: PackedRows, scaling: float | None, grouped: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: PackedRows,
+    scaling: float | None,
 ) -> torch.Tensor:
     """Return what `attend_packed` does, by one call for each run of equal lengths."""
     # One split costs less than a slice for each run, in the backward pass above all.
-    sizes = [count * length for count, length in rows.runs]
-    parts = [tensor.split(sizes) for tensor in flat]
+    shapes = [*rows.runs, *((tails.count, tails.length) for tails in rows.tail_runs)]
+    sizes = [count * length for count, length in shapes]
+    # Of each run query, key and value, [rows, S, heads, D].
+    runs = [
+        [part.unflatten(0, shape) for part in parts]
+        for *parts, shape in zip(
+            query.split(sizes), key.split(sizes), value.split(sizes), shapes, strict=True
+        )
+    ]
+
     attended = []
-    for (count, length), *run in zip(rows.runs, *parts, strict=True):
-        query, key, value = (part.unflatten(0, (count, length)).transpose(1, 2) for part in run)
-        batch = _causal(query, key, value, scaling, grouped)
-        attended.append(batch.transpose(1, 2).flatten(0, 1))
+    for number, (queries, keys, values) in enumerate(runs):
+        mask = None
+        if number >= len(rows.runs):
+            tails = rows.tail_runs[number - len(rows.runs)]
+            _, prompt_keys, prompt_values = runs[tails.run]
+            keys = torch.cat([prompt_keys.index_select(0, tails.prompts), keys], 1)
+            values = torch.cat([prompt_values.index_select(0, tails.prompts), values], 1)
+            mask = tails.mask
+        batch = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+        attended.append(_causal(*batch, scaling, mask).transpose(1, 2).flatten(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 

@@ -198,23 +198,25 @@ class RoleModel(nn.Module):
         """
         # The last token of a row predicts nothing, but a score is read at it.
         last = "scores" in needs
-        inputs, starts = _inputs(micro, last)
+        inputs, prompt_ends, starts = _inputs(micro, last)
         hidden = self.hf.base_model(**inputs, use_cache=False).last_hidden_state
+        shares = bool(micro.shared.any())
         if last:
             # Flat places of the last tokens.
-            ends = starts + micro.lengths - 1
-            scores = self.head(pick(hidden, ends.to(hidden.device)))
+            lengths = micro.response_lengths
+            ends = torch.where(lengths > 0, starts + lengths - 1, prompt_ends)
+            scores = self.head(pick(hidden, ends.to(hidden.device), shares))
 
             # A sum over the one label: FSDP wants no view of the head's output.
             return {"scores": scores.float().sum(-1)}
 
         # Flat places of the state before each response token, and of the token itself among ids.
         rows, at = micro.places
-        before = (starts + micro.prompt_lengths)[rows] + at - 1
-        target = (micro.starts + micro.prompt_lengths)[rows] + at
+        before = torch.where(at > 0, starts[rows] + at - 1, prompt_ends[rows])
+        target = micro.response_starts[rows] + at
         indices = torch.stack([rows, at, before, target])
         rows, at, before, target = indices.to(hidden.device, non_blocking=True)
-        states = pick(hidden, before)
+        states = pick(hidden, before, shares)
         shape = (micro.rows, micro.width)
 
         # A value is the head's only output. A policy's outputs are computed from its logits.
@@ -253,31 +255,58 @@ class RoleModel(nn.Module):
         return {name: torch.cat([outputs[name] for outputs in pieces]) for name in names}
 
 
-def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return what the trunk is called with, and the flat place of each row's first token in it.
+def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+    """Return what the trunk is called with, and two flat places of each row in it, int64 [B].
 
-    Without `whole` the last token of each row is left out, of padded rows the last column.
+    They are those of the prompt's last token and of the response's first one. Without `whole` the
+    last token of each row is left out, of padded rows the last column.
     """
     ids = micro.ids
-    cut = 0 if whole or int(micro.lengths.max()) == 1 else 1
-    if micro.packed_at is None:
+    prompts = micro.prompt_lengths
+    if not micro.packed:
+        cut = 0 if whole or ids.shape[1] == 1 else 1
         ids = ids[:, : ids.shape[1] - cut]
-        return {"input_ids": ids}, torch.arange(micro.rows) * ids.shape[1]
+        starts = torch.arange(micro.rows) * ids.shape[1] + prompts
+        return {"input_ids": ids}, starts - 1, starts
 
-    # Rows in the order in which they lie, and the position of every token in its row.
-    order = micro.packed_at.argsort()
-    lengths = micro.lengths[order] - cut
-    rows, positions = counted(lengths)
-    places = torch.stack([micro.packed_at[order][rows] + positions, positions])
+    # Pieces: rows and shared prompts, each once, then responses to shared prompts.
+    assert micro.prompt_at is not None
+    cut = 0 if whole else 1
+    responses = (micro.response_lengths - cut).clamp(min=0)
+    tails = micro.shared.nonzero().flatten()
+    heads, head_of, owners = _firsts(micro.prompt_at)
+    sizes = prompts[owners] + torch.where(micro.shared[owners], 0, responses[owners])
+    tails = tails[micro.response_starts[tails].argsort()]
+    tails = tails[responses[tails] > 0]
+
+    # Every token's place among ids, and its position in its row.
+    lengths = torch.cat([sizes, responses[tails]])
+    firsts = torch.cat([heads, micro.response_starts[tails]])
+    offsets = torch.cat([torch.zeros_like(sizes), prompts[tails]])
+    pieces, at = counted(lengths)
+    places = torch.stack([firsts[pieces] + at, offsets[pieces] + at])
     kept, positions = places.to(ids.device, non_blocking=True)
+    pairs = zip(head_of[tails].tolist(), responses[tails].tolist(), strict=True)
     inputs = {
-        "input_ids": ids[:, kept] if cut else ids,
+        "input_ids": ids[:, kept],
         "position_ids": positions[None],
-        "packed_rows": PackedRows([n for n in lengths.tolist() if n], ids.device),
+        "packed_rows": PackedRows(sizes.tolist(), ids.device, list(pairs)),
     }
-    starts = torch.empty_like(lengths)
-    starts[order] = lengths.cumsum(0) - lengths
-    return inputs, starts
+
+    # Where they lie in the trunk.
+    begins = lengths.cumsum(0) - lengths
+    prompt_ends = begins[head_of] + prompts - 1
+    starts = prompt_ends + 1
+    starts[tails] = begins[len(sizes) :]
+    return inputs, prompt_ends, starts
+
+
+def _firsts(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the places in order, each once; the number of each row's; and a row that has each."""
+    unique, number = places.unique(return_inverse=True)
+    rows = torch.empty_like(unique)
+    rows[number] = torch.arange(len(places))
+    return unique, number, rows
 
 
 def finished(logits: torch.Tensor, config: Any) -> torch.Tensor:
@@ -350,8 +379,13 @@ class _Entropy(torch.autograd.Function):
         return -(log_p + 1).mul_(log_p.exp()).mul_(grad[:, None])
 
 
-def pick(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the states [N, H] of hidden [B, S, H] at flat places [N], each at most once."""
+def pick(hidden: torch.Tensor, places: torch.Tensor, several: bool = False) -> torch.Tensor:
+    """Return the states [N, H] of hidden [B, S, H] at flat places [N].
+
+    several: whether a place may occur more than once.
+    """
+    if several:
+        return hidden.flatten(0, 1).index_select(0, places)
     return _Pick.apply(hidden, places)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hybridflow.core.contracts.training import OptimizerConfig, TrainingBackend
+from hybridflow.core.contracts.training import OptimizerConfig, Packing, TrainingBackend
 from hybridflow.kit.testing.backend_base import (
     LENGTHS,
     TOKEN_OUTPUTS,
@@ -75,18 +75,22 @@ class BackendGradients(BackendBase):
                     "add up, whatever the split",
                 )
 
-    def test_packed_rows_have_the_gradients_of_padded_ones(self, build):
+    def test_packed_rows_have_the_gradients_of_hugging_face(self, build):
+        """With responses to one prompt, of several lengths, beside rows of their own."""
         self._needs_training()
         for ref in self.references():
-            needs = list(TOKEN_OUTPUTS[ref.spec.kind])
-            if not build(ref.spec, memoryless()).packs:
+            if build(ref.spec, memoryless()).packing is Packing.PADDED:
                 pytest.skip("it takes padded rows")
+            needs = list(TOKEN_OUTPUTS[ref.spec.kind])
+            rows = Sequences.with_equal_prompts(seed=10)
+            passes = Passes(build(ref.spec, memoryless()), rows, seed=10)
+            expected = passes.expected_gradients(ref, needs)
             self._same(
-                gradients(_passes(build, ref, seed=10), needs),
-                gradients(_passes(build, ref, seed=10, packed=False), needs),
+                gradients(passes, needs),
+                expected,
                 f"the gradient of packed rows, {self._name(ref)}",
-                "tokens see those of the row before theirs in the backward pass, or what is "
-                "computed of a padded token has a gradient",
+                "tokens see those of the row before theirs in the backward pass, or a shared "
+                "prompt has the gradient of one of its responses alone",
             )
 
     def test_dummies_change_no_gradient(self, build):
@@ -211,8 +215,7 @@ def _passes(
     ref: Reference,
     seed: int,
     config: OptimizerConfig | None = None,
-    packed: bool | None = None,
 ) -> Passes:
     """Return passes of a new backend over random rows of LENGTHS; by default it is memoryless."""
     backend = build(ref.spec, config or memoryless())
-    return Passes(backend, Sequences.random(LENGTHS, seed=seed), seed=seed, packed=packed)
+    return Passes(backend, Sequences.random(LENGTHS, seed=seed), seed=seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridflow.core.contracts.training import Packing
 from hybridflow.kit.testing.backend_base import LENGTHS, TOKEN_OUTPUTS, BackendBase
 from hybridflow.kit.testing.checks import require, require_close
 from hybridflow.kit.testing.models import Reference, Sequences
@@ -105,13 +106,13 @@ class BackendOutputs(BackendBase):
         """A row's outputs are those of padded rows, and stay when its neighbours change."""
         for ref in self.references():
             backend = build(ref.spec, None)
-            if not backend.packs:
+            if backend.packing is Packing.PADDED:
                 pytest.skip("it takes padded rows")
             rows = Sequences.random(LENGTHS, seed=8)
             changed = Sequences.random(LENGTHS, seed=9)
             for name in TOKEN_OUTPUTS[ref.spec.kind]:
-                padded = Passes(backend, rows, packed=False).outputs([name])[name]
                 packed = Passes(backend, rows).outputs([name])[name]
+                padded = Passes(backend, rows, packing=Packing.PADDED).outputs([name])[name]
                 for row in range(len(rows)):
                     # All rows are others but this one.
                     prompts = list(changed.prompts)
@@ -120,14 +121,30 @@ class BackendOutputs(BackendBase):
                     responses[row] = rows.responses[row]
                     others = Passes(backend, Sequences(prompts, responses)).outputs([name])[name]
                     for values, what in ((padded, "padded"), (others, "between other rows")):
-                        require_close(
-                            packed[row],
-                            values[row],
-                            self.tolerance,
-                            what=f"{name} of packed row {row}, and of it {what}, {self._name(ref)}",
-                            likely="tokens see those of the row before theirs (MicroBatch."
-                            "packed_at), or positions do not start at 0 in each row",
-                        )
+                        self._is_apart(packed[row], values[row], f"{name} of row {row} {what}", ref)
+
+    def test_rows_with_equal_prompts_have_the_outputs_of_rows_alone(self, build):
+        """Shared prompts change nothing, for responses of any length, beside rows of their own."""
+        for ref in self.references():
+            backend = build(ref.spec, None)
+            if backend.packing is not Packing.SHARED:
+                pytest.skip("it shares no prompts")
+            passes = Passes(backend, Sequences.with_equal_prompts(seed=10))
+            for name in TOKEN_OUTPUTS[ref.spec.kind]:
+                for row, values in enumerate(passes.outputs([name])[name]):
+                    expected = passes.expected(ref, row)[name]
+                    self._is_apart(values, expected, f"{name} of row {row} with its prompt", ref)
+
+    def _is_apart(self, found, expected, what: str, ref: Reference) -> None:
+        """Require that a packed row has the outputs that are expected of it."""
+        require_close(
+            found,
+            expected,
+            self.tolerance,
+            what=f"{what}, {self._name(ref)}",
+            likely="tokens see those of the row before theirs (MicroBatch.prompt_at, response_at), "
+            "or positions do not start at 0 in each row",
+        )
 
     def test_a_forward_keeps_no_graph_and_gives_float32(self, build):
         for ref in self.references():

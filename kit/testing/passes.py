@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.contracts.training import MicroBatch, OptimizerConfig, TrainingBackend
+from hybridflow.core.contracts.training import MicroBatch, OptimizerConfig, Packing, TrainingBackend
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
@@ -67,11 +67,11 @@ class Passes:
         temperature: float = 1.0,
         seed: int = 0,
         topk_ids: list[torch.Tensor] | None = None,
-        packed: bool | None = None,
+        packing: Packing | None = None,
     ):
-        """packed: whether rows are packed; by default as the backend takes them."""
+        """packing: how rows lie in micro-batches; by default as the backend takes them."""
         self.backend = backend
-        self.packed = packed
+        self.packing = packing
         self.rows = rows
         self.temperature = temperature
         self.topk_ids = topk_ids
@@ -100,11 +100,11 @@ class Passes:
         prompts = tokens(self.rows.prompts)
         responses = tokens(self.rows.responses)
 
-        packed = self.backend.packs if self.packed is None else self.packed
+        packing = self.packing or self.backend.packing
         micros = []
         for rows in plan:
             index = np.asarray(rows)
-            micro = make_micro_batch(prompts, responses, index, device, topk, packed=packed)
+            micro = make_micro_batch(prompts, responses, index, device, topk, packing=packing)
             micros.append(micro)
         for _ in range(dummies):
             micros.append(dummy_micro_batch(device, 0 if topk is None else 3))

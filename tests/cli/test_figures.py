@@ -26,7 +26,10 @@ def test_derived_figures_are_those_of_the_config():
     )
     assert "4 ranks of pool main, layout dp2-tp2" in found["actor"]
     assert "16 sequences per step and dp rank; 5 per optimizer step and dp rank" in found["actor"]
-    assert "micro-batches of 16,384 tokens, packed; generates with transformers" in found["actor"]
+    assert (
+        "micro-batches of 16,384 tokens, packed, prompts shared; generates with transformers"
+        in found["actor"]
+    )
     assert "frozen" in found["ref"] and "per optimizer step" not in found["ref"]
     assert found["checkpoints"] == "every 20 steps, at the end; the newest 2 are kept"
     assert (
@@ -43,7 +46,7 @@ def test_rows_that_are_padded_come_with_the_reason():
     fields = ("use_sliding_window=true", "sliding_window=8")
     [(job, _)] = resolved("one.toml", *(f"actor.model.config.{field}" for field in fields))
     assert "tokens, padded (some layers attend to a part of a row);" in dict(figures(job))["actor"]
-    with mock.patch.object(FSDPConfig, "why_padded", TrainingSettings.why_padded):
+    with mock.patch.object(FSDPConfig, "packing", TrainingSettings.packing):
         assert "padded (the backend takes padded rows);" in dict(figures(job))["actor"]
 
 

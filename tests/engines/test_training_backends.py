@@ -38,14 +38,8 @@ MEGATRON = {
     "tp2 pp2": (ParallelLayout(tp=2, pp=2), {}),
     "pp2 virtual 2": (ParallelLayout(pp=2), {"virtual_stages": 2}),
     "tp2 sequence parallel": (ParallelLayout(tp=2), {"sequence_parallel": True}),
-    "tp2 pp2 sequence parallel, packed": (
-        ParallelLayout(tp=2, pp=2),
-        {"sequence_parallel": True, "packing": True},
-    ),
-    "tp2 recompute, packed": (
-        ParallelLayout(tp=2),
-        {"recompute": True, "packing": True, "vocab_multiple": 1},
-    ),
+    "tp2 pp2 sequence parallel": (ParallelLayout(tp=2, pp=2), {"sequence_parallel": True}),
+    "tp2 recompute": (ParallelLayout(tp=2), {"recompute": True, "vocab_multiple": 1}),
     "tp2 pp2 dp2": (ParallelLayout(tp=2, pp=2, dp=2), {}),
     "tp2 pp2 dp2, Megatron's order": (
         ParallelLayout(tp=2, pp=2, dp=2, order="tp-cp-dp-pp"),

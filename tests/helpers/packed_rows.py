@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.loss import Loss
-from hybridflow.core.contracts.training import TrainingBackend
+from hybridflow.core.contracts.training import Packing, TrainingBackend
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, as_column, tokens
@@ -74,12 +74,13 @@ def batch_for(loss: Loss, logprobs: torch.Tensor, lengths: np.ndarray) -> Batch:
 def rows_of(lengths: np.ndarray) -> dict[str, Column]:
     generator = torch.Generator().manual_seed(5)
     draw = lambda n: torch.randint(0, VOCAB, (int(n),), generator=generator)  # noqa: E731
-    prompts = [draw(n) for n in (3, 1, 6, 2, 3, 3, 5, 1)]
+    distinct = [draw(n) for n in (3, 1, 6, 2)]
+    prompts = [distinct[at] for at in (0, 0, 1, 1, 2, 0, 0, 3)]
     return {"prompt_ids": tokens(prompts), "response_ids": tokens([draw(n) for n in lengths])}
 
 
 LENGTHS = np.array([5, 9, 2, 7, 5, 5, 1, 12])
-"""Response tokens. Rows 0, 4 and 5 have equally many in all, and are no neighbours."""
+"""Response tokens. The prompts of rows 0, 1, 5 and 6 are the same, and those of rows 2 and 3."""
 
 
 def same_packed_and_padded(
@@ -100,10 +101,13 @@ def same_packed_and_padded(
     found = []
     for packed in (True, False):
         backend = build(ref.spec, memoryless(1e5))
-        assert backend.packs
-        part = LossPart(batch, loss, 60, backend.context, packed=packed)
+        assert backend.packing is not Packing.PADDED
+        packing = backend.packing if packed else Packing.PADDED
+        part = LossPart(batch, loss, 60, backend.context, packing=packing)
         agree([part])
-        assert any(micro.packed_at is not None for micro in part.micros) == packed
+        assert any(micro.packed for micro in part.micros) == packed
+        shared = packing is Packing.SHARED
+        assert any(bool(micro.shared.any()) for micro in part.micros) == shared
         before = whole_weights(backend)
         metrics = loss_metrics([part.run(backend, 1.0, train=True)], backend.context)
         norm = backend.optim_step()["grad_norm"]

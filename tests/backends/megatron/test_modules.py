@@ -24,6 +24,7 @@ from hybridflow.backends.megatron.modules import (
 )
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.attention import PackedRows
 from hybridflow.kit.testing import tiny_config
 
 CPU = torch.device("cpu")
@@ -120,21 +121,10 @@ def attend(q, k, v):
     return torch.stack(out)
 
 
-def test_attention_is_causal_and_query_heads_share_keys():
-    tokens, rows, heads, groups, size = 5, 2, 4, 2, 8
-    q = torch.randn(tokens, rows, heads, size, generator=GENERATOR)
-    k, v = torch.randn(2, tokens, rows, groups, size, generator=GENERATOR)
-    found = Attention(settings(), 1)(q, k, v)
-    for row in range(rows):
-        for head in range(heads):
-            want = attend(q[:, row, head], k[:, row, head // 2], v[:, row, head // 2])
-            torch.testing.assert_close(found[:, row, head * size : (head + 1) * size], want)
-
-
-def test_packed_rows_do_not_see_each_other():
+def test_attention_is_causal_within_each_row_and_query_heads_share_keys():
     q = torch.randn(7, 4, 8, generator=GENERATOR)
     k, v = torch.randn(2, 7, 2, 8, generator=GENERATOR)
-    packed = SimpleNamespace(lengths=[3, 4])
+    packed = SimpleNamespace(rows=PackedRows([3, 4], CPU))
     found = Attention(settings(), 1)(q, k, v, packed_seq_params=packed)
     for part in (slice(0, 3), slice(3, 7)):
         alone = [attend(q[part, head], k[part, head // 2], v[part, head // 2]) for head in range(4)]

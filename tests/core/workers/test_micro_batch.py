@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from hybridflow.core.contracts.training import Packing
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.workers.micro_batch import (
@@ -120,7 +121,7 @@ def test_packed_micro_batches_are_filled_with_whole_units(rows, budget, in_units
     lengths, units = rows
     given_units = units if in_units else None
     units = units if in_units else np.arange(len(lengths))
-    plan = plan_micro_batches(lengths, budget, given_units, packed=True)
+    plan = plan_micro_batches(lengths, budget, given_units, packing=Packing.PACKED)
     assert sorted(np.concatenate(plan)) == list(range(len(lengths)))
     held = [list(dict.fromkeys(units[rows])) for rows in plan]
     assert sum(map(len, held)) == len(set(units))
@@ -134,20 +135,74 @@ def test_packed_micro_batches_are_filled_with_whole_units(rows, budget, in_units
 
 def test_packed_rows_lie_ascending_by_length_and_keep_their_numbers():
     prompts, responses = tokens([[1, 2], [3], [4, 5, 6]]), tokens([[7, 9], [8], []], torch.int64)
-    micro = make_micro_batch(prompts, responses, np.array([0, 1, 2]), CPU, packed=True)
+    micro = make_micro_batch(prompts, responses, np.array([0, 1, 2]), CPU, packing=Packing.PACKED)
     assert micro.ids.tolist() == [[3, 8, 4, 5, 6, 1, 2, 7, 9]]
-    assert micro.packed_at.tolist() == micro.starts.tolist() == [5, 0, 2]
+    assert micro.prompt_at.tolist() == [5, 0, 2]
+    assert micro.response_at.tolist() == micro.response_starts.tolist() == [7, 1, 5]
+    assert not micro.shared.any()
     assert micro.prompt_lengths.tolist() == [2, 1, 3]
     assert micro.rows == 3
     assert micro.width == 2
 
 
+def test_a_prompt_that_rows_share_is_there_once():
+    prompts = tokens([[1, 2], [3], [1, 2], [4, 5], [1, 2], [4, 5]])
+    responses = tokens([[6, 7, 8], [9], [6], [7, 7], [], [8]])
+    micro = make_micro_batch(prompts, responses, np.arange(6), CPU, packing=Packing.SHARED)
+    # Both prompts and row 1 by number, then responses to the prompts by length.
+    assert micro.ids.tolist() == [[1, 2, 3, 9, 4, 5, 6, 8, 7, 7, 6, 7, 8]]
+    assert micro.prompt_at.tolist() == [0, 2, 0, 4, 0, 4]
+    assert micro.response_at.tolist() == [10, 3, 6, 8, 6, 7]
+    assert micro.shared.tolist() == [True, False, True, True, True, True]
+    packed = make_micro_batch(prompts, responses, np.arange(6), CPU, packing=Packing.PACKED)
+    assert packed.ids.numel() == 19
+    assert not packed.shared.any()
+    alike = make_micro_batch(prompts, responses, np.array([2, 5]), CPU, packing=Packing.SHARED)
+    assert alike.ids.tolist() == [[1, 2, 6], [4, 5, 8]]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, max_size=24),
+    st.integers(1, 60),
+    st.booleans(),
+)
+def test_a_plan_counts_a_prompt_once_and_splits_a_group_only_where_it_must(rows, budget, in_units):
+    drawn = [[1], [2, 2, 2], [3, 3, 3], [4] * 7]
+    prompts = tokens([drawn[prompt] for prompt, _ in rows])
+    responses = tokens([[5] * length for _, length in rows])
+    lengths = prompts.lengths + responses.lengths
+    units = np.arange(len(rows)) // 2 if in_units else None
+    plan = plan_micro_batches(lengths, budget, units, packing=Packing.SHARED, prompts=prompts)
+    assert sorted(np.concatenate(plan)) == list(range(len(rows)))
+
+    def size(chosen):
+        """Tokens by brute force: each distinct prompt once."""
+        return sum(rows[r][1] for r in chosen) + sum(
+            len(drawn[p]) for p in {rows[r][0] for r in chosen}
+        )
+
+    for chosen in plan:
+        micro = make_micro_batch(prompts, responses, chosen, CPU, packing=Packing.SHARED)
+        if micro.packed:
+            assert micro.ids.numel() == size(chosen)
+        whole = {r // 2 for r in chosen} if in_units else chosen
+        assert size(chosen) <= budget or len(whole) == 1
+    if in_units:
+        assert all({r // 2 for r in a}.isdisjoint(r // 2 for r in b) for a, b in pairwise(plan))
+        return
+    for prompt in range(4):
+        group = [r for r, (p, _) in enumerate(rows) if p == prompt]
+        if group and size(group) <= budget:
+            assert any(set(group) <= set(chosen) for chosen in plan)
+
+
 def test_rows_of_one_length_are_a_rectangle_packed_or_not():
     prompts, responses = tokens([[1, 2], [3]]), tokens([[7], [8, 9]])
-    micro = make_micro_batch(prompts, responses, np.array([1, 0]), CPU, packed=True)
+    micro = make_micro_batch(prompts, responses, np.array([1, 0]), CPU, packing=Packing.PACKED)
     assert micro.ids.tolist() == [[3, 8, 9], [1, 2, 7]]
-    assert micro.packed_at is None
-    assert micro.starts.tolist() == [0, 3]
+    assert not micro.packed
+    assert micro.response_starts.tolist() == [1, 5]
 
 
 def test_long_tailed_rows_are_packed_with_two_tokens_in_a_hundred_to_spare_at_most():
@@ -156,8 +211,10 @@ def test_long_tailed_rows_are_packed_with_two_tokens_in_a_hundred_to_spare_at_mo
     lengths = 6 + np.clip(draw.exponential(24, 128).astype(int) + 1, 1, 128)
     prompts, responses = tokens([[1] * 6] * 128), tokens([[1] * (n - 6) for n in lengths])
     for budget in (300, 2048, 16384):
-        plan = plan_micro_batches(lengths, budget, packed=True)
-        micros = [make_micro_batch(prompts, responses, rows, CPU, packed=True) for rows in plan]
+        plan = plan_micro_batches(lengths, budget, packing=Packing.PACKED)
+        micros = [
+            make_micro_batch(prompts, responses, rows, CPU, packing=Packing.PACKED) for rows in plan
+        ]
         assert sum(micro.ids.numel() for micro in micros) == lengths.sum()
         assert len(plan) <= np.ceil(lengths.sum() / budget) * 1.5
 

@@ -70,6 +70,18 @@ def test_packed_rows_have_the_states_of_each_row_alone(kind):
         with torch.no_grad():
             expected = reference.base_model(input_ids=row[None], use_cache=False).last_hidden_state
         torch.testing.assert_close(values, expected[0], atol=2e-4, rtol=2e-4)
+    # Rows 1 and 3 again, as tails of the first three tokens of each.
+    heads = [row[:3] for row in (rows[1], rows[3])]
+    tails = [rows[3][3:], rows[1][3:]]
+    with torch.no_grad():
+        shared = model.base_model(
+            input_ids=torch.cat([*heads, *tails])[None],
+            position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 3]]),
+            packed_rows=PackedRows([3, 3], CPU, [(1, 4), (0, 1)]),
+            use_cache=False,
+        ).last_hidden_state[0]
+    for places, row in (([0, 1, 2, 10], 1), ([3, 4, 5, 6, 7, 8, 9], 3)):
+        torch.testing.assert_close(shared[places], found[row], atol=1e-4, rtol=1e-4)
     changed = states([rows[0], (rows[1] + 7) % 60, *rows[2:]])
     assert (changed[1] - found[1]).abs().max() > 1e-2
     for at in (0, 2, 3):
@@ -102,18 +114,22 @@ def test_fields_that_are_left_out_mean_what_transformers_takes_for_them(kind):
         assert why_padded({"model_type": kind, **fields}) == why_padded(whole), fields
 
 
-def brute_force(query, key, value, lengths, scale):
-    """Softmax over each row's tokens up to the query's own, in float64: [N, heads, D]."""
+def brute_force(query, key, value, lengths, scale, tails=()):
+    """Softmax over each row's tokens up to the query's own, in float64: [N, heads, D].
+
+    A tail sees the row that is its prompt as well.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(group, 1) for x in (key, value))
     attended = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
-    start = 0
-    for length in lengths:
-        for at in range(start, start + length):
-            seen = slice(start, at + 1)
+    sizes = [*lengths, *(length for _, length in tails)]
+    places = torch.arange(sum(sizes)).split(sizes)
+    before = [None] * len(lengths) + [prompt for prompt, _ in tails]
+    for own, prompt in zip(places, before, strict=True):
+        for count, at in enumerate(own.tolist(), 1):
+            seen = own[:count] if prompt is None else torch.cat([places[prompt], own[:count]])
             scores = torch.einsum("hd,nhd->hn", query[at].double(), key[seen]) * scale
             attended[at] = torch.einsum("hn,nhd->hd", scores.softmax(-1), value[seen])
-        start += length
     return attended
 
 
@@ -145,19 +161,62 @@ def test_padded_rows_are_causal():
     torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_on_a_gpu_one_kernel_is_told_of_all_rows(monkeypatch):
-    """The kernel itself needs a GPU: brute force stands for it, by its documentation's arguments."""
+TAILS = [(1, 2), (2, 2), (2, 2), (0, 3), (3, 1)]
+"""Of the rows of LENGTHS: two prompts of 4 tokens have tails of 2, and so on."""
+
+
+def with_tails():
+    torch.manual_seed(1)
+    total = sum(LENGTHS) + sum(length for _, length in TAILS)
+    return [torch.randn(1, h, total, 8, requires_grad=True) for h in (4, 2, 2)]
+
+
+def test_tails_see_their_prompt_and_themselves_like_by_brute_force():
+    """And so do the gradients: a prompt's is the sum over its tails and itself."""
+    rows = PackedRows(LENGTHS, CPU, TAILS)
+    assert [(t.count, t.length, t.run, t.prompts.tolist()) for t in rows.tail_runs] == [
+        (3, 2, 1, [0, 1, 1]),
+        (1, 3, 0, [0]),
+        (1, 1, 2, [0]),
+    ]
+    inputs = with_tails()
+    found, _ = attend(None, *inputs, scaling=0.3, packed_rows=rows)
+    flat = [x[0].transpose(0, 1) for x in inputs]
+    expected = brute_force(*flat, LENGTHS, 0.3, TAILS).float()
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(expected.shape)
+    gradients = torch.autograd.grad((found[0] * weights).sum(), inputs)
+    for gradient, wanted in zip(
+        gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tails", [[], TAILS], ids=["rows", "tails"])
+def test_on_a_gpu_one_kernel_is_told_of_all_rows(monkeypatch, tails):
+    """The kernel itself needs a GPU: brute force stands for it, by its documentation's arguments.
+
+    Causal is bottom-right: the last query of a sequence sees its last key.
+    """
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert options == {"scale": 0.3, "window_size": (-1, 0), "enable_gqa": True}
-        assert max_q == max_k == 7
-        assert torch.equal(cu_seq_q, cu_seq_k)
-        return brute_force(query, key, value, cu_seq_q.diff().tolist(), 0.3).float()
+        queries, keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+        assert (max_q, max_k) == (max(queries), max(keys))
+        attended = []
+        sequences = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
+        for q, k, v in sequences:
+            unseen = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q, k) * 0.3
+            weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+            attended.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(attended)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    query, key, value = drawn()
-    rows = PackedRows(LENGTHS, CPU)
+    query, key, value = with_tails() if tails else drawn()
+    rows = PackedRows(LENGTHS, CPU, tails)
     assert not takes_any_lengths(query, value)
     by_runs, _ = attend(None, query, key, value, scaling=0.3, packed_rows=rows)
     monkeypatch.setattr(attention, "takes_any_lengths", lambda query, value: True)

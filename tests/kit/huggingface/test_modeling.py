@@ -131,7 +131,9 @@ def test_packed_rows_compute_no_token_that_predicts_nothing(needs):
     starts = torch.empty(4, dtype=torch.int64)
     starts[order] = padded.lengths[order].cumsum(0) - padded.lengths[order]
     ids = torch.cat([torch.cat([ROWS.prompts[i], ROWS.responses[i]]) for i in order.tolist()])[None]
-    packed = attrs.evolve(padded, ids=ids, packed_at=starts)
+    packed = attrs.evolve(
+        padded, ids=ids, prompt_at=starts, response_at=starts + padded.prompt_lengths
+    )
 
     seen = []
     hook = role.hf.base_model.register_forward_pre_hook(
@@ -150,7 +152,8 @@ def test_packed_rows_compute_no_token_that_predicts_nothing(needs):
 def test_packed_rows_of_one_token_have_none_to_leave_out():
     role = role_of(reference().spec)
     one = torch.ones(2, dtype=torch.int64)
-    rows = MicroBatch(torch.tensor([[3, 4]]), one, 0 * one, packed_at=torch.tensor([0, 1]))
+    at = torch.tensor([0, 1])
+    rows = MicroBatch(torch.tensor([[3, 4]]), one, 0 * one, prompt_at=at, response_at=at + 1)
     assert role(rows, ["logprobs"], 1.0)["logprobs"].shape == (2, 0)
 
 

@@ -73,7 +73,7 @@ class SkipsDummies(FSDPBackend):
 class TwiceWhatIsPacked(FSDPBackend):
     def forward_backward(self, micros, needs, loss, temperature=1.0):
         def share(at, outputs):
-            return loss(at, outputs) * (1 if micros[at].packed_at is None else 2)
+            return loss(at, outputs) * (1 if micros[at].prompt_at is None else 2)
 
         super().forward_backward(micros, needs, share, temperature)
 
@@ -106,7 +106,7 @@ FAULTS = {
     "test_gradients_do_not_depend_on_the_micro_batches": {
         MeanOverMicroBatches: "number of micro-batches",
     },
-    "test_packed_rows_have_the_gradients_of_padded_ones": {
+    "test_packed_rows_have_the_gradients_of_hugging_face": {
         TwiceWhatIsPacked: "packed rows",
     },
     "test_dummies_change_no_gradient": {

@@ -7,6 +7,7 @@ from helpers.expect import each_fault, invariants
 from helpers.faulty_backends import caught_in_backend
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
+from hybridflow.kit.huggingface.attention import PackedRows
 from hybridflow.kit.testing.backend_outputs import BackendOutputs
 
 
@@ -39,6 +40,26 @@ class SeesNeighbours(FSDPBackend):
         trunk.forward = lambda packed_rows=None, **inputs: forward(**inputs)
 
 
+class FirstOfEachPrompt(FSDPBackend):
+    """Every response goes on from the first prompt of its length."""
+
+    def build(self):
+        super().build()
+        trunk = self.module.hf.base_model
+        forward = trunk.forward
+
+        def confused(packed_rows=None, **inputs):
+            if packed_rows is not None:
+                first = [
+                    packed_rows.lengths.index(packed_rows.lengths[r]) for r, _ in packed_rows.tails
+                ]
+                tails = [(r, n) for r, (_, n) in zip(first, packed_rows.tails, strict=True)]
+                packed_rows = PackedRows(packed_rows.lengths, packed_rows.device, tails)
+            return forward(packed_rows=packed_rows, **inputs)
+
+        trunk.forward = confused
+
+
 class KeepsTheGraph(FSDPBackend):
     def forward(self, micros, needs, temperature=1.0):
         return [self.module(micro, needs, temperature) for micro in micros]
@@ -63,6 +84,10 @@ FAULTS = {
     },
     "test_packed_rows_do_not_see_each_other": {
         SeesNeighbours: "the row before theirs",
+    },
+    "test_rows_with_equal_prompts_have_the_outputs_of_rows_alone": {
+        SeesNeighbours: "the row before theirs",
+        FirstOfEachPrompt: "with its prompt",
     },
     "test_a_forward_keeps_no_graph_and_gives_float32": {
         KeepsTheGraph: "no_grad",
