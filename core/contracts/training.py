@@ -193,8 +193,9 @@ class MicroBatch:
         """Whether each row shares its prompt with others, bool [B], on the CPU."""
         if self.prompt_at is None:
             return torch.zeros(self.rows, dtype=torch.bool)
-        _, prompts, counts = self.prompt_at.unique(return_inverse=True, return_counts=True)
-        return counts[prompts] > 1
+        # How many rows begin at each place
+        counts = torch.bincount(self.prompt_at)
+        return counts[self.prompt_at] > 1
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +38,8 @@ def plan_micro_batches(
     if len(lengths) == 0:
         return []
     if packing is not Packing.PADDED:
-        owners = _owners(prompts) if packing is Packing.SHARED and prompts is not None else None
-        heads = lengths if owners is None else prompts.lengths
-        return _plan_packed(np.asarray(lengths), budget, units, owners, heads)
+        shares = prompts if packing is Packing.SHARED else None
+        return _plan_packed(np.asarray(lengths), budget, units, shares)
 
     # Of each unit the longest row and the number of rows; without units each row is one.
     members = _unit_rows(len(lengths), units)
@@ -66,16 +64,18 @@ def _plan_packed(
     lengths: np.ndarray,
     budget: int,
     units: np.ndarray | None,
-    owners: np.ndarray | None,
-    prompt_lengths: Any,
+    prompts: Column | None,
 ) -> list[np.ndarray]:
     """Return the rows of each micro-batch, filled with units, or with rows that share a prompt.
 
-    owners: of each row the first one that has its prompt; None: each row has its own.
+    prompts: those of the rows; None: each row has its own.
     """
-    if units is None and owners is None:
+    if prompts is None and units is None:
         order = np.argsort(lengths, kind="stable")
         return np.split(order, _filled(lengths[order], budget)[:-1])
+
+    owners = np.arange(len(lengths)) if prompts is None else _owners(prompts)
+    prompt_lengths = lengths if prompts is None else np.asarray(prompts.lengths)
     if units is not None:
         pieces = _unit_rows(len(lengths), units)
     else:
@@ -88,10 +88,10 @@ def _plan_packed(
 
     # A prompt counts once in a piece.
     tokens = np.array([lengths[rows].sum() for rows in pieces])
-    if owners is not None:
-        for number, rows in enumerate(pieces):
-            repeated = np.setdiff1d(rows, rows[np.unique(owners[rows], return_index=True)[1]])
-            tokens[number] -= prompt_lengths[repeated].sum()
+    for number, rows in enumerate(pieces):
+        firsts = np.unique(owners[rows], return_index=True)[1]
+        repeated = np.delete(rows, firsts)
+        tokens[number] -= prompt_lengths[repeated].sum()
     longest = np.array([lengths[rows].max() for rows in pieces])
     order = np.lexsort((tokens, longest))
     parts = np.split(order, _filled(tokens[order], budget)[:-1])

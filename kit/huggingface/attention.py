@@ -247,8 +247,8 @@ def _run_by_run(
             keys = torch.cat([prompt_keys.index_select(0, tails.prompts), keys], 1)
             values = torch.cat([prompt_values.index_select(0, tails.prompts), values], 1)
             mask = tails.mask
-        batch = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
-        attended.append(_causal(*batch, scaling, mask).transpose(1, 2).flatten(0, 1))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
+        attended.append(_causal(q, k, v, scaling, mask).transpose(1, 2).flatten(0, 1))
     return attended[0] if len(attended) == 1 else torch.cat(attended)
 
 
