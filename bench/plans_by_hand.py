@@ -2,7 +2,8 @@
 
 It was written by somebody who had not read the planner, from the models' configs, the placements and caches that the plans
 have, and the figures that a plan prints as assumed. It imports nothing of hybridflow. Since then the caches of the second and
-third plan, which it takes for given, and CUDA graphs that stay between the phases were brought up to date.
+third plan, which it takes for given, CUDA graphs that stay between the phases, and prompts that a group shares in training and
+reading were brought up to date.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ PLANS = [
         resp=3072,
         ckpt=True,
         roles=GRPO,
+        group=8,
         read=["ref"],
         train=["actor"],
         steps=1,
@@ -113,6 +115,7 @@ PLANS = [
         resp=1024,
         ckpt=True,
         roles=PPO,
+        group=1,
         read=["reward", "ref", "actor", "critic"],
         train=["actor", "critic"],
         steps=4,
@@ -125,11 +128,12 @@ PLANS = [
         net=400e9,
         tp=4,
         pp=1,
-        cache=9.26e9,
+        cache=9.35e9,
         prompt=1024,
         resp=3072,
         ckpt=True,
         roles=GRPO,
+        group=8,
         read=["ref"],
         train=["actor"],
         steps=1,
@@ -147,6 +151,7 @@ PLANS = [
         resp=3072,
         ckpt=True,
         roles=GRPO,
+        group=8,
         read=["ref"],
         train=["actor"],
         steps=1,
@@ -164,6 +169,7 @@ PLANS = [
         resp=1024,
         ckpt=False,
         roles=dict(actor=(True, "vocab")),
+        group=8,
         read=[],
         train=["actor"],
         steps=1,
@@ -214,6 +220,18 @@ def layers_flops(s, length):  # 2 per weight and token, and causal attention (ha
     return s["layers"] * length * (2 * layer_active(s) + 4 * s["heads"] * s["d"] * length / 2)
 
 
+def sequence_flops(p):
+    """Of a sequence in training or reading: its share of the group's prompt, and its response."""
+    s, g, P, R = p["s"], p["group"], p["prompt"], p["resp"]
+    pairs = P * P / 2 / g + R * P + R * R / 2  # a response sees all of the prompt
+    tokens = P / g + R
+    return s["layers"] * (tokens * 2 * layer_active(s) + 4 * s["heads"] * s["d"] * pairs)
+
+
+def sequence_tokens(p):
+    return p["prompt"] / p["group"] + p["resp"]
+
+
 def head_flops(s, head, tokens):
     return 2 * s["h"] * (s["vocab"] if head == "vocab" else 1) * tokens
 
@@ -238,7 +256,7 @@ def scatter_or_gather(p, total_bytes, pieces):  # over all n ranks, in `pieces` 
 # ---- micro-batches --------------------------------------------------------------
 def micro(p, seqs_of_a_rank):
     """(number, sequences in each): the largest divisor of the rank's share that fits."""
-    fit = max(1, MICRO_TOKENS // (p["prompt"] + p["resp"]))
+    fit = max(1, int(MICRO_TOKENS / sequence_tokens(p)))
     size = max(k for k in range(1, fit + 1) if seqs_of_a_rank % k == 0)
     return seqs_of_a_rank // size, size
 
@@ -248,7 +266,7 @@ def read_seconds(p, role):  # forward only, all 1024 sequences
     s, head = p["s"], p["roles"][role][1]
     mine = SEQS // p["n"]
     m, _ = micro(p, mine)
-    flops = mine * (layers_flops(s, p["prompt"] + p["resp"]) + head_flops(s, head, p["resp"]))
+    flops = mine * (sequence_flops(p) + head_flops(s, head, p["resp"]))
     # m gathers of the whole model, one call per layer and one for embedding + norm + head
     comm = m * scatter_or_gather(p, 2 * params(s, head), s["layers"] + 1)
     return flops / (MATRIX * p["gpu"]["peak"]) + comm
@@ -262,10 +280,7 @@ def train_seconds(p, role):  # all optimizer steps
     logits = size * p["resp"] * (s["vocab"] if head == "vocab" else 1)
     layers_x = 4 if p["ckpt"] else 3  # forward + [recompute] + backward (2)
     head_x = 4 if logits > PIECE else 3
-    flops = mine * (
-        layers_x * layers_flops(s, p["prompt"] + p["resp"])
-        + head_x * head_flops(s, head, p["resp"])
-    )
+    flops = mine * (layers_x * sequence_flops(p) + head_x * head_flops(s, head, p["resp"]))
     comm = m * (
         2 * scatter_or_gather(p, 2 * P, s["layers"] + 1)
         + scatter_or_gather(p, 4 * P, s["layers"] + 1)
@@ -371,7 +386,7 @@ def piece(s, head, tokens):
 def read_bytes(p, role):
     s, head = p["s"], p["roles"][role][1]
     _, size = micro(p, SEQS // p["n"])
-    tokens = size * (p["prompt"] + p["resp"])
+    tokens = size * sequence_tokens(p)
     in_layer = tokens * layer_no_grad(s)
     in_head = tokens * 2 * s["h"] + 2.5 * piece(s, head, size * p["resp"])
     return gathered(s, head) + max(in_layer, in_head)  # never at the same time
@@ -381,7 +396,7 @@ def train_bytes(p, role):
     s, head = p["s"], p["roles"][role][1]
     emb, separate = ends(s, head)
     m, size = micro(p, SEQS // p["steps"] // p["n"])
-    tokens = size * (p["prompt"] + p["resp"])
+    tokens = size * sequence_tokens(p)
     shard_grads = 4 * params(s, head) / p["n"]
     before = shard_grads if m > 1 else 0  # from earlier micro-batches
     kept = tokens * s["layers"] * (2 * s["h"] if p["ckpt"] else layer_activations(s))

@@ -37,6 +37,7 @@ from hybridflow.planner.calibration.probes import Likelihood, made_up
 from hybridflow.planner.preflight import job_memory
 
 BAR = 0.1
+GROUP = 4
 CONFIGURATIONS = 12
 ROUNDS = 3
 """Generations, each with an update behind it; the first does not count."""
@@ -64,7 +65,7 @@ class Case:
 
     @property
     def sequences(self) -> int:
-        return 4 * self.prompts
+        return GROUP * self.prompts
 
     def __str__(self) -> str:
         extras = ["recompute"] * self.recompute + ["keep = false"] * (not self.keep)
@@ -90,7 +91,7 @@ def tables_of(case: Case, folder: str) -> dict[str, Any]:
         "pools": {"main": [case.ranks]},
         "tokenizer": {"characters": "0123456789+="},
         "data": {"source": "arithmetic", "answer": "{answer}", "bos": True, "max_prompt_tokens": case.prompt},
-        "algorithm": {"name": "grpo", "prompts_per_step": case.prompts, "group_size": 4},
+        "algorithm": {"name": "grpo", "prompts_per_step": case.prompts, "group_size": GROUP},
         "reward": {"function": "exact_match"},
         "sampling": {"max_tokens": case.response},
         "rollout": {"name": "transformers", "dtype": "float32" if case.precision == "fp32" else "bfloat16"},
@@ -111,7 +112,7 @@ def measure(case: Case) -> tuple[dict[str, float], dict[str, float], float]:
         unique = 0.0
         with session.Session(job, session.prepare(job)) as running:
             ctx = running.context()
-            actor, batch = ctx.actor, made_up(case.sequences, case.prompt, case.response)
+            actor, batch = ctx.actor, made_up(case.sequences, case.prompt, case.response, GROUP)
             prompts = batch.select(("prompt_ids", "group", "meta"))
             sampling = attrs.evolve(ctx.sampling, ignore_stop=True)
             for _ in range(ROUNDS):

@@ -97,8 +97,12 @@ def _asked(plan: JobPlan, simulator: Simulator, choice: Choice) -> Asked:
         if calls:
             count, _ = simulator.micro_batches(model, max(calls), layout.dp)
             each = simulator.largest_micro_batch(model, max(calls), layout.dp)
+            group = round(1 / workload.prompts_per_sequence) if model.shares_prompts else 1
+            group = min(group, each)
             rows[verb] = {
-                "rows": each,
+                # Whole groups: a part of one more would have a prompt too.
+                "rows": each // group * group,
+                "group": group,
                 "tokens": workload.tokens,
                 "count": min(count, SEVERAL if verb == "train" else 1),
                 "response": workload.response_tokens,

@@ -15,7 +15,7 @@ import attrs
 from hybridflow.core.contracts.planner import NotPlanned, PlannableJob
 from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool
-from hybridflow.core.contracts.training import TrainingSettings, training_settings
+from hybridflow.core.contracts.training import Packing, TrainingSettings, training_settings
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import PlacedModel
 from hybridflow.core.plugins import registry
@@ -214,6 +214,7 @@ def planned_model(
         offload=spec.offload and runs.offloads,
         micro_batch_tokens=spec.micro_batch_tokens,
         axes=registry().training_capabilities(spec.backend).axes,
+        shares_prompts=settings.packing(spec.model.hf_config)[0] is Packing.SHARED,
         **(_engine(name, placed, remarks, device) if spec.engine is not None else {}),
     )
 

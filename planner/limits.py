@@ -118,7 +118,7 @@ def utilisation(plan: JobPlan, mapping: Mapping, verb: str) -> float:
         size = model.size
         passes = 2.0 + size.trained_share if verb == "train" else 1.0
         for task in workload.of(model.name, verb):
-            trunk = workload.tokens * trunk_flops(size, workload.tokens)
+            trunk = workload.computed(model) * trunk_flops(size, workload.attended(model))
             head = workload.response_tokens * 2.0 * size.head_params
             operations = task.sequences * task.times * passes * (trunk + head)
             ideal += operations / machine.flops(model.execution.compute_bytes)

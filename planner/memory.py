@@ -194,6 +194,9 @@ class Memory:
             layer = tokens * ((8 + 4 c) hidden
                               + c (2 (heads + kv_heads) head_dim + 4 intermediate) / tp)
 
+        A response that shares its prompt has keys and values of both besides, 2 c kv_heads head_dim
+        for each of their tokens.
+
         With recomputation a layer keeps its input alone. A pipeline stage has as many micro-batches
         in flight as there are stages (one forward, one backward: 1F1B). The backward pass of a
         layer has at most the gradients of its result, and of the MLP's units three times, where it
@@ -206,13 +209,16 @@ class Memory:
         shape = model.shape
         count, _ = self.simulator.micro_batches(model, sequences, layout.dp)
         each = self.simulator.largest_micro_batch(model, sequences, layout.dp)
-        tokens = each * self.simulator.workload.tokens
+        tokens = each * self.simulator.workload.computed(model)
 
         # One layer; of a mixture of experts, the experts that a token meets.
         attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         inner = _inner(shape)
         width = runs.compute_bytes
         layer = tokens * ((8 + 4 * width) * shape.hidden + width * (attention + 4 * inner) / tp)
+        if self.simulator.workload.shares(model):
+            keys = 2 * shape.kv_heads * shape.head_dim / tp
+            layer += each * self.simulator.workload.tokens * width * keys
         reading = tokens * self._reading(model, tp, width)
         returning = tokens * (shape.hidden + 2 * inner / tp) * width
 

@@ -83,7 +83,7 @@ class Simulator:
         return min(-(-sequences // dp), self._most_in_one(model))
 
     def _most_in_one(self, model: PlannedModel) -> int:
-        return max(1, model.micro_batch_tokens // self.workload.tokens)
+        return max(1, int(model.micro_batch_tokens / self.workload.computed(model)))
 
     def _layer_times(self, model: PlannedModel, tp: int, sequences: int) -> tuple[float, float]:
         """Return the seconds of one layer's forward pass beside its matrix products.
@@ -92,7 +92,8 @@ class Simulator:
         attention and one after the MLP; then those of launches and element-wise operations.
         """
         e = self.machine.nodes.efficiency
-        size = sequences * self.workload.tokens * model.shape.hidden * model.execution.compute_bytes
+        tokens = sequences * self.workload.computed(model)
+        size = tokens * model.shape.hidden * model.execution.compute_bytes
 
         launches = e.micro_batch_us
         if tp > 1:
@@ -165,13 +166,13 @@ class Simulator:
         size = model.size
         runs = model.execution
         count, each = self.micro_batches(model, sequences, layout.dp)
-        tokens = each * self.workload.tokens
+        tokens = each * self.workload.computed(model)
         head_tokens = each * self.workload.response_tokens  # the head sees no other positions
         passes = self._count_passes(model, tp, head_tokens, train)
 
         # Matrix products: 2 operations per weight and token. All stages are as slow as the last,
         # which has the head.
-        flops = passes.layers * tokens * trunk_flops(size, self.workload.tokens) / pp
+        flops = passes.layers * tokens * trunk_flops(size, self.workload.attended(model)) / pp
         flops = (flops + passes.head * head_tokens * 2.0 * size.head_params) / tp
 
         # Layers: the backward pass has as many collectives as one forward pass.
@@ -270,7 +271,7 @@ class Simulator:
 
         # Prompts are read once, with an all-reduce after attention and after the MLP of a layer.
         prompts = per_engine * w.prompt_tokens
-        prefill = prompts * trunk_flops(size, w.prompt_tokens) / rate
+        prefill = prompts * trunk_flops(size, w.prompt_tokens / 2) / rate
         prefill += layers * 2.0 * machine.all_reduce(prompts * hidden, tp) / pp
 
         # A decoding step, by the formula above ...

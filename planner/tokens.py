@@ -16,16 +16,16 @@ def active_params(size: ModelSize) -> int:
     return shape.layers * layer + size.head_params
 
 
-def trunk_flops(size: ModelSize, tokens: float) -> float:
+def trunk_flops(size: ModelSize, attended: float) -> float:
     """Return the floating-point operations of a token's forward pass, without the head.
 
-    A weight costs 2 (multiply and add). A token of a sequence of `tokens` attends to half of them
-    on average, at 2 operations per element of the heads for its score and 2 for its value:
+    A weight costs 2 (multiply and add). A token attends to `attended` others on average, at 2
+    operations per element of the heads for its score and 2 for its value:
 
-        2 * weights of the layers + layers * (2 + 2) * heads * head_dim * tokens / 2
+        2 * weights of the layers + layers * (2 + 2) * heads * head_dim * attended
     """
     shape = size.shape
-    attention = 2.0 * shape.layers * shape.heads * shape.head_dim * tokens
+    attention = 4.0 * shape.layers * shape.heads * shape.head_dim * attended
     return 2.0 * (active_params(size) - size.head_params) + attention
 
 

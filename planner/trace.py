@@ -85,21 +85,30 @@ class _Recorder:
     def __init__(self, seed: int):
         self.calls: Counter[tuple[str, str, int]] = Counter()
         """Calls by role, verb and number of sequences."""
+        self.prompts: Counter[tuple[str, str, int]] = Counter()
+        """Of all these calls together: the prompts that differ within a call."""
         self.generator = np.random.default_rng(seed)
 
-    def add(self, role: str, verb: str, rows: int) -> None:
-        """Count one call over `rows` sequences."""
+    def add(self, role: str, verb: str, *batches: Batch) -> None:
+        """Count one call over the rows of batches. Rows of a group have one prompt."""
+        groups = [np.asarray(batch["group"].values) for batch in batches if "group" in batch]
+        rows = sum(batch.rows for batch in batches)
+        grouped = sum(map(len, groups))
+        prompts = rows - grouped + (len(np.unique(np.concatenate(groups))) if groups else 0)
         self.calls[role, verb, rows] += 1
+        self.prompts[role, verb, rows] += prompts
         if self.calls.total() > MOST_CALLS:
             raise NotPlanned(f"it made {MOST_CALLS:,} calls, and no end was in sight")
 
     def tasks(self) -> tuple[Task, ...]:
         """Return the calls as tasks, without those over no sequences."""
-        return tuple(
-            Task(role, verb, rows, times)
-            for (role, verb, rows), times in self.calls.items()
-            if rows
-        )
+        found = []
+        for (role, verb, rows), times in self.calls.items():
+            prompts = round(self.prompts[role, verb, rows] / times)
+            if rows:
+                shared = prompts if prompts < rows else None
+                found.append(Task(role, verb, rows, times, prompts=shared))
+        return tuple(found)
 
     def per_token(self, rows: int, trailing: tuple[int, ...] = ()) -> Column:
         """Return a float32 column [tokens, *trailing] of negative numbers, as log-probabilities
@@ -135,7 +144,7 @@ class _Model:
     def generate(self, prompts: Batch, *_: Any) -> Batch:
         rows = prompts.rows
         recorder = self.recorder
-        recorder.add(self.role.name, "generate", rows)
+        recorder.add(self.role.name, "generate", prompts)
 
         # What an engine and an environment give, each response one turn long.
         columns = {
@@ -154,7 +163,7 @@ class _Model:
 
     def logprobs(self, batch: Batch, columns: Mapping[str, str], topk: int = 0) -> Batch:
         rows = batch.rows
-        self.recorder.add(self.role.name, "infer", rows)
+        self.recorder.add(self.role.name, "infer", batch)
         results: dict[str, Any] = {}
         for name in columns.values():
             results[name] = self.recorder.per_token(rows)
@@ -167,11 +176,11 @@ class _Model:
         return Batch(results)
 
     def values(self, batch: Batch, column: str) -> Batch:
-        self.recorder.add(self.role.name, "infer", batch.rows)
+        self.recorder.add(self.role.name, "infer", batch)
         return Batch({column: self.recorder.per_token(batch.rows)})
 
     def score(self, batch: Batch, column: str) -> Batch:
-        self.recorder.add(self.role.name, "infer", batch.rows)
+        self.recorder.add(self.role.name, "infer", batch)
         return Batch({column: self._scores(batch.rows)})
 
     def _scores(self, rows: int) -> torch.Tensor:
@@ -180,12 +189,11 @@ class _Model:
         return torch.from_numpy(scores.astype(np.float32))
 
     def update(self, pairs: Sequence[tuple[Batch, Any]]) -> Future:
-        rows = sum(batch.rows for batch, _ in pairs)
-        self.recorder.add(self.role.name, "train", rows)
+        self.recorder.add(self.role.name, "train", *(batch for batch, _ in pairs))
         return Future(Metrics)
 
     def loss(self, pair: tuple[Batch, Any]) -> Future:
-        self.recorder.add(self.role.name, "infer", pair[0].rows)
+        self.recorder.add(self.role.name, "infer", pair[0])
         return Future(Metrics)
 
     def sync(self, *_: Any) -> Future:

@@ -30,6 +30,8 @@ class Task:
     """Sequences of one call."""
     times: int = attrs.field(default=1, validator=at_least(1))
     """Number of calls: optimizer steps, forward passes, generations."""
+    prompts: int | None = attrs.field(default=None, kw_only=True)
+    """Prompts of one call that differ; None: each sequence has its own."""
 
 
 @attrs.frozen(slots=False, eq=False)
@@ -49,6 +51,8 @@ class PlannedModel:
     """Tokens of a micro-batch, at most; one sequence may have more."""
     axes: frozenset[str] = attrs.field(default=frozenset({"dp", "tp", "pp"}), kw_only=True)
     """Parallel axes that its backend has."""
+    shares_prompts: bool = attrs.field(default=False, kw_only=True)
+    """Its backend computes a prompt once for the sequences of a call that have it."""
     max_rollout_tp: int = attrs.field(default=MANY, validator=at_least(1), kw_only=True)
     """The largest tp of its engine."""
     max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
@@ -104,6 +108,35 @@ class Workload:
     def tokens(self) -> int:
         """Length of a sequence: a prompt and its response."""
         return self.prompt_tokens + self.response_tokens
+
+    @cached_property
+    def prompts_per_sequence(self) -> float:
+        """The prompts that models read in a step, over their sequences: 1 / G in groups of G."""
+        read = [task for task in self.tasks if task.verb != "generate"]
+        sequences = sum(task.sequences * task.times for task in read)
+        prompts = sum((task.prompts or task.sequences) * task.times for task in read)
+        return prompts / sequences if sequences else 1.0
+
+    def computed(self, model: PlannedModel) -> float:
+        """Return the tokens that a model's passes compute for a sequence, on average."""
+        return self.prompt_tokens * self._share(model) + self.response_tokens
+
+    def attended(self, model: PlannedModel) -> float:
+        """Return the tokens that a computed one attends to, on average.
+
+        Those of a prompt see half of it, and those of a response the prompt and half of the
+        response: (s P^2 / 2 + R (P + R / 2)) / (s P + R), with s prompts for each sequence.
+        """
+        prompt, response = self.prompt_tokens, self.response_tokens
+        pairs = self._share(model) * prompt**2 / 2 + response * (prompt + response / 2)
+        return pairs / self.computed(model)
+
+    def shares(self, model: PlannedModel) -> bool:
+        """Return whether several sequences of a call have one prompt, which is computed once."""
+        return model.shares_prompts and self.prompts_per_sequence < 1.0
+
+    def _share(self, model: PlannedModel) -> float:
+        return self.prompts_per_sequence if model.shares_prompts else 1.0
 
     def of(self, role: str, verb: str) -> tuple[Task, ...]:
         """Return the tasks of a role in one step stage."""

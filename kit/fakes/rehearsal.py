@@ -76,6 +76,8 @@ class Rows:
     count: int = 1
     response: int | None = None
     """How many tokens of a row are the response's; None: half of them."""
+    group: int = 1
+    """Rows with one prompt, which they share; it divides `rows`."""
 
     def micros(self, device: torch.device) -> list[MicroBatch]:
         """Return the micro-batches, on the device."""
@@ -83,8 +85,18 @@ class Rows:
         response = self.tokens // 2 if self.response is None else self.response
         prompts = torch.full((self.rows,), self.tokens - response)
         responses = torch.full((self.rows,), response)
-        ids = torch.zeros(self.rows, self.tokens, dtype=torch.int64).to(device)
-        return [MicroBatch(ids, prompts, responses) for _ in range(self.count)]
+        if self.group == 1:
+            ids = torch.zeros(self.rows, self.tokens, dtype=torch.int64).to(device)
+            return [MicroBatch(ids, prompts, responses) for _ in range(self.count)]
+
+        # First the prompts, then the responses to them.
+        prompt = self.tokens - response
+        first = self.rows // self.group * prompt
+        prompt_at = torch.arange(self.rows) // self.group * prompt
+        response_at = first + torch.arange(self.rows) * response
+        ids = torch.zeros(1, first + self.rows * response, dtype=torch.int64).to(device)
+        shared = MicroBatch(ids, prompts, responses, prompt_at=prompt_at, response_at=response_at)
+        return [shared for _ in range(self.count)]
 
 
 @contextlib.contextmanager

@@ -192,11 +192,15 @@ class Sequences:
 
     @classmethod
     def with_equal_prompts(cls, seed: int = 0) -> Sequences:
-        """Return random tokens, where two prompts have several responses and two have one."""
+        """Return random tokens, where two prompts have several responses and two have one.
+
+        Token 0 is left out: it pads values and scores, and Hugging Face gives it no gradient.
+        """
         distinct = cls.random([(4, 0), (2, 0), (4, 0), (7, 0)], seed)
         responses = cls.random([(1, n) for n in (3, 5, 3, 2, 1, 0, 6, 3, 4)], seed + 1).responses
         owners = (0, 1, 0, 2, 0, 0, 2, 2, 3)
-        return cls([distinct.prompts[owner] for owner in owners], responses)
+        prompts = [distinct.prompts[owner].clamp(min=1) for owner in owners]
+        return cls(prompts, [response.clamp(min=1) for response in responses])
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -132,8 +132,11 @@ def _timed(handle: Any, verb: str, batch: Batch, prompts: Batch, sampling: Sampl
     return time.perf_counter() - started
 
 
-def made_up(sequences: int, prompt: int, response: int) -> Batch:
-    """Return a batch of sequences of random tokens with these lengths, the same each time."""
+def made_up(sequences: int, prompt: int, response: int, group: int = 1) -> Batch:
+    """Return a batch of sequences of random tokens with these lengths, the same each time.
+
+    Every `group` of them have one prompt.
+    """
     # Token ids from 3 on: special tokens are left out.
     generator = np.random.default_rng(0)
 
@@ -142,13 +145,14 @@ def made_up(sequences: int, prompt: int, response: int) -> Batch:
         rows = [torch.from_numpy(generator.integers(3, 9, length)) for _ in range(sequences)]
         return tokens(rows, torch.int64)
 
+    owners = np.arange(sequences) // group
     masks = [torch.ones(response, dtype=torch.uint8) for _ in range(sequences)]
     return Batch(
         {
-            "prompt_ids": ids(prompt),
+            "prompt_ids": ids(prompt).take(owners),
             "response_ids": ids(response),
             "loss_mask": tokens(masks, torch.uint8),
-            "group": torch.arange(sequences),
+            "group": torch.from_numpy(owners),
             "meta": [{}] * sequences,
         }
     )

@@ -39,7 +39,7 @@ def test_the_operations_of_a_token_are_two_per_weight_and_attention_to_what_is_b
     attention = (
         2 * 4 * (2 * 2 * seen) * 2
     )  # layers, heads; scores and sums, of two numbers each, an add and a product
-    assert trunk_flops(ModelSize(DENSE), length) == pytest.approx(weights + attention, rel=1e-3)
+    assert trunk_flops(ModelSize(DENSE), length / 2) == pytest.approx(weights + attention, rel=1e-3)
     assert trunk_flops(ModelSize(DENSE), 0) == weights
 
 

@@ -42,6 +42,14 @@ def test_remax_generates_twice_and_grpo_has_no_critic():
     }
 
 
+def test_rows_of_a_group_have_one_prompt():
+    found = registry().get("algorithm", "grpo")
+    tasks = trace_step(found(found.Config(prompts_per_step=8, group_size=4)))
+    assert {t.verb: t.prompts for t in tasks} == {"generate": 8, "infer": 8, "train": 8}
+    found = registry().get("algorithm", "ppo")
+    assert {t.prompts for t in trace_step(found(found.Config(prompts_per_step=8)))} == {None}
+
+
 def test_safe_rlhf_has_six_models():
     found = calls("safe_rlhf", prompts_per_step=64)
     assert {role for role, _ in found} == {

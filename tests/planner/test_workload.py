@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from helpers.planned import changed, laid_out, planned
 
@@ -77,3 +78,26 @@ def test_the_backend_says_which_layouts_it_takes():
     picky = changed(ACTOR, takes=lambda layout: layout.tp == 2)
     assert picky.takes(laid_out(1, 2, 1)) and not picky.takes(laid_out(1, 1, 2))
     assert ACTOR.takes(laid_out(1, 1, 2))
+
+
+def test_a_prompt_that_sequences_share_is_computed_once():
+    """By hand: 4 prompts of 10 tokens for 16 responses of 20, and as many again without groups."""
+    tasks = (
+        Task("actor", "generate", 16, prompts=4),
+        Task("actor", "train", 16, prompts=4),
+        Task("actor", "infer", 16),
+    )
+    sharing = attrs.evolve(ACTOR, shares_prompts=True)
+    alone = Workload(tasks[:2], 10, 20)
+    assert alone.prompts_per_sequence == 4 / 16
+    assert alone.computed(sharing) == (4 * 10 + 16 * 20) / 16
+    # 4 prompts of 10 x 10 / 2 pairs, and 16 responses that see 10 tokens each and half of 20.
+    assert alone.attended(sharing) == pytest.approx((4 * 50 + 16 * 20 * 20) / (4 * 10 + 16 * 20))
+    assert Workload(tasks, 10, 20).prompts_per_sequence == 20 / 32
+    # A backend that does not, and groups of one.
+    assert (alone.computed(ACTOR), alone.attended(ACTOR)) == (30, 15)
+    single = Workload(tasks[2:], 10, 20)
+    assert (single.computed(sharing), single.attended(sharing)) == (30, 15)
+    assert alone.shares(sharing)
+    assert not alone.shares(ACTOR)
+    assert not single.shares(sharing)
