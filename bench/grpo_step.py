@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 from common import emit  # noqa: E402
 
 ROWS, GROUP, WARM = 128, 8, 4
-BARS = {"fixed 32": 1.2, "short 3 to 5": 1.0, "long-tailed": 1.5}
+BARS = {"fixed 32": 1.25, "short 3 to 5": 1.2, "long-tailed": 3.5}
 MODES = {
     "1 thread": {"OMP_NUM_THREADS": "1"},
     "2 threads": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"},

@@ -11,7 +11,7 @@ under that name it makes no mask, and it hands `packed_rows` through every layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 NAME = "hybridflow"
@@ -42,7 +43,8 @@ class Tails:
     prompts: torch.Tensor
     """The place of each tail's prompt in that run, int64 [count]."""
     mask: torch.Tensor
-    """Whether a token sees a key of prompt and tail, bool [length, prompt + length]."""
+    """What is added to the scores of a token and a key of prompt and tail, 0 or -inf:
+    [length, prompt + length]."""
 
 
 class PackedRows:
@@ -79,9 +81,9 @@ class PackedRows:
         for (run, length), alike in groupby(self.tails, lambda tail: (places[tail[0]][0], tail[1])):
             prompts = [places[row][1] for row, _ in alike]
             before = self.runs[run][1]
-            mask = torch.ones(length, before + length, dtype=torch.bool, device=self.device)
+            mask = torch.full((length, before + length), -torch.inf, device=self.device)
             index = torch.tensor(prompts, device=self.device)
-            found.append(Tails(len(prompts), length, run, index, mask.tril(before)))
+            found.append(Tails(len(prompts), length, run, index, mask.triu(before + 1)))
         return found
 
     @cached_property
@@ -227,29 +229,100 @@ def _run_by_run(
     scaling: float | None,
 ) -> torch.Tensor:
     """Return what `attend_packed` does, by one call for each run of equal lengths."""
+    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+        return _Runs.apply(query, key, value, rows, scaling)
+    batches = _batches(query, key, value, rows)
+    return _flat([_causal(q, k, v, scaling, mask) for q, k, v, mask in batches])
+
+
+def _batches(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield query, key and value [rows, heads, S, D] of each run, and a mask for tails.
+
+    A tail's keys and values are those of its prompt and then its own.
+    """
+    runs = list(zip(*(_runs(tensor, rows) for tensor in (query, key, value)), strict=True))
+    for q, k, v in runs[: len(rows.runs)]:
+        yield q, k, v, None
+    for tails, (q, k, v) in zip(rows.tail_runs, runs[len(rows.runs) :], strict=True):
+        _, prompt_keys, prompt_values = runs[tails.run]
+        k = torch.cat([prompt_keys.index_select(0, tails.prompts), k], 2)
+        v = torch.cat([prompt_values.index_select(0, tails.prompts), v], 2)
+        yield q, k, v, tails.mask.to(query.dtype)
+
+
+def _runs(tensor: torch.Tensor, rows: PackedRows) -> list[torch.Tensor]:
+    """Return [rows, heads, S, D] for each run of [N, heads, D]."""
     # One split costs less than a slice for each run, in the backward pass above all.
     shapes = [*rows.runs, *((tails.count, tails.length) for tails in rows.tail_runs)]
-    sizes = [count * length for count, length in shapes]
-    # Of each run query, key and value, [rows, S, heads, D].
-    runs = [
-        [part.unflatten(0, shape) for part in parts]
-        for *parts, shape in zip(
-            query.split(sizes), key.split(sizes), value.split(sizes), shapes, strict=True
-        )
+    parts = tensor.split([count * length for count, length in shapes])
+    return [
+        part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)
     ]
 
-    attended = []
-    for number, (queries, keys, values) in enumerate(runs):
-        mask = None
-        if number >= len(rows.runs):
-            tails = rows.tail_runs[number - len(rows.runs)]
-            _, prompt_keys, prompt_values = runs[tails.run]
-            keys = torch.cat([prompt_keys.index_select(0, tails.prompts), keys], 1)
-            values = torch.cat([prompt_values.index_select(0, tails.prompts), values], 1)
-            mask = tails.mask
-        q, k, v = (tensor.transpose(1, 2) for tensor in (queries, keys, values))
-        attended.append(_causal(q, k, v, scaling, mask).transpose(1, 2).flatten(0, 1))
-    return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+def _flat(runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [N, heads, D] of [rows, heads, S, D] for each run."""
+    flat = [run.transpose(1, 2).flatten(0, 1) for run in runs]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+class _Runs(torch.autograd.Function):
+    """All runs as one node of the graph, on a CPU: the kernel of scaled_dot_product_attention.
+
+    A node for every step of every run takes as long as the arithmetic of short rows, and would keep
+    each run's result, and the keys that were gathered for tails, for the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: PackedRows,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        attended, sums = [], []
+        for q, k, v, mask in _batches(query, key, value, rows):
+            out, logsumexp = kernel(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
+            attended.append(out)
+            sums.append(logsumexp)
+        result = _flat(attended)
+        ctx.rows = rows
+        ctx.scaling = scaling
+        ctx.save_for_backward(query, key, value, result, *sums)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        query, key, value, result, *sums = ctx.saved_tensors
+        rows = ctx.rows
+        batches = _batches(query, key, value, rows)
+        grads: list[tuple[torch.Tensor, ...]] = []
+        for (q, k, v, mask), given, out, logsumexp in zip(
+            batches, _runs(grad, rows), _runs(result, rows), sums, strict=True
+        ):
+            causal = mask is None
+            found = kernel(
+                given, q, k, v, out, logsumexp, 0.0, causal, attn_mask=mask, scale=ctx.scaling
+            )
+            grads.append(found)
+
+        # A prompt's keys and values have the gradients of all its tails besides.
+        first = len(rows.runs)
+        for number, tails in enumerate(rows.tail_runs, first):
+            own = []
+            for whole, prompts in zip(grads[number][1:], grads[tails.run][1:], strict=True):
+                before = whole.shape[2] - tails.length
+                prompts.index_add_(0, tails.prompts, whole[:, :, :before])
+                own.append(whole[:, :, before:])
+            grads[number] = (grads[number][0], *own)
+        return *(_flat(runs) for runs in zip(*grads, strict=True)), None, None
 
 
 AttentionInterface.register(NAME, attend)
