@@ -32,6 +32,7 @@ from hybridflow.core.contracts.training import (
     MicroBatch,
     Packing,
     TrainingBackend,
+    counted,
 )
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, WeightLayout
@@ -317,8 +318,9 @@ class MegatronBackend(TrainingBackend):
         else:
             # Of padded rows the real tokens, row by row.
             lengths = micro.lengths
-            real = torch.arange(micro.ids.shape[1])[None] < lengths[:, None]
-            flat = micro.ids[real.to(micro.ids.device)]
+            rows, at = counted(lengths)
+            real = rows * micro.ids.shape[1] + at
+            flat = micro.ids.flatten().index_select(0, real.to(micro.ids.device))
             starts = lengths.cumsum(0) - lengths
 
         # Sequence parallelism cuts the tokens into tp equal parts.
@@ -543,15 +545,11 @@ def _packed(
         flat = F.pad(flat, (0, lacking))
         lengths = [*lengths, lacking]
     rows = PackedRows(lengths, flat.device)
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=rows.bounds,
-        cu_seqlens_kv=rows.bounds,
-        max_seqlen_q=rows.longest,
-        max_seqlen_kv=rows.longest,
-    )
-    # What Attention (modules.py) goes by.
+    packed = PackedSeqParams(max_seqlen_q=rows.longest, max_seqlen_kv=rows.longest)
+    # What modules.py goes by.
+    _, positions = counted(torch.tensor(lengths))
     packed.rows = rows
+    packed.positions = positions.to(flat.device)
     return flat[None], packed
 
 

@@ -52,7 +52,7 @@ class MegatronConfig(KnownSettings):
 
     def packing(self, hf_config: Mapping[str, Any]) -> tuple[Packing, str]:
         """Pack all rows; a prompt is not shared."""
-        return Packing.PACKED, "Megatron's positions begin anew with each row"
+        return Packing.PACKED, "prompts are shared under fsdp and deepspeed alone"
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
         """Return whether tp and pp suit a dense model's sizes and these settings."""

@@ -73,9 +73,12 @@ class Attention(MegatronModule):
         attention_bias=None,
         packed_seq_params=None,
     ):
-        """Return [tokens, heads * D] of [tokens, heads, D]; key and value may have fewer heads."""
+        """Return [tokens, 1, heads * D] of [tokens, 1, heads, D]; key and value may have fewer
+        heads.
+        """
         rows = packed_seq_params.rows
-        return attend_packed(query, key, value, rows, self.scale).flatten(1)
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        return attend_packed(query, key, value, rows, self.scale).flatten(1)[:, None]
 
 
 class RoleGPT(GPTModel):
@@ -83,6 +86,16 @@ class RoleGPT(GPTModel):
 
     The head is applied by outputs.py, only to the tokens that need it.
     """
+
+    def _preprocess(self, *args, packed_seq_params, **more):
+        """Give every token the rotation of its position in its row.
+
+        Megatron's own way for packed rows reads their lengths from the device, in each layer.
+        """
+        decoder_input, rotations, *rest = super()._preprocess(
+            *args, packed_seq_params=packed_seq_params, **more
+        )
+        return (decoder_input, rotations.index_select(0, packed_seq_params.positions), *rest)
 
     def _postprocess(self, hidden_states, *unused, **more):
         return hidden_states

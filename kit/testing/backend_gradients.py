@@ -81,7 +81,7 @@ class BackendGradients(BackendBase):
         for ref in self.references():
             if build(ref.spec, memoryless()).packing is Packing.PADDED:
                 pytest.skip("it takes padded rows")
-            needs = list(TOKEN_OUTPUTS[ref.spec.kind])
+            needs = first_output(ref)
             rows = Sequences.with_equal_prompts(seed=10)
             passes = Passes(build(ref.spec, memoryless()), rows, seed=10)
             expected = passes.expected_gradients(ref, needs)
