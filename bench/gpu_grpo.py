@@ -33,6 +33,8 @@ REACHED = 0.8
 """The share of them that large products reach, 790e12 of an H100."""
 UTILISED, MISMATCH, MEMORY = 0.35, 0.05, 0.1
 """The bars: of what is reached; nats; of the memory that was said."""
+PROMPT, GROUP = 7, 8
+"""Tokens of a prompt of the arithmetic task, and the responses to each (examples/gpu_grpo.toml)."""
 WARM = 1
 
 
@@ -100,7 +102,7 @@ def report(rows: list[dict], tables: dict, job: Job, total: int, device: str) ->
     )
     good &= emit("it is off by", abs(trains / found - 1), "of 1", bar=MEMORY, at_most=True)
 
-    used = update_flops(model, sequences, length + 7) / mean("actor/update_seconds")
+    used = update_flops(model, sequences, length + PROMPT / GROUP) / mean("actor/update_seconds")
     peak = next((flops for name, flops in PEAK_BF16.items() if name in device), None)
     if peak is None:
         emit("FLOP/s of the update", used, "FLOP/s")
@@ -115,7 +117,10 @@ def report(rows: list[dict], tables: dict, job: Job, total: int, device: str) ->
 
 
 def update_flops(model: dict, sequences: float, tokens: float) -> float:
-    """Forward and backward of `sequences` rows of `tokens` each; embeddings are looked up, the tied head is a product."""
+    """Forward and backward of `sequences` rows of `tokens` each, with their share of the group's prompt.
+
+    Embeddings are looked up, the tied head is a product.
+    """
     h, ffn, layers = model["hidden_size"], model["intermediate_size"], model["num_hidden_layers"]
     kv = h // model["num_attention_heads"] * model["num_key_value_heads"]
     parameters = layers * (2 * h * h + 2 * h * kv + 3 * h * ffn) + model["vocab_size"] * h

@@ -40,6 +40,7 @@ from .contracts.tracker import Tracker as Tracker
 from .contracts.training import (
     MicroBatch as MicroBatch,
     OptimizerConfig as OptimizerConfig,
+    Packing as Packing,
     TrainingBackend as TrainingBackend,
     TrainingSettings as TrainingSettings,
 )

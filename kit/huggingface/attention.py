@@ -39,7 +39,7 @@ class Tails:
     length: int
     """The tokens of each."""
     run: int
-    """The run, of rows without a prompt apart, that has their prompts."""
+    """The number, among PackedRows.runs, of the run that their prompts are in."""
     prompts: torch.Tensor
     """The place of each tail's prompt in that run, int64 [count]."""
     mask: torch.Tensor
@@ -48,10 +48,10 @@ class Tails:
 
 
 class PackedRows:
-    """The lengths of rows that lie one after another in a packed sequence, shared prompts apart.
+    """The lengths of the rows and tails that lie one after another in a packed sequence.
 
-    First come rows that begin with their own first token (a shared prompt is one of them), then
-    tails: what follows a shared prompt.
+    A row begins with its own first token; a prompt that several responses share is a row too. A
+    tail is a response that goes on from such a prompt. All rows lie before all tails.
     """
 
     def __init__(
