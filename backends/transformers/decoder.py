@@ -27,6 +27,13 @@ from hybridflow.backends.transformers.config import LANE
 from hybridflow.backends.transformers.llama import Layer, LlamaWeights
 from hybridflow.kit import onednn
 
+CUT_ON_CPU = 1 << 15
+"""Numbers of keys that a cut must spare: attention to each part costs about 20 microseconds."""
+CUT_ON_GPU = 1 << 22
+"""Likewise on a GPU, where a part has some kernels of its own. Not measured yet."""
+DISORDER = 1.25
+"""How many times too much attention may be before rows are sorted by length."""
+
 
 class FastDecoder:
     """Rows 0 .. R-1 are live. Row r has its keys and values at columns 0 .. lengths[r]-1 of lane r.
@@ -37,9 +44,7 @@ class FastDecoder:
     joins = True
     """New rows can be admitted beside live ones."""
     cache: Any
-    """Keys and values of all layers, [layers, 2, rows * kv * S, d]."""
-    lengths: Any
-    """Tokens in each row's lanes, int64 [rows] on the device."""
+    """Keys and values of all layers, [layers, 2, columns of all lanes, d]."""
     rows: int
     """Number of reserved rows."""
     capacity: int
@@ -48,8 +53,8 @@ class FastDecoder:
     """Number of columns that a lane has now; on a GPU always S."""
     plain: bool
     """Whether attention is plain products rather than a fused kernel (float32 on CPU)."""
-    host_lengths: np.ndarray
-    """The lengths of the live rows, int64 [R]."""
+    lengths: np.ndarray
+    """Tokens in the lanes of each live row, int64 [R]."""
     _onednn: bool
     """Whether products of many rows are oneDNN's."""
     _lanes: Any
@@ -58,12 +63,12 @@ class FastDecoder:
     """Each layer's keys and values as [rows * kv, stride, d]."""
     _flat: list[tuple[torch.Tensor, ...]]
     """Each layer's keys and values as [columns of all lanes, d]."""
-    _starts: torch.Tensor
-    """First column of each lane in `_flat`, int64 [rows * kv]."""
     _columns: torch.Tensor
-    """The numbers 0 .. S-1, int64 [S]."""
+    """The numbers 0 .. S-1, int64 [S], or more of them."""
     _cis: torch.Tensor
     """Rotary factors amplitude * e^(i t frequency) of each position t, complex64 [S, d/2]."""
+    _next: Any
+    """Where the next tokens go; None after rows or lanes changed."""
 
     def __init__(
         self,
@@ -86,40 +91,62 @@ class FastDecoder:
         self._frequencies, self._amplitude = _rotary(config)
         self._scale = 1 / math.sqrt(self.shape.head_dim)
         self._eps = torch.tensor(self.shape.eps, device=device)
+        self._columns = torch.zeros(0, dtype=torch.int64, device=device)
         self.free()
 
     # --- memory ---
 
-    def row_bytes(self, capacity: int) -> int:
-        """Return the bytes of the KV cache for one sequence of `capacity` tokens."""
-        shape = self.shape
-        columns = _round_up(capacity, LANE)
-        per_column = 2 * shape.layers * shape.kv_heads * shape.head_dim
-        return per_column * columns * self.dtype.itemsize
+    def row_bytes(self, capacity: Any) -> Any:
+        """Return the bytes of the KV cache for one sequence of `capacity` tokens, or for several's.
 
+        `capacity` is an int, or an array of them.
+        """
+        return self._column_bytes() * _round_up(capacity, LANE)
+
+    def _column_bytes(self) -> int:
+        """Return the bytes of a token's keys and values in all layers."""
+        shape = self.shape
+        numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+        return numbers * self.dtype.itemsize
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes of the cache."""
+        return 0 if self.cache is None else self.cache.nbytes
+
+    @torch.inference_mode()
     def reserve(self, rows: int, capacity: int) -> None:
-        """Make room for `rows` sequences of `capacity` tokens; all present rows are forgotten.
+        """Have room for `rows` sequences of `capacity` tokens; live rows stay, and must fit.
 
         A cache that is large enough is kept.
         """
-        self.host_lengths = np.zeros(0, np.int64)
-        if self.cache is None or self.rows < rows or self.capacity < capacity:
-            self.free()
-            self._allocate(rows, _round_up(capacity, LANE))
+        kv_heads = self.shape.kv_heads
+        capacity = _round_up(capacity, LANE)
+        columns = rows * kv_heads * capacity
+        live = len(self.lengths)
+        cache = self.cache
+        if cache is None or cache.shape[2] < columns:
+            # Without live rows the old cache goes before the new one is made.
+            if not live:
+                self.free()
+            cache = None
+            size = (self.shape.layers, 2, columns, self.shape.head_dim)
+            # Masked columns are multiplied by 0, so they must be finite.
+            cache = _zeros(size, self.dtype, self.device)
 
-        # On CPU lanes begin empty, and `_widen` lets them grow.
-        self._lay_out(0 if self.plain else self.capacity)
-
-    def _allocate(self, rows: int, capacity: int) -> None:
-        """Allocate the cache, and tables of positions up to `capacity`."""
-        shape = self.shape
         self.rows = rows
         self.capacity = capacity
+        self._tabulate(capacity)
+        # On CPU lanes begin empty, and `_widen` lets them grow.
+        stride = capacity
+        if self.plain:
+            stride = min(self.stride, capacity) if live else 0
+        self._lay_out(cache, stride)
 
-        # Masked columns are multiplied by 0, so they must be finite.
-        size = (shape.layers, 2, rows * shape.kv_heads * capacity, shape.head_dim)
-        self.cache = _zeros(size, self.dtype, self.device)
-        self.lengths = torch.zeros(rows, dtype=torch.int64, device=self.device)
+    def _tabulate(self, capacity: int) -> None:
+        """Make tables of positions up to `capacity`."""
+        if len(self._columns) >= capacity:
+            return
         self._columns = torch.arange(capacity, device=self.device)
 
         # Rotary factors from their absolute values and angles
@@ -127,18 +154,23 @@ class FastDecoder:
         amplitudes = torch.full_like(angles, self._amplitude)
         self._cis = torch.polar(amplitudes, angles).to(self.device)
 
-    def _lay_out(self, stride: int) -> None:
-        """Form lanes of `stride` columns, one after the other from the start of the cache."""
-        layers = self.shape.layers
+    def _lay_out(self, cache: torch.Tensor, stride: int) -> None:
+        """Form lanes of `stride` columns, one after the other from the start of `cache`.
+
+        Live rows move along.
+        """
+        before = self._lanes
+        stays = cache is self.cache and stride == self.stride
+        self.cache = cache
+        self.stride = stride
+        self._next = None
+
+        # Views of the same memory, in the form that each reader wants.
         kv_heads = self.shape.kv_heads
         size = self.shape.head_dim
         lanes = self.rows * kv_heads
-        self.stride = stride
-        self._starts = torch.arange(lanes, device=self.device) * stride
-
-        # Views of the same memory, in the form that each reader wants.
-        used = self.cache[:, :, : lanes * stride]
-        self._lanes = used.view(layers, 2, self.rows, kv_heads, stride, size)
+        used = cache[:, :, : lanes * stride]
+        self._lanes = used.view(self.shape.layers, 2, self.rows, kv_heads, stride, size)
         self._tables = []
         self._flat = []
         for pair in used:
@@ -146,46 +178,63 @@ class FastDecoder:
             self._tables.append(tables.unbind())
             self._flat.append(pair.unbind())
 
+        # Old and new lanes may overlap in memory, hence the clone.
+        live = (slice(None), slice(len(self.lengths)), slice(None), slice(self.longest))
+        if self.longest and not stays:
+            for old, new in zip(before, self._lanes, strict=True):
+                new[live] = old[live].clone()
+
     def _widen(self, columns: int) -> None:
         """Form lanes of at least `columns` columns.
 
         On CPU lanes grow with the rows. A high max_tokens that nobody reaches then costs no memory,
         and leaves no gaps between lanes.
         """
-        if columns <= self.stride:
-            return
-        old = self._lanes
-        longest = self.longest
-        rows = len(self.host_lengths)
-        grown = columns + max(32, columns // 2)
-        self._lay_out(min(grown, self.capacity))
-
-        # Old and new lanes overlap in memory, hence the clone.
-        if longest:
-            live = (slice(None), slice(rows), slice(None), slice(longest))
-            for before, after in zip(old, self._lanes, strict=True):
-                after[live] = before[live].clone()
+        if columns > self.stride:
+            grown = columns + max(32, columns // 2)
+            self._lay_out(self.cache, min(grown, self.capacity))
 
     def free(self) -> None:
         """Free the cache; all rows are forgotten."""
         self.cache = None
-        self.lengths = None
         self._lanes = None
         self._tables = []
         self._flat = []
+        self._next = None
         self.rows = 0
         self.capacity = 0
         self.stride = 0
-        self.host_lengths = np.zeros(0, np.int64)
+        self.lengths = np.zeros(0, np.int64)
 
     @property
     def longest(self) -> int:
         """The number of tokens in the fullest live lane."""
-        if len(self.host_lengths) == 0:
-            return 0
-        return int(self.host_lengths.max())
+        return int(self.lengths.max(initial=0))
 
     # --- rows ---
+
+    def order(self, alive: np.ndarray) -> np.ndarray:
+        """Return the rows that go on, bool [R] -> int64 [live], in the order that they should have.
+
+        Rows from the end fill the holes of those that go, so that few move. Where rows of like
+        lengths would be far apart then, and attention much dearer, all are sorted.
+        """
+        index = fill_holes(alive)
+        by_length = np.argsort(-self.lengths[index], kind="stable")
+        if self._attended(index) > DISORDER * self._attended(index[by_length]):
+            return index[by_length]
+        return index
+
+    def _attended(self, index: np.ndarray) -> int:
+        """Return how many columns these rows would attend to in all, in this order."""
+        lengths = self.lengths[index]
+        parts = cut(lengths, self._least_spared())
+        return sum((last - first) * int(lengths[first:last].max()) for first, last in parts)
+
+    def _least_spared(self) -> int:
+        """Return how many columns of a row a cut between rows must spare."""
+        least = CUT_ON_CPU if self.device.type == "cpu" else CUT_ON_GPU
+        return least // (self.shape.kv_heads * self.shape.head_dim)
 
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:
@@ -195,16 +244,15 @@ class FastDecoder:
         """
         present = np.arange(len(index))
         moved = np.flatnonzero(index != present)
-        self.host_lengths = self.host_lengths[index]
+        self.lengths = self.lengths[index]
+        self._next = None
         if len(moved) == 0:
             return
 
+        # Indexing by a tensor copies, so a row may be source and target.
         target = torch.from_numpy(moved).to(self.device)
         source = torch.from_numpy(index[moved]).to(self.device)
-        self.lengths[target] = self.lengths[source]
-
-        # Indexing by a tensor copies, so a row may be source and target.
-        longest = int(self.host_lengths[moved].max())
+        longest = int(self.lengths[moved].max())
         states = self._lanes[:, :, source, :, :longest]
         self._lanes[:, :, target, :, :longest] = states
 
@@ -233,10 +281,9 @@ class FastDecoder:
 
         # Append the rows behind the live ones.
         self._widen(ids.shape[1] + 1)
-        first = len(self.host_lengths)
-        lengths = sizes[owners]
-        self.host_lengths = np.concatenate([self.host_lengths, lengths])
-        self.lengths[first : first + count] = torch.from_numpy(lengths).to(self.device)
+        first = len(self.lengths)
+        self.lengths = np.concatenate([self.lengths, sizes[owners]])
+        self._next = None
 
         tokens = torch.from_numpy(ids).to(self.device)
         logits = self._prefill(tokens, torch.from_numpy(sizes), first, count, expand)
@@ -299,38 +346,60 @@ class FastDecoder:
     @torch.inference_mode()
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append token [R] to every row; return logits float32 [R, V] of the next ones."""
-        kv_heads = self.shape.kv_heads
         group = self.shape.group
-        rows = len(self.host_lengths)
-        lanes = rows * kv_heads
-        columns = self.longest + 1
-        self._widen(columns)
-        if not self.plain:
-            columns = _round_up(columns, LANE)
-
-        # All lanes write one column each, at their own positions.
-        positions = self.lengths[:rows].repeat_interleave(kv_heads)
-        write = self._starts[:lanes] + positions
+        self._widen(self.longest + 1)
+        if self._next is None:
+            self._next = self._places()
+        positions, columns, cuts = self._next
         cis = self._cis.index_select(0, positions)[:, None]
-        mask = self._mask(positions, columns)
-        attend = self._attend_plain if self.plain else self._attend_fused
+        parts = [self._part(first, last, positions) for first, last in cuts]
 
         x = self._embed(tokens)
-        used = (slice(lanes), slice(columns))
         layers = zip(self.weights.layers, self._tables, self._flat, strict=True)
         for layer, (keys, values), (flat_keys, flat_values) in layers:
             rotated, new_values = self._project(x, layer, cis)
-            flat_keys.index_copy_(0, write, rotated[:, group])
-            flat_values.index_copy_(0, write, new_values)
-
             # The new token attends to itself too, so its lanes are written first.
-            mixed = attend(rotated[:, :group], keys[used], values[used], mask)
-            self._finish_block(x, mixed.view(rows, -1), layer)
+            flat_keys.index_copy_(0, columns, rotated.select(1, group))
+            flat_values.index_copy_(0, columns, new_values)
+            mixed = self._attend(rotated.narrow(1, 0, group), keys, values, parts)
+            self._finish_block(x, mixed.view(len(tokens), -1), layer)
 
         # The host counts along, so that nobody waits for the device.
-        self.lengths[:rows] += 1
-        self.host_lengths += 1
+        positions += 1
+        columns += 1
+        self.lengths += 1
         return self._logits(x)
+
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
+        """Return where the next token of each lane goes, and the parts that attend together.
+
+        These are its position and its column in `_flat`, int64 [R * kv] each, and first and last
+        row of each part.
+        """
+        kv_heads = self.shape.kv_heads
+        positions = np.repeat(self.lengths, kv_heads)
+        columns = positions + np.arange(len(positions)) * self.stride
+        cuts = cut(self.lengths, self._least_spared())
+        return (
+            torch.from_numpy(positions).to(self.device),
+            torch.from_numpy(columns).to(self.device),
+            cuts,
+        )
+
+    def _part(
+        self,
+        first: int,
+        last: int,
+        positions: torch.Tensor,
+    ) -> tuple[int, int, int, torch.Tensor]:
+        """Return first lane, number of lanes, columns to attend to, and mask of some rows."""
+        kv_heads = self.shape.kv_heads
+        start = first * kv_heads
+        count = (last - first) * kv_heads
+        columns = int(self.lengths[first:last].max()) + 1
+        if not self.plain:
+            columns = _round_up(columns, LANE)
+        return start, count, columns, self._mask(positions.narrow(0, start, count), columns)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return embeddings, [N] -> [N, H].
@@ -356,6 +425,25 @@ class FastDecoder:
         after = self._columns[:n] > positions[:, None]
         mask = torch.zeros(after.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(after, float("-inf"))[:, None]
+
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        parts: list[tuple[int, int, int, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Return attention of queries [R * kv, g, d] over each lane's own columns, [R * kv, g, d].
+
+        Keys and values are all lanes, [rows * kv, stride, d]. Each of `_part`'s parts attends to as
+        many columns as its longest row has.
+        """
+        attend = self._attend_plain if self.plain else self._attend_fused
+        mixed = []
+        for first, count, columns, mask in parts:
+            used = (slice(first, first + count), slice(columns))
+            mixed.append(attend(queries.narrow(0, first, count), keys[used], values[used], mask))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _attend_plain(
         self,
@@ -494,6 +582,35 @@ class FastDecoder:
         if self.split.tp > 1:
             logits = self.split.columns(logits)[:, : self.shape.vocab]
         return logits.float()
+
+
+def cut(lengths: np.ndarray, least: int) -> list[tuple[int, int]]:
+    """Cut rows of `lengths` int64 [R] into parts: first row of each, and the one behind its last.
+
+    A part is as long as its longest row. Each cut lets the rows behind it spare at least `least`
+    columns in all.
+    """
+    if len(lengths) == 0:
+        return []
+    # The longest row from each row on: behind a cut, no row needs more.
+    rest = np.maximum.accumulate(lengths[::-1])[::-1]
+    behind = np.arange(len(lengths), 0, -1)
+    firsts = [0]
+    while True:
+        spared = (rest[firsts[-1]] - rest) * behind
+        worth = np.flatnonzero(spared >= least)
+        if len(worth) == 0:
+            return list(zip(firsts, [*firsts[1:], len(lengths)], strict=True))
+        firsts.append(int(worth[0]))
+
+
+def fill_holes(alive: np.ndarray) -> np.ndarray:
+    """Return the rows that live, bool [R] -> int64 [live]: those from the end fill the holes."""
+    count = int(alive.sum())
+    index = np.arange(count)
+    holes = np.flatnonzero(~alive[:count])
+    index[holes] = count + np.flatnonzero(alive[count:])
+    return index
 
 
 def _fill(

@@ -2,10 +2,10 @@
 
 It generates in the worker's own process, with its own copy of the weights:
 
-    enter(request) -> waiting requests -> Run (scheduler.py): rows of a batch
-                                           |- decoder: tokens -> logits (decoder.py, generic.py)
-                                           |- Sampler: logits -> tokens (sampler.py)
-    advance()      <- completions <-------'
+    enter(request) -> Scheduler (scheduler.py): waiting requests, rows of a batch
+                       |- decoder: tokens -> logits (decoder.py, generic.py)
+                       |- Sampler: logits -> tokens (sampler.py)
+    advance()      <- completions
     receive(name, box, values) -> WeightStore (weights.py) -> the decoder's weights
 """
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from hybridflow.backends.transformers.config import CPU_CACHE_GB, TransformersEngineConfig
+from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.decoder import FastDecoder
 from hybridflow.backends.transformers.generic import GenericDecoder
 from hybridflow.backends.transformers.llama import LlamaWeights, unfit
 from hybridflow.backends.transformers.parallel import Split
-from hybridflow.backends.transformers.scheduler import Run
+from hybridflow.backends.transformers.scheduler import Scheduler
 from hybridflow.backends.transformers.weights import WeightStore
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError, ModelError
@@ -29,9 +29,6 @@ from hybridflow.core.values.weights import Box, WeightLayout
 from hybridflow.kit.continuous import ContinuousEngine
 from hybridflow.kit.hosting.hostable import Hostable
 from hybridflow.kit.huggingface.models import policy_config, saved_parameters
-
-FEWEST_SLOTS = 8
-"""Smallest number of rows that a run reserves: later requests may join a few first ones."""
 
 
 class TransformersEngine(ContinuousEngine, Hostable):
@@ -54,17 +51,13 @@ class TransformersEngine(ContinuousEngine, Hostable):
     """This rank's part of the model."""
     store: WeightStore
     """The decoder's weights, by canonical name."""
-    _run: Run | None
-    """The requests under way; None without any."""
-    _waiting: list[Request]
-    """Requests that entered and are in no run yet."""
+    scheduler: Scheduler
+    """The requests under way."""
 
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
         self.device = torch.device(context.device)
         self.decoder = None
-        self._run = None
-        self._waiting = []
 
     def start(self) -> None:
         """Build the decoder, with empty storage for its weights.
@@ -95,6 +88,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
             places = self.decoder.places
             ties = self.decoder.ties
         self.store = WeightStore(places, ties, self.split)
+        self._forget()
 
         text_config = hf_config.get_text_config()
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
@@ -171,82 +165,28 @@ class TransformersEngine(ContinuousEngine, Hostable):
     # --- generation ---
 
     def enter(self, request: Request) -> None:
-        """Queue a request for the next call of `advance`."""
-        self._waiting.append(request)
+        """Let a request wait until `advance` has room for it, beside whatever runs."""
+        self.scheduler.add(request)
 
     def advance(self) -> list[Completion]:
         """Decode some tokens for every running sequence; return the completions of finished ones.
 
-        Requests that come while others run join them if they fit into what was reserved.
+        Waiting requests enter first, where there is room.
         """
-        # Requests enter a new run, or join the present one where all of them fit.
-        if self._run is None or self._run.over:
-            self._run = self._begin() if self._waiting else None
-        elif self._waiting and all(map(self._run.takes, self._waiting)):
-            self._run.extend(self._waiting)
-            self._waiting = []
-
-        if self._run is None:
-            return []
         assert self.version is not None
         try:
-            return self._run.turn(self.version)
+            return self.scheduler.turn(self.version)
         except BaseException:
-            # A run that failed midway cannot go on, so its requests are forgotten.
+            # Rows that failed midway cannot go on, so all requests are forgotten.
             self.running.clear()
-            self._run = None
-            self._waiting = []
+            self._forget()
             raise
 
-    def _begin(self) -> Run:
-        """Start a run of all waiting requests, with a cache that the longest of them fits into."""
-        requests = self._waiting
-        self._waiting = []
-
-        # Every row has room for the longest request, and for what it may make beyond its end.
-        lengths = [len(request.prompt_ids) + request.sampling.max_tokens for request in requests]
-        capacity = max(lengths) + self.config.limits(self.device.type).spare_tokens
-        slots = min(self._slots(capacity), max(len(requests), FEWEST_SLOTS))
-        self.decoder.reserve(slots, capacity)
-        return Run(
-            self.decoder,
-            requests,
-            slots,
-            self.config,
-            self.device,
-            self.split,
-        )
-
     def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
-        """Abort requests; those that were still waiting are returned, the others by `advance`."""
-        waiting = [request for request in self._waiting if request.id in ids]
-        self._waiting = [request for request in self._waiting if request.id not in ids]
-        if self._run is not None:
-            self._run.abort(ids)
-        return [Completion(request.id, *request.prefix(), "abort") for request in waiting]
+        """Abort requests; return their completions."""
+        return self.scheduler.abort(set(ids))
 
-    def _slots(self, capacity: int) -> int:
-        """Return how many sequences of `capacity` tokens are decoded at once."""
-        limit = self.config.kv_memory_gb * 1e9
-        # All ranks need the same number, so the rank with the least memory decides.
-        if limit == 0:
-            if self.device.type == "cpu":
-                limit = CPU_CACHE_GB * 1e9
-            else:
-                limit = self.split.least(0.7 * self._free_on_device(), self.device)
-        fitting = max(1, int(limit // self.decoder.row_bytes(capacity)))
-        return min(self.config.max_sequences or 256, fitting)
-
-    def _free_on_device(self) -> int:
-        """Return the bytes of the GPU that a KV cache may take.
-
-        These are the free ones, those that torch keeps unused, and the cache of the last call.
-        """
-        reserved = torch.cuda.memory_reserved(self.device)
-        allocated = torch.cuda.memory_allocated(self.device)
-        unused = reserved - allocated
-
-        cache = self.decoder.cache
-        cache_bytes = cache.nbytes if isinstance(cache, torch.Tensor) else 0
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + unused + cache_bytes
+    def _forget(self) -> None:
+        """Forget all requests."""
+        self.decoder.free()
+        self.scheduler = Scheduler(self.decoder, self.config, self.device, self.split)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hybridflow.backends.transformers.decoder import fill_holes
 from hybridflow.backends.transformers.weights import Place
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box
@@ -41,8 +42,12 @@ class GenericDecoder:
     """The DynamicCache of the live rows; None without any."""
     _mask: Any
     """1 for the tokens of each row and 0 for padding, int64 [R, columns]."""
+    rows: int
+    """Number of reserved rows."""
     capacity: int
     """Longest sequence that a row may reach, in tokens."""
+    reserved_bytes = 0
+    """The cache is not reserved: it grows as it is used."""
     longest: int
     """Number of columns in use."""
 
@@ -93,8 +98,11 @@ class GenericDecoder:
             )
         self.places[name] = Place(values, None, shape, box)
 
-    def row_bytes(self, capacity: int) -> int:
-        """Return the bytes of the KV cache for one sequence of `capacity` tokens."""
+    def row_bytes(self, capacity: Any) -> Any:
+        """Return the bytes of the KV cache for one sequence of `capacity` tokens, or for several's.
+
+        `capacity` is an int, or an array of them.
+        """
         config = self.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None)
@@ -108,14 +116,23 @@ class GenericDecoder:
     def reserve(self, rows: int, capacity: int) -> None:
         """Forget all rows; the cache itself grows as it is used."""
         self.free()
+        self.rows = rows
         self.capacity = capacity
 
     def free(self) -> None:
         """Free the cache; all rows are forgotten."""
         self.cache = None
         self._mask = None
+        self.rows = 0
         self.capacity = 0
         self.longest = 0
+
+    def order(self, alive: np.ndarray) -> np.ndarray:
+        """Return the rows that go on, bool [R] -> int64 [live], in the order that they should have.
+
+        Few of them move.
+        """
+        return fill_holes(alive)
 
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:

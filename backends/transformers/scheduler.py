@@ -1,13 +1,13 @@
 """Requests under way: waiting requests enter the decoder's rows, and finished ones leave.
 
-A row is a sequence in the decoder's batch. Its output lies in a home, a row of the output arrays
-that stays where it is while rows move:
+A row is a sequence in the decoder's batch. Its output lies in a home (outputs.py), which stays
+where it is while rows move:
 
-    queue           rows (decoder)                    homes (outputs)
-    5, 6, 7  --->   0  request 3  home 2   - - - ->   0  free
-                    1  request 0  dead     - -.       1  tokens of request 4
-                    2  request 4  home 1       \      2  tokens of request 3
-                                                `->   3  spare: takes what dead rows go on to make
+    waiting         rows (decoder)            homes (outputs)
+    5, 6, 7  --->   0  request 3  home 3      0  spare: takes what dead rows go on to make
+                    1  request 0  dead        1  free
+                    2  request 4  home 2      2  tokens of request 4
+                                              3  tokens of request 3
 
 Dead rows are decoded on until they are compacted away. Work thus follows the live rows, without
 moving anything after each token.
@@ -16,15 +16,18 @@ moving anything after each token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from hybridflow.backends.transformers.config import MAX_BURST
+from hybridflow.backends.transformers.config import MAX_BURST, TransformersEngineConfig
+from hybridflow.backends.transformers.outputs import SPARE, Outputs
 from hybridflow.backends.transformers.parallel import WHOLE, Split
 from hybridflow.backends.transformers.sampler import Sampler
+from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError
 
@@ -32,9 +35,10 @@ from hybridflow.core.errors import HybridFlowError
 def _row_type(stops: int) -> np.dtype:
     """Return the type of a row: its request, home, length so far, and sampling parameters.
 
-    `stops` is the largest number of stop tokens; unused places hold -1.
+    `need` is how many columns of the cache it may take. `stops` is the largest number of stop
+    tokens; unused places hold -1.
     """
-    integers = ("request", "home", "length", "limit", "seed", "top_k")
+    integers = ("request", "home", "need", "length", "limit", "seed", "top_k")
     floats = ("temperature", "top_p", "min_p")
     fields: list[Any] = [
         *((name, np.int64) for name in integers),
@@ -45,25 +49,22 @@ def _row_type(stops: int) -> np.dtype:
     return np.dtype(fields, align=True)
 
 
-class Run:
-    """Requests that run together. Each one's completion comes out of `turn` exactly once.
+class Scheduler:
+    """The requests of one decoder. Each one's completion comes out of `turn` or `abort` once.
 
-    The ranks of a model cut by tensor parallelism (`split`) go through the same steps, so nothing
-    here may depend on time or on a rank's memory.
+    A request enters as soon as there is room for it, beside whatever runs. The ranks of a model cut
+    by tensor parallelism (`split`) go through the same steps, so nothing here may depend on time,
+    nor on a rank's own memory.
     """
 
     decoder: Any
-    """A FastDecoder or GenericDecoder with reserved rows."""
-    slots: int
-    """Largest number of rows."""
-    requests: list[Request]
-    """All requests of the run, in the order in which they came."""
-    queue: deque[int]
-    """Indices of waiting requests."""
-    open: set[int]
-    """Ids of requests without a completion."""
-    _to_abort: set[int]
-    """Ids of requests that the next turn ends."""
+    """A FastDecoder or GenericDecoder."""
+    limits: EngineLimits
+    """Largest number of rows, memory of the cache, and how far rows go on beyond their ends."""
+    waiting: deque[Request]
+    """Requests that have not entered, in the order in which they came."""
+    running: dict[int, Request]
+    """Requests of the live rows, by id."""
 
     rows: np.ndarray
     """The decoder's rows, of `_row_type`, [R]."""
@@ -73,119 +74,128 @@ class Run:
     """The sampler of the present rows; None after they changed."""
     version: int
     """Version of the weights in this turn."""
+    budget: float
+    """Bytes that keys and values may take; looked up whenever no row lives."""
 
-    homes: list[int]
-    """Free homes."""
-    out_tokens: np.ndarray
-    """Response tokens of each home, int64 [slots + 1, longest response]."""
-    out_logprobs: np.ndarray
-    """Their log-probabilities, float32 of the same shape."""
-    out_versions: np.ndarray
-    """Versions of the weights that made them, int64 of the same shape."""
+    outputs: Outputs
+    """What the live rows have made."""
 
     def __init__(
         self,
         decoder,
-        requests: Sequence[Request],
-        slots: int,
-        config,
+        config: TransformersEngineConfig,
         device: torch.device,
         split: Split = WHOLE,
     ):
-        """Take a decoder with `slots` rows reserved, each with room for any of the requests."""
         self.decoder = decoder
-        self.slots = slots
         self.config = config
         self.device = device
         self.split = split
+        self.limits = config.limits(device.type)
 
-        self.requests = list(requests)
-        self.queue = deque(range(len(requests)))
-        self.open = {request.id for request in requests}
-        self._to_abort = set()
-
-        # Later requests join only if they fit into these sizes too (see `takes`).
-        sampling = [request.sampling for request in requests]
-        stops = max((len(params.stop_token_ids) for params in sampling), default=0)
-        width = max((params.max_tokens for params in sampling), default=0) + MAX_BURST
-
-        self.rows = np.zeros(0, _row_type(stops))
+        self.waiting = deque()
+        self.running = {}
+        self.rows = np.zeros(0, _row_type(0))
         self.tokens = torch.zeros(0, dtype=torch.int64, device=device)
         self.sampler = None
+        self.outputs = Outputs()
 
-        # The last row of outputs is the spare home, which is never free.
-        self.homes = list(range(slots))
-        size = (slots + 1, width)
-        self.out_tokens = np.zeros(size, np.int64)
-        self.out_logprobs = np.zeros(size, np.float32)
-        self.out_versions = np.zeros(size, np.int64)
-
-    def abort(self, ids: Iterable[int] | None) -> None:
-        """Let the next turn end these requests; None stands for all."""
-        if ids is None:
-            self._to_abort |= self.open
-        else:
-            self._to_abort |= self.open.intersection(ids)
-
-    @property
-    def over(self) -> bool:
-        """Whether no request waits or runs."""
-        return not self.queue and not self.rows["alive"].any()
-
-    def takes(self, request: Request) -> bool:
-        """Return whether a further request fits into what was reserved for the first ones."""
-        sampling = request.sampling
-        margin = self.config.limits(self.device.type).spare_tokens
-        return (
-            len(request.prompt_ids) + sampling.max_tokens + margin <= self.decoder.capacity
-            and sampling.max_tokens + MAX_BURST <= self.out_tokens.shape[1]
-            and len(sampling.stop_token_ids) <= self.rows["stops"].shape[1]
-        )
-
-    def extend(self, requests: Sequence[Request]) -> None:
-        """Add further requests, all of which `takes` must accept."""
-        first = len(self.requests)
-        self.queue.extend(range(first, first + len(requests)))
-        self.requests.extend(requests)
-        self.open.update(request.id for request in requests)
+    def add(self, request: Request) -> None:
+        """Let a request wait for its turn."""
+        self.waiting.append(request)
 
     def turn(self, version: int) -> list[Completion]:
-        """Abort requests, or else prefill some, or else decode some tokens for every row.
+        """Prefill some waiting requests, or else decode some tokens for every row.
 
         `version` is that of the weights. Returns the completions of what ended.
         """
-        if self._to_abort:
-            return self._aborted()
-        if self.over:
-            return []
         self.version = version
-        return self._admit() if self._can_admit() else self._decode()
+        count, capacity = self._fitting()
+        if self._is_worthwhile(count):
+            return self._admit(count, capacity)
+        return self._decode() if self.running else []
+
+    def abort(self, ids: Collection[int]) -> list[Completion]:
+        """End these requests; return their completions, running ones first."""
+        chosen = [bool(row["alive"]) and int(row["request"]) in ids for row in self.rows]
+        rows = _pick(self.rows, np.array(chosen, bool))
+        completions = [self._close(row, "abort") for _, row in rows]
+
+        unstarted = [request for request in self.waiting if request.id in ids]
+        self.waiting = deque(request for request in self.waiting if request.id not in ids)
+        completions += [Completion(request.id, *request.prefix(), "abort") for request in unstarted]
+        return completions
 
     # --- requests in ---
 
-    def _can_admit(self) -> bool:
-        """Return whether to prefill now: with an idle decoder, or enough free slots for a batch."""
-        alive = int(self.rows["alive"].sum())
-        if not self.queue or alive == 0:
-            return bool(self.queue)
+    def _fitting(self) -> tuple[int, int]:
+        """Return how many waiting requests may enter, and the columns that a row needs then.
 
-        # A prefill holds up the live rows, so it waits for 1/8 of the slots, or for the last ones.
-        free = self.slots - alive
-        enough = min(max(1, self.slots // 8), len(self.queue))
-        return self.decoder.joins and free >= enough
+        Rows are equally long in memory, so each one has room for the longest.
+        """
+        live = len(self.running)
+        free = self.limits.max_sequences - live
+        if not self.waiting or free == 0 or (live and not self.decoder.joins):
+            return 0, 0
 
-    def _admit(self) -> list[Completion]:
-        """Prefill waiting requests into new rows, and sample their first tokens."""
+        needs = [self._need(request) for request in islice(self.waiting, free)]
+        longest = self.rows["need"].max(initial=0)
+        capacities = np.maximum.accumulate([longest, *needs])[1:]
+        rows = np.arange(live + 1, live + 1 + len(needs))
+        count = int((rows * self.decoder.row_bytes(capacities) <= self._room()).sum())
+        # A request by itself always runs.
+        if not live:
+            count = max(count, 1)
+        return count, int(capacities[count - 1]) if count else 0
+
+    def _need(self, request: Request) -> int:
+        """Return how many columns of the cache a request may take."""
+        return len(request.prompt_ids) + request.sampling.max_tokens + self.limits.spare_tokens
+
+    def _room(self) -> float:
+        """Return how many bytes of keys and values can be had now.
+
+        A larger cache is made beside the present one, whose rows live.
+        """
+        if not self.running:
+            self.budget = self._budget()
+            return self.budget
+        reserved = self.decoder.reserved_bytes
+        return max(reserved, self.budget - reserved)
+
+    def _budget(self) -> float:
+        """Return the limit of the cache in bytes."""
+        if self.limits.cache_gb is not None:
+            return self.limits.cache_gb * 1e9
+
+        # These are the free bytes, those that torch keeps unused, and the present cache. All ranks
+        # need the same number, so the rank with the least memory decides.
+        reserved = torch.cuda.memory_reserved(self.device)
+        unused = reserved - torch.cuda.memory_allocated(self.device)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        available = free + unused + self.decoder.reserved_bytes
+        return self.split.least(0.7 * available, self.device)
+
+    def _is_worthwhile(self, count: int) -> bool:
+        """Return whether to prefill `count` waiting requests now."""
+        if count == 0 or not self.running:
+            return count > 0
+        # A prefill holds up the live rows, so it waits for 1/8 of all, or for the last ones.
+        return count == len(self.waiting) or count * 8 >= len(self.running) + count
+
+    def _admit(self, count: int, capacity: int) -> list[Completion]:
+        """Prefill up to `count` waiting requests into new rows, and sample their first tokens."""
         self._compact()
         old = len(self.rows)
-        contexts, groups = self._next_groups(self.slots - old)
+        self._reserve(old + count, capacity)
+        contexts, groups = self._next_groups(count)
         repeats = [len(group) for group in groups]
         logits = self.decoder.admit(contexts, repeats)
 
         # The decoder has repeated each context for its group, in this order.
         parts: list[Any] = [np.zeros(0, self.rows.dtype)]
         for group in groups:
-            parts.append([self._row(index) for index in group])
+            parts.append([self._row(request) for request in group])
         new = np.concatenate(parts)
         self.rows = np.concatenate([self.rows, new])
         self.sampler = None
@@ -196,10 +206,37 @@ class Run:
         self.tokens = torch.cat([self.tokens, tokens])
         return self._record(old, tokens[None], logprobs[None])
 
+    def _reserve(self, rows: int, capacity: int) -> None:
+        """Make room for the first waiting requests, so that there are `rows` rows then."""
+        decoder = self.decoder
+        live = len(self.rows)
+        if not live or decoder.rows < rows or decoder.capacity < capacity:
+            # Requests that come one by one do not move the live rows each time.
+            wanted = min(self.limits.max_sequences, max(live + len(self.waiting), 2 * live))
+            fitting = int(self._room() // decoder.row_bytes(capacity))
+            decoder.reserve(max(rows, min(wanted, fitting)), capacity)
+
+        sampling = [request.sampling for request in islice(self.waiting, rows - live)]
+        width = max(params.max_tokens for params in sampling) + MAX_BURST
+        self.outputs.reserve(decoder.rows, width)
+        stops = max(len(params.stop_token_ids) for params in sampling)
+        if stops > self.rows["stops"].shape[1]:
+            self._widen_stops(stops)
+
+    def _widen_stops(self, stops: int) -> None:
+        """Let rows have so many stop tokens."""
+        old = self.rows
+        self.rows = np.zeros(len(old), _row_type(stops))
+        for name in old.dtype.names or ():
+            if name != "stops":
+                self.rows[name] = old[name]
+        self.rows["stops"] = -1
+        self.rows["stops"][:, : old["stops"].shape[1]] = old["stops"]
+
     def _sampler(self, rows: np.ndarray) -> Sampler:
         """Return a sampler for these rows."""
-        requests = [self.requests[index] for index in rows["request"]]
-        biases = [request.sampling.logit_bias for request in requests]
+        requests = [self.running.get(number) for number in rows["request"].tolist()]
+        biases = [request.sampling.logit_bias if request else () for request in requests]
         return Sampler(rows, self.device, biases)
 
     @torch.inference_mode()
@@ -215,41 +252,40 @@ class Run:
         tokens, logprobs = sampler(logits, uniform)
         return self.split.agreed(tokens), self.split.agreed(logprobs)
 
-    def _next_groups(self, free: int) -> tuple[list[np.ndarray], list[list[int]]]:
-        """Take up to `free` waiting requests; return their contexts, and each one's requests.
+    def _next_groups(self, count: int) -> tuple[list[np.ndarray], list[list[Request]]]:
+        """Take up to `count` waiting requests; return their contexts, and each one's requests.
 
         Neighbours with equal contexts form one group. A prefill is padded to its longest context,
-        and `prefill_tokens` limits its size with padding.
+        and `prefill_tokens` limits its size with padding. The longest context comes first, so that
+        rows of like lengths are neighbours.
         """
         contexts: list[np.ndarray] = []
-        groups: list[list[int]] = []
+        groups: list[list[Request]] = []
         longest = 0
-        while self.queue and free > 0:
-            context = self.requests[self.queue[0]].context()
-            previous = contexts[-1] if contexts else None
-            same = context is previous
-            if same or (previous is not None and np.array_equal(context, previous)):
-                groups[-1].append(self.queue.popleft())
-            else:
+        while self.waiting and count > 0:
+            context = self.waiting[0].context()
+            if not contexts or not np.array_equal(context, contexts[-1]):
                 longest = max(longest, len(context))
                 padded = longest * (len(contexts) + 1)
                 # A context that is too long by itself is prefilled alone.
                 if contexts and padded > self.config.prefill_tokens:
                     break
                 contexts.append(context)
-                groups.append([self.queue.popleft()])
-            free -= 1
-        return contexts, groups
+                groups.append([])
+            groups[-1].append(self.waiting.popleft())
+            count -= 1
+        order = sorted(range(len(contexts)), key=lambda i: -len(contexts[i]))
+        return [contexts[i] for i in order], [groups[i] for i in order]
 
-    def _row(self, index: int) -> np.ndarray:
-        """Make the row of a request, and write its prefix into a free home."""
-        request = self.requests[index]
+    def _row(self, request: Request) -> np.ndarray:
+        """Make the row of a request, which runs from now on."""
+        self.running[request.id] = request
         sampling = request.sampling
-        home = self.homes.pop()
         row: Any = np.zeros((), self.rows.dtype)
         # Which request it is, and where its output goes
-        row["request"] = index
-        row["home"] = home
+        row["request"] = request.id
+        row["home"], row["length"] = self.outputs.take(request)
+        row["need"] = self._need(request)
         row["alive"] = True
 
         # How it is sampled, and where it ends
@@ -265,14 +301,6 @@ class Run:
         if not sampling.ignore_stop:
             count = len(sampling.stop_token_ids)
             row["stops"][:count] = sampling.stop_token_ids
-
-        # What was made earlier
-        ids, logprobs, versions = request.prefix()
-        length = len(ids)
-        row["length"] = length
-        self.out_tokens[home, :length] = ids
-        self.out_logprobs[home, :length] = logprobs
-        self.out_versions[home, :length] = versions
         return row
 
     # --- tokens ---
@@ -282,8 +310,7 @@ class Run:
         steps = self._burst()
 
         # Dead rows go when they are 1/16 of all, or when their lanes would overflow.
-        alive = int(self.rows["alive"].sum())
-        dead = len(self.rows) - alive
+        dead = len(self.rows) - len(self.running)
         full = self.decoder.longest + steps > self.decoder.capacity
         if dead * 16 >= len(self.rows) or (dead and full):
             self._compact()
@@ -330,17 +357,10 @@ class Run:
         return 1
 
     def _compact(self) -> None:
-        """Make the live rows rows 0 .. n-1: rows from the end fill the holes."""
-        alive = self.rows["alive"]
-        count = int(alive.sum())
-        if count == len(self.rows):
+        """Let the live rows be rows 0 .. n-1, in the order that the decoder wants."""
+        if len(self.running) == len(self.rows):
             return
-
-        # index: the old row of each new one.
-        index = np.arange(count)
-        holes = np.flatnonzero(~alive[:count])
-        index[holes] = count + np.flatnonzero(alive[count:])
-
+        index = self.decoder.order(self.rows["alive"])
         self.decoder.keep(index)
         self.rows = self.rows[index]
         indices = torch.from_numpy(index).to(self.device)
@@ -369,11 +389,7 @@ class Run:
             self._not_finite(rows, scores)
 
         # Everything is stored, and the lengths say later what of it counts.
-        columns = rows["length"][:, None] + np.arange(steps)
-        homes = rows["home"][:, None]
-        self.out_tokens[homes, columns] = sampled.T
-        self.out_logprobs[homes, columns] = scores.T
-        self.out_versions[homes, columns] = self.version
+        self.outputs.store(rows["home"], rows["length"], sampled, scores, self.version)
 
         # until: the tokens up to and with the first stop token, or steps + 1 where there is none.
         stops = (sampled[:, :, None] == rows["stops"]).any(-1)
@@ -394,57 +410,28 @@ class Run:
 
     def _close(self, row: np.void, reason: str) -> Completion:
         """Take a row's output; the row stays in the decoder, dead, until the next compaction."""
-        request = self.requests[row["request"]]
-        home = int(row["home"])
-        length = int(row["length"])
-        self.open.discard(request.id)
-        self.homes.append(home)
+        number, home, length = int(row["request"]), int(row["home"]), int(row["length"])
+        del self.running[number]
 
         # A dead row writes to the spare home, and its length stays 0.
         row["alive"] = False
-        row["home"] = self.slots
+        row["home"] = SPARE
+        row["need"] = 0
         row["length"] = 0
         row["limit"] = 0
         row["stops"] = -1
-
-        outputs = (self.out_tokens, self.out_logprobs, self.out_versions)
-        ids, logprobs, versions = (output[home, :length].copy() for output in outputs)
-        return Completion(request.id, ids, logprobs, versions, reason)
-
-    def _unstarted(self, index: int, reason: str) -> Completion:
-        """Return the completion of a request that never ran: its prefix."""
-        request = self.requests[index]
-        self.open.discard(request.id)
-        return Completion(request.id, *request.prefix(), reason)
-
-    def _aborted(self) -> list[Completion]:
-        """End the requests that are to be aborted; running ones come first."""
-        ids = self._to_abort & self.open
-        self._to_abort = set()
-
-        def chosen(index: int) -> bool:
-            return self.requests[index].id in ids
-
-        # Dead rows are closed already.
-        running = [bool(row["alive"]) and chosen(row["request"]) for row in self.rows]
-        rows = _pick(self.rows, np.array(running, bool))
-        completions = [self._close(row, "abort") for _, row in rows]
-
-        waiting = [index for index in self.queue if chosen(index)]
-        self.queue = deque(index for index in self.queue if not chosen(index))
-        return completions + [self._unstarted(index, "abort") for index in waiting]
+        return self.outputs.give(home, length, number, reason)
 
     def _not_finite(self, rows: np.ndarray, scores: np.ndarray) -> None:
         """Raise HybridFlowError for the first row with a NaN or infinite log-probability."""
         finite = np.isfinite(scores).all(0)
         row = rows[int(np.flatnonzero(~finite)[0])]
-        request = self.requests[row["request"]]
 
         # A NaN left in the cache would reach later sequences through masked columns.
         self.decoder.free()
         raise HybridFlowError(
-            f"request {request.id}: the model gave log-probabilities that are not finite at "
-            f"response token {int(row['length'])}, with weights of version "
+            f"request {int(row['request'])}: the model gave log-probabilities that are not finite "
+            f"at response token {int(row['length'])}, with weights of version "
             f"{self.version}; look for NaN in the weights"
         )
 

@@ -18,6 +18,7 @@ def check_decoder(decoder: Any, model: Any, steps: int) -> None:
     """Three prompts in six rows; `steps` tokens each; half of the rows leave; three more tokens."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 48, size) for size in (5, 1, 9)]
+    decoder.free()
     decoder.reserve(6, 9 + steps + 3)
     logits = decoder.admit(prompts, [1, 3, 2])
     rows = [prompts[i].tolist() for i in (0, 1, 1, 1, 2, 2)]

@@ -488,11 +488,35 @@ def test_a_model_folder_gives_its_own_config(tiny, tmp_path):
     assert engine.layout().params == case.engine.layout().params
 
 
-def test_the_cache_limit_bounds_the_slots_and_answers_stay_the_same(tiny, prompts, requests_of):
+def test_the_cache_limit_bounds_the_rows_and_answers_stay_the_same(tiny, prompts, requests_of):
     requests = requests_of(prompts, max_tokens=16)
     engine = tiny("qwen2", kv_memory_gb=1e-4).engine
-    assert engine._slots(64) == 3  # 2 layers x keys and values x 2 heads x 64 columns x 16 floats
     for a, b in zip(
         engine.generate(requests), tiny("qwen2").engine.generate(requests), strict=True
     ):
         np.testing.assert_array_equal(a.response_ids, b.response_ids)
+    assert engine.decoder.rows == 3  # 2 layers x keys, values x 2 heads x 64 columns x 16 floats
+    assert engine.decoder.reserved_bytes == 3 * 32768
+
+
+def test_requests_that_come_one_by_one_beside_running_ones_get_the_same_tokens(tiny, prompts):
+    draw = np.random.default_rng(1)
+    requests = [
+        Request(
+            i,
+            prompts[i % 12],
+            SamplingParams(max_tokens=int(draw.integers(1, 90)), stop_token_ids=(7,)),
+            seed=i,
+        )
+        for i in range(40)
+    ]
+    expected = tiny("qwen2").engine.generate(requests)
+    engine = tiny("qwen2", fresh=True).engine
+    done = {}
+    for request in requests:
+        engine.add(request)
+        done.update((completion.id, completion) for completion in engine.step())
+    while engine.busy:
+        done.update((completion.id, completion) for completion in engine.step())
+    for completion in expected:
+        assert_same(done[completion.id], completion)

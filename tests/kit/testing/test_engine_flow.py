@@ -14,7 +14,7 @@ from hybridflow.kit.testing.engine_flow import EngineFlow
 
 class ForgetsWhoJoined(TransformersEngine):
     def enter(self, request):
-        if self._run is not None and not self._run.over:
+        if self.scheduler.running:
             return
         super().enter(request)
 
@@ -41,7 +41,7 @@ class BeginsAnewAfterAnUpdate(Broken):
             return completion
         self._free = True
         self.running.clear()
-        self._run = None
+        self._forget()
         number = self._stream_number
         [again] = list(TransformersEngine.submit(self, [request]))
         self._stream_number = number
