@@ -4,19 +4,19 @@ Packed rows lie one after another, ascending by length. Rows with equal prompts 
 
     ids [1, N]     a a a b b b c c c c c | p p p q q r r      q and r go on from p
 
-On a CPU each run of equal lengths is one call of torch's kernel, as a batch [rows, heads, S, D]. On
-a GPU in half precision one call has them all. transformers calls `attend` by its registered name;
-under that name it makes no mask, and it hands `packed_rows` through every layer.
+On a GPU in half precision one call of a kernel has them all. Elsewhere a call takes rows of like
+lengths, as a batch [rows, heads, S, D] that is padded a little. transformers calls `attend` by its
+registered name; under that name it makes no mask, and it hands `packed_rows` through every layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -30,21 +30,87 @@ LARGEST_HEAD = 256
 """The largest size of a head that it takes."""
 
 
+MOST_PADDING = 1 << 18
+"""Multiplications of a block with padding: those of one more block take about 60 microseconds."""
+MOST_MASKED = 1 << 22
+"""The most elements of the mask of a block whose prompts differ in length."""
+
+
 @attrs.frozen(eq=False)
-class Tails:
-    """Neighbouring tails of one length, whose prompts have one length too."""
+class Block:
+    """Rows, or tails, that one call attends to, each padded at the right to the longest."""
 
     count: int
     """How many they are."""
-    length: int
-    """The tokens of each."""
-    run: int
-    """The number, among PackedRows.runs, of the run that their prompts are in."""
-    prompts: torch.Tensor
-    """The place of each tail's prompt in that run, int64 [count]."""
-    mask: torch.Tensor
-    """What is added to the scores of a token and a key of prompt and tail, 0 or -inf:
-    [length, prompt + length]."""
+    queries: int
+    """Tokens of the longest."""
+    keys: int
+    """Tokens of the longest with its prompt."""
+    mask: torch.Tensor | None
+    """What is added to the scores, 0 or -inf, float32 [count or 1, 1, queries, keys]; None: queries
+    see the keys up to their own place."""
+
+
+@attrs.frozen(eq=False)
+class Blocks:
+    """All tokens of a packed sequence in blocks.
+
+    No token sees padding, which lies behind it, and what padding attends to is thrown away.
+    """
+
+    blocks: list[Block]
+    at: torch.Tensor | None
+    """The place of each token among the queries of all blocks, int64 [N]; None if it stays."""
+    queries: torch.Tensor | None
+    """The token of each query of all blocks, 0 for padding; None if they are the tokens."""
+    padding: torch.Tensor
+    """The queries of all blocks that are padding, int64."""
+    keys: torch.Tensor | None
+    """The token of each key of all blocks, 0 for padding; None if they are the tokens."""
+
+    def queries_of(self, tensor: torch.Tensor, clear: bool = False) -> list[torch.Tensor]:
+        """Bring [N, heads, D] into blocks: [count, heads, queries, D] of each.
+
+        Padding has what the first token has, or 0 with `clear`.
+        """
+        if self.queries is not None:
+            tensor = tensor.index_select(0, self.queries)
+            if clear:
+                tensor.index_fill_(0, self.padding, 0)
+        return _apart(tensor, [(block.count, block.queries) for block in self.blocks])
+
+    def keys_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Bring keys or values [N, heads, D] into blocks: [count, heads, keys, D] of each."""
+        if self.keys is not None:
+            tensor = tensor.index_select(0, self.keys)
+        return _apart(tensor, [(block.count, block.keys) for block in self.blocks])
+
+    def tokens_of(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Bring what belongs to queries back to the tokens: the inverse of `queries_of`."""
+        flat = _flat(batches)
+        return flat if self.at is None else flat.index_select(0, self.at)
+
+    def key_sums_of(self, batches: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+        """Sum what belongs to keys over those of one token: [N, heads, D]."""
+        flat = _flat(batches)
+        if self.keys is None:
+            return flat
+        return flat.new_zeros(tokens, *flat.shape[1:]).index_add_(0, self.keys, flat)
+
+
+def _apart(tensor: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return [count, heads, length, D] of [all, heads, D] for each (count, length)."""
+    # One split costs less than a slice for each block, in the backward pass above all.
+    parts = tensor.split([count * length for count, length in sizes])
+    return [
+        part.unflatten(0, size).transpose(1, 2) for part, size in zip(parts, sizes, strict=True)
+    ]
+
+
+def _flat(batches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return [all, heads, D] of [count, heads, length, D] for each block."""
+    flat = [batch.transpose(1, 2).flatten(0, 1) for batch in batches]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 class PackedRows:
@@ -61,30 +127,64 @@ class PackedRows:
         tails: Sequence[tuple[int, int]] = (),
     ):
         """lengths: tokens of each row, none of them 0. tails: of each (the number of the row that
-        is its prompt, tokens). Equal ones should be neighbours.
+        is its prompt, tokens).
         """
         self.lengths = list(lengths)
         self.device = device
         self.tails = list(tails)
+        self._blocks: dict[int, Blocks] = {}
 
-    @cached_property
-    def runs(self) -> list[tuple[int, int]]:
-        """(rows, tokens of each) of the neighbours of equal length."""
-        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+    def blocks(self, width: int) -> Blocks:
+        """Return the blocks for queries of `width` = heads x D numbers; made once."""
+        if width not in self._blocks:
+            self._blocks[width] = self._make_blocks(MOST_PADDING // width)
+        return self._blocks[width]
 
-    @cached_property
-    def tail_runs(self) -> list[Tails]:
-        """The neighbours among the tails that are alike."""
-        # The run of each row, and its place there.
-        places = [(run, at) for run, (count, _) in enumerate(self.runs) for at in range(count)]
-        found = []
-        for (run, length), alike in groupby(self.tails, lambda tail: (places[tail[0]][0], tail[1])):
-            prompts = [places[row][1] for row, _ in alike]
-            before = self.runs[run][1]
-            mask = torch.full((length, before + length), -torch.inf, device=self.device)
-            index = torch.tensor(prompts, device=self.device)
-            found.append(Tails(len(prompts), length, run, index, mask.triu(before + 1)))
-        return found
+    def _make_blocks(self, most_padding: int) -> Blocks:
+        """Make blocks, in each at most `most_padding` pairs of query and key that are padding."""
+        lengths = np.array([*self.lengths, *(length for _, length in self.tails)])
+        firsts = lengths.cumsum() - lengths
+        prompts = [row for row, _ in self.tails]
+        begins = len(self.lengths)
+        # Of each row and tail: its own tokens, its prompt's, and the first one of each.
+        pieces = np.zeros((len(lengths), 4), np.int64)
+        pieces[:, 0] = lengths
+        pieces[:, 2] = firsts
+        pieces[begins:, 1] = lengths[prompts]
+        pieces[begins:, 3] = firsts[prompts]
+
+        blocks: list[Block] = []
+        queries = []
+        keys = []
+        rows, tails = (part.tolist() for part in np.split(pieces, [begins]))
+        for alike in (*_alike(rows, most_padding), *_alike(tails, most_padding)):
+            own, before, first, prompt_first = np.array(alike).T[:, :, None]
+            place = np.arange(own.max() + before.max())
+            in_prompt = np.where(place < before, prompt_first + place, -1)
+            in_row = np.where(place < before + own, first + place - before, -1)
+            keys.append(np.where(place < before, in_prompt, in_row))
+            place = place[: own.max()]
+            queries.append(np.where(place < own, first + place, -1))
+            mask = _mask(before[:, 0], len(place)).to(self.device) if before.any() else None
+            blocks.append(Block(len(alike), len(place), keys[-1].shape[1], mask))
+
+        query_tokens = np.concatenate([tokens.ravel() for tokens in queries])
+        key_tokens = np.concatenate([tokens.ravel() for tokens in keys])
+        padded = query_tokens < 0
+        at = query_tokens[~padded].argsort()
+        at = np.flatnonzero(~padded)[at]
+        stays = bool(np.array_equal(at, np.arange(len(query_tokens))))
+        put = self._put
+        return Blocks(
+            blocks,
+            at=None if stays else put(at),
+            queries=None if stays else put(query_tokens.clip(0)),
+            padding=put(np.flatnonzero(padded)),
+            keys=None if stays and not tails else put(key_tokens.clip(0)),
+        )
+
+    def _put(self, places: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(places).to(self.device, non_blocking=True)
 
     @cached_property
     def bounds(self) -> torch.Tensor:
@@ -124,6 +224,46 @@ class PackedRows:
         return ends.to(self.device, non_blocking=True)
 
 
+def _alike(rows: list[list[int]], most_padding: int) -> list[list[list[int]]]:
+    """Sort rows into lists of like lengths. A row's first numbers are its tokens and its prompt's.
+
+    A list grows while its padding is at most `most_padding` pairs of query and key.
+    """
+    lists: list[list[list[int]]] = []
+    longest = least = most = needed = 0
+    # The longest row of a list comes first, and says how long the others become.
+    for row in sorted(rows, reverse=True):
+        own, prompt, *_ = row
+        fits = False
+        if lists:
+            pairs = (len(lists[-1]) + 1) * longest * (max(most, prompt) + longest)
+            fits = pairs - needed - own * (prompt + own) <= most_padding
+            # Prompts of different lengths need a mask for each row.
+            if not least == prompt == most:
+                fits = fits and pairs <= MOST_MASKED
+        if not fits:
+            lists.append([])
+            longest, least, most, needed = own, prompt, prompt, 0
+        lists[-1].append(row)
+        least = min(least, prompt)
+        most = max(most, prompt)
+        needed += own * (prompt + own)
+    return [alike[::-1] for alike in reversed(lists)]
+
+
+def _mask(prompts: np.ndarray, queries: int) -> torch.Tensor:
+    """Return what is added to the scores of queries that go on from `prompts` tokens, int64 [rows].
+
+    It is float32 [rows, 1, queries, longest prompt + queries], with 1 row if all prompts are equal:
+    0 up to a query's own place, -inf behind it.
+    """
+    if (prompts == prompts[0]).all():
+        prompts = prompts[:1]
+    own = prompts[:, None, None, None] + np.arange(queries)[:, None]
+    unseen = np.arange(prompts.max() + queries) > own
+    return torch.zeros(unseen.shape).masked_fill_(torch.from_numpy(unseen), -torch.inf)
+
+
 @torch.compiler.disable
 def attend(
     module: Any,
@@ -159,7 +299,7 @@ def attend_packed(
     """Return [N, heads, D] of query, key and value [N, heads, D], each row causal in itself."""
     if takes_any_lengths(query, value):
         return _any_lengths(query, key, value, rows, scaling)
-    return _run_by_run(query, key, value, rows, scaling)
+    return _by_blocks(query, key, value, rows, scaling)
 
 
 def takes_any_lengths(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -221,58 +361,35 @@ def _any_lengths(
     return attended
 
 
-def _run_by_run(
+def _by_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     rows: PackedRows,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return what `attend_packed` does, by one call for each run of equal lengths."""
+    """Return what `attend_packed` does, by one call for each block."""
+    blocks = rows.blocks(query[0].numel())
     if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        return _Runs.apply(query, key, value, rows, scaling)
-    batches = _batches(query, key, value, rows)
-    return _flat([_causal(q, k, v, scaling, mask) for q, k, v, mask in batches])
+        return _Blocks.apply(query, key, value, blocks, scaling)
+    batches = _batches(query, key, value, blocks)
+    return blocks.tokens_of([_causal(q, k, v, scaling, mask) for q, k, v, mask in batches])
 
 
 def _batches(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: PackedRows
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yield query, key and value [rows, heads, S, D] of each run, and a mask for tails.
-
-    A tail's keys and values are those of its prompt and then its own.
-    """
-    runs = list(zip(*(_runs(tensor, rows) for tensor in (query, key, value)), strict=True))
-    for q, k, v in runs[: len(rows.runs)]:
-        yield q, k, v, None
-    for tails, (q, k, v) in zip(rows.tail_runs, runs[len(rows.runs) :], strict=True):
-        _, prompt_keys, prompt_values = runs[tails.run]
-        k = torch.cat([prompt_keys.index_select(0, tails.prompts), k], 2)
-        v = torch.cat([prompt_values.index_select(0, tails.prompts), v], 2)
-        yield q, k, v, tails.mask.to(query.dtype)
+    """Yield query, key and value [rows, heads, S, D] of each block, and its mask."""
+    masks = [None if block.mask is None else block.mask.to(query.dtype) for block in blocks.blocks]
+    batches = blocks.queries_of(query), blocks.keys_of(key), blocks.keys_of(value)
+    return zip(*batches, masks, strict=True)
 
 
-def _runs(tensor: torch.Tensor, rows: PackedRows) -> list[torch.Tensor]:
-    """Return [rows, heads, S, D] for each run of [N, heads, D]."""
-    # One split costs less than a slice for each run, in the backward pass above all.
-    shapes = [*rows.runs, *((tails.count, tails.length) for tails in rows.tail_runs)]
-    parts = tensor.split([count * length for count, length in shapes])
-    return [
-        part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)
-    ]
+class _Blocks(torch.autograd.Function):
+    """All blocks as one node of the graph, on a CPU: the kernel of scaled_dot_product_attention.
 
-
-def _flat(runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [N, heads, D] of [rows, heads, S, D] for each run."""
-    flat = [run.transpose(1, 2).flatten(0, 1) for run in runs]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
-class _Runs(torch.autograd.Function):
-    """All runs as one node of the graph, on a CPU: the kernel of scaled_dot_product_attention.
-
-    A node for every step of every run takes as long as the arithmetic of short rows, and would keep
-    each run's result, and the keys that were gathered for tails, for the backward pass.
+    A node for every step of every block takes as long as the arithmetic of short rows, and would
+    keep each block's result, and the keys that were gathered for it, for the backward pass.
     """
 
     @staticmethod
@@ -281,17 +398,17 @@ class _Runs(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rows: PackedRows,
+        blocks: Blocks,
         scaling: float | None,
     ) -> torch.Tensor:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         attended, sums = [], []
-        for q, k, v, mask in _batches(query, key, value, rows):
+        for q, k, v, mask in _batches(query, key, value, blocks):
             out, logsumexp = kernel(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scaling)
             attended.append(out)
             sums.append(logsumexp)
-        result = _flat(attended)
-        ctx.rows = rows
+        result = blocks.tokens_of(attended)
+        ctx.blocks = blocks
         ctx.scaling = scaling
         ctx.save_for_backward(query, key, value, result, *sums)
         return result
@@ -301,11 +418,15 @@ class _Runs(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         query, key, value, result, *sums = ctx.saved_tensors
-        rows = ctx.rows
-        batches = _batches(query, key, value, rows)
-        grads: list[tuple[torch.Tensor, ...]] = []
+        blocks = ctx.blocks
+        grads = []
         for (q, k, v, mask), given, out, logsumexp in zip(
-            batches, _runs(grad, rows), _runs(result, rows), sums, strict=True
+            _batches(query, key, value, blocks),
+            # What padding attends to has no gradient.
+            blocks.queries_of(grad, clear=True),
+            blocks.queries_of(result),
+            sums,
+            strict=True,
         ):
             causal = mask is None
             found = kernel(
@@ -314,15 +435,14 @@ class _Runs(torch.autograd.Function):
             grads.append(found)
 
         # A prompt's keys and values have the gradients of all its tails besides.
-        first = len(rows.runs)
-        for number, tails in enumerate(rows.tail_runs, first):
-            own = []
-            for whole, prompts in zip(grads[number][1:], grads[tails.run][1:], strict=True):
-                before = whole.shape[2] - tails.length
-                prompts.index_add_(0, tails.prompts, whole[:, :, :before])
-                own.append(whole[:, :, before:])
-            grads[number] = (grads[number][0], *own)
-        return *(_flat(runs) for runs in zip(*grads, strict=True)), None, None
+        of_query, of_key, of_value = zip(*grads, strict=True)
+        return (
+            blocks.tokens_of(of_query),
+            blocks.key_sums_of(of_key, len(key)),
+            blocks.key_sums_of(of_value, len(value)),
+            None,
+            None,
+        )
 
 
 AttentionInterface.register(NAME, attend)

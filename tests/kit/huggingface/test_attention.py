@@ -140,10 +140,30 @@ def drawn(value_size: int = 8):
     return [torch.randn(1, h, total, d) for h, d in ((4, 8), (2, 8), (2, value_size))]
 
 
+def shapes(rows, width=32):
+    return [(block.count, block.queries, block.keys) for block in rows.blocks(width).blocks]
+
+
+@pytest.fixture(params=[0, 32 * 25, 1 << 30], ids=["equal", "alike", "one block"])
+def spared(request, monkeypatch):
+    """Padding of a block, for queries of 32 numbers: none, 25 pairs of query and key, any."""
+    monkeypatch.setattr(attention, "MOST_PADDING", request.param)
+    return {0: "equal", 32 * 25: "alike"}.get(request.param, "one")
+
+
 @pytest.mark.parametrize("value_size", [8, 6])
-def test_runs_of_equal_lengths_are_attended_to_like_by_brute_force(value_size):
+def test_rows_in_blocks_are_attended_to_like_by_brute_force(value_size, spared):
     rows = PackedRows(LENGTHS, CPU)
-    assert rows.runs == [(1, 3), (2, 4), (1, 7)]
+    assert (
+        shapes(rows)
+        == {
+            "equal": [(1, 3, 3), (2, 4, 4), (1, 7, 7)],
+            # 3 x 16 - 9 - 2 x 16 = 7 pairs are padding; with a row of 4 beside one of 7 it were 33.
+            "alike": [(3, 4, 4), (1, 7, 7)],
+            "one": [(4, 7, 7)],
+        }[spared]
+    )
+    assert (rows.blocks(32).at is None) == (spared == "equal")
     assert rows.bounds.tolist() == [0, 3, 7, 11, 18]
     query, key, value = drawn(value_size)
     found, weights = attend(None, query, key, value, scaling=0.3, packed_rows=rows)
@@ -171,14 +191,18 @@ def with_tails():
     return [torch.randn(1, h, total, 8, requires_grad=True) for h in (4, 2, 2)]
 
 
-def test_tails_see_their_prompt_and_themselves_like_by_brute_force():
+def test_tails_see_their_prompt_and_themselves_like_by_brute_force(spared):
     """And so do the gradients: a prompt's is the sum over its tails and itself."""
     rows = PackedRows(LENGTHS, CPU, TAILS)
-    assert [(t.count, t.length, t.run, t.prompts.tolist()) for t in rows.tail_runs] == [
-        (3, 2, 1, [0, 1, 1]),
-        (1, 3, 0, [0]),
-        (1, 1, 2, [0]),
-    ]
+    assert (
+        shapes(rows)[-3:]
+        == {
+            "equal": [(1, 1, 8), (3, 2, 6), (1, 3, 6)],
+            # Tails of 2 beside the one of 3: 4 x 3 x 7 - 3 x 2 x 6 - 3 x 6 = 30 pairs were padding.
+            "alike": [(1, 7, 7), (2, 2, 9), (3, 3, 7)],
+            "one": [(4, 7, 7), (5, 3, 10)],
+        }[spared][-3:]
+    )
     inputs = with_tails()
     found, _ = attend(None, *inputs, scaling=0.3, packed_rows=rows)
     flat = [x[0].transpose(0, 1) for x in inputs]
@@ -190,6 +214,18 @@ def test_tails_see_their_prompt_and_themselves_like_by_brute_force():
         gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True
     ):
         torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_prompts_of_one_length_share_a_mask_and_a_large_mask_is_for_nobody_else(monkeypatch):
+    monkeypatch.setattr(attention, "MOST_PADDING", 1 << 30)
+    rows = PackedRows([4, 4], CPU, [(0, 3), (1, 2), (1, 3)])
+    assert shapes(rows) == [(2, 4, 4), (3, 3, 7)]
+    assert rows.blocks(32).blocks[1].mask.shape == (1, 1, 3, 7)
+    rows = PackedRows([4, 5], CPU, [(0, 3), (1, 2), (1, 3)])
+    assert rows.blocks(32).blocks[1].mask.shape == (3, 1, 3, 8)
+    monkeypatch.setattr(attention, "MOST_MASKED", 3 * 3 * 8 - 1)
+    rows = PackedRows([4, 5], CPU, [(0, 3), (1, 2), (1, 3)])
+    assert shapes(rows) == [(2, 5, 5), (1, 2, 7), (2, 3, 8)]
 
 
 @pytest.mark.parametrize("tails", [[], TAILS], ids=["rows", "tails"])
