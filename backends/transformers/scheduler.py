@@ -193,10 +193,7 @@ class Scheduler:
         logits = self.decoder.admit(contexts, repeats)
 
         # The decoder has repeated each context for its group, in this order.
-        parts: list[Any] = [np.zeros(0, self.rows.dtype)]
-        for group in groups:
-            parts.append([self._row(request) for request in group])
-        new = np.concatenate(parts)
+        new = self._make_rows([request for group in groups for request in group])
         self.rows = np.concatenate([self.rows, new])
         self.sampler = None
 
@@ -277,31 +274,31 @@ class Scheduler:
         order = sorted(range(len(contexts)), key=lambda i: -len(contexts[i]))
         return [contexts[i] for i in order], [groups[i] for i in order]
 
-    def _row(self, request: Request) -> np.ndarray:
-        """Make the row of a request, which runs from now on."""
-        self.running[request.id] = request
-        sampling = request.sampling
-        row: Any = np.zeros((), self.rows.dtype)
-        # Which request it is, and where its output goes
-        row["request"] = request.id
-        row["home"], row["length"] = self.outputs.take(request)
-        row["need"] = self._need(request)
-        row["alive"] = True
+    def _make_rows(self, requests: list[Request]) -> np.ndarray:
+        """Make the rows of requests, which run from now on."""
+        self.running.update((request.id, request) for request in requests)
+        rows = np.zeros(len(requests), self.rows.dtype)
+        # Which requests they are, and where their output goes
+        rows["request"] = [request.id for request in requests]
+        homes = [self.outputs.take(request) for request in requests]
+        rows["home"], rows["length"] = np.array(homes).T
+        rows["need"] = [self._need(request) for request in requests]
+        rows["alive"] = True
 
-        # How it is sampled, and where it ends
-        row["limit"] = sampling.max_tokens
-        row["top_k"] = sampling.top_k
-        row["temperature"] = sampling.temperature
-        row["top_p"] = sampling.top_p
-        row["min_p"] = sampling.min_p
-        # Seeds may be any int; the lower 64 bits count.
-        low_bits = request.seed & (2**64 - 1)
-        row["seed"] = np.uint64(low_bits).astype(np.int64)
-        row["stops"] = -1
-        if not sampling.ignore_stop:
-            count = len(sampling.stop_token_ids)
-            row["stops"][:count] = sampling.stop_token_ids
-        return row
+        # How they are sampled. Seeds may be any int; the lower 64 bits count.
+        seeds = [request.seed & (2**64 - 1) for request in requests]
+        rows["seed"] = np.array(seeds, np.uint64).astype(np.int64)
+        sampling = [request.sampling for request in requests]
+        for name in ("top_k", "temperature", "top_p", "min_p"):
+            rows[name] = [getattr(params, name) for params in sampling]
+
+        # Where they end
+        rows["limit"] = [params.max_tokens for params in sampling]
+        rows["stops"] = -1
+        for stops, params in zip(rows["stops"], sampling, strict=True):
+            if params.stop_token_ids and not params.ignore_stop:
+                stops[: len(params.stop_token_ids)] = params.stop_token_ids
+        return rows
 
     # --- tokens ---
 

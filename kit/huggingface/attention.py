@@ -30,7 +30,7 @@ LARGEST_HEAD = 256
 """The largest size of a head that it takes."""
 
 
-MOST_PADDING = 1 << 18
+MOST_PADDING = 1 << 19
 """Multiplications of a block with padding: those of one more block take about 60 microseconds."""
 MOST_MASKED = 1 << 22
 """The most elements of the mask of a block whose prompts differ in length."""

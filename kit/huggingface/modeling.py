@@ -27,7 +27,7 @@ from hybridflow.core.contracts.training import MicroBatch, counted
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.kit import onednn
-from hybridflow.kit.huggingface import attention
+from hybridflow.kit.huggingface import attention, norms
 from hybridflow.kit.huggingface.attention import PackedRows
 from hybridflow.kit.huggingface.models import attention_of, auto_class, why_padded
 
@@ -183,6 +183,7 @@ class RoleModel(nn.Module):
         if isinstance(embedding, nn.Embedding):
             embedding.padding_idx = None
         onednn.use(hf)
+        norms.use(hf)
 
     @property
     def head(self) -> nn.Module:
