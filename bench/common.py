@@ -5,7 +5,9 @@ The machine may be shared, so times are taken in turns and compared as paired ra
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -14,17 +16,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def emit(
     name: str, value: float, unit: str, *, ratio: float | None = None, against: str | None = None,
-    bar: float | None = None, at_most: bool = False,
+    bar: float | None = None, at_most: bool = False, spread: Sequence[float] = (), cpu: float | None = None,
+    aim: float | None = None,
 ) -> bool:  # fmt: skip
-    """Print a figure; give whether its bar is met: `ratio` (or `value` without one) at least `bar`, or at most."""
+    """Print a figure; give whether its bar is met: `ratio` (or `value` without one) at least `bar`, or at most.
+
+    spread: the ratio of each round, of which the least and the largest are told. cpu: processor seconds of all threads and
+    processes, where `value` is seconds. aim: what is wished for and no bar.
+    """
     line: dict[str, object] = {"name": name, "value": _round(value), "unit": unit}
+    if cpu is not None:
+        line["cpu"] = _round(cpu)
     if ratio is not None:
         line |= {"ratio": _round(ratio), "against": against}
+    if spread:
+        line["spread"] = [_round(min(spread)), _round(max(spread))]
+    if aim is not None:
+        line["aim"] = aim
     met = True
     if bar is not None:
         measured = value if ratio is None else ratio
@@ -61,6 +76,74 @@ def measured(script: str, *options: str, environment: dict[str, str] | None = No
 def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median over rounds of ours / theirs."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+MODES = {
+    "1 thread": {"OMP_NUM_THREADS": "1"},
+    "2 threads": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"},
+    "2 spinning threads": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "100000"},
+}
+"""Ways to use two cores, as variables of a process."""
+Timing = tuple[float, float]
+"""Seconds, and processor seconds of all threads and processes."""
+Contestants = dict[str, Callable[[int], list[Timing]]]
+"""Each way of one side -> a function that runs so many steps and returns the timing of each."""
+
+
+@attrs.frozen
+class Race:
+    """Two sides, each in its best way, in turns."""
+
+    ours: str
+    """Our best way."""
+    theirs: str
+    """Their best way."""
+    rounds: list[tuple[Timing, Timing]]
+    """The median step of each round, ours and theirs."""
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times as fast we are, in each round."""
+        return [theirs[0] / ours[0] for ours, theirs in self.rounds]
+
+    def medians(self, side: int) -> Timing:
+        """The median round of a side, 0 ours and 1 theirs."""
+        wall, cpu = zip(*(both[side] for both in self.rounds), strict=True)
+        return statistics.median(wall), statistics.median(cpu)
+
+
+def race(ours: Contestants, theirs: Contestants, rounds: int, steps: int, scout: int) -> Race:
+    """Find the best way of each side in `scout` steps; then run both in turns."""
+    mine, peer = (
+        min(ways, key=lambda way: _median(ways[way](scout))[0]) for ways in (ours, theirs)
+    )
+    taken = [(_median(ours[mine](steps)), _median(theirs[peer](steps))) for _ in range(rounds)]
+    return Race(mine, peer, taken)
+
+
+def _median(steps: list[Timing]) -> Timing:
+    wall, cpu = zip(*steps, strict=True)
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def processes() -> dict[int, tuple[int, str, float]]:
+    """Of the machine, by id: parent, start (an id may come again) and processor seconds."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = stat.read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                found[int(stat.parent.name)] = (int(fields[1]), fields[19], seconds)
+    return found
+
+
+def family(pid: int) -> dict[tuple[int, str], float]:
+    """A process and its descendants: (id, start) -> processor seconds."""
+    every, members = processes(), {pid}
+    while more := {p for p, (parent, _, _) in every.items() if parent in members} - members:
+        members |= more
+    return {(p, every[p][1]): every[p][2] for p in members if p in every}
 
 
 class Peer:

@@ -1,4 +1,8 @@
-"""A whole GRPO step beside TRL's: same model (0.8M parameters), 128 completions, lengths, float32, in one run.
+"""A whole GRPO step beside TRL's: same model, completions, lengths, float32, in one run.
+
+python bench/grpo_step.py [--model 20M] [--case "long-tailed"] [--rounds 5]
+
+128 completions of a model of 0.8M parameters, or 32 of one of 20M.
 
 Three draws of lengths, forced on both: 32 tokens each; 3 to 5 (a half-trained adder's); long-tailed (mean about 24,
 largest 128). Both are tried with 1 thread, 2 threads, 2 spinning threads (ours also with 2 ranks); the best of each
@@ -20,51 +24,59 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from common import emit  # noqa: E402
+from common import MODES, Timing, emit, family, race  # noqa: E402
 
-ROWS, GROUP, WARM = 128, 8, 4
+GROUP, WARM = 8, 4
 BARS = {"fixed 32": 1.25, "short 3 to 5": 1.2, "long-tailed": 3.5}
-MODES = {
-    "1 thread": {"OMP_NUM_THREADS": "1"},
-    "2 threads": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "0"},
-    "2 spinning threads": {"OMP_NUM_THREADS": "2", "GOMP_SPINCOUNT": "100000"},
+"""Of the 0.8M model: times as fast as TRL."""
+AIMS = {
+    "0.8M": {"fixed 32": 1.5, "short 3 to 5": 1.3, "long-tailed": 5.0},
+    "20M": {"fixed 32": 1.5, "short 3 to 5": 1.3, "long-tailed": 5.0},
 }
-MODEL = {
-    "model_type": "qwen2", "vocab_size": 64, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 384, "max_position_embeddings": 512, "tie_word_embeddings": True,
+COMMON = {
+    "model_type": "qwen2", "vocab_size": 64, "max_position_embeddings": 512, "tie_word_embeddings": True,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+MODELS = {
+    "0.8M": ({**COMMON, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "intermediate_size": 384}, 128),
+    "20M": ({**COMMON, "hidden_size": 384, "num_hidden_layers": 10, "num_attention_heads": 12,
+             "num_key_value_heads": 6, "intermediate_size": 1536}, 32),
+}  # fmt: skip
+"""Config, and responses a step."""
+PROCESSOR = "processor.txt"
+"""File of a run's folder with the processor seconds after each step."""
 
 
-def draws() -> dict[str, list[int]]:
+def draws(rows: int = 128) -> dict[str, list[int]]:
     rng = np.random.default_rng(7)
-    tail = np.clip(rng.exponential(24, ROWS).astype(int) + 1, 1, 128)
+    tail = np.clip(rng.exponential(24, rows).astype(int) + 1, 1, 128)
     tail[0] = 128
     return {
-        "fixed 32": [32] * ROWS,
-        "short 3 to 5": rng.integers(3, 6, ROWS).tolist(),
+        "fixed 32": [32] * rows,
+        "short 3 to 5": rng.integers(3, 6, rows).tolist(),
         "long-tailed": tail.tolist(),
     }
 
 
-def make_model(folder: Path) -> None:
+def make_model(folder: Path, config: dict) -> None:
     """The one set of weights that both train, with a character tokenizer."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from hybridflow.core.contracts.tokenizer import TokenizerConfig
     from hybridflow.core.plugins.resolve import build_tokenizer
 
-    fields = {k: v for k, v in MODEL.items() if k != "model_type"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(MODEL["model_type"], **fields))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.save_pretrained(folder)
     build_tokenizer(TokenizerConfig(characters="0123456789+="), None, lambda: []).save(folder)
 
 
 def config(folder: Path, steps: int, ranks: int) -> str:
+    rows = len(json.loads((folder / "lengths.json").read_text()))
     return f"""
 algorithm.name = "grpo_step:Forced"
 algorithm.lengths = "{folder}/lengths.json"
-algorithm.prompts_per_step = {ROWS // GROUP}
+algorithm.prompts_per_step = {rows // GROUP}
 algorithm.group_size = {GROUP}
 runtime = "{"ray" if ranks > 1 else "inline"}"
 pools.main = [{ranks}]
@@ -122,14 +134,18 @@ def __getattr__(name: str):
         Config = ForcedConfig
 
         def step(self, ctx):
-            super().step(Lengthened(ctx, json.loads(Path(self.config.lengths).read_text())))
+            lengths = Path(self.config.lengths)
+            super().step(Lengthened(ctx, json.loads(lengths.read_text())))
+            with lengths.with_name(PROCESSOR).open("a") as file:
+                print(sum(family(os.getpid()).values()), file=file)
 
     return Forced
 
 
-def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[float]:
+def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[Timing]:
     path = folder / "ours.toml"
     path.write_text(config(folder, steps, ranks))
+    (folder / PROCESSOR).unlink(missing_ok=True)
     environment = {**os.environ, **MODES[mode], "PYTHONPATH": str(HERE)}
     command = [sys.executable, "-m", "hybridflow.cli.main", "run", str(path), "--overwrite"]
     command += ["runtime.threads=1"] if ranks > 1 else []
@@ -139,52 +155,55 @@ def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[float]:
     rows = [
         json.loads(line) for line in (folder / "runs/ours/metrics.jsonl").read_text().splitlines()
     ]
-    return [row["seconds/step"] for row in rows][WARM:]
+    walls = [row["seconds/step"] for row in rows]
+    return with_processor(walls, folder / PROCESSOR)
 
 
-def trl(folder: Path, steps: int, mode: str) -> list[float]:
-    python = HERE.parent / ".bench/trl/bin/python"
+def with_processor(walls: list[float], file: Path) -> list[Timing]:
+    """Seconds of each step with processor seconds, of the steps behind the warm-up."""
+    # A run goes through the step once before it starts, so there may be more stamps than steps.
+    stamps = np.array([float(line) for line in file.read_text().splitlines()])
+    counted = walls[WARM:]
+    return list(zip(counted, np.diff(stamps)[-len(counted) :].tolist(), strict=True))
+
+
+def trl(folder: Path, steps: int, mode: str) -> list[Timing]:
+    lengths = folder / "lengths.json"
+    return peer("trl_grpo.py", [folder / "model", lengths, steps], mode)
+
+
+def peer(script: str, options: list, mode: str) -> list[Timing]:
+    """The steps of one of TRL's trainers, behind the warm-up."""
     environment = {
         **os.environ,
         **MODES[mode],
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [
-        str(python),
-        str(HERE / "peers/trl_grpo.py"),
-        str(folder / "model"),
-        str(folder / "lengths.json"),
-        str(steps),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [HERE.parent / ".bench/trl/bin/python", HERE / "peers" / script, *options]
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    return json.loads(done.stdout.splitlines()[-1])["seconds"][WARM:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return list(zip(found["seconds"], found["processor"], strict=True))[WARM:]
 
 
-def compare(case: str, folder: Path, lengths: list[int], rounds: int, steps: int) -> bool:
+def compare(
+    model: str, case: str, folder: Path, lengths: list[int], rounds: int, steps: int
+) -> bool:
     (folder / "lengths.json").write_text(json.dumps(lengths))
     choices = {mode: (lambda n, mode=mode: ours(folder, n, mode)) for mode in MODES}
     choices["2 ranks"] = lambda n: ours(folder, n, "1 thread", ranks=2)
     peers = {mode: (lambda n, mode=mode: trl(folder, n, mode)) for mode in MODES}
-    scout = WARM + 8
-    best_us = min(choices, key=lambda m: statistics.median(choices[m](scout)))
-    best_trl = min(peers, key=lambda m: statistics.median(peers[m](scout)))
-    a, b, ratios = [], [], []
-    for _ in range(rounds):  # in turns, so that both see the same machine
-        mine, theirs = choices[best_us](steps), peers[best_trl](steps)
-        a += mine
-        b += theirs
-        ratios.append(statistics.median(theirs) / statistics.median(mine))
-    ratio = statistics.median(ratios)
-    mean = sum(lengths) / len(lengths)
-    emit(
-        f"grpo step of TRL, {case} (mean {mean:.1f} tokens), {best_trl}", statistics.median(b), "s"
-    )
+    found = race(choices, peers, rounds, steps, WARM + 8)
+    what = f"{model}, {case} (mean {sum(lengths) / len(lengths):.1f} tokens)"
+    wall, cpu = found.medians(1)
+    emit(f"grpo step of TRL, {what}, {found.theirs}", wall, "s", cpu=cpu)
+    wall, cpu = found.medians(0)
     return emit(
-        f"grpo step of hybridflow, {case} (mean {mean:.1f} tokens), {best_us}", statistics.median(a), "s",
-        ratio=ratio, against="TRL", bar=BARS[case],
+        f"grpo step of hybridflow, {what}, {found.ours}", wall, "s", cpu=cpu,
+        ratio=statistics.median(found.ratios), against="TRL", spread=found.ratios,
+        bar=BARS[case] if model == "0.8M" else None, aim=AIMS[model][case],
     )  # fmt: skip
 
 
@@ -193,14 +212,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--case", choices=list(BARS))
+    parser.add_argument("--model", choices=list(MODELS), default="0.8M")
     arguments = parser.parse_args()
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_model(folder / "model")
-        for case, lengths in draws().items():
+        fields, rows = MODELS[arguments.model]
+        make_model(folder / "model", fields)
+        for case, lengths in draws(rows).items():
             if arguments.case in (None, case):
-                good &= compare(case, folder, lengths, arguments.rounds, arguments.steps)
+                good &= compare(
+                    arguments.model, case, folder, lengths, arguments.rounds, arguments.steps
+                )
     return 0 if good else 1
 
 

@@ -19,7 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from common import emit, paired, timed
-from grpo_step import GROUP, MODEL, draws
+from grpo_step import COMMON, GROUP, MODELS, draws
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
@@ -30,14 +30,6 @@ from hybridflow.core.workers.micro_batch import make_micro_batch, plan_micro_bat
 from hybridflow.kit.memory import keep_freed_memory
 from hybridflow.kit.testing import one_rank
 
-MODELS = {
-    "0.8M": (MODEL, 128),
-    "20M": (
-        {**MODEL, "hidden_size": 384, "num_hidden_layers": 10, "num_attention_heads": 12,
-         "num_key_value_heads": 6, "intermediate_size": 1536}, 32,
-    ),
-}  # fmt: skip
-"""Config, and the responses of a draw."""
 BUDGET = 16384
 PROMPT = 6
 LONG_PROMPTS = "8 x 128 after 512"
@@ -53,7 +45,7 @@ def batch(lengths: list[int], prompt: int) -> tuple[Column, Column]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> torch.Tensor:
-        return torch.randint(3, MODEL["vocab_size"], (count,), generator=generator)
+        return torch.randint(3, COMMON["vocab_size"], (count,), generator=generator)
 
     prompts = [draw(prompt) for _ in range(len(lengths) // GROUP)]
     rows = [prompts[row // GROUP] for row in range(len(lengths))]

@@ -3,7 +3,8 @@
 The same weights, prompts (16 tokens each, so that generate pads nothing) and forced lengths, float32, sampled at
 temperature 1: 32 tokens each, and long-tailed, where generate decodes every row to the longest and only tokens that were
 asked for count. Our engines always give logprobs; generate does so by its output_logits or by a second forward, whichever
-was faster in the warm-up. Everyone runs in a process of this script (`--engine`) in one environment, with one thread, and
+was faster in the warm-up. transformers' continuous batching takes part as well, without logprobs.
+Everyone runs in a process of this script (`--engine`) in one environment, with one thread, and
 takes turns: the best round after a warm-up counts. SGLang works in processes of its own, so that its scheduler may run
 beside what hands it requests: tokens per processor second are those of all processes of a contestant, over all rounds.
 
@@ -27,9 +28,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from common import ROOT, Peer, emit  # noqa: E402
+from common import ROOT, Peer, emit, family, processes  # noqa: E402
 
-BASELINE, ENGINES = "generate", ("transformers", "vllm", "sglang")
+BASELINE, CONTINUOUS, ENGINES = (
+    "generate",
+    "continuous batching",
+    ("transformers", "vllm", "sglang"),
+)
+AIMS = {"fixed 32": 1.6, "long-tailed": 6.0}
+"""Of the embedded engine: times as fast as generate without logprobs."""
 COMMON = {
     "model_type": "qwen2", "max_position_embeddings": 512, "tie_word_embeddings": True, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None,
@@ -200,6 +207,42 @@ class Generate(Contestant):
         return seconds, responses, values
 
 
+class Continuous(Contestant):
+    """transformers' continuous batching: a thread that takes requests one by one."""
+
+    def start(self) -> None:
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LONGEST,
+            eos_token_id=-1, pad_token_id=0,
+        )  # fmt: skip
+        self.manager = self.model.init_continuous_batching(generation_config=config)
+        self.manager.start()
+
+    def sample(self, prompts, wanted, kind: str, at: int):
+        import torch
+
+        torch.manual_seed(at)
+        started = time.perf_counter()
+        ids = [
+            self.manager.add_request(prompt.tolist(), max_new_tokens=n)
+            for prompt, n in zip(prompts, wanted, strict=True)
+        ]
+        done: dict = {}
+        while len(done) < len(ids):
+            result = self.manager.get_result(timeout=60)
+            if result is None:
+                raise RuntimeError("no result within a minute")
+            if result.is_finished():
+                done[result.request_id] = result.generated_tokens
+        seconds = time.perf_counter() - started
+        return seconds, [done[number] for number in ids], None, ""
+
+    def close(self) -> None:
+        self.manager.stop(block=True)
+
+
 class Engine(Contestant):
     """One of our engines, as a worker has it."""
 
@@ -258,10 +301,10 @@ def serve(arguments: argparse.Namespace) -> int:
     def answer(value) -> None:
         print("answer", json.dumps(value), file=answers, flush=True)
 
-    if arguments.engine != BASELINE and find_spec(arguments.engine) is None:
+    made = {BASELINE: Generate, CONTINUOUS: Continuous}.get(arguments.engine, Engine)
+    if made is Engine and find_spec(arguments.engine) is None:
         answer("missing")
         return 0
-    made = Generate if arguments.engine == BASELINE else Engine
     contestant = made(arguments.engine, arguments.model, arguments.requests, arguments.logs)
     try:
         answer("ready")
@@ -274,26 +317,6 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 # The process that asks them
-def processes() -> dict[int, tuple[int, str, float]]:
-    """Of the machine, by id: parent, start (an id may come again) and processor seconds."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = stat.read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-                found[int(stat.parent.name)] = (int(fields[1]), fields[19], seconds)
-    return found
-
-
-def family(pid: int) -> dict[tuple[int, str], float]:
-    """A process and its descendants: (id, start) -> processor seconds."""
-    every, members = processes(), {pid}
-    while more := {p for p, (parent, _, _) in every.items() if parent in members} - members:
-        members |= more
-    return {(p, every[p][1]): every[p][2] for p in members if p in every}
-
-
 class Process(Peer):
     """One contestant with one model. `ready` waits until it has started."""
 
@@ -365,11 +388,12 @@ class Process(Peer):
 
 
 @contextlib.contextmanager
-def contestants(model: str, arguments: argparse.Namespace):
+def contestants(model: str, arguments: argparse.Namespace, more: tuple[str, ...] = ()):
     """Name -> its process with this model, started at once; ended, and missed, afterwards."""
     logs = Path(tempfile.mkdtemp(prefix="hybridflow-bench-"))
     started = {
-        name: Process(name, model, arguments, logs) for name in (BASELINE, *arguments.engines)
+        name: Process(name, model, arguments, logs)
+        for name in (BASELINE, *more, *arguments.engines)
     }
     try:
         there = {name: process for name, process in started.items() if process.ready()}
@@ -407,17 +431,29 @@ def compare(model: str, lengths: str, there: dict[str, Process], rounds: int) ->
         WITH: f"{WITH} ({found[WITH][0]['how']})",
         "sglang": "sglang (processes of its own)",
     }
-    for kind in found:
-        ours = kind not in (PLAIN, WITH)
+    for kind, answers in found.items():
+        ours = kind in ENGINES
         name = f"{case}, {how.get(kind, kind)}{', logprobs always' if ours else ''}"
         if kind == PLAIN:
             emit(name, rate[kind], "tokens/s")
         else:
-            emit(name, rate[kind], "tokens/s", ratio=rate[kind] / rate[PLAIN], against=PLAIN)
+            emit(
+                name, rate[kind], "tokens/s", ratio=rate[kind] / rate[PLAIN], against=PLAIN,
+                spread=in_rounds(answers, found[PLAIN]),
+                aim=AIMS.get(lengths) if kind == "transformers" else None,
+            )  # fmt: skip
         if ours:
-            emit(name, rate[kind], "tokens/s", ratio=rate[kind] / rate[WITH], against=WITH)
+            emit(
+                name, rate[kind], "tokens/s", ratio=rate[kind] / rate[WITH], against=WITH,
+                spread=in_rounds(answers, found[WITH]),
+            )  # fmt: skip
         ratio = {"ratio": frugal[kind] / frugal[WITH], "against": WITH} if ours else {}
         emit(name, frugal[kind], "tokens/processor s", **ratio)
+
+
+def in_rounds(ours: list[dict], theirs: list[dict]) -> list[float]:
+    """How many times as fast ours were, in each round."""
+    return [b["seconds"] / a["seconds"] for a, b in zip(ours, theirs, strict=True)]
 
 
 def syncs(model: str, there: dict[str, Process], rounds: int) -> None:
@@ -456,8 +492,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--synced", choices=list(MODELS), default=SYNCED, help="the model of the weight sync"
     )
+    parser.add_argument("--only", choices=("generation", "sync"))
     parser.add_argument("--engines", nargs="*", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--engine", choices=(BASELINE, *ENGINES), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--engine", choices=(BASELINE, CONTINUOUS, *ENGINES), help=argparse.SUPPRESS
+    )
     parser.add_argument("--model", choices=list(MODELS), help=argparse.SUPPRESS)
     parser.add_argument("--logs", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -474,12 +513,13 @@ def main() -> int:
         )
         return 1
     arguments.good = True
-    for model in arguments.models:
-        with contestants(model, arguments) as there:
+    for model in arguments.models if arguments.only != "sync" else ():
+        with contestants(model, arguments, (CONTINUOUS,)) as there:
             for lengths in (f"fixed {FIXED}", "long-tailed"):
                 compare(model, lengths, there, arguments.rounds)
-    with contestants(arguments.synced, arguments) as there:
-        syncs(arguments.synced, there, arguments.rounds)
+    if arguments.only != "generation":
+        with contestants(arguments.synced, arguments) as there:
+            syncs(arguments.synced, there, arguments.rounds)
     return 0 if arguments.good else 1
 
 

@@ -122,14 +122,19 @@ class Scoring:
         """
         if "group" not in self.batch:
             return Metrics()
-        scores: dict[int, list[float]] = {}
-        groups = torch.as_tensor(self.batch["group"].values).tolist()
-        values = torch.as_tensor(self.scores[self.role.column].values).tolist()
-        for group, value in zip(groups, values, strict=True):
-            scores.setdefault(group, []).append(value)
-        several = [members for members in scores.values() if len(members) > 1]
-        equal = sum(min(members) == max(members) for members in several)
-        return Metrics({f"{self.role.name}/equal_groups": (equal, len(several))})
+        groups = np.asarray(torch.as_tensor(self.batch["group"].values))
+        values = np.asarray(torch.as_tensor(self.scores[self.role.column].values))
+        if len(groups) == 0:
+            return Metrics()
+
+        # Rows of a group next to each other; first: where each group begins.
+        order = np.argsort(groups, kind="stable")
+        _, first, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+        least = np.minimum.reduceat(values[order], first)
+        most = np.maximum.reduceat(values[order], first)
+        several = sizes > 1
+        equal = int((least == most)[several].sum())
+        return Metrics({f"{self.role.name}/equal_groups": (equal, int(several.sum()))})
 
 
 class StepContext:

@@ -1,4 +1,5 @@
-"""A GRPO step of TRL on the shapes of bench/grpo_step.py; prints a JSON line {"seconds": [per step, ...]}.
+"""A GRPO step of TRL on the shapes of bench/grpo_step.py; prints a JSON line
+{"seconds": [per step, ...], "processor": [...]}.
 
 Run by bench/grpo_step.py in TRL's own environment: python trl_grpo.py MODEL_FOLDER LENGTHS.json STEPS
 """
@@ -47,7 +48,7 @@ class Timed(GRPOTrainer):
     stamps: list = []
 
     def training_step(self, *args, **kwargs):
-        self.stamps.append(time.perf_counter())
+        self.stamps.append((time.perf_counter(), time.process_time()))
         return super().training_step(*args, **kwargs)
 
 
@@ -84,6 +85,8 @@ def forced(*args, **kwargs):
 trainer.model.generate = forced
 with contextlib.redirect_stdout(sys.stderr):
     trainer.train()
-seconds = [b - a for a, b in zip(trainer.stamps, trainer.stamps[1:], strict=False)]
+pairs = list(zip(trainer.stamps, trainer.stamps[1:], strict=False))
+seconds = [after[0] - before[0] for before, after in pairs]
+processor = [after[1] - before[1] for before, after in pairs]
 tokens = trainer.state.log_history[-2].get("completions/mean_length")
-print(json.dumps({"seconds": seconds, "mean_length": tokens}))
+print(json.dumps({"seconds": seconds, "processor": processor, "mean_length": tokens}))

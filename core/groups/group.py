@@ -224,9 +224,9 @@ class WorkerGroup:
         named = {key: self._distribute(protocol, value) for key, value in kwargs.items()}
         called = list(protocol.called(self))
         sources = list(protocol.sources(self))
-        if uncalled := [rank for rank in sources if rank not in called]:
+        if uncalled := set(sources).difference(called):
             raise HybridFlowError(
-                f"protocol {protocol.name} collects the result of rank {uncalled[0]}, "
+                f"protocol {protocol.name} collects the result of rank {min(uncalled)}, "
                 "which it never calls"
             )
         pieces: dict[int, tuple] = {}

@@ -355,6 +355,8 @@ class Encoder:
         self.store = store
         self.handles: list[Any] = []
         self.replies: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        """The place of each handle among `handles`, and of each reply among `replies`."""
         self._depth = 0
 
     def dumps(self, value: Any) -> bytes:
@@ -367,7 +369,7 @@ class Encoder:
         """(views, metrics) of a batch, in plain values."""
         views = []
         for view in batch.views:
-            views += [self._view(resolved.narrow()) for resolved in _resolved_views(view)]
+            views += [self._view(resolved.narrow()) for resolved in _resolved_views(view.narrow())]
         metrics = batch._metrics
         return (views, _metric_parts(metrics) if metrics else None)
 
@@ -423,9 +425,8 @@ class Encoder:
         # A promise: by its reply, or else by the batch that it became.
         assert isinstance(table, PromisedTable)
         if table.reply is not None:
-            if table.reply not in self.replies:
-                self.replies.append(table.reply)
-            return ("p", self.replies.index(table.reply), table.known_rows, table.known_names)
+            number = self._number(table.reply, self.replies)
+            return ("p", number, table.known_rows, table.known_names)
         batch = table.batch() if wanted is None else table.batch().select(sorted(wanted))
         if self._depth == MAX_NESTED:  # read here, so that blobs do not grow without bound
             return self._columns({name: batch[name] for name in batch.names}, batch.rows)
@@ -446,9 +447,14 @@ class Encoder:
         """Return a list as it is, or the number of a handle among this message's handles."""
         if isinstance(block, list):
             return block
-        if block not in self.handles:
-            self.handles.append(block)
-        return self.handles.index(block)
+        return self._number(block, self.handles)
+
+    def _number(self, item: Any, items: list[Any]) -> int:
+        """Return the place of a handle or reply in its list, where it is put if it is new."""
+        if item not in self._numbers:
+            self._numbers[item] = len(items)
+            items.append(item)
+        return self._numbers[item]
 
 
 def _local_columns(view: View) -> dict[str, Column]:

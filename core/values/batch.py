@@ -229,36 +229,81 @@ class View:
         return self.rename({name: name for name in names}) if names else None
 
     def narrow(self) -> View:
-        """Return a view of the same rows with only those tables that a slice touches.
+        """Return a view of the same rows with only those tables that the index touches.
 
         It is the view itself while the tables' row counts are not known.
         """
+        if self.index is None or (bounds := self._bounds()) is None:
+            return self
+        return self._narrowed(self.index, bounds)
+
+    def cut(self, ends: Sequence[int], caches: Sequence[dict[int, Index | None]]) -> list[View]:
+        """Return views of the rows between each two neighbours of `ends`, narrow ones.
+
+        Each takes time that does not grow with the number of tables. `caches`: see `take`, one for
+        each part.
+        """
+        bounds = self._bounds()
+        views = []
+        for (start, stop), cache in zip(pairwise(ends), caches, strict=True):
+            part = slice(start, stop, 1)
+            if bounds is None:
+                views.append(self.take(part, cache))
+            else:
+                rows = part if self.index is None else compose(self.index, part, int(bounds[-1]))
+                assert rows is not None
+                views.append(self._narrowed(rows, bounds))
+        return views
+
+    def _bounds(self) -> np.ndarray | None:
+        """Return the first row of each table, and the number of all rows, int64 [tables + 1].
+
+        None where nothing can be narrowed: for one table, or with unknown row counts.
+        """
+        if len(self.tables) < 2:
+            return None
         counts = [table.known_rows for table in self.tables]
-        if len(counts) < 2 or not isinstance(self.index, slice) or None in counts:
-            return self
-        start, stop, step = self.index.indices(sum(counts))  # type: ignore[arg-type]
-        if step != 1:
-            return self
+        return None if None in counts else np.cumsum([0, *counts])
 
-        # The tables that are touched, with the row at which the first begins and the last ends.
-        tables: list[Table] = []
-        first = last = offset = 0
-        for table, count in zip(self.tables, counts, strict=True):
-            assert count is not None
-            end = offset + count
-            if count and offset < stop and end > start:
-                if not tables:
-                    first = offset
-                tables.append(table)
-                last = end
-            offset = end
+    def _narrowed(self, index: Index, bounds: np.ndarray) -> View:
+        """Return a view of rows `index` of the tables, with those that it touches."""
+        if isinstance(index, slice):
+            start, stop, step = index.indices(int(bounds[-1]))
+            if step == 1:
+                return self._between(start, stop, bounds)
+            index = np.arange(start, stop, step)
+        if len(index) == 0:
+            return self._between(0, 0, bounds)
 
+        # owner: the table of each row. Rows are numbered anew over those that own any.
+        owner = np.searchsorted(bounds, index, side="right") - 1
+        touched = np.unique(owner)
+        if len(touched) == len(self.tables):
+            return View(self.tables, index, self.renames, self.only)
+        before = np.zeros(len(self.tables), np.int64)
+        sizes = bounds[touched + 1] - bounds[touched]
+        before[touched] = np.cumsum(sizes) - sizes
+        tables = tuple(self.tables[table] for table in touched)
+        return View(tables, index - bounds[owner] + before[owner], self.renames, self.only)
+
+    def _between(self, start: int, stop: int, bounds: np.ndarray) -> View:
+        """Return a view of neighbouring rows."""
         # One table stays in any case, since it knows the names.
-        if not tables:
+        if start >= stop:
             return View(self.tables[:1], slice(0, 0), self.renames, self.only)
-        complete = start == first and stop == last
-        index = None if complete else slice(start - first, stop - first)
-        return View(tuple(tables), index, self.renames, self.only)
+        first = int(np.searchsorted(bounds, start, side="right")) - 1
+        last = int(np.searchsorted(bounds, stop, side="left"))
+        tables = tuple(
+            table
+            for table, count in zip(
+                self.tables[first:last], np.diff(bounds[first : last + 1]), strict=True
+            )
+            if count
+        )
+        complete = start == bounds[first] and stop == bounds[last]
+        offset = int(bounds[first])
+        rows = None if complete else slice(start - offset, stop - offset)
+        return View(tables, rows, self.renames, self.only)
 
     def read(self, name: str) -> Column:
         """Return a column; waits for what it needs."""
@@ -283,21 +328,21 @@ class View:
 
 def _gather(tables: Sequence[Table], name: str, wanted: np.ndarray) -> Column:
     """Return rows `wanted` (numbered over all tables) in that order, with one read per table."""
-    parts = []
-    places = []  # where the rows of each part stand in the result
-    offset = 0
-    for table in tables:
-        place = np.flatnonzero((wanted >= offset) & (wanted < offset + table.rows))
-        if len(place):
-            parts.append(table.read(name, wanted[place] - offset))
-            places.append(place)
-        offset += table.rows
+    if len(wanted) == 0:
+        return tables[0].read(name, slice(0, 0))
+    bounds = np.cumsum([0, *(table.rows for table in tables)])
+    owner = np.searchsorted(bounds, wanted, side="right") - 1
+
+    # places: where the rows of each table stand in the result, table by table.
+    places = np.argsort(owner, kind="stable")
+    touched, counts = np.unique(owner, return_counts=True)
+    parts = [
+        tables[table].read(name, wanted[place] - bounds[table])
+        for table, place in zip(touched, np.split(places, np.cumsum(counts)[:-1]), strict=True)
+    ]
 
     # The parts stand in the order of the tables; put their rows into the wanted one.
-    if not parts:
-        return tables[0].read(name, slice(0, 0))
-    order = np.argsort(np.concatenate(places), kind="stable")
-    return Column.concat(parts).take(order)
+    return Column.concat(parts).take(np.argsort(places, kind="stable"))
 
 
 class Batch:
@@ -561,7 +606,9 @@ class Batch:
         size, extra = divmod(len(cuts) - 1, parts)
         units = [size * i + min(i, extra) for i in range(parts + 1)]
         ends = [int(cuts[unit]) for unit in units]
-        return [self.take(slice(start, stop)) for start, stop in pairwise(ends)]
+        caches: list[dict[int, Index | None]] = [{} for _ in range(parts)]
+        views = [view.cut(ends, caches) for view in self.views]
+        return [Batch.of_views(of_view[part] for of_view in views) for part in range(parts)]
 
     def repeat(self, times: int) -> Batch:
         """Return each row `times` times, copies next to each other."""

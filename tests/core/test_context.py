@@ -213,6 +213,10 @@ def test_groups_whose_scores_are_equal_are_counted(context):
     assert ctx.finish()["reward/equal_groups"] == pytest.approx(1 / 3)
     assert len(ctx.take_scored()) == 3
 
+    # No rows are no groups.
+    ctx.reward.score(rows.take(slice(0, 0)))
+    assert "reward/equal_groups" not in ctx.finish()
+
 
 def test_what_is_called_aside_is_left_out(context):
     ctx = context()

@@ -268,6 +268,36 @@ def test_only_the_tables_that_hold_the_rows_are_fetched(monkeypatch):
     assert len(store.fetched) <= 3
 
 
+@pytest.mark.parametrize("order", ["in order", "shuffled", "reversed slice"])
+def test_a_part_of_a_split_has_the_tables_that_hold_its_rows_and_no_others(order):
+    """So a message to one of many ranks does not grow with the number of ranks."""
+    sizes = [3, 0, 1, 4, 0, 0, 2, 5, 1, 0, 6]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    owners = [table for table, size in enumerate(sizes) for _ in range(size)]
+    pieces = [promised(make(size, start)[0]) for size, start in zip(sizes, starts, strict=True)]
+    tables = [piece.views[0].tables[0] for piece in pieces]
+    batch = Batch.concat(pieces)
+    numbers = list(range(sum(sizes)))
+    if order == "shuffled":
+        numbers = np.random.default_rng(0).permutation(numbers).tolist()
+        batch = batch.take(numbers)
+    if order == "reversed slice":
+        numbers = numbers[18:2:-3]
+        batch = batch.take(slice(18, 2, -3))
+    parts = batch.split(4)
+    assert [part.rows for part in parts] == [len(x) for x in np.array_split(numbers, 4)]
+    at = 0
+    for part in parts:
+        wanted = numbers[at : at + part.rows]
+        assert plain(part["number"]) == [float(number) for number in wanted]
+        (view,) = part.views
+        assert list(view.tables) == [tables[i] for i in sorted({owners[n] for n in wanted})]
+        at += part.rows
+    # A part without rows keeps one table, which knows the names.
+    (empty,) = batch.take(slice(0, 0)).split(2)[1].views
+    assert len(empty.tables) == 1
+
+
 def test_sending_on_what_is_stored_moves_nothing(monkeypatch):
     batch, expected, store = stored(monkeypatch)
     there = sent([batch.take([4, 1]).rename(ids="tokens"), batch.join(batch)], store)
