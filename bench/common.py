@@ -86,7 +86,7 @@ MODES = {
 """Ways to use two cores, as variables of a process."""
 Timing = tuple[float, float]
 """Seconds, and processor seconds of all threads and processes."""
-Contestants = dict[str, Callable[[int], list[Timing]]]
+Ways = dict[str, Callable[[int], list[Timing]]]
 """Each way of one side -> a function that runs so many steps and returns the timing of each."""
 
 
@@ -112,7 +112,7 @@ class Race:
         return statistics.median(wall), statistics.median(cpu)
 
 
-def race(ours: Contestants, theirs: Contestants, rounds: int, steps: int, scout: int) -> Race:
+def race(ours: Ways, theirs: Ways, rounds: int, steps: int, scout: int) -> Race:
     """Find the best way of each side in `scout` steps; then run both in turns."""
     mine, peer = (
         min(ways, key=lambda way: _median(ways[way](scout))[0]) for ways in (ours, theirs)
@@ -144,6 +144,39 @@ def family(pid: int) -> dict[tuple[int, str], float]:
     while more := {p for p, (parent, _, _) in every.items() if parent in members} - members:
         members |= more
     return {(p, every[p][1]): every[p][2] for p in members if p in every}
+
+
+def stamp(file: Path) -> None:
+    """Add a line with the processor seconds of this process and its descendants so far."""
+    with file.open("a") as lines:
+        print(sum(family(os.getpid()).values()), file=lines)
+
+
+def draw(
+    target: str,
+    lines: dict[str, dict[int, float]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    beside: Any,
+    base: int = 10,
+) -> None:
+    """Draw lines of size -> value on two logarithmic axes into a .svg or .png; `beside(axes)` draws what else belongs there."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    with pyplot.rc_context({"svg.hashsalt": "hybridflow", "font.size": 9}):
+        figure, axes = pyplot.subplots(figsize=(5.2, 3), layout="constrained")
+        for label, points in lines.items():
+            axes.plot(list(points), list(points.values()), marker="o", markersize=3, label=label)
+        beside(axes)
+        axes.set_xscale("log", base=base)
+        axes.set(yscale="log", xlabel=xlabel, ylabel=ylabel)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(target, metadata={"Date": None} if target.endswith(".svg") else None)
 
 
 class Peer:

@@ -24,15 +24,13 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from common import MODES, Timing, emit, family, race  # noqa: E402
+from common import MODES, Timing, emit, race, stamp  # noqa: E402
 
 GROUP, WARM = 8, 4
 BARS = {"fixed 32": 1.25, "short 3 to 5": 1.2, "long-tailed": 4.0}
 """Of the 0.8M model: times as fast as TRL."""
-AIMS = {
-    "0.8M": {"fixed 32": 1.5, "short 3 to 5": 1.3, "long-tailed": 5.0},
-    "20M": {"fixed 32": 1.5, "short 3 to 5": 1.3, "long-tailed": 5.0},
-}
+AIMS = {"fixed 32": 1.5, "short 3 to 5": 1.3, "long-tailed": 5.0}
+"""What is wished for, with either model."""
 COMMON = {
     "model_type": "qwen2", "vocab_size": 64, "max_position_embeddings": 512, "tie_word_embeddings": True,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -136,44 +134,42 @@ def __getattr__(name: str):
         def step(self, ctx):
             lengths = Path(self.config.lengths)
             super().step(Lengthened(ctx, json.loads(lengths.read_text())))
-            with lengths.with_name(PROCESSOR).open("a") as file:
-                print(sum(family(os.getpid()).values()), file=file)
+            stamp(lengths.with_name(PROCESSOR))
 
     return Forced
 
 
-def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[Timing]:
+def run(folder: Path, text: str, mode: str, overrides: tuple[str, ...] = ()) -> list[Timing]:
+    """The steps of a run of this config in a process of its own, behind the warm-up."""
     path = folder / "ours.toml"
-    path.write_text(config(folder, steps, ranks))
+    path.write_text(text)
     (folder / PROCESSOR).unlink(missing_ok=True)
     environment = {**os.environ, **MODES[mode], "PYTHONPATH": str(HERE)}
     command = [sys.executable, "-m", "hybridflow.cli.main", "run", str(path), "--overwrite"]
-    command += ["runtime.threads=1"] if ranks > 1 else []
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
+    done = subprocess.run(
+        [*command, *overrides], env=environment, capture_output=True, text=True, cwd=HERE
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    rows = [
-        json.loads(line) for line in (folder / "runs/ours/metrics.jsonl").read_text().splitlines()
-    ]
-    walls = [row["seconds/step"] for row in rows]
-    return with_processor(walls, folder / PROCESSOR)
+    log = (folder / "runs/ours/metrics.jsonl").read_text()
+    walls = [json.loads(line)["seconds/step"] for line in log.splitlines()][WARM:]
 
-
-def with_processor(walls: list[float], file: Path) -> list[Timing]:
-    """Seconds of each step with processor seconds, of the steps behind the warm-up."""
     # A run goes through the step once before it starts, so there may be more stamps than steps.
-    stamps = np.array([float(line) for line in file.read_text().splitlines()])
-    counted = walls[WARM:]
-    return list(zip(counted, np.diff(stamps)[-len(counted) :].tolist(), strict=True))
+    stamps = np.array([float(line) for line in (folder / PROCESSOR).read_text().splitlines()])
+    return list(zip(walls, np.diff(stamps)[-len(walls) :].tolist(), strict=True))
+
+
+def ours(folder: Path, steps: int, mode: str, ranks: int = 1) -> list[Timing]:
+    overrides = ("runtime.threads=1",) if ranks > 1 else ()
+    return run(folder, config(folder, steps, ranks), mode, overrides)
 
 
 def trl(folder: Path, steps: int, mode: str) -> list[Timing]:
-    lengths = folder / "lengths.json"
-    return peer("trl_grpo.py", [folder / "model", lengths, steps], mode)
+    return timings(peer("trl_grpo.py", [folder / "model", folder / "lengths.json", steps], mode))
 
 
-def peer(script: str, options: list, mode: str) -> list[Timing]:
-    """The steps of one of TRL's trainers, behind the warm-up."""
+def peer(script: str, options: list, mode: str) -> dict:
+    """What a script says that runs one of TRL's trainers in TRL's own environment."""
     environment = {
         **os.environ,
         **MODES[mode],
@@ -184,7 +180,11 @@ def peer(script: str, options: list, mode: str) -> list[Timing]:
     done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def timings(found: dict) -> list[Timing]:
+    """The steps that a peer tells, behind the warm-up."""
     return list(zip(found["seconds"], found["processor"], strict=True))[WARM:]
 
 
@@ -203,7 +203,7 @@ def compare(
     return emit(
         f"grpo step of hybridflow, {what}, {found.ours}", wall, "s", cpu=cpu,
         ratio=statistics.median(found.ratios), against="TRL", spread=found.ratios,
-        bar=BARS[case] if model == "0.8M" else None, aim=AIMS[model][case],
+        bar=BARS[case] if model == "0.8M" else None, aim=AIMS[case],
     )  # fmt: skip
 
 

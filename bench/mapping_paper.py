@@ -15,7 +15,7 @@ import argparse
 import time
 
 import attrs
-from common import emit
+from common import draw, emit
 
 from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
@@ -226,7 +226,16 @@ def planning_times(plot: str | None) -> bool:
             SAFE_BAR if devices == 128 else None,
         )
     if plot:
-        draw(plot, {"PPO, 4 models": ppo, "Safe RLHF, 6 models": safe})
+        draw(
+            plot,
+            {"PPO, 4 models": ppo, "Safe RLHF, 6 models": safe},
+            "devices",
+            "CPU seconds of one core",
+            beside=lambda axes: axes.plot(
+                list(BARS), list(BARS.values()), "x", color="#999999", label="bars, 4 models"
+            ),
+            base=2,
+        )
     return good
 
 
@@ -252,24 +261,6 @@ def said(name: str, seconds: float, bar: float | None) -> bool:
     return emit(
         name, seconds, "CPU s", ratio=seconds / bar, against=f"{bar} s", bar=1.0, at_most=True
     )
-
-
-def draw(target: str, lines: dict[str, dict[int, float]]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"svg.hashsalt": "hybridflow", "font.size": 9}):
-        figure, axes = pyplot.subplots(figsize=(5.2, 3), layout="constrained")
-        for label, points in lines.items():
-            axes.plot(list(points), list(points.values()), marker="o", markersize=3, label=label)
-        axes.plot(list(BARS), list(BARS.values()), "x", color="#999999", label="bars, 4 models")
-        axes.set_xscale("log", base=2)
-        axes.set(yscale="log", xlabel="devices", ylabel="CPU seconds of one core")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-        figure.savefig(target, metadata={"Date": None} if target.endswith(".svg") else None)
 
 
 def main() -> None:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,8 +21,8 @@ import numpy as np
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from common import MODES, Timing, emit, family, race  # noqa: E402
-from grpo_step import MODELS, PROCESSOR, WARM, draws, make_model, with_processor  # noqa: E402
+from common import MODES, Timing, emit, race, stamp  # noqa: E402
+from grpo_step import MODELS, PROCESSOR, WARM, draws, make_model, peer, run, timings  # noqa: E402
 
 PROMPT = 6
 PACKED = {
@@ -57,8 +55,7 @@ def __getattr__(name: str):
 
         def step(self, ctx):
             super().step(ctx)
-            with Path(self.config.stamps).open("a") as file:
-                print(sum(family(os.getpid()).values()), file=file)
+            stamp(Path(self.config.stamps))
 
     return Stamped
 
@@ -96,44 +93,24 @@ def per_token(steps: list[Timing], tokens: list[int]) -> list[Timing]:
 
 
 def ours(folder: Path, lengths: list[int], steps: int, mode: str) -> list[Timing]:
-    path = folder / "ours.toml"
-    path.write_text(config(folder, steps, len(lengths)))
-    (folder / PROCESSOR).unlink(missing_ok=True)
-    environment = {**os.environ, **MODES[mode], "PYTHONPATH": str(HERE)}
-    command = [sys.executable, "-m", "hybridflow.cli.main", "run", str(path), "--overwrite"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=HERE)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    log = (folder / "runs/ours/metrics.jsonl").read_text()
-    walls = [json.loads(line)["seconds/step"] for line in log.splitlines()]
-    taken = with_processor(walls, folder / PROCESSOR)
+    taken = run(folder, config(folder, steps, len(lengths)), mode)
     tokens = sum(lengths) + PROMPT * len(lengths)
     return per_token(taken, [tokens] * len(taken))
 
 
-def trl(folder: Path, steps: int, mode: str, how: list) -> list[Timing]:
-    environment = {
-        **os.environ,
-        **MODES[mode],
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    python = HERE.parent / ".bench/trl/bin/python"
-    command = [
-        python,
-        HERE / "peers/trl_sft.py",
-        folder / "model",
-        folder / "rows.json",
-        steps,
-        *how,
-    ]
-    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    found = json.loads(done.stdout.splitlines()[-1])
-    trl.isolated = found["isolated"]
-    taken = list(zip(found["seconds"], found["processor"], strict=True))
-    return per_token(taken, found["tokens"])[WARM:]
+class Peers:
+    """TRL's trainer on the rows of a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.isolated = True
+        """Whether no packed row has seen its neighbour so far."""
+
+    def run(self, steps: int, mode: str, how: list) -> list[Timing]:
+        files = [self.folder / "model", self.folder / "rows.json"]
+        found = peer("trl_sft.py", [*files, steps, *how], mode)
+        self.isolated &= found["isolated"]
+        return per_token(timings(found), found["tokens"][WARM:])
 
 
 def main() -> int:
@@ -151,16 +128,19 @@ def main() -> int:
         write_rows(folder, lengths)
         mine = {mode: (lambda n, mode=mode: ours(folder, lengths, n, mode)) for mode in MODES}
         for kind in ("packed", "padded"):
+            peers = Peers(folder)
             ways = PACKED if kind == "packed" else {"": ()}
             theirs = {
                 f"{mode}, {way}".rstrip(", "): (
-                    lambda n, mode=mode, how=how, kind=kind: trl(folder, n, mode, [kind, *how])
+                    lambda n, mode=mode, how=how, kind=kind, peers=peers: peers.run(
+                        n, mode, [kind, *how]
+                    )
                 )
                 for mode in MODES
                 for way, how in ways.items()
             }
             found = race(mine, theirs, arguments.rounds, arguments.steps, WARM + 6)
-            apart = "" if trl.isolated else ", rows see their neighbours"
+            apart = "" if peers.isolated else ", rows see their neighbours"
             wall, cpu = found.medians(1)
             what = f"{arguments.model}, long-tailed rows"
             emit(

@@ -101,13 +101,9 @@ class FastDecoder:
 
         `capacity` is an int, or an array of them.
         """
-        return self._column_bytes() * _round_up(capacity, LANE)
-
-    def _column_bytes(self) -> int:
-        """Return the bytes of a token's keys and values in all layers."""
         shape = self.shape
-        numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
-        return numbers * self.dtype.itemsize
+        per_column = 2 * shape.layers * shape.kv_heads * shape.head_dim
+        return per_column * _round_up(capacity, LANE) * self.dtype.itemsize
 
     @property
     def reserved_bytes(self) -> int:
@@ -124,14 +120,14 @@ class FastDecoder:
         capacity = _round_up(capacity, LANE)
         columns = rows * kv_heads * capacity
         live = len(self.lengths)
-        cache = self.cache
-        if cache is None or cache.shape[2] < columns:
+        if self.cache is not None and self.cache.shape[2] >= columns:
+            cache = self.cache
+        else:
             # Without live rows the old cache goes before the new one is made.
             if not live:
                 self.free()
-            cache = None
-            size = (self.shape.layers, 2, columns, self.shape.head_dim)
             # Masked columns are multiplied by 0, so they must be finite.
+            size = (self.shape.layers, 2, columns, self.shape.head_dim)
             cache = _zeros(size, self.dtype, self.device)
 
         self.rows = rows

@@ -275,16 +275,16 @@ class View:
         if len(index) == 0:
             return self._between(0, 0, bounds)
 
-        # owner: the table of each row. Rows are numbered anew over those that own any.
-        owner = np.searchsorted(bounds, index, side="right") - 1
-        touched = np.unique(owner)
+        # owner: the table of each row, among those that own any; rows are numbered anew over them.
+        table_of = np.searchsorted(bounds, index, side="right") - 1
+        touched, owner = np.unique(table_of, return_inverse=True)
         if len(touched) == len(self.tables):
             return View(self.tables, index, self.renames, self.only)
-        before = np.zeros(len(self.tables), np.int64)
         sizes = bounds[touched + 1] - bounds[touched]
-        before[touched] = np.cumsum(sizes) - sizes
+        first = np.cumsum(sizes) - sizes
         tables = tuple(self.tables[table] for table in touched)
-        return View(tables, index - bounds[owner] + before[owner], self.renames, self.only)
+        rows = index - bounds[table_of] + first[owner]
+        return View(tables, rows, self.renames, self.only)
 
     def _between(self, start: int, stop: int, bounds: np.ndarray) -> View:
         """Return a view of neighbouring rows."""

@@ -29,9 +29,9 @@ HALF = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 """The largest size of a head that it takes."""
 
-
 MOST_PADDING = 1 << 19
-"""Multiplications of a block with padding: those of one more block take about 60 microseconds."""
+"""The most multiplications that a block spends on padding: one block more costs about 60
+microseconds, which is as much."""
 MOST_MASKED = 1 << 22
 """The most elements of the mask of a block whose prompts differ in length."""
 

@@ -1,7 +1,7 @@
 """RMSNorm of float32 on CPUs, with a backward pass of its own.
 
-transformers writes it as seven steps, of which torch makes sixteen passes over the states in
-training, and keeps three copies of them. Ours makes ten, and keeps the input.
+As transformers writes it, torch makes fifteen passes over the states in training, and keeps the
+input and the normalised states. Ours makes ten, and keeps the input.
 """
 
 from __future__ import annotations
