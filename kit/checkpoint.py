@@ -11,6 +11,7 @@ and "optimizer.exp_avg_sq.NAME", where NAME and shape are canonical (Hugging Fac
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,14 +91,68 @@ def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
         dcp.api.CheckpointException,
     )
     try:
-        version = int(json.loads((folder / COUNTERS).read_text())["version"])
+        version = _version(folder)
         _, load_boxes = _planners()
         dcp.load({}, checkpoint_id=folder, planner=load_boxes(list(parts)))
     except unreadable as error:
-        raise CheckpointError(
-            f"the checkpoint {folder} of role {role!r} cannot be read: {_first_cause(error)}"
-        ) from error
+        raise _unreadable(folder, role, error) from error
     return version
+
+
+class SavedState:
+    """What `save_state` wrote, read by one process without the others.
+
+    Raises CheckpointError for files that cannot be read.
+    """
+
+    version: int
+    """The version of the weights."""
+    entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Entry -> shape and dtype of the whole."""
+
+    def __init__(self, folder: Path, role: str):
+        """Read which entries there are; `role` is for messages."""
+        from torch.distributed.checkpoint import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self._folder = folder
+        self._role = role
+        try:
+            self.version = _version(folder)
+            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        except Exception as error:  # whatever is wrong with files of somebody's
+            raise _unreadable(folder, role, error) from error
+        self.entries = {
+            entry: (tuple(data.size), data.properties.dtype)
+            for entry, data in saved.items()
+            if isinstance(data, TensorStorageMetadata)
+        }
+
+    def read(self, entry: str) -> torch.Tensor:
+        """Return the whole values of an entry."""
+        import torch.distributed.checkpoint as dcp
+
+        shape, dtype = self.entries[entry]
+        values = torch.empty(shape, dtype=dtype)
+        _, load_boxes = _planners()
+        part = StatePart(entry, shape, Box.full(shape), values)
+        try:
+            # torch warns of what is meant: one process loads.
+            with warnings.catch_warnings(action="ignore", category=UserWarning):
+                dcp.load({}, checkpoint_id=self._folder, planner=load_boxes([part]), no_dist=True)
+        except (Exception, dcp.api.CheckpointException) as error:
+            raise _unreadable(self._folder, self._role, error) from error
+        return values
+
+
+def _version(folder: Path) -> int:
+    return int(json.loads((folder / COUNTERS).read_text())["version"])
+
+
+def _unreadable(folder: Path, role: str, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} of role {role!r} cannot be read: {_first_cause(error)}"
+    )
 
 
 def _planners() -> tuple[type, type]:

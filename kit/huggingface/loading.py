@@ -200,6 +200,20 @@ class Folder:
                 files.update(dict.fromkeys(tensors.keys(), file.name))
         return cls(path, files)
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype of each tensor."""
+        from safetensors import safe_open
+
+        dtypes = {}
+        for file in sorted(set(self.files.values())):
+            with safe_open(self.path / file, "pt") as tensors:
+                for name in (name for name, of in self.files.items() if of == file):
+                    # A view of no elements, whose dtype torch names
+                    values = tensors.get_slice(name)
+                    none = values[:0] if values.get_shape() else values[...]
+                    dtypes[name] = none.dtype
+        return dtypes
+
     def read(self, parts: Sequence[Part]) -> None:
         """Copy the parts' boxes from the files, of which nothing else is read."""
         from safetensors import safe_open

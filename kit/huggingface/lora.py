@@ -68,13 +68,7 @@ class Adapters:
         if name not in self.of or not box.numel:
             return values
         name_a, name_b = self.of[name]
-        a = whole[name_a].to(values.device, torch.float32)
-        b = whole[name_b].to(values.device, torch.float32)
-
-        # A box of B A takes its rows of B and its columns of A.
-        rows, columns = box.slices()
-        delta = b[rows].contiguous() @ a[:, columns].contiguous()
-        return torch.add(values.float(), delta, alpha=self.scale).to(values.dtype)
+        return merge(values, whole[name_a], whole[name_b], self.scale, box)
 
     def shard(
         self, name: str, box: Box, values: torch.Tensor, whole: Mapping[str, torch.Tensor]
@@ -99,6 +93,22 @@ class Adapters:
             for name in sorted(self.names)
         }
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def merge(
+    values: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, box: Box
+) -> torch.Tensor:
+    """Return W + scale B A of a box of W [out, in], whose values are `values`, in their dtype.
+
+    a: [rank, in]; b: [out, rank], both whole.
+    """
+    a = a.to(values.device, torch.float32)
+    b = b.to(values.device, torch.float32)
+
+    # A box of B A takes its rows of B and its columns of A.
+    rows, columns = box.slices()
+    delta = b[rows].contiguous() @ a[:, columns].contiguous()
+    return torch.add(values.float(), delta, alpha=scale).to(values.dtype)
 
 
 def _targets(role: RoleModel, config: LoRAConfig) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from hybridflow.core.errors import CheckpointError
 from hybridflow.core.values.weights import Box
-from hybridflow.kit.checkpoint import StatePart, flat_parts, load_state, save_state
+from hybridflow.kit.checkpoint import SavedState, StatePart, flat_parts, load_state, save_state
 
 
 @given(
@@ -93,3 +93,26 @@ def test_what_is_missing_or_shaped_otherwise_is_named(tmp_path):
         )
     with pytest.raises(CheckpointError, match=r"model\.w has shape \(4, 2\) there, \(4, 3\) here"):
         load_state(parts(torch.zeros(4, 3)), tmp_path, "critic")
+
+
+def test_one_process_reads_entries_without_the_others(tmp_path, recwarn):
+    whole = torch.arange(24.0).view(6, 4)
+    half = StatePart("model.h", (3,), Box.full((3,)), torch.ones(3, dtype=torch.bfloat16))
+    save_state([*parts(whole, 2, 5), half], 7, tmp_path, 0)
+    state = SavedState(tmp_path, "actor")
+    assert state.version == 7
+    assert state.entries == {"model.w": ((6, 4), torch.float32), "model.h": ((3,), torch.bfloat16)}
+    assert torch.equal(state.read("model.w"), whole)
+    assert torch.equal(state.read("model.h"), half.values)
+    assert not recwarn.list
+
+
+def test_files_that_one_process_cannot_read_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match="of role 'actor' cannot be read: FileNotFoundError"):
+        SavedState(tmp_path, "actor")
+    save_state(parts(torch.ones(2, 2)), 1, tmp_path, 0)
+    state = SavedState(tmp_path, "actor")
+    for file in tmp_path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="of role 'actor' cannot be read"):
+        state.read("model.w")

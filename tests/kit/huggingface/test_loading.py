@@ -207,3 +207,18 @@ def test_a_part_that_neither_folder_nor_model_has_is_named():
     name = "model.layers.0.self_attn.q_norm.weight"
     with pytest.raises(ModelError, match=rf"has no {name}"):
         boxes_of(reference("llama").spec, [(name, Box((0,), (8,)))])
+
+
+def test_the_dtypes_of_a_folder_s_tensors_are_known_without_reading_them(tmp_path):
+    from safetensors.torch import save_file
+
+    save_file(
+        {"a": torch.ones(3, 2, dtype=torch.bfloat16), "n": torch.tensor(1.0)},
+        tmp_path / "x.safetensors",
+    )
+    save_file({"b": torch.ones(2, dtype=torch.int8)}, tmp_path / "y.safetensors")
+    assert Folder.of(tmp_path).dtypes() == {
+        "a": torch.bfloat16,
+        "n": torch.float32,
+        "b": torch.int8,
+    }

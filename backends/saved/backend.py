@@ -1,0 +1,232 @@
+"""A model that generates and is not trained: its weights are read from files, one by one.
+
+    the model's folder     safetensors      \
+    a run's checkpoint     boxes of entries  >  shards that are read when an engine asks for them
+    and its adapters       A and B          /
+
+An engine gets them as it gets a trainer's, by a sync. No rank keeps a parameter after it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from hybridflow.core.contracts.training import TrainingBackend
+from hybridflow.core.errors import HybridFlowError, ModelError
+from hybridflow.core.values.weights import Box, LazyShard, Param, Shard, WeightLayout
+from hybridflow.kit.checkpoint import SavedState
+
+if TYPE_CHECKING:
+    from hybridflow.kit.huggingface.loading import Folder
+    from hybridflow.kit.huggingface.saved import SavedForm
+
+MODEL = "model."
+"""What the entries of a checkpoint's weights begin with."""
+
+
+class SavedBackend(TrainingBackend):
+    """A plugin of kind "training_backend", name "saved"; every rank reads by itself."""
+
+    _hf: Any
+    """The class of the model, and `_hf_config` its Hugging Face config, for exports."""
+    _hf_config: Any
+    _form: SavedForm
+    """How the parameters of a checkpoint make up the canonical ones."""
+    _folder: Folder | None
+    """The files of the model's own folder; None where they need transformers to be read."""
+    _built: dict[str, torch.Tensor]
+    """Canonical parameters of a model that transformers has built: whole, on the host."""
+    _state: SavedState | None
+    """The checkpoint; None without one."""
+    _params: dict[str, Param]
+    """The canonical parameters, in the dtypes of their files."""
+    _sources: dict[str, str]
+    """Canonical parameter -> the checkpoint's entry that it comes from, if it does."""
+    _last: tuple[str, torch.Tensor] | None
+    """The entry that was read last: several canonical parameters may be parts of one."""
+
+    def build(self) -> None:
+        """Look at which file has which parameter; no values are read."""
+        from hybridflow.kit.huggingface.loading import empty_model
+        from hybridflow.kit.huggingface.saved import SavedForm
+
+        model, self._hf_config = empty_model(self.model_spec, torch.float32)
+        self._hf = type(model)
+        self._form = SavedForm.of(model)
+        self._last = None
+        self._state = None
+        self._sources = {}
+        self._params = {}
+        if self.config.checkpoint is not None:
+            self._open_checkpoint(Path(self.config.checkpoint))
+        self._open_folder(self._form.shapes.keys() - self._params.keys())
+
+    def _open_checkpoint(self, folder: Path) -> None:
+        """Note the parameters that a checkpoint has. Raises CheckpointError and ModelError."""
+        self._state = SavedState(folder, self.context.role)
+        self.version = self._state.version
+
+        # Adapters are no parameters of the model: they change others.
+        stored = {}
+        adapters = []
+        for entry, (shape, dtype) in self._state.entries.items():
+            name = entry.removeprefix(MODEL)
+            if name == entry:
+                continue
+            if ".lora_A." in name or ".lora_B." in name:
+                adapters.append(name)
+                continue
+            stored[name] = Param(shape, dtype)
+        if adapters and self.config.lora is None:
+            raise ModelError(
+                f"{folder} is a checkpoint of adapters ({min(adapters)}); their scale is needed to "
+                "merge them: set backend.lora as in the run"
+            )
+        for name, param in stored.items():
+            for canonical, box, _ in self._form.shards([(name, Box.full(param.shape), _unread)]):
+                shape = self._form.shapes[canonical]
+                if box != Box.full(shape):
+                    raise ModelError(f"{folder}: {name} has a part of {canonical}, not all of it")
+                self._params[canonical] = Param(shape, param.dtype)
+                self._sources[canonical] = name
+
+    def _open_folder(self, lacking: set[str]) -> None:
+        """Note where the other parameters are."""
+        from hybridflow.kit.huggingface.loading import Folder, build_hf_model
+
+        self._folder = None
+        self._built = {}
+        if not lacking:
+            return
+        spec = self.model_spec
+        if spec.path is not None and not spec.hf_config.get("quantization_config"):
+            folder = Folder.of(Path(spec.path))
+            dtypes = folder.dtypes()
+            # Files of another form are transformers' own business.
+            if lacking <= dtypes.keys():
+                self._folder = folder
+                for name in lacking:
+                    self._params[name] = Param(self._form.shapes[name], dtypes[name])
+                return
+
+        model, _ = build_hf_model(spec, getattr(self._hf_config, "dtype", None) or torch.float32)
+        for name, values in self._form.whole(model.state_dict().items()):
+            if name in lacking:
+                self._built[name] = values
+                self._params[name] = Param(tuple(values.shape), values.dtype)
+
+    # --- weights ---
+
+    def layout(self) -> WeightLayout:
+        """Return that every rank has everything."""
+        params = {name: self._params[name] for name in self._form.shapes}
+        boxes = {name: (Box.full(param.shape),) for name, param in params.items()}
+        ranks = range(self.context.layout.world)
+        return WeightLayout(params, dict.fromkeys(ranks, boxes), dict(self._form.ties))
+
+    def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
+        """Yield the parameters, each of which is read when its values are asked for."""
+        for name in self._form.shapes:
+            shape = self._params[name].shape
+            yield name, Box.full(shape), LazyShard(shape, partial(self._read, name))
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters, read one after the other."""
+        for name in self._form.shapes:
+            yield name, self._read(name)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return a canonical parameter, on the host, with adapters merged."""
+        values = self._unmerged(name)
+        lora = self.config.lora
+        layer = name.removesuffix(".weight")
+        pair = [f"{MODEL}{layer}.lora_{side}.weight" for side in "AB"]
+        if self._state is None or lora is None or pair[0] not in self._state.entries:
+            return values
+
+        from hybridflow.kit.huggingface.lora import merge
+
+        a, b = (self._state.read(entry) for entry in pair)
+        return merge(values, a, b, lora.alpha / lora.rank, Box.full(values.shape))
+
+    def _unmerged(self, name: str) -> torch.Tensor:
+        """Return a canonical parameter as its file has it."""
+        if name in self._built:
+            return self._built[name]
+        if name not in self._sources:
+            assert self._folder is not None
+            param = self._params[name]
+            values = torch.empty(param.shape, dtype=param.dtype)
+            self._folder.read([(name, Box.full(param.shape), values)])
+            return values
+
+        # An entry may hold many (the experts of a layer), which are asked for in a row.
+        source = self._sources[name]
+        if self._last is None or self._last[0] != source:
+            assert self._state is not None
+            self._last = None
+            self._last = (source, self._state.read(MODEL + source))
+        whole = self._last[1]
+        parts = self._form.shards([(source, Box.full(whole.shape), whole)])
+        part = next(values for canonical, _, values in parts if canonical == name)
+        assert isinstance(part, torch.Tensor)
+        return part
+
+    # --- files ---
+
+    def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        """Write the model with adapters merged; without `dtype` in that of its largest file's."""
+        from hybridflow.kit.huggingface.export import export_role
+
+        largest = max(self._params.values(), key=lambda param: param.numel)
+        generation = None
+        if self._hf.can_generate():
+            from transformers import GenerationConfig
+
+            generation = GenerationConfig.from_model_config(self._hf_config)
+        export_role(
+            self.full_parameters(),
+            self._hf,
+            self._hf_config,
+            generation,
+            folder,
+            dtype or largest.dtype,
+            self.context,
+        )
+
+    # --- what it is not for ---
+
+    def forward(self, micros, needs, temperature=1.0):
+        """Raise HybridFlowError."""
+        self._refuse()
+
+    def forward_backward(self, micros, needs, loss, temperature=1.0):
+        """Raise HybridFlowError."""
+        self._refuse()
+
+    def optim_step(self):
+        """Raise HybridFlowError."""
+        self._refuse()
+
+    def save(self, folder: Path) -> None:
+        """Raise HybridFlowError."""
+        self._refuse()
+
+    def load(self, folder: Path) -> None:
+        """Raise HybridFlowError."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise HybridFlowError(
+            f"{self.context.role}: the backend saved reads weights for generation and computes "
+            "nothing; name a backend that trains, such as fsdp"
+        )
+
+
+_unread = LazyShard((), lambda: torch.empty(()))
+"""Stands for values where only names and boxes are asked for."""

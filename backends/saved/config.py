@@ -1,0 +1,36 @@
+"""Settings of the backend that reads weights and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from hybridflow.core.contracts.footprint import Footprint
+from hybridflow.core.contracts.training import TrainingSettings
+from hybridflow.core.values.model_shape import ModelShape, ModelSize
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.huggingface.config import LoRAConfig
+from hybridflow.kit.huggingface.shapes import shape_of
+
+
+@attrs.frozen
+class SavedConfig(TrainingSettings):
+    """Which files have the weights beside those of the model's own folder."""
+
+    checkpoint: str | None = None
+    """Folder of the role in a run's checkpoint (checkpoints/step-.../actor). What it lacks comes
+    from the model's own folder: frozen weights below adapters, say."""
+    lora: LoRAConfig | None = None
+    """Of a checkpoint of adapters: their settings in the run, by which they are merged."""
+
+    def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
+        """Return the shape of a Llama-like model; raises ConfigError for any other."""
+        return shape_of(hf_config)
+
+    def footprint(
+        self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
+    ) -> Footprint:
+        """Return an empty footprint: the weights stay in their files."""
+        return Footprint(resident=0.0)
