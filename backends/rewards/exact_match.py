@@ -22,6 +22,10 @@ class ExactMatch(Reward):
             float(self._plain(sample.response) == self._plain(sample.answer)) for sample in samples
         ]
 
+    def answer(self, sample: RewardSample) -> str:
+        """Return the response as it is compared."""
+        return self._plain(sample.response)
+
     def _plain(self, text: str) -> str:
         """Return the part of a text that is compared."""
         return text.strip().casefold() if self.ignore_case else text.strip()

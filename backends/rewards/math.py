@@ -44,6 +44,16 @@ class MathReward(Reward):
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
         return [self._score(sample.answer, sample.response) for sample in samples]
 
+    def answer(self, sample: RewardSample) -> str | None:
+        """Return the final answer of a response, numbers in one form; None where it marks none."""
+        text = _last_boxed(sample.response)
+        if "####" in sample.response:
+            text = _after_hashes(sample.response)
+        if text is None or not text.strip():
+            return None
+        value = number(text)
+        return text.strip() if value is None else format(value.normalize(), "f")
+
     def _score(self, answer: str, response: str) -> float:
         """Compare the final answers; raises RewardError where the expected one is empty."""
         gold = _after_hashes(answer)
@@ -73,6 +83,20 @@ def _after_hashes(text: str) -> str:
     if not separator:
         return text
     return (tail.strip().splitlines() or [""])[0]
+
+
+def _last_boxed(text: str) -> str | None:
+    """Return the content of the last \\boxed{...}, which may have braces inside; None without."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    start += len("\\boxed{")
+    depth = 1
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start:at]
+    return None
 
 
 def number(text: str) -> Decimal | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
@@ -181,6 +182,10 @@ class TransformersEngine(ContinuousEngine, Hostable):
             self.running.clear()
             self._forget()
             raise
+
+    def partial(self, number: int) -> np.ndarray:
+        """Return the tokens that a running request has made so far."""
+        return self.scheduler.partial(number)
 
     def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
         """Abort requests; return their completions."""

@@ -126,6 +126,14 @@ class Scheduler:
         completions += [Completion(request.id, *request.prefix(), "abort") for request in unstarted]
         return completions
 
+    def partial(self, number: int) -> np.ndarray:
+        """Return what a request has made so far, int64 [T]; none while it waits."""
+        places = np.flatnonzero(self.rows["alive"] & (self.rows["request"] == number))
+        if len(places) == 0:
+            return np.zeros(0, np.int64)
+        row = self.rows[places[0]]
+        return self.outputs.tokens[int(row["home"]), : int(row["length"])].copy()
+
     # --- requests in ---
 
     def _fitting(self) -> tuple[int, int]:

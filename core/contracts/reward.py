@@ -59,16 +59,42 @@ class Reward(ABC):
         Where the config says per_token, an entry is a list with one number per response token.
         """
 
+    @property
+    def answers(self) -> bool:
+        """Whether `answer` says what a response's answer is."""
+        return type(self).answer is not Reward.answer
+
+    def answer(self, sample: RewardSample) -> str | None:
+        """Return the answer that a response comes to, in a form in which equal ones are equal.
+
+        None where it comes to none. Optional: maj@k counts by it (`hybridflow evaluate`).
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what an answer is")
+
 
 class FunctionReward(Reward):
     """A plain function `fn(sample, **options)` as a reward; it returns what a Reward does for one
-    sample."""
+    sample. The function may have an attribute `answer`, a function that does what the method does.
+    """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
+        self._answer = getattr(function, "answer", None)
         self.function = functools.partial(function, **options) if options else function
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Any]:
         return [self.function(sample) for sample in samples]
+
+    @property
+    def answers(self) -> bool:
+        """Whether the function has an attribute `answer`."""
+        return self._answer is not None
+
+    def answer(self, sample: RewardSample) -> str | None:
+        """Return what the function's `answer` does."""
+        if self._answer is None:
+            return super().answer(sample)
+        answer: str | None = self._answer(sample)
+        return answer
 
 
 @attrs.frozen

@@ -324,6 +324,13 @@ class RolloutEngine(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot abort")
 
+    def partial(self, number: int) -> np.ndarray | None:
+        """Return the tokens that the running request of this id has made so far, int64 [T].
+
+        They are part of its completion. None where the engine does not say before it has ended.
+        """
+        return None
+
     # --- generation for requests that come while others run ---
 
     continuous: ClassVar[bool] = False

@@ -61,6 +61,35 @@ class EngineFlow(EngineBase):
                 likely="the rows of requests are mixed up when one joins, or seeds follow slots",
             )
 
+    def test_what_a_request_has_made_so_far_is_part_of_its_completion(self, start):
+        """The tokens of `partial` are the first ones of the completion, whenever it is asked."""
+        engine = self.speaking(start, next(self.references()))
+        if not engine.continuous:
+            pytest.skip("it takes requests by submit alone")
+
+        # Asked before each step, until it is over
+        engine.add(self._request(0, LONG))
+        parts: list[list[int]] = []
+        done: list[Completion] = []
+        for _ in range(1000 * LONG):
+            if done:
+                break
+            part = engine.partial(0)
+            if part is None:
+                self._rest(engine, 1)
+                pytest.skip("it says nothing of requests before they have ended")
+            parts.append(part.tolist())
+            done = engine.step()
+
+        tokens = done[0].response_ids.tolist()
+        for part_tokens in parts:
+            require(
+                part_tokens == tokens[: len(part_tokens)],
+                got=f"{part_tokens}, said while it ran",
+                expected=f"the first of {tokens}",
+                likely="the tokens are another request's, or a slot's that had one before",
+            )
+
     def test_weights_may_change_while_sequences_run(self, start):
         """A sequence goes on over an update, and each token's stamp is right.
 

@@ -36,3 +36,9 @@ def test_a_row_without_an_answer_says_what_to_set():
         match=r"row has no answer.*its fields are solution.*set data\.answer.*row 0: prompt",
     ):
         score_samples(ExactMatch(), samples, "exact_match")
+
+
+def test_the_answer_is_the_response_as_it_is_compared():
+    sample = RewardSample("", " Yes\n", np.zeros(1, np.int64), {"answer": "yes"})
+    assert ExactMatch().answer(sample) == "Yes"
+    assert ExactMatch(ignore_case=True).answer(sample) == "yes"

@@ -141,3 +141,21 @@ def test_it_agrees_with_the_labels_of_gsm8ks_model_solutions(reward):
     ]
     labels = [float(row[m]["is_correct"]) for row in rows for m in models]
     assert score_samples(reward, samples(*pairs), "math").tolist() == labels
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("so it is\n#### 1,234", "1234"),
+        ("#### 18.50", "18.5"),
+        (r"thus \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{3} no, \boxed{ $1,000 }", "1000"),
+        (r"\boxed{100}", "100"),
+        (r"\boxed{1", None),
+        ("it is 18", None),
+        ("####  ", None),
+    ],
+)
+def test_the_answer_is_what_the_response_marks(response, answer):
+    sample = RewardSample("", response, np.zeros(1, np.int64), {"answer": "1"})
+    assert MathReward().answer(sample) == answer

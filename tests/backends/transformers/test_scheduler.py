@@ -183,3 +183,17 @@ def test_an_id_may_be_used_again_while_the_row_of_the_first_one_is_not_gone(begu
     found = turns(scheduler)
     assert found[1] == [3]
     assert sorted(chain(*found)) == list(range(40))
+
+
+def test_what_a_request_has_made_is_known_while_it_runs(begun):
+    scheduler = begun([request(0, 6), request(1, 4, (5, 6)), request(2, 3, (7,))], max_sequences=2)
+    parts = {0: [], 1: [], 2: []}
+    done = {}
+    while not over(scheduler):
+        for number, seen in parts.items():
+            seen.append(scheduler.partial(number).tolist())
+        done |= {completion.id: completion for completion in scheduler.turn(1)}
+    for number, seen in parts.items():
+        tokens = done[number].response_ids.tolist()
+        assert seen[0] == [] and any(seen)
+        assert all(part == tokens[: len(part)] for part in seen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybridflow.core.contracts.reward import FailureRule, FunctionReward, RewardSample
+from hybridflow.core.contracts.reward import FailureRule, FunctionReward, Reward, RewardSample
 from hybridflow.core.errors import RewardError
 
 
@@ -43,3 +43,29 @@ def test_a_rule_for_failures_that_cannot_be_is_refused(setting):
     [name] = setting
     with pytest.raises(ValueError, match=f"^{name}: must be "):
         FailureRule(**setting)
+
+
+def test_a_reward_may_say_what_an_answer_is():
+    class Plain(Reward):
+        def __call__(self, samples):
+            return [0.0 for _ in samples]
+
+    class Says(Plain):
+        def answer(self, sample):
+            return sample.response[-1:]
+
+    assert not Plain().answers and Says().answers
+    assert Says().answer(sample("a7")) == "7"
+    with pytest.raises(NotImplementedError, match="Plain does not say what an answer is"):
+        Plain().answer(sample())
+
+
+def test_a_function_s_answer_is_an_attribute():
+    def score(sample, scale=1.0):
+        return scale
+
+    assert not FunctionReward(score).answers
+    score.answer = lambda sample: sample.response.strip() or None
+    reward = FunctionReward(score, scale=2.0)
+    assert reward.answers and reward([sample()]) == [2.0]
+    assert reward.answer(sample(" 7 ")) == "7" and reward.answer(sample(" ")) is None

@@ -48,10 +48,20 @@ class BeginsAnewAfterAnUpdate(Broken):
         return attrs.evolve(again, weight_version=completion.weight_version)
 
 
+class SaysItBackwards(Broken):
+    """The newest token comes first."""
+
+    def partial(self, number):
+        return super().partial(number)[::-1]
+
+
 FAULTS = {
     "test_requests_join_those_that_run": {
         ForgetsWhoJoined: "lost, or answered twice",
         SeedsByArrival: "seeds follow slots",
+    },
+    "test_what_a_request_has_made_so_far_is_part_of_its_completion": {
+        SaysItBackwards: "another request's",
     },
     "test_weights_may_change_while_sequences_run": {
         StampsAtTheEnd: "one version",
