@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,17 +37,7 @@ def claim(
     holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
     """
     folder = job.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+") as lock:
-        # The system gives the lock back when the process ends, however it ends.
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another process runs in {folder}; wait for it, "
-                "or give this run a folder of its own (run.name=...)"
-            ) from error
-
+    with hold(folder):
         if (folder / MARK).exists() and not resume:
             if not overwrite:
                 raise ConfigError(
@@ -60,6 +51,25 @@ def claim(
 
         mark = {"config": job.tables, SETTINGS: settings, "versions": versions(job)}
         (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
+        yield
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold its lock while the body runs.
+
+    Raises ConfigError if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as lock:
+        # The system gives the lock back when the process ends, however it ends.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another process runs in {folder}; wait for it, "
+                "or give this run a folder of its own (run.name=...)"
+            ) from error
         yield
 
 

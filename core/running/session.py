@@ -79,16 +79,19 @@ def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
     return prepared
 
 
-def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
+def prepare(
+    job: Job, tokenizer: Tokenizer | None = None, sets: Mapping[str, DataConfig] | None = None
+) -> Prepared:
     """Build the tokenizer (if none is given) and check data and models against each other.
 
-    Raises DataError, ModelError, ConfigError.
+    sets: the data sets by name; None: those of the job. Raises DataError, ModelError, ConfigError.
     """
-    # The tokenizer may be trained on the texts, so the source comes first.
-    source = load_source(job.data)
+    # The tokenizer may be trained on the texts.
     if tokenizer is None:
         tokenizer = build_tokenizer(
-            job.tokenizer, job.tokenizer_path, lambda: Rows(source, job.data).texts()
+            job.tokenizer,
+            job.tokenizer_path,
+            lambda: Rows(load_source(job.data), job.data).texts(),
         )
 
     # Every model must have an embedding for each token, and every turn an end.
@@ -107,19 +110,24 @@ def prepare(job: Job, tokenizer: Tokenizer | None = None) -> Prepared:
     if job.environment is not None:
         Episodes(job.environment, tokenizer).stop_ids()  # raises for a stop that is not one token
 
-    sets = {"train": job.data, **job.more_data}
-    if job.validation_data is not None:
-        sets["validation"] = job.validation_data
-
     # A data set's usable rows are counted here, so that bad rows stop the run before it starts.
+    sets = _sets(job) if sets is None else dict(sets)
     rows = {}
     dropped = {}
     for name, config in sets.items():
-        examples = ExampleSet(source if name == "train" else load_source(config), config, tokenizer)
+        examples = ExampleSet(load_source(config), config, tokenizer)
         examples.check()
         rows[name] = len(examples)
         dropped[name] = examples.dropped
     return Prepared(tokenizer, sets, rows, dropped, tuple(notes))
+
+
+def _sets(job: Job) -> dict[str, DataConfig]:
+    """Return the data sets of a job, by name."""
+    sets = {"train": job.data, **job.more_data}
+    if job.validation_data is not None:
+        sets["validation"] = job.validation_data
+    return sets
 
 
 class Session:
