@@ -29,7 +29,7 @@ from queue import SimpleQueue
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "kit", "planner", "cli", "backends", "algorithms")
+FOLDERS = ("core", "kit", "planner", "inference", "cli", "backends", "algorithms")
 LEAST = 0.85
 TIMEOUT_S = 300
 SWITCH = "HYBRIDFLOW_MIRROR"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-FOLDERS = ("core", "kit", "planner", "cli", "backends", "algorithms")
+FOLDERS = ("core", "kit", "planner", "inference", "cli", "backends", "algorithms")
 NAMESPACE = "hybridflow"
 Graph = dict[str, set[str]]
 

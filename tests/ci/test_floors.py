@@ -11,7 +11,7 @@ import pytest
 from helpers.paths import ROOT
 from helpers.scripts import script
 
-FOLDERS = ("core", "kit", "planner", "cli", "backends", "algorithms")
+FOLDERS = ("core", "kit", "planner", "inference", "cli", "backends", "algorithms")
 ARROWS = {
     "a mechanism prints": ("core/resharding/plan.py", "from hybridflow.cli.explain import explain"),
     "a rank's part knows the controller's object": (

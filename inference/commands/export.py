@@ -1,0 +1,44 @@
+"""`hybridflow export`: a run's model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from hybridflow.core.config.waiting import wait_briefly
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.errors import ConfigError
+from hybridflow.inference.commands.arguments import add_model
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class ExportCommand(Command):
+    """A plugin of kind "command", name "export"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_model(parser, "tokenizer.path=FOLDER", engine=False)
+        parser.add_argument(
+            "--out", required=True, type=Path, help="the folder to write; it must be new"
+        )
+        parser.add_argument(
+            "--dtype",
+            choices=DTYPES,
+            default="auto",
+            help="of the weights; auto: as the run computed, or as the folder has them",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Write weights, configs, tokenizer and model card; say where."""
+        if arguments.out.exists() and any(arguments.out.iterdir()):
+            raise ConfigError(f"{arguments.out}: is not empty; give a folder that is new")
+        wait_briefly({})  # before torch is imported
+        from hybridflow.inference.exporting import export
+        from hybridflow.inference.models import find_model
+
+        found = find_model(arguments.model, arguments.step, arguments.stage, arguments.role)
+        with tempfile.TemporaryDirectory() as logs:
+            dtype = export(found, arguments.out, arguments.dtype, Path(logs), arguments.overrides)
+        print(f"{found.label}: {arguments.out} ({dtype})")
+        return 0

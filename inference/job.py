@@ -1,0 +1,179 @@
+"""A job that generates and trains nothing, from a model and the settings of its run.
+
+the run's tables        what generation, data and rewards need of them
+options of a command    --engine, --data, --reward
+key=value               as of a config
+        |
+        v
+tables of a config, whose actor has the backend `saved`  --resolve-->  Job
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.config.load import merge, nest, parse_override
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.placement import resolve_placed
+from hybridflow.core.job.schema import SHORTHAND, SamplingSection
+from hybridflow.inference.models import FoundModel
+
+KEPT = ("runtime", "pools", "data", "tokenizer", "rollout", "environment", "validation")
+"""Tables that are taken over from the run as they are."""
+SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+"""How a file's name ends -> the data source that reads it."""
+
+
+@attrs.frozen
+class InferenceConfig:
+    """There is nothing to set."""
+
+
+class Inference(Algorithm):
+    """Stands for the algorithm in a job without training: one policy, which generates."""
+
+    Config = InferenceConfig
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return the policy; a reward joins it where responses are scored."""
+        return (Role("actor", generates=True),)
+
+    def step(self, ctx) -> None:
+        """Raise HybridFlowError: nothing is trained."""
+        raise HybridFlowError("a job of inference has no steps")
+
+
+def inference_tables(
+    found: FoundModel, folder: Path, engine: str | None = None, scored: bool = False
+) -> dict[str, Any]:
+    """Return the tables of a config that generates with the model.
+
+    folder: of what the job writes; engine: another rollout engine than the run's; scored: the run's
+    reward and held-out data are needed too.
+    """
+    tables = {key: deepcopy(found.tables[key]) for key in KEPT if key in found.tables}
+    if not scored:
+        tables.pop("validation", None)
+        tables.pop("environment", None)
+    tables["algorithm"] = {"name": f"{Inference.__module__}:{Inference.__qualname__}"}
+    own = found.tables.get("run", {})
+    tables["run"] = {key: own[key] for key in ("seed", "device", "preflight") if key in own}
+    tables["run"] |= {"folder": str(folder.parent), "name": folder.name}
+    if engine is not None:
+        tables["rollout"] = {"name": engine}
+
+    # A folder by itself says where texts end, and how they are sampled.
+    tables["sampling"] = deepcopy(found.tables.get("sampling", {}))
+    if found.run is None:
+        tables["sampling"] |= {**found.sampling, "stop_tokens": found.stop_tokens}
+        if found.positions is not None:
+            response = min(SamplingSection().max_tokens, found.positions // 2)
+            tables["sampling"]["max_tokens"] = response
+            tables["data"] = {"max_prompt_tokens": found.positions - response}
+    if found.tokenizer is not None:
+        tables["tokenizer"] = {"path": found.tokenizer}
+
+    backend: dict[str, Any] = {"name": "saved"}
+    role = expanded(found.role_table)
+    if found.checkpoint is not None:
+        backend["checkpoint"] = str(found.checkpoint)
+        if lora := role.get("backend", {}).get("lora"):
+            backend["lora"] = lora
+    generation = dict(role.get("generation", {}))
+    pool = generation.pop("pool", None) or role.get("pool", "main")
+    tables["actor"] = {
+        "model": dict(found.model),
+        "pool": pool,
+        "backend": backend,
+        "generation": generation,
+    }
+
+    pools = {pool}
+    if scored and "reward" in found.tables:
+        given = found.tables["reward"]
+        reward = {"function": given} if isinstance(given, str) else deepcopy(dict(given))
+        if "model" in reward:
+            # A reward's model has the trainer of the actor, unless it says otherwise.
+            trainer = {
+                key: value for key, value in role.get("backend", {}).items() if key != "lora"
+            }
+            reward.setdefault("backend", trainer)
+            pools.add(reward.get("pool", "main"))
+        tables["reward"] = reward
+
+    # Only pools that are used may be named; one rank needs no runtime.
+    named = tables.get("pools", {"main": [1]})
+    tables["pools"] = {name: size for name, size in named.items() if name in pools} or {pool: [1]}
+    if list(tables["pools"].values()) == [[1]]:
+        tables["runtime"] = {"name": "inline"}
+    return tables
+
+
+def on_one_device(found: FoundModel, folder: Path, engine: str | None = None) -> dict[str, Any]:
+    """Return the tables of `inference_tables` for one engine in this process."""
+    tables = inference_tables(found, folder / "logs", engine)
+    tables["actor"] |= {"pool": "main", "generation": {}}
+    return tables | {"pools": {"main": [1]}, "runtime": {"name": "inline"}}
+
+
+def expanded(role: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a role's table with a table in place of a backend's name."""
+    role = dict(role)
+    if isinstance(role.get("backend"), str):
+        role["backend"] = {"name": role["backend"]}
+    return role
+
+
+def with_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return tables with `key=value` texts on top. Raises ConfigError with all that are wrong."""
+    merged = dict(tables)
+    problems: list[str] = []
+    for text in overrides:
+        try:
+            merged = merge(merged, nest(*parse_override(text)), SHORTHAND)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return merged
+
+
+def resolve(tables: Mapping[str, Any]) -> Job:
+    """Resolve the tables into a job. Raises ConfigError with all problems."""
+    [job] = resolve_placed(deepcopy(dict(tables)), "inference", SHORTHAND)
+    return job
+
+
+def with_data(tables: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return tables whose held-out rows are those of a file, or of a source by its name.
+
+    A file's source follows from how its name ends. The options of another source go. Raises
+    ConfigError for a run whose tokenizer would be trained on the other rows.
+    """
+    if tables.get("tokenizer", {}).get("train"):
+        raise ConfigError(
+            "tokenizer.train: the run's tokenizer was trained on its data and is not saved, so "
+            "other data would make another; export the model first"
+        )
+    path = Path(text)
+    own: dict[str, Any] = {"source": text}
+    if path.suffix in SOURCES or path.exists():
+        own = {"path": text}
+        if path.suffix in SOURCES:
+            own["source"] = SOURCES[path.suffix]
+    changed = deepcopy(dict(tables))
+    data = merge(changed.get("data", {}), changed.get("validation", {}).get("data", {}))
+    changed["data"] = {**data, **own}
+    if "source" in own:
+        changed["data"].pop("options", None)
+    if "validation" in changed:
+        changed["validation"]["data"] = {}
+    return changed

@@ -1,0 +1,203 @@
+"""Which model a user means: a run, its step, its stage, or a Hugging Face folder.
+
+runs/sums                 a run: the model at its end, else its newest checkpoint
+runs/sums  --step 40      the checkpoint of step 40
+runs/demo/grpo            a stage; runs/demo alone is the stage that ran last
+some/folder               a folder with config.json and safetensors files
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.errors import ModelError
+from hybridflow.core.job.stages import STAGE
+from hybridflow.core.running.checkpoint import Checkpoints
+from hybridflow.core.running.exports import CONFIG, GENERATION, export_folder
+from hybridflow.core.running.folder import MARK
+from hybridflow.core.running.kept import DONE
+
+
+@attrs.frozen
+class FoundModel:
+    """Where a model's weights, its tokenizer and its settings are."""
+
+    label: str
+    """Its name for people, such as "sums, step 40"."""
+    run: Path | None
+    """The folder of the run that trained it; None for a folder by itself."""
+    step: int | None
+    """The run's step after which it was saved."""
+    model: Mapping[str, Any]
+    """The table `model` of a role: its folder, or its config."""
+    checkpoint: Path | None
+    """The role's folder in a checkpoint, whose weights come before those of `model`."""
+    tokenizer: str | None
+    """Folder of its tokenizer, where the tables do not say it."""
+    tables: Mapping[str, Any]
+    """The tables of the run's config; without a run none."""
+    role: str = "actor"
+
+    @property
+    def role_table(self) -> Mapping[str, Any]:
+        """The role's table in the run's config, over the actor's."""
+        own = self.tables.get(self.role, {})
+        return {**self.tables.get("actor", {}), **own}
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens at which the model's folder says that texts end."""
+        ends = self._generation().get("eos_token_id")
+        if ends is None:
+            return []
+        return list(ends) if isinstance(ends, list) else [ends]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """How the model's folder says that texts are sampled, as keys of [sampling]."""
+        fields = self._generation()
+        names = ("temperature", "top_p", "top_k", "min_p")
+        return {name: fields[name] for name in names if fields.get(name) is not None}
+
+    @property
+    def positions(self) -> int | None:
+        """The largest number of tokens of a prompt with its response, if the folder says it."""
+        path = self.model.get("path")
+        if not path:
+            return self.model.get("config", {}).get("max_position_embeddings")
+        return json.loads((Path(path) / CONFIG).read_text()).get("max_position_embeddings")
+
+    def _generation(self) -> dict[str, Any]:
+        """Return the fields of the folder's generation config."""
+        path = self.model.get("path")
+        file = Path(path) / GENERATION if path else None
+        return json.loads(file.read_text()) if file is not None and file.is_file() else {}
+
+
+def find_model(
+    text: str, step: int | None = None, stage: str | None = None, role: str = "actor"
+) -> FoundModel:
+    """Find the model that a path means.
+
+    step: of a kept checkpoint; stage: of the run; role: the trained role, for runs with several.
+    Raises ModelError with what there is instead.
+    """
+    folder = Path(text)
+    if not folder.is_dir():
+        raise ModelError(f"{text}: there is no such folder; give a run's, or a Hugging Face one")
+
+    # An export is its run's model, which knows more than the folder does.
+    run = folder.parent.parent
+    if folder.parent.name == "export" and (run / MARK).is_file():
+        role = folder.name
+        folder = run
+    if not (folder / MARK).is_file() and (folder / CONFIG).is_file():
+        return _folder(folder, step, stage)
+
+    folder = _stage(folder, stage)
+    tables = json.loads((folder / MARK).read_text())["config"]
+    return _of_run(folder, tables, step, role)
+
+
+def _folder(folder: Path, step: int | None, stage: str | None) -> FoundModel:
+    """Return a Hugging Face folder. Raises ModelError for a step or stage of it."""
+    for name, given in (("--step", step), ("--stage", stage)):
+        if given is not None:
+            raise ModelError(
+                f"{folder}: {name} {given} is of a run, and this is the folder of a model; "
+                "leave it out, or give the run's folder"
+            )
+    return FoundModel(folder.name, None, None, {"path": str(folder)}, None, str(folder), {})
+
+
+def _stage(folder: Path, stage: str | None) -> Path:
+    """Return the folder of a run without stages, or of the stage: by default the last that ran."""
+    if (folder / MARK).is_file():
+        if stage is not None and stage != folder.name:
+            raise ModelError(f"{folder}: is a run by itself; leave out --stage {stage}")
+        return folder
+    stages = [path.parent for path in folder.glob(f"*/{MARK}")]
+    if not stages:
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise ModelError(
+            f"{folder}: is neither a run (it has no {MARK}) nor a model (no {CONFIG}); "
+            f"it has {names}"
+        )
+    if stage is None:
+        return max(stages, key=lambda path: (path / MARK).stat().st_mtime_ns)
+    chosen = [path for path in stages if path.name == stage]
+    if not chosen:
+        names = ", ".join(sorted(path.name for path in stages))
+        raise ModelError(f"{folder}: has no stage {stage!r} (stages: {names})")
+    return chosen[0]
+
+
+def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str) -> FoundModel:
+    """Return a run's model after `step`: an export or a checkpoint."""
+    name = f"{folder.parent.name}/{folder.name}" if tables.get("stages") else folder.name
+    checkpoints = Checkpoints(folder / "checkpoints", 1)
+    kept = [number for number in checkpoints.steps() if (checkpoints.path(number) / role).is_dir()]
+    export = export_folder(folder, role)
+    done = folder / DONE
+    exported = done.is_file() and (export / CONFIG).is_file()
+    last = json.loads(done.read_text())["step"] if exported else None
+    tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
+
+    if exported and step in (None, last):
+        found = FoundModel(
+            f"{name}, step {last}", folder, last, {"path": str(export)}, None, str(export), tables
+        )
+        return attrs.evolve(found, role=role)
+
+    if step is None and kept:
+        step = kept[-1]
+    if step not in kept:
+        there = [f"step {number}" for number in kept]
+        if exported and last not in kept:
+            there.append(f"step {last} (exported)")
+        wanted = f"step {step}" if step is not None else "a model"
+        raise ModelError(
+            f"{folder}: {wanted} of role {role!r} is not kept; there is "
+            f"{', '.join(there) or 'none'}"
+        )
+    assert step is not None
+    table = {**tables.get("actor", {}), **tables.get(role, {})}
+    model = _located(table.get("model", {}), folder, role)
+    return FoundModel(
+        label=f"{name}, step {step}",
+        run=folder,
+        step=step,
+        model=model,
+        checkpoint=checkpoints.path(step) / role,
+        tokenizer=tokenizer or _tokenizer(tables, model),
+        tables=tables,
+        role=role,
+    )
+
+
+def _located(model: Mapping[str, Any], folder: Path, role: str) -> dict[str, Any]:
+    """Return a role's table `model` with the folder in place of "stage:NAME"."""
+    located = deepcopy(dict(model))
+    path = located.get("path")
+    if isinstance(path, str) and path.startswith(STAGE):
+        stage, _, source = path.removeprefix(STAGE).partition("/")
+        exports = folder.parent / stage / "export"
+        named = exports / (source or role)
+        if not named.is_dir() and not source and exports.is_dir():
+            named = min(exports.iterdir(), default=named)
+        located["path"] = str(named)
+    return located
+
+
+def _tokenizer(tables: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+    """Return the folder of the model's tokenizer, unless [tokenizer] says where it comes from."""
+    given = tables.get("tokenizer", {})
+    if any(given.get(key) for key in ("path", "characters", "train")):
+        return None
+    return model.get("path")

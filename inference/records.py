@@ -1,0 +1,81 @@
+"""Scored responses on disk, one JSON line each, which an evaluation goes on from.
+
+Rows come in chunks: each one's greedy responses, then its sampled ones. A chunk that a killed
+evaluation left in part is made again, so that the file is the same as that of one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from hybridflow.core.contracts.reward import RewardSample
+
+
+@attrs.frozen(eq=False)
+class Record:
+    """A scored response."""
+
+    row: int
+    """Number of the data set's row."""
+    sample: int | None
+    """Number of the row's sampled response, from 0; None for the greedy one."""
+    prompt: str
+    response: str
+    """As the reward saw them: without special tokens."""
+    response_ids: list[int]
+    score: float
+    finish_reason: str
+    answer: str | None
+    """What the reward takes for the response's answer; None where it does not say."""
+    meta: dict[str, Any]
+    """The row's fields."""
+
+    def to_sample(self) -> RewardSample:
+        """Return what a reward sees of it."""
+        ids = np.array(self.response_ids, np.int64)
+        return RewardSample(self.prompt, self.response, ids, self.meta, self.finish_reason)
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a file."""
+    return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def append_records(path: Path, records: Sequence[Record]) -> None:
+    """Write records behind those of the file; they are on the disk when this returns."""
+    fields = attrs.fields(Record)
+    with open(path, "a") as file:
+        for record in records:
+            line = {field.name: getattr(record, field.name) for field in fields}
+            file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cut_to_chunks(path: Path, chunk_lines: Sequence[int]) -> int:
+    """Cut what is no whole chunk off a file; return the number of whole chunks.
+
+    chunk_lines: the number of lines of each chunk.
+    """
+    if not path.is_file():
+        return 0
+    with open(path, "rb+") as file:
+        end = 0
+        chunks = 0
+        for lines in chunk_lines:
+            for _ in range(lines):
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    file.truncate(end)
+                    return chunks
+            end = file.tell()
+            chunks += 1
+        file.truncate(end)
+    return chunks

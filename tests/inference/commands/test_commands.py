@@ -1,0 +1,146 @@
+"""The commands around a run, as a user types them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from hybridflow.cli.main import main
+
+
+@pytest.fixture
+def model(sums):
+    return str(sums)
+
+
+def test_evaluate_prints_figures_and_keeps_samples(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [
+        "evaluate",
+        model,
+        "--samples",
+        "4",
+        "--reward",
+        "exact_match",
+        "--majority",
+        "--out",
+        str(out),
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "sums, step 4" in printed
+    figures = json.loads((out / "figures.json").read_text())["figures"]["validation"]
+    assert list(figures) == ["greedy", "mean", "pass@1", "pass@2", "pass@4", "maj@4"]
+    assert figures["pass@1"]["mean"] == pytest.approx(figures["mean"]["mean"])
+    for name in figures:
+        assert name in printed
+    assert len((out / "validation.jsonl").read_text().splitlines()) == 20 * 5
+
+
+def test_evaluate_takes_several_files_and_compares(model, tmp_path, capsys):
+    for name, numbers in (("easy", range(3)), ("hard", range(5))):
+        rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [
+        "evaluate",
+        model,
+        "validation.data.limit=0",
+        "--out",
+        str(tmp_path / "out"),
+        "--compare",
+        model,
+    ]
+    for name in ("easy", "hard"):
+        arguments += ["--data", str(tmp_path / f"{name}.jsonl")]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "less sums, step 4, row by row" in printed and "+0.000 to +0.000" in printed
+    figures = json.loads((tmp_path / "out/figures.json").read_text())["figures"]
+    assert {name: own["greedy"]["rows"] for name, own in figures.items()} == {"easy": 3, "hard": 5}
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--majority"], "give --samples too"),
+        (["--samples", "2", "--pass-at", "4"], "--pass-at 4: needs at least as many samples"),
+        (["--step", "3"], "is not kept; there is step 2, step 4"),
+        (["sampling.max_token=3"], "sampling.max_token"),
+    ],
+)
+def test_evaluate_refuses_before_anything_starts(model, tmp_path, capsys, arguments, said):
+    assert main(["evaluate", model, "--out", str(tmp_path / "out"), *arguments]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_by_itself_needs_data_and_a_reward(sums, tmp_path, capsys):
+    import shutil
+
+    folder = shutil.copytree(sums / "export/actor", tmp_path / "model")
+    assert main(["evaluate", str(folder)]) == 1
+    assert "--reward: this model is of no run" in capsys.readouterr().err
+    assert main(["evaluate", str(folder), "--reward", "exact_match"]) == 1
+    assert "--data: this model is of no run" in capsys.readouterr().err
+
+    file = tmp_path / "sums.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    arguments = ["--reward", "exact_match", "--data", str(file), "--out", str(tmp_path / "out")]
+    assert main(["evaluate", str(folder), *arguments]) == 0
+
+
+def test_generate_writes_a_line_for_each_response(model, tmp_path, capsys):
+    out = tmp_path / "lines.jsonl"
+    arguments = [
+        "generate",
+        model,
+        "--text",
+        "1+1=",
+        "--text",
+        "2+2=",
+        "--samples",
+        "2",
+        "--logprobs",
+    ]
+    assert main([*arguments, "--out", str(out)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["1+1=", "1+1=", "2+2=", "2+2="]
+    assert all(len(line["logprobs"]) == len(line["response_ids"]) for line in lines)
+
+    # From a file, greedy, printed: the samples are equal.
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    capsys.readouterr()
+    assert main(["generate", model, "--prompts", str(file), "--samples", "2", "--greedy"]) == 0
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first == second
+
+
+@pytest.mark.parametrize("arguments", [[], ["--text", "1+1=", "--prompts", "x.jsonl"]])
+def test_generate_needs_prompts(model, capsys, arguments):
+    assert main(["generate", model, *arguments]) == 1
+    assert "either --text or --prompts FILE" in capsys.readouterr().err
+
+
+def test_chat_answers_line_after_line(model, capsys, monkeypatch):
+    lines = "12+34=\n\n/system 1\n/what\nhello\n12+34=\n/quit\n1+1=\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert main(["chat", model, "--greedy"]) == 0
+    printed = capsys.readouterr()
+    first, unspelled, second = printed.out.splitlines()
+    assert first == second and unspelled == ""
+    assert "sums, step 4: each line is a prompt by itself" in printed.err
+    assert "is told nothing first" in printed.err and "/reset forgets" in printed.err
+    assert "hybridflow: " in printed.err
+
+
+def test_export_writes_a_folder(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["export", model, "--step", "2", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.endswith(f"sums, step 2: {out} (float32)\n")
+    assert main(["export", model, "--out", str(out)]) == 1
+    assert "is not empty; give a folder that is new" in capsys.readouterr().err
+    assert main(["generate", str(out), "--text", "1+1="]) == 0

@@ -1,0 +1,40 @@
+"""A run that is over: two steps and their checkpoints, validations, and the exported model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from hybridflow.core.config.load import merge
+from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.launch import run
+from hybridflow.kit.testing.runs import TABLES
+
+OWN = {
+    "algorithm": {"name": "grpo", "prompts_per_step": 4, "group_size": 4},
+    "run": {"steps": 4, "checkpoint_every": 2, "keep_checkpoints": 2},
+    "validation": {
+        "every": 2,
+        "data": {"options": {"split": "held-out"}, "limit": 20},
+        "batch_rows": 8,
+    },
+    "reward": {"function": "exact_match"},
+}
+
+
+def train(folder, name="sums", **tables):
+    """Run the tiny config with these tables over it; return the run's folder."""
+    base = merge(merge(copy.deepcopy(TABLES), OWN, SHORTHAND), tables, SHORTHAND)
+    base["run"] |= {"folder": str(folder), "name": name}
+    run(base)
+    return folder / name
+
+
+@pytest.fixture(scope="session")
+def sums(tmp_path_factory):
+    """The folder of the run."""
+    return train(
+        tmp_path_factory.mktemp("runs"),
+        reward={"function": "hybridflow.kit.testing.runs:even_tokens"},
+    )

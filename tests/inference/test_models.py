@@ -1,0 +1,89 @@
+"""Which model a path means, and what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from hybridflow.core.errors import ModelError
+from hybridflow.inference.models import find_model
+
+
+def test_a_run_is_its_exported_model(sums):
+    found = find_model(str(sums))
+    assert (found.label, found.step, found.run) == ("sums, step 4", 4, sums)
+    assert found.model == {"path": str(sums / "export/actor")} and found.checkpoint is None
+    assert found.tokenizer == found.model["path"]
+    assert find_model(str(sums / "export/actor")) == found
+    assert find_model(str(sums), step=4) == found
+
+
+def test_a_step_is_its_checkpoint(sums):
+    found = find_model(str(sums), step=2)
+    assert found.label == "sums, step 2"
+    assert found.checkpoint == sums / "checkpoints/step-00000002/actor"
+    assert found.model["config"]["model_type"] == "qwen2"
+    assert found.tokenizer == str(sums / "tokenizer")
+
+
+def test_a_step_that_is_not_kept_names_those_that_are(sums):
+    with pytest.raises(
+        ModelError, match=r"step 3 of role 'actor' is not kept; there is step 2, step 4"
+    ):
+        find_model(str(sums), step=3)
+
+
+def test_without_an_export_it_is_the_newest_checkpoint(sums, tmp_path):
+    run = shutil.copytree(sums, tmp_path / "sums")
+    shutil.rmtree(run / "export")
+    assert find_model(str(run)).checkpoint == run / "checkpoints/step-00000004/actor"
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ModelError, match="a model of role 'actor' is not kept; there is none"):
+        find_model(str(run))
+
+
+def test_a_folder_by_itself_says_where_texts_end(sums, tmp_path):
+    folder = shutil.copytree(sums / "export/actor", tmp_path / "model")
+    fields = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(
+        json.dumps({**fields, "eos_token_id": [2, 7], "temperature": 0.6, "top_k": 20})
+    )
+    found = find_model(str(folder))
+    assert (found.label, found.run, found.tables) == ("model", None, {})
+    assert found.stop_tokens == [2, 7]
+    assert found.sampling == {"temperature": 0.6, "top_k": 20}
+    assert found.positions == 32
+    with pytest.raises(ModelError, match="--step 2 is of a run"):
+        find_model(str(folder), step=2)
+
+
+def test_stages_are_folders_of_a_folder(sums, tmp_path):
+    for at, name in enumerate(("warm-up", "grpo")):
+        run = shutil.copytree(sums, tmp_path / "demo" / name)
+        mark = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(mark | {"number": at}))
+    demo = str(tmp_path / "demo")
+    assert find_model(demo).run == tmp_path / "demo/grpo"
+    assert find_model(demo, stage="warm-up").run == tmp_path / "demo/warm-up"
+    with pytest.raises(ModelError, match=r"no stage 'rl' \(stages: grpo, warm-up\)"):
+        find_model(demo, stage="rl")
+
+
+def test_the_model_of_an_earlier_stage_is_found(sums, tmp_path):
+    shutil.copytree(sums, tmp_path / "demo/warm-up")
+    run = shutil.copytree(sums, tmp_path / "demo/grpo")
+    mark = json.loads((run / "run.json").read_text())
+    mark["config"]["actor"]["model"] = {"path": "stage:warm-up"}
+    (run / "run.json").write_text(json.dumps(mark))
+    found = find_model(str(run), step=2)
+    assert found.model == {"path": str(tmp_path / "demo/warm-up/export/actor")}
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="there is no such folder"):
+        find_model(str(tmp_path / "none"))
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(ModelError, match=r"neither a run .* nor a model .*; it has notes"):
+        find_model(str(tmp_path))
