@@ -7,6 +7,11 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 COMMANDS = {
     "run": ("run:RunCommand", "Run a config: all stages, to the end."),
+    "fork": (
+        "fork:ForkCommand",
+        "Begin a run at a checkpoint of another one, with other settings.",
+    ),
+    "runs": ("runs:RunsCommand", "List runs, compare what differs, delete them."),
     "plan": (
         "plan:PlanCommand",
         "Say where everything goes, how long a step takes and whether it fits, before it runs.",

@@ -25,6 +25,10 @@ class RunCommand(Command):
             "--overwrite", action="store_true", help="replace the run that is in the folder"
         )
 
+        parser.add_argument(
+            "--stage", help="run this stage alone, from what the stages before it have left"
+        )
+
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the config; status 0 when it has finished, 3 when it was stopped before."""
         if arguments.resume and arguments.overwrite:
@@ -35,5 +39,11 @@ class RunCommand(Command):
         wait_briefly(tables)
         from hybridflow.core.launch import run
 
-        outcome = run(arguments.config, arguments.overrides, arguments.resume, arguments.overwrite)
+        outcome = run(
+            arguments.config,
+            arguments.overrides,
+            arguments.resume,
+            arguments.overwrite,
+            arguments.stage,
+        )
         return 0 if outcome.state == "finished" else 3

@@ -15,9 +15,11 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.job.models import with_exports
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.changes import Change, check_changes
-from hybridflow.core.running.folder import MARK, claim
+from hybridflow.core.running.files import MARK
+from hybridflow.core.running.folder import claim
 from hybridflow.core.running.kept import (
     Done,
     checkpoints_of,
@@ -48,17 +50,24 @@ def run(
     overrides: Sequence[str] = (),
     resume: bool = False,
     overwrite: bool = False,
+    stage: str | None = None,
 ) -> Outcome:
     """Run a config, a TOML file or its tables, and return how its last run stage ended.
 
     The last lines printed have the validation score after each run stage, and where the model is.
     With `resume`, finished run stages are skipped and the others go on from their last checkpoints;
-    `overwrite` deletes what earlier runs left.
+    `overwrite` deletes what earlier runs left. `stage` is run alone, from what the stages before it
+    have left.
     """
     # Everything that can be wrong in any run stage is checked before the first one starts.
-    jobs = load_config(config, overrides)
+    every = load_config(config, overrides)
+    chosen = range(len(every)) if stage is None else [_place_of(every, stage)]
+    jobs = [every[at] for at in chosen]
     _refuse_existing_runs(jobs, resume, overwrite)
-    following = [jobs[index + 1 :] for index in range(len(jobs))]
+    following = [every[at + 1 :] for at in chosen]
+    for at, job in zip(chosen, jobs, strict=True):
+        if stage is not None:
+            _refuse_missing_stages(job, every[:at])
     done: list[Done | None] = [None] * len(jobs)
     changed: list[list[Change]] = [[] for _ in jobs]
     if resume:
@@ -101,6 +110,27 @@ def run(
         print(summary, flush=True)
     print(kept(jobs[-1]), flush=True)
     return outcome
+
+
+def _place_of(jobs: list[Job], stage: str) -> int:
+    """Return the place of a run stage among the jobs. Raises ConfigError where there is none."""
+    names = [job.stage for job in jobs if job.stage is not None]
+    if stage not in names:
+        raise ConfigError(
+            f"--stage {stage}: the config has no such stage{did_you_mean(stage, names)} "
+            f"(stages: {', '.join(names) or 'none'})"
+        )
+    return names.index(stage)
+
+
+def _refuse_missing_stages(job: Job, earlier: list[Job]) -> None:
+    """Raise ConfigError where a stage that this one begins with has not finished."""
+    for other in earlier:
+        if job.follows_stage(other) and read_done(other) is None:
+            raise ConfigError(
+                f"--stage {job.stage}: it begins with the model of {other.stage}, which has not "
+                f"finished in {other.folder}; run that first, or leave --stage out"
+            )
 
 
 def _note_spinning(jobs: list[Job]) -> None:

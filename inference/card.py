@@ -8,8 +8,7 @@ from typing import Any
 
 from hybridflow.core.config.load import flatten
 from hybridflow.core.running.checkpoint import Checkpoints
-from hybridflow.core.running.folder import MARK
-from hybridflow.core.running.kept import DONE
+from hybridflow.core.running.files import CHECKPOINTS, DONE, MARK
 from hybridflow.inference.models import FoundModel
 
 PRIVATE = ("path", "folder", "address", "key", "secret", "password", "credential", "user", "url")
@@ -62,7 +61,7 @@ def _validation(found: FoundModel) -> dict[str, float]:
     if done.is_file():
         validations = json.loads(done.read_text())["validations"]
     elif found.checkpoint is not None and found.step is not None:
-        checkpoints = Checkpoints(found.run / "checkpoints", 1)
+        checkpoints = Checkpoints(found.run / CHECKPOINTS, 1)
         validations = checkpoints.read(found.step)["validations"]
     metrics = validations.get(str(found.step), {})
     return {key: value for key, value in metrics.items() if not key.endswith("_seconds")}

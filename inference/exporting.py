@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hybridflow.core.running.exports import begin_with_bos, write_special_tokens
-from hybridflow.core.running.folder import MARK, SETTINGS
+from hybridflow.core.running.files import MARK, SETTINGS
 from hybridflow.core.running.session import prepare
 from hybridflow.inference.card import model_card
 from hybridflow.inference.engine import one_device, saved_model

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import attrs
 
 from hybridflow.core.errors import ModelError
-from hybridflow.core.job.stages import STAGE
+from hybridflow.core.job.stages import located_model
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, GENERATION, export_folder
-from hybridflow.core.running.folder import MARK
-from hybridflow.core.running.kept import DONE
+from hybridflow.core.running.files import CHECKPOINTS, DONE, EXPORT, MARK
 
 
 @attrs.frozen
@@ -94,7 +92,7 @@ def find_model(
 
     # An export is its run's model, which knows more than the folder does.
     run = folder.parent.parent
-    if folder.parent.name == "export" and (run / MARK).is_file():
+    if folder.parent.name == EXPORT and (run / MARK).is_file():
         role = folder.name
         folder = run
     if not (folder / MARK).is_file() and (folder / CONFIG).is_file():
@@ -141,7 +139,7 @@ def _stage(folder: Path, stage: str | None) -> Path:
 def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str) -> FoundModel:
     """Return a run's model after `step`: an export or a checkpoint."""
     name = f"{folder.parent.name}/{folder.name}" if tables.get("stages") else folder.name
-    checkpoints = Checkpoints(folder / "checkpoints", 1)
+    checkpoints = Checkpoints(folder / CHECKPOINTS, 1)
     kept = [number for number in checkpoints.steps() if (checkpoints.path(number) / role).is_dir()]
     export = export_folder(folder, role)
     done = folder / DONE
@@ -168,7 +166,7 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
         )
     assert step is not None
     table = {**tables.get("actor", {}), **tables.get(role, {})}
-    model = _located(table.get("model", {}), folder, role)
+    model = located_model(table.get("model", {}), folder, role)
     return FoundModel(
         label=f"{name}, step {step}",
         run=folder,
@@ -179,20 +177,6 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
         tables=tables,
         role=role,
     )
-
-
-def _located(model: Mapping[str, Any], folder: Path, role: str) -> dict[str, Any]:
-    """Return a role's table `model` with the folder in place of "stage:NAME"."""
-    located = deepcopy(dict(model))
-    path = located.get("path")
-    if isinstance(path, str) and path.startswith(STAGE):
-        stage, _, source = path.removeprefix(STAGE).partition("/")
-        exports = folder.parent / stage / "export"
-        named = exports / (source or role)
-        if not named.is_dir() and not source and exports.is_dir():
-            named = min(exports.iterdir(), default=named)
-        located["path"] = str(named)
-    return located
 
 
 def _tokenizer(tables: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:

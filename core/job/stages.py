@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,24 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
                 f"give {keys}"
             )
     return problems
+
+
+def located_model(model: Mapping[str, Any], folder: Path, role: str) -> dict[str, Any]:
+    """Return a role's table `model` with the folder that "stage:NAME/ROLE" means in its place.
+
+    folder: of the stage whose role it is; those of earlier stages are beside it.
+    """
+    located = deepcopy(dict(model))
+    path = located.get("path")
+    if isinstance(path, str) and path.startswith(STAGE):
+        stage, _, source = path.removeprefix(STAGE).partition("/")
+        exports = folder.parent / stage / "export"
+        named = exports / (source or role)
+        # Without a role of the same name it is the one that was trained.
+        if not source and not named.is_dir() and exports.is_dir():
+            named = min(exports.iterdir(), default=named)
+        located["path"] = str(named)
+    return located
 
 
 def tokenizer_folder(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.contracts.tokenizer import Tokenizer
+from hybridflow.core.running.files import EXPORT
 from hybridflow.core.values.model import ModelSpec
 
 CONFIG = "config.json"
@@ -22,7 +23,7 @@ GENERATION = "generation_config.json"
 
 def export_folder(folder: Path, role: str) -> Path:
     """Return the folder into which a trained role is exported, in the run's folder."""
-    return folder / "export" / role
+    return folder / EXPORT / role
 
 
 def write_special_tokens(

@@ -18,13 +18,7 @@ from typing import Any
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-
-LOCK = ".lock"
-"""The file whose lock the process that runs in a folder holds."""
-MARK = "run.json"
-"""The file that marks a folder as a run's; it holds the run's config, settings and versions."""
-SETTINGS = "settings"
-"""Key of the resolved settings in the mark (core/running/changes.py)."""
+from hybridflow.core.running.files import CONFIG, LOCK, MARK, SETTINGS
 
 
 @contextmanager
@@ -49,7 +43,7 @@ def claim(
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-        mark = {"config": job.tables, SETTINGS: settings, "versions": versions(job)}
+        mark = {CONFIG: job.tables, SETTINGS: settings, "versions": versions(job)}
         (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
         yield
 

@@ -9,11 +9,8 @@ import attrs
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, export_folder
-from hybridflow.core.running.folder import LOCK, MARK
+from hybridflow.core.running.files import CHECKPOINTS, DONE, LOCK, MARK
 from hybridflow.core.running.run import goal_reached
-
-DONE = "done.json"
-"""The file in a run's folder that says how it ended, once it is finished."""
 
 
 @attrs.frozen
@@ -45,7 +42,7 @@ def read_done(job: Job) -> Done | None:
 
 def checkpoints_of(job: Job) -> Checkpoints:
     """Return the checkpoints in the run's folder."""
-    return Checkpoints(job.folder / "checkpoints", job.run.keep_checkpoints)
+    return Checkpoints(job.folder / CHECKPOINTS, job.run.keep_checkpoints)
 
 
 def results_of(job: Job) -> list[str]:
@@ -53,7 +50,7 @@ def results_of(job: Job) -> list[str]:
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    return [name for name in names if name not in (MARK, LOCK, "logs", "checkpoints")]
+    return [name for name in names if name not in (MARK, LOCK, "logs", CHECKPOINTS)]
 
 
 def to_train(job: Job, done: Done) -> bool:

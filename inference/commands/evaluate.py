@@ -153,9 +153,9 @@ def _evaluation(
 
     tables = inference_tables(like or found, out, arguments.engine, scored=True)
     if like is not None:
+        # On the same devices, by its own tokenizer
         own = inference_tables(found, out, arguments.engine, scored=True)
-        tables["actor"] = own["actor"]
-        tables["pools"] = own["pools"]
+        tables["actor"] |= {key: own["actor"][key] for key in ("model", "backend")}
         if "tokenizer" in own:
             tables["tokenizer"] = own["tokenizer"]
     if arguments.reward is not None:
@@ -169,8 +169,8 @@ def _evaluation(
     for text in arguments.data:
         labelled[_unique(Path(text).stem or text, labelled)] = with_data(tables, text)
     if not labelled:
-        if found.run is None and like is None:
-            raise ConfigError("--data: this model is of no run with data; give a file")
+        if "validation" not in (like or found).tables:
+            raise ConfigError("--data: this model is of no run with a held-out set; give rows")
         labelled[str(tables["validation"].get("name", "validation"))] = tables
 
     jobs = {

@@ -115,6 +115,26 @@ def test_a_stage_begins_with_what_the_one_before_it_wrote_and_neither_is_done_tw
     assert written() == before
 
 
+def test_a_stage_is_run_alone_from_what_the_one_before_has_left():
+    with pytest.raises(
+        ConfigError, match=r"begins with the model of first, which has not finished"
+    ):
+        run("two.toml", TINY, stage="second")
+    assert not Path("runs/two").exists()
+    run("two.toml", TINY, stage="first")
+    before = written()
+    run("two.toml", TINY, stage="second")
+    assert set(steps("two/second")) == {1}
+    assert {path: at for path, at in written().items() if "first" in path.parts} == before
+
+
+def test_a_stage_that_the_config_does_not_have_is_refused_with_those_it_has():
+    with pytest.raises(ConfigError, match=r"no such stage.*\(stages: first, second\)"):
+        run("two.toml", TINY, stage="third")
+    with pytest.raises(ConfigError, match=r"\(stages: none\)"):
+        run("one.toml", ONE, stage="first")
+
+
 def test_a_run_in_any_stages_folder_is_told_before_the_first_stage_starts():
     Path("runs/two/second").mkdir(parents=True)
     Path("runs/two/second/run.json").write_text("{}")

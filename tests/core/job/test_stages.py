@@ -10,7 +10,13 @@ from hybridflow.core.config.load import COMMAND_LINE, Provenance, read_config
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.job.stages import overlay, shadowed_overrides, stage_tables, tokenizer_folder
+from hybridflow.core.job.stages import (
+    located_model,
+    overlay,
+    shadowed_overrides,
+    stage_tables,
+    tokenizer_folder,
+)
 
 
 def test_what_a_stage_gives_drops_what_excludes_it_in_the_common_tables():
@@ -125,3 +131,18 @@ def test_the_tokenizer_of_an_earlier_stage_is_in_its_run_folder():
     follows = {"actor": {"model": {"path": "stage:first/actor"}}}
     assert tokenizer_folder(follows, {"first": first}) == ("runs/tiny/first/tokenizer", True)
     assert tokenizer_folder(follows, {"first": None}) == (None, True)  # its own problems are said
+
+
+def test_the_model_of_an_earlier_stage_lies_beside_the_stage(tmp_path):
+    grpo = tmp_path / "grpo"
+    assert located_model({"config": {}}, grpo, "actor") == {"config": {}}
+    assert located_model({"path": "models/a"}, grpo, "actor") == {"path": "models/a"}
+    for role in ("actor", "critic"):
+        (tmp_path / "warm-up/export" / role).mkdir(parents=True)
+    exports = tmp_path / "warm-up/export"
+    for path, role, expected in (
+        ("stage:warm-up", "critic", "critic"),
+        ("stage:warm-up", "ref", "actor"),  # no role of the same name
+        ("stage:warm-up/critic", "actor", "critic"),
+    ):
+        assert located_model({"path": path}, grpo, role) == {"path": str(exports / expected)}

@@ -84,7 +84,7 @@ def test_a_folder_by_itself_needs_data_and_a_reward(sums, tmp_path, capsys):
     assert main(["evaluate", str(folder)]) == 1
     assert "--reward: this model is of no run" in capsys.readouterr().err
     assert main(["evaluate", str(folder), "--reward", "exact_match"]) == 1
-    assert "--data: this model is of no run" in capsys.readouterr().err
+    assert "--data: this model is of no run with a held-out set" in capsys.readouterr().err
 
     file = tmp_path / "sums.jsonl"
     file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")

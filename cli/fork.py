@@ -1,0 +1,107 @@
+"""`hybridflow fork`: a run that begins at a checkpoint of another one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from hybridflow.core.config.load import read_config
+from hybridflow.core.config.waiting import wait_briefly
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.running.files import CHECKPOINTS, CONFIG, MARK
+
+FORK = "fork.json"
+"""The file in a fork's folder that says where it began."""
+
+
+class ForkCommand(Command):
+    """A plugin of kind "command", name "fork"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("run", type=Path, help="the folder of a run, or of its stage")
+        parser.add_argument(
+            "--step", type=int, required=True, help="the step whose checkpoint it begins at"
+        )
+        parser.add_argument(
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="key=value",
+            help="settings that differ from the run's, for example actor.optimizer.lr=1e-5",
+        )
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the fork to its end; the same command goes on with one that was ended before.
+
+        Status 0 when it has finished, 3 when it was stopped before.
+        """
+        source = arguments.run
+        tables = _tables(source, arguments.step)
+        merged, _ = read_config(tables, arguments.overrides)
+        wait_briefly(merged)  # before torch is imported
+        from hybridflow.core.job.stages import located_model
+        from hybridflow.core.launch import load_config, run
+        from hybridflow.core.running.checkpoint import Checkpoints
+
+        checkpoints = Checkpoints(source / CHECKPOINTS, 1)
+        steps = checkpoints.steps()
+        if arguments.step not in steps:
+            kept = ", ".join(map(str, steps)) or "none"
+            raise ConfigError(
+                f"--step {arguments.step}: {source} has no checkpoint of it (kept steps: {kept}); "
+                "run.keep_checkpoints keeps more"
+            )
+
+        # Models of earlier stages are where they were for the run.
+        for role, table in tables.items():
+            if isinstance(table, dict) and isinstance(table.get("model"), dict):
+                table["model"] = located_model(table["model"], source, role)
+        [job] = load_config(tables, arguments.overrides)
+        if job.run.steps <= arguments.step:
+            raise ConfigError(
+                f"run.steps: is {job.run.steps}, and the fork begins after step {arguments.step}; "
+                "give more"
+            )
+        _begin(job.folder, checkpoints.path(arguments.step), source, arguments.step)
+        outcome = run(tables, arguments.overrides, resume=True)
+        return 0 if outcome.state == "finished" else 3
+
+
+def _tables(source: Path, step: int) -> dict[str, Any]:
+    """Return the tables of a run's config, with a name of its own for the fork."""
+    mark = source / MARK
+    if not mark.is_file():
+        raise ConfigError(
+            f"{source}: is not the folder of a run (it has no {MARK}); of a run with stages "
+            "give the stage's, such as runs/arithmetic/grpo"
+        )
+    tables: dict[str, Any] = json.loads(mark.read_text())[CONFIG]
+    own = tables.get("run", {})
+    name = f"{source.name}-from-{step}"
+    tables["run"] = {**own, "folder": str(source.parent), "name": name}
+    return tables
+
+
+def _begin(folder: Path, checkpoint: Path, source: Path, step: int) -> None:
+    """Copy the checkpoint into the fork's folder, unless it has begun before.
+
+    Raises ConfigError where the folder has something else.
+    """
+    origin = {"run": str(source.resolve()), "step": step}
+    file = folder / FORK
+    if file.is_file() and json.loads(file.read_text()) == origin:
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(
+            f"{folder}: is there already, and no fork of {source} at step {step}; give this one a "
+            "name of its own (run.name=...)"
+        )
+    # The file comes last: without it the copy may be in part.
+    target = folder / CHECKPOINTS
+    shutil.copytree(checkpoint, target / f"partial-{checkpoint.name}")
+    (target / f"partial-{checkpoint.name}").rename(target / checkpoint.name)
+    file.write_text(json.dumps(origin) + "\n")

@@ -1,0 +1,74 @@
+"""`hybridflow fork`: the original's next step, bit for bit; other settings; what cannot be forked."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers.tiny import learning, write
+from safetensors.torch import load_file
+
+from hybridflow.cli.main import main
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, path):
+    """The current folder, with a run of four steps, every second one kept."""
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path.insert(0, str(tmp_path))  # of its rewards
+    sys.modules.pop("rewards", None)
+    settings = ["run.steps=4", "run.checkpoint_every=2", "actor.optimizer.lr=0.003"]
+    assert main(["run", "tiny.toml", *settings]) == 0
+    yield tmp_path
+    sys.modules.pop("rewards", None)
+
+
+def test_its_steps_are_the_original_s_bit_for_bit(here, capsys):
+    assert main(["fork", "runs/tiny", "--step", "2"]) == 0
+    fork = here / "runs/tiny-from-2"
+    assert learning(fork) == learning(here / "runs/tiny")[2:]
+    weights = [
+        load_file(run / "export/actor/model.safetensors") for run in (fork, here / "runs/tiny")
+    ]
+    assert all(torch.equal(values, weights[1][name]) for name, values in weights[0].items())
+    assert json.loads((fork / "fork.json").read_text()) == {
+        "run": str(here / "runs/tiny"),
+        "step": 2,
+    }
+
+    # Once more: it is finished.
+    capsys.readouterr()
+    assert main(["fork", "runs/tiny", "--step", "2"]) == 0
+    assert "finished already, at step 4" in capsys.readouterr().out
+
+
+def test_settings_may_differ_that_a_resumed_run_s_may_not(here):
+    arguments = [
+        "algorithm.group_size=2",
+        "algorithm.prompts_per_step=8",
+        "run.name=wide",
+        "run.steps=3",
+    ]
+    assert main(["fork", "runs/tiny", "--step", "2", *arguments]) == 0
+    assert [row["step"] for row in learning(here / "runs/wide")] == [3]
+    assert learning(here / "runs/wide")[0] != learning(here / "runs/tiny")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["runs/tiny", "--step", "3"], "has no checkpoint of it (kept steps: 2, 4)"),
+        (["runs", "--step", "2"], "is not the folder of a run"),
+        (["runs/tiny", "--step", "4"], "run.steps: is 4, and the fork begins after step 4"),
+        (["runs/tiny", "--step", "2", "run.name=tiny"], "is there already, and no fork"),
+        (["runs/tiny", "--step", "2", "actor.optimizer.rate=1"], "actor.optimizer.rate"),
+    ],
+)
+def test_what_cannot_be_forked_is_said_and_nothing_is_written(here, capsys, arguments, said):
+    before = sorted(path.name for path in (here / "runs").iterdir())
+    assert main(["fork", *arguments]) == 1
+    assert said in capsys.readouterr().err
+    assert sorted(path.name for path in (here / "runs").iterdir()) == before
