@@ -12,6 +12,10 @@ COMMANDS = {
         "Begin a run at a checkpoint of another one, with other settings.",
     ),
     "runs": ("runs:RunsCommand", "List runs, compare what differs, delete them."),
+    "sweep": (
+        "sweep:SweepCommand",
+        "Run a config with every combination of some settings, and print one table.",
+    ),
     "plan": (
         "plan:PlanCommand",
         "Say where everything goes, how long a step takes and whether it fits, before it runs.",

@@ -1,0 +1,247 @@
+"""`hybridflow sweep`: a config with every combination of some settings, and one table at the end.
+
+lr=1e-3,1e-4 seeds=2    ->   lr=1e-3,seed=0   lr=1e-3,seed=1   lr=1e-4,seed=0   lr=1e-4,seed=1
+                                  |                |                |                |
+                             hybridflow run ...    processes of their own, some at a time
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+
+from hybridflow.cli.runs import FoundRun, find_runs
+from hybridflow.core.config.load import read_config
+from hybridflow.core.contracts.command import Command
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.running.files import DONE
+from hybridflow.kit.console import make_console, print_line, print_table
+
+SEEDS = "seeds"
+"""The key that stands for run.seed, from 0 on."""
+LOOK_S = 0.2
+"""Seconds between two looks at whether a run has ended."""
+
+
+class SweepCommand(Command):
+    """A plugin of kind "command", name "sweep"."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("config", help="a TOML file")
+        parser.add_argument(
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="key=value,value",
+            help="settings: those with several values are varied; seeds=3 is run.seed=0,1,2",
+        )
+        parser.add_argument(
+            "--at-once", type=int, help="runs at a time; default: as many as the devices allow"
+        )
+        parser.add_argument("--name", help="folder of the runs; default: CONFIG-sweep")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run what is not finished, and print the table; status 1 where a run failed."""
+        varied, common = split(arguments.overrides)
+        if arguments.at_once is not None and arguments.at_once < 1:
+            raise ConfigError(f"--at-once: is {arguments.at_once}; give 1 or more")
+        from hybridflow.core.launch import load_config
+
+        # All combinations are checked before the first one starts.
+        tables, _ = read_config(arguments.config, common)
+        name = arguments.name or f"{Path(arguments.config).stem}-sweep"
+        folder = Path(tables.get("run", {}).get("folder", "runs")) / name
+        points = points_of(varied)
+        jobs = [load_config(arguments.config, point.overrides(common, folder)) for point in points]
+        at_once = arguments.at_once or _fitting(jobs[0])
+        folder.mkdir(parents=True, exist_ok=True)
+
+        console = make_console()
+        stages = [job.stage for job in jobs[0]]
+        last = stages[-1] or ""
+        left = [point for point in points if not (folder / point.name / last / DONE).is_file()]
+        print_line(
+            console, f"{len(points)} runs in {folder}, {len(left)} to do, {at_once} at a time"
+        )
+        failed = _run_all(arguments.config, common, folder, left, at_once)
+        print_results(folder, points, last, failed)
+        return 1 if failed else 0
+
+
+@attrs.frozen
+class Point:
+    """One combination of values."""
+
+    values: tuple[tuple[str, str], ...]
+    """(key, value) of the settings that are varied, in order."""
+
+    @property
+    def name(self) -> str:
+        """Its folder's name: the keys' last parts and the values."""
+        parts = [f"{key.rpartition('.')[2]}={value}" for key, value in self.values]
+        return re.sub(r"[^\w.=,+-]+", "_", ",".join(parts)) or "run"
+
+    def overrides(self, common: Sequence[str], folder: Path) -> list[str]:
+        """Return the overrides of its run."""
+        own = [f"{key}={value}" for key, value in self.values]
+        return [*common, *own, f"run.folder={folder}", f"run.name={self.name}"]
+
+
+def split(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Return (key -> its values, of those with several; the other overrides).
+
+    Commas inside brackets, braces and quotes belong to a value. Raises ConfigError for a number of
+    seeds that is none.
+    """
+    varied: dict[str, list[str]] = {}
+    common = []
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if key == SEEDS:
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"{text}: give a number of seeds, 1 or more")
+            varied["run.seed"] = [str(seed) for seed in range(int(value))]
+            continue
+        values = _at_commas(value)
+        if not equals or len(values) == 1:
+            common.append(text)
+        else:
+            varied[key] = values
+    return varied, common
+
+
+def _at_commas(text: str) -> list[str]:
+    """Cut a text at commas that are in no brackets, braces or quotes."""
+    parts = [""]
+    depth = 0
+    quote = ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        else:
+            depth += {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}.get(letter, 0)
+            if letter == "," and depth == 0:
+                parts.append("")
+                continue
+        parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def points_of(varied: dict[str, list[str]]) -> list[Point]:
+    """Return every combination. Raises ConfigError for two of the same name."""
+    points = [
+        Point(tuple(zip(varied, values, strict=True)))
+        for values in itertools.product(*varied.values())
+    ]
+    if len({point.name for point in points}) < len(points):
+        raise ConfigError(
+            "two combinations have one name, as keys with equal ends or equal values do; give each "
+            "value once, and sweeps of their own to such keys"
+        )
+    return points
+
+
+def _fitting(jobs: Sequence) -> int:
+    """Return how many runs of these stages the devices of this machine allow at a time."""
+    import torch
+
+    most = max(sum(pool.world for pool in job.pools.values()) for job in jobs)
+    threads = getattr(jobs[0].runtime_config, "threads", None) or 1
+    cuda = jobs[0].device == "cuda"
+    have = torch.cuda.device_count() if cuda else (os.cpu_count() or 1) // threads
+    return max(1, have // most)
+
+
+def _run_all(
+    config: str, common: Sequence[str], folder: Path, left: Sequence[Point], at_once: int
+) -> dict[str, str]:
+    """Run the points, some at a time; return name -> the last line of what failed."""
+    console = make_console()
+    waiting = list(left)
+    running: dict[str, subprocess.Popen] = {}
+    failed: dict[str, str] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                point = waiting.pop(0)
+                running[point.name] = _start(config, point.overrides(common, folder), folder, point)
+                print_line(console, f"{point.name}: started")
+            for name, process in list(running.items()):
+                status = process.poll()
+                if status is None:
+                    continue
+                del running[name]
+                if status:
+                    log = (folder / f"{name}.log").read_text().strip().splitlines()
+                    failed[name] = log[-1] if log else f"exit status {status}"
+                print_line(console, f"{name}: {'failed' if status else 'finished'}")
+            time.sleep(LOOK_S)
+    finally:
+        # Told to stop, a run writes a checkpoint, from which the next sweep goes on.
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+    return failed
+
+
+def _start(config: str, overrides: Sequence[str], folder: Path, point: Point) -> subprocess.Popen:
+    """Start a run, or go on with one that was ended; one without a checkpoint begins anew."""
+    command = [sys.executable, "-m", "hybridflow.cli.main", "run", config, *overrides]
+    own = folder / point.name
+    if own.is_dir():
+        kept = any(own.rglob("state.json")) or any(own.rglob(DONE))
+        command.append("--resume" if kept else "--overwrite")
+    with open(folder / f"{point.name}.log", "a") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def print_results(
+    folder: Path, points: Sequence[Point], stage: str, failed: dict[str, str]
+) -> None:
+    """Print a row for each run, failed ones too, and one for each setting over its seeds."""
+    console = make_console()
+    keys = [key for key, _ in points[0].values]
+    rows = []
+    by_setting: dict[tuple[str, ...], list[float]] = {}
+    for point in points:
+        found = _found(folder / point.name / stage)
+        values = [value for _, value in point.values]
+        score = "" if found is None or found.score is None else f"{found.score:.3f}"
+        state = "failed" if point.name in failed else found.state if found else "not begun"
+        step = str(found.step) if found else ""
+        rows.append((*values, state, step, score, failed.get(point.name, "")))
+        if found is not None and found.score is not None and point.name not in failed:
+            own = tuple(value for key, value in point.values if key != "run.seed")
+            by_setting.setdefault(own, []).append(found.score)
+    print_table(console, (*keys, "state", "step", "score", "why"), rows)
+
+    # Means over seeds, where there are several
+    if "run.seed" in keys and max(map(len, by_setting.values()), default=0) > 1:
+        others = [key for key in keys if key != "run.seed"]
+        means = []
+        for own, scores in by_setting.items():
+            error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else 0.0
+            means.append((*own, f"{statistics.mean(scores):.3f}", f"{error:.3f}", str(len(scores))))
+        print_line(console)
+        print_table(console, (*others, "mean score", "standard error", "seeds"), means)
+
+
+def _found(folder: Path) -> FoundRun | None:
+    """Return the run in a folder; None where it has not begun."""
+    try:
+        return find_runs(folder)[0]
+    except ConfigError:
+        return None

@@ -1,0 +1,97 @@
+"""`hybridflow sweep`: every combination, failed ones too, and what was ended goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from helpers.tiny import write
+
+from hybridflow.cli.main import main
+from hybridflow.cli.sweep import Point, points_of, split
+from hybridflow.core.errors import ConfigError
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, path):
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path.insert(0, str(tmp_path))  # of its rewards
+    sys.modules.pop("rewards", None)
+    yield tmp_path
+    sys.modules.pop("rewards", None)
+
+
+def test_values_are_cut_at_commas_that_are_their_own():
+    varied, common = split(
+        ["lr=1,2", "run.steps=3", "pools.main=[1,2]", "a.b=[1,2],'x,y',{c=1,d=2}", "seeds=2"]
+    )
+    assert varied == {
+        "lr": ["1", "2"],
+        "a.b": ["[1,2]", "'x,y'", "{c=1,d=2}"],
+        "run.seed": ["0", "1"],
+    }
+    assert common == ["run.steps=3", "pools.main=[1,2]"]
+    for text in ("seeds=0", "seeds=many"):
+        with pytest.raises(ConfigError, match="give a number of seeds, 1 or more"):
+            split([text])
+
+
+def test_every_combination_has_a_name():
+    points = points_of({"actor.optimizer.lr": ["1e-3", "1e-4"], "run.seed": ["0", "1"]})
+    assert [point.name for point in points] == [
+        "lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-4,seed=0", "lr=1e-4,seed=1"
+    ]  # fmt: skip
+    assert points_of({}) == [Point(())] and Point(()).name == "run"
+    assert Point((("reward.function", "mine:a b"),)).name == "function=mine_a_b"
+    with pytest.raises(ConfigError, match="two combinations have one name"):
+        points_of({"a.lr": ["1", "1"]})
+
+
+@pytest.mark.timeout(300)
+def test_the_table_has_every_run_also_one_that_failed_and_what_is_done_is_not_done_again(
+    here, capsys
+):
+    held_out = ["validation.data.limit=4", "validation.data.options.split=held-out"]
+    settings = [
+        "run.steps=2",
+        "reward.function=rewards:digits,rewards:raises",
+        "seeds=2",
+        *held_out,
+    ]
+    assert main(["sweep", "tiny.toml", *settings, "--at-once", "2"]) == 1
+    printed = capsys.readouterr().out
+    assert "4 runs in runs/tiny-sweep, 4 to do, 2 at a time" in printed
+    table = [line.split() for line in printed.splitlines() if line.startswith("rewards:")]
+    assert [row[:3] for row in table[:4]] == [
+        ["rewards:digits", "0", "finished"],
+        ["rewards:digits", "1", "finished"],
+        ["rewards:raises", "0", "failed"],
+        ["rewards:raises", "1", "failed"],
+    ]
+    assert "no such unit" in printed
+
+    # The mean over seeds, by hand
+    scores = []
+    for seed in (0, 1):
+        done = json.loads(
+            (here / f"runs/tiny-sweep/function=rewards_digits,seed={seed}/done.json").read_text()
+        )
+        scores.append(done["validations"]["2"]["validation/score"])
+    assert table[4][:2] == ["rewards:digits", f"{sum(scores) / 2:.3f}"]
+    assert table[4][2:] == [f"{abs(scores[0] - scores[1]) / 2:.3f}", "2"]
+
+    assert main(["sweep", "tiny.toml", *settings[:1], "reward.function=rewards:digits", "seeds=2", *held_out,
+                 "--name", "mine"]) == 0  # fmt: skip
+    capsys.readouterr()
+    assert main(["sweep", "tiny.toml", *settings[:1], "reward.function=rewards:digits", "seeds=2", *held_out,
+                 "--name", "mine"]) == 0  # fmt: skip
+    assert "2 runs in runs/mine, 0 to do" in capsys.readouterr().out
+
+
+def test_what_is_wrong_in_any_combination_is_said_before_the_first_starts(here, capsys):
+    assert main(["sweep", "tiny.toml", "algorithm.group_size=4,-1"]) == 1
+    assert "algorithm.group_size" in capsys.readouterr().err
+    assert not (here / "runs").exists()
+    assert main(["sweep", "tiny.toml", "--at-once", "0"]) == 1
