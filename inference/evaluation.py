@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.contracts.reward import Reward
+from hybridflow.core.contracts.reward import FailureRule, Reward
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
@@ -28,6 +28,7 @@ from hybridflow.core.running.changes import settings
 from hybridflow.core.running.folder import hold, versions
 from hybridflow.core.running.session import Prepared, Session, prepare
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.workers.failures import score_by_rule
 from hybridflow.inference.records import Record, append_records, cut_to_chunks, read_records
 from hybridflow.inference.scores import Figure, difference, figure, majority_score, pass_at_k
 
@@ -256,11 +257,41 @@ def _records(
     return records
 
 
-def summary(evaluation: Evaluation, figures: Mapping[str, Mapping[str, Figure]]) -> dict[str, Any]:
+def rescore(
+    source: Path, reward: Reward, name: str, out: Path
+) -> tuple[dict[str, list[Record]], int]:
+    """Score the responses of an evaluation's folder again, by another reward, without a model.
+
+    Returns the records of each data set, which are written to `out`, and the number of sampled
+    responses of a row. Raises ConfigError for a folder without an evaluation.
+    """
+    file = source / SETTINGS
+    if not file.is_file():
+        raise ConfigError(f"--rescore: {source} is not the folder of an evaluation (no {SETTINGS})")
+    before = json.loads(file.read_text())
+    out.mkdir(parents=True, exist_ok=True)
+    sets = {}
+    for set_name in before["sets"]:
+        records = read_records(source / f"{set_name}.jsonl")
+        samples = [record.to_sample() for record in records]
+        scores, _ = score_by_rule(reward, samples, name, FailureRule())
+        answers = [reward.answer(sample) if reward.answers else None for sample in samples]
+        sets[set_name] = [
+            attrs.evolve(record, score=float(score), answer=answer)
+            for record, score, answer in zip(records, scores, answers, strict=True)
+        ]
+        (out / f"{set_name}.jsonl").unlink(missing_ok=True)
+        append_records(out / f"{set_name}.jsonl", sets[set_name])
+    return sets, before["samples"]
+
+
+def summary(
+    label: str, samples: int, figures: Mapping[str, Mapping[str, Figure]]
+) -> dict[str, Any]:
     """Return the figures of each data set as JSON has them."""
     return {
-        "model": evaluation.label,
-        "samples": evaluation.samples,
+        "model": label,
+        "samples": samples,
         "figures": {
             name: {key: attrs.asdict(value) for key, value in own.items()}
             for name, own in figures.items()

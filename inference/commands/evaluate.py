@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,11 @@ class EvaluateCommand(Command):
         parser.add_argument(
             "--compare", metavar="MODEL", help="another model on the same rows: differences"
         )
+        parser.add_argument(
+            "--rescore",
+            action="store_true",
+            help="MODEL is an evaluation's folder: score its responses by --reward, without model",
+        )
         parser.add_argument("--out", type=Path, help="folder of the samples and figures")
         parser.add_argument(
             "--overwrite", action="store_true", help="replace an evaluation of other settings"
@@ -63,6 +69,8 @@ class EvaluateCommand(Command):
         from hybridflow.inference.evaluation import Measure
         from hybridflow.inference.models import find_model
 
+        if arguments.rescore:
+            return _rescore(arguments)
         samples = arguments.samples
         pass_at = _pass_at(arguments.pass_at, samples)
         if arguments.majority and not samples:
@@ -85,24 +93,55 @@ class EvaluateCommand(Command):
 
 def _evaluate(evaluation: Evaluation, measure: Measure, overwrite: bool) -> Values:
     """Evaluate a model, print its figures, and write them; return their values by data set."""
-    from hybridflow.inference.evaluation import evaluate, summary
-    from hybridflow.kit.console import make_console, print_line, print_table
+    from hybridflow.inference.evaluation import evaluate
+    from hybridflow.kit.console import make_console, print_line
 
     console = make_console()
     print_line(console, f"{evaluation.label}: to {evaluation.folder}")
     records = evaluate(evaluation, measure, lambda text: print_line(console, text), overwrite)
     values = {name: measure.values(own, evaluation.samples) for name, own in records.items()}
+    _print_figures(evaluation.label, evaluation.samples, measure, values, evaluation.folder)
+    return values
+
+
+def _print_figures(
+    label: str, samples: int, measure: Measure, values: Values, folder: Path
+) -> None:
+    """Print the figures of a model, and write them into a folder."""
+    from hybridflow.inference.evaluation import summary
+    from hybridflow.kit.console import make_console, print_table
+
     figures = {name: measure.figures(own) for name, own in values.items()}
-    text = json.dumps(summary(evaluation, figures), indent=2)
-    (evaluation.folder / FIGURES).write_text(text + "\n")
+    text = json.dumps(summary(label, samples, figures), indent=2)
+    (folder / FIGURES).write_text(text + "\n")
 
     cells = []
     for name, own in figures.items():
         for key, figure in own.items():
             interval = f"{figure.low:.3f} to {figure.high:.3f}"
             cells.append((name, key, f"{figure.mean:.3f}", interval, str(figure.rows)))
-    print_table(console, ("data", "figure", "mean", "95% interval", "rows"), cells)
-    return values
+    print_table(make_console(), ("data", "figure", "mean", "95% interval", "rows"), cells)
+
+
+def _rescore(arguments: argparse.Namespace) -> int:
+    """Score the responses of an evaluation's folder by another reward."""
+    from hybridflow.core.plugins.resolve import reward_from
+    from hybridflow.inference.evaluation import Measure, rescore
+
+    if arguments.reward is None:
+        raise ConfigError("--rescore: give the reward that scores, --reward")
+    source = Path(arguments.model)
+    reward = reward_from(arguments.reward)
+    if arguments.majority and not reward.answers:
+        raise ConfigError(f"--majority: reward {arguments.reward!r} does not say what an answer is")
+    name = re.sub(r"\W+", "_", arguments.reward)
+    out = arguments.out or source / f"rescored-{name}"
+    sets, samples = rescore(source, reward, arguments.reward, out)
+    pass_at = _pass_at(arguments.pass_at, samples)
+    measure = Measure(pass_at, arguments.success, arguments.majority and samples > 0)
+    values = {name: measure.values(own, samples) for name, own in sets.items()}
+    _print_figures(f"{source}, by {arguments.reward}", samples, measure, values, out)
+    return 0
 
 
 def _print_differences(

@@ -62,6 +62,35 @@ def test_evaluate_takes_several_files_and_compares(model, tmp_path, capsys):
     assert {name: own["greedy"]["rows"] for name, own in figures.items()} == {"easy": 3, "hard": 5}
 
 
+def test_recorded_responses_are_scored_again_without_a_model(model, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    assert main(["evaluate", model, "--samples", "2", "--out", str(out)]) == 0
+    before = [json.loads(line) for line in (out / "validation.jsonl").read_text().splitlines()]
+
+    # No model is looked for from here on.
+    monkeypatch.setattr("hybridflow.inference.models.find_model", None)
+    arguments = ["evaluate", str(out), "--rescore", "--reward", "exact_match", "--majority"]
+    assert main(arguments) == 0
+    again = [
+        json.loads(line)
+        for line in (out / "rescored-exact_match/validation.jsonl").read_text().splitlines()
+    ]
+    for old, new in zip(before, again, strict=True):
+        right = float(new["response"].strip() == new["meta"]["answer"])
+        assert new == {**old, "score": right, "answer": new["response"].strip()}
+    figures = json.loads((out / "rescored-exact_match/figures.json").read_text())["figures"][
+        "validation"
+    ]
+    assert list(figures) == ["greedy", "mean", "pass@1", "pass@2", "maj@2"]
+    for wrong in (
+        ["evaluate", str(tmp_path), "--rescore", "--reward", "exact_match"],
+        arguments[:3],
+    ):
+        assert main(wrong) == 1
+    said = capsys.readouterr().err
+    assert "is not the folder of an evaluation" in said and "give the reward that scores" in said
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
