@@ -7,12 +7,14 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 @hookimpl
 def hybridflow_plugins() -> list[Descriptor]:
-    """Return the descriptors of the rewards "exact_match", "code", "environment" and "math"."""
+    """Return the descriptors of the built-in rewards; none is imported."""
     package = "hybridflow.backends.rewards"
     return [
         Descriptor("reward", "exact_match", f"{package}.exact_match:ExactMatch"),
         Descriptor("reward", "code", f"{package}.code:CodeReward"),
         Descriptor("reward", "environment", f"{package}.environment:EnvironmentReward"),
+        Descriptor("reward", "trl", f"{package}.foreign:TRLReward"),
+        Descriptor("reward", "verl", f"{package}.foreign:VerlReward"),
         Descriptor(
             "reward",
             "math",

@@ -43,8 +43,9 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
     for parameter, library in FOREIGN.items():
         if parameter in signature.parameters and parameter not in options:
             raise ConfigError(
-                f"reward {name!r}{signature} has {library}'s form; here a reward takes one sample "
-                f"at a time: def {found.__name__}(sample) -> float, with sample.prompt, "
+                f"reward {name!r}{signature} has {library}'s form; name it as it is by function = "
+                f'"{library.lower()}", options = {{ function = "{name}" }}, or write it for one '
+                f"sample: def {found.__name__}(sample) -> float, with sample.prompt, "
                 "sample.response, sample.answer and the row's fields in sample.meta"
             )
 
