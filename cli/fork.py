@@ -8,14 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.config.load import read_config
+from hybridflow.core.config.load import import_from_beside, read_config
 from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.files import CHECKPOINTS, CONFIG, MARK
-
-FORK = "fork.json"
-"""The file in a fork's folder that says where it began."""
+from hybridflow.core.running.files import BESIDE, CHECKPOINTS, CONFIG, FORK, MARK
 
 
 class ForkCommand(Command):
@@ -79,7 +76,10 @@ def _tables(source: Path, step: int) -> dict[str, Any]:
             f"{source}: is not the folder of a run (it has no {MARK}); of a run with stages "
             "give the stage's, such as runs/arithmetic/grpo"
         )
-    tables: dict[str, Any] = json.loads(mark.read_text())[CONFIG]
+    written = json.loads(mark.read_text())
+    if beside := written.get(BESIDE):
+        import_from_beside(Path(beside) / MARK)  # the run's rewards, say
+    tables: dict[str, Any] = written[CONFIG]
     own = tables.get("run", {})
     name = f"{source.name}-from-{step}"
     tables["run"] = {**own, "folder": str(source.parent), "name": name}
@@ -93,15 +93,20 @@ def _begin(folder: Path, checkpoint: Path, source: Path, step: int) -> None:
     """
     origin = {"run": str(source.resolve()), "step": step}
     file = folder / FORK
-    if file.is_file() and json.loads(file.read_text()) == origin:
-        return
-    if folder.exists() and any(folder.iterdir()):
+    ours = file.is_file() and json.loads(file.read_text()) == origin
+    if not ours and folder.exists() and any(folder.iterdir()):
         raise ConfigError(
             f"{folder}: is there already, and no fork of {source} at step {step}; give this one a "
             "name of its own (run.name=...)"
         )
-    # The file comes last: without it the copy may be in part.
-    target = folder / CHECKPOINTS
-    shutil.copytree(checkpoint, target / f"partial-{checkpoint.name}")
-    (target / f"partial-{checkpoint.name}").rename(target / checkpoint.name)
+    folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(origin) + "\n")
+
+    # A run that has begun has checkpoints of its own; a copy in part is made again.
+    target = folder / CHECKPOINTS
+    if any(target.glob("step-*")):
+        return
+    partial = target / f"partial-{checkpoint.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(checkpoint, partial)
+    partial.rename(target / checkpoint.name)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,7 @@ def _read(folder: Path) -> FoundRun:
     mark = json.loads((folder / MARK).read_text())
     algorithm = mark[CONFIG].get("algorithm", {})
     done = json.loads((folder / DONE).read_text()) if (folder / DONE).is_file() else None
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    stats = list(_stats(folder))
     steps = _steps(folder)
 
     # Steps and scores: of a finished run, else as far as they were logged or kept.
@@ -128,13 +130,21 @@ def _read(folder: Path) -> FoundRun:
         folder=folder,
         algorithm=algorithm if isinstance(algorithm, str) else algorithm.get("name", ""),
         settings=mark.get(SETTINGS) or {},
-        state="finished" if done is not None else "running" if _is_held(folder) else "ended",
+        state="running" if _is_held(folder) else "ended" if done is None else "finished",
         step=int(step),
         score=scores[-1] if scores else None,
         kept=", ".join(kept),
-        changed=max(path.stat().st_mtime for path in files),
-        nbytes=sum(path.stat().st_size for path in files),
+        changed=max(stat.st_mtime for stat in stats),
+        nbytes=sum(stat.st_size for stat in stats),
     )
+
+
+def _stats(folder: Path) -> Iterator[os.stat_result]:
+    """Yield what the system says of each file; a run may remove some meanwhile."""
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                yield path.stat()
 
 
 def _steps(folder: Path) -> list[int]:

@@ -11,12 +11,15 @@ import argparse
 import itertools
 import os
 import re
+import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -26,6 +29,9 @@ from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.files import DONE
 from hybridflow.kit.console import make_console, print_line, print_table
+
+if TYPE_CHECKING:
+    from hybridflow.core.job.job import Job
 
 SEEDS = "seeds"
 """The key that stands for run.seed, from 0 on."""
@@ -62,18 +68,22 @@ class SweepCommand(Command):
         name = arguments.name or f"{Path(arguments.config).stem}-sweep"
         folder = Path(tables.get("run", {}).get("folder", "runs")) / name
         points = points_of(varied)
-        jobs = [load_config(arguments.config, point.overrides(common, folder)) for point in points]
-        at_once = arguments.at_once or _fitting(jobs[0])
+        jobs = {
+            point: load_config(arguments.config, point.overrides(common, folder))
+            for point in points
+        }
+        slots = slots_of(jobs[points[0]], arguments.at_once)
         folder.mkdir(parents=True, exist_ok=True)
 
         console = make_console()
-        stages = [job.stage for job in jobs[0]]
-        last = stages[-1] or ""
-        left = [point for point in points if not (folder / point.name / last / DONE).is_file()]
+        last = jobs[points[0]][-1].stage or ""
+        left = [point for point in points if not _is_done(jobs[point])]
         print_line(
-            console, f"{len(points)} runs in {folder}, {len(left)} to do, {at_once} at a time"
+            console, f"{len(points)} runs in {folder}, {len(left)} to do, {len(slots)} at a time"
         )
-        failed = _run_all(arguments.config, common, folder, left, at_once)
+        for point in left:
+            _remove_lost(jobs[point])
+        failed = _run_all(arguments.config, common, folder, left, slots)
         print_results(folder, points, last, failed)
         return 1 if failed else 0
 
@@ -153,36 +163,78 @@ def points_of(varied: dict[str, list[str]]) -> list[Point]:
     return points
 
 
-def _fitting(jobs: Sequence) -> int:
-    """Return how many runs of these stages the devices of this machine allow at a time."""
+def _is_done(jobs: Sequence[Job]) -> bool:
+    """Return whether all stages have finished with these settings."""
+    from hybridflow.core.running.changes import changes
+    from hybridflow.core.running.kept import read_done, to_train
+
+    for job in jobs:
+        done = read_done(job)
+        if done is None or to_train(job, done) or changes(job):
+            return False
+    return True
+
+
+def _remove_lost(jobs: Sequence[Job]) -> None:
+    """Remove the folders of stages that were ended before their first checkpoint."""
+    for job in jobs:
+        kept = any(job.folder.glob("checkpoints/step-*/state.json"))
+        if not kept and not (job.folder / DONE).is_file():
+            shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def slots_of(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, str]]:
+    """Return the environment of each run that goes at a time: which GPUs it sees, if there are.
+
+    at_once: how many; None: as many as the devices of this machine allow. Runs on a cluster go one
+    at a time, for nobody here knows its devices.
+    """
     import torch
 
+    from hybridflow.core.contracts.runtime import runtime_settings
+
     most = max(sum(pool.world for pool in job.pools.values()) for job in jobs)
-    threads = getattr(jobs[0].runtime_config, "threads", None) or 1
-    cuda = jobs[0].device == "cuda"
-    have = torch.cuda.device_count() if cuda else (os.cpu_count() or 1) // threads
-    return max(1, have // most)
+    if runtime_settings(jobs[0].runtime_config).remote:
+        return [{}] * (at_once or 1)
+    if jobs[0].device != "cuda":
+        threads = getattr(jobs[0].runtime_config, "threads", None) or 1
+        return [{}] * (at_once or max(1, (os.cpu_count() or 1) // (most * threads)))
+
+    # Each gets devices of its own; with more runs than that, some share.
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = seen.split(",") if seen else [str(n) for n in range(torch.cuda.device_count())]
+    parts = [devices[at : at + most] for at in range(0, len(devices) - most + 1, most)]
+    slots = [{"CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts or [devices]]
+    return [slots[at % len(slots)] for at in range(at_once or len(slots))]
 
 
 def _run_all(
-    config: str, common: Sequence[str], folder: Path, left: Sequence[Point], at_once: int
+    config: str,
+    common: Sequence[str],
+    folder: Path,
+    left: Sequence[Point],
+    slots: Sequence[dict[str, str]],
 ) -> dict[str, str]:
-    """Run the points, some at a time; return name -> the last line of what failed."""
+    """Run the points, one in each slot at a time; return name -> the last line of what failed."""
     console = make_console()
     waiting = list(left)
-    running: dict[str, subprocess.Popen] = {}
+    free = list(slots)
+    running: dict[str, tuple[subprocess.Popen, dict[str, str]]] = {}
     failed: dict[str, str] = {}
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
-                point = waiting.pop(0)
-                running[point.name] = _start(config, point.overrides(common, folder), folder, point)
+            while waiting and free:
+                point, slot = waiting.pop(0), free.pop(0)
+                process = _start(config, point.overrides(common, folder), folder, point, slot)
+                running[point.name] = (process, slot)
                 print_line(console, f"{point.name}: started")
-            for name, process in list(running.items()):
+            for name, (process, slot) in list(running.items()):
                 status = process.poll()
                 if status is None:
                     continue
                 del running[name]
+                free.append(slot)
                 if status:
                     log = (folder / f"{name}.log").read_text().strip().splitlines()
                     failed[name] = log[-1] if log else f"exit status {status}"
@@ -190,22 +242,36 @@ def _run_all(
             time.sleep(LOOK_S)
     finally:
         # Told to stop, a run writes a checkpoint, from which the next sweep goes on.
-        for process in running.values():
+        for process, _ in running.values():
             process.terminate()
-        for process in running.values():
+        for process, _ in running.values():
             process.wait()
+        signal.signal(signal.SIGTERM, before)
     return failed
 
 
-def _start(config: str, overrides: Sequence[str], folder: Path, point: Point) -> subprocess.Popen:
-    """Start a run, or go on with one that was ended; one without a checkpoint begins anew."""
+def _interrupt(number: int, frame: object) -> None:
+    """Let a SIGTERM end the sweep as Ctrl-C does."""
+    raise KeyboardInterrupt
+
+
+def _start(
+    config: str, overrides: Sequence[str], folder: Path, point: Point, slot: dict[str, str]
+) -> subprocess.Popen:
+    """Start a run, or go on with one that was ended."""
     command = [sys.executable, "-m", "hybridflow.cli.main", "run", config, *overrides]
-    own = folder / point.name
-    if own.is_dir():
-        kept = any(own.rglob("state.json")) or any(own.rglob(DONE))
-        command.append("--resume" if kept else "--overwrite")
+    if (folder / point.name).is_dir():
+        command.append("--resume")
+
+    # In a session of its own, so that Ctrl-C reaches the sweep alone, which ends it by SIGTERM.
     with open(folder / f"{point.name}.log", "a") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **slot},
+            start_new_session=True,
+        )
 
 
 def print_results(

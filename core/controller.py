@@ -43,6 +43,7 @@ from hybridflow.core.errors import CheckpointError, MismatchError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.changes import settings
+from hybridflow.core.running.files import DONE
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.kept import checkpoints_of
 from hybridflow.core.running.mismatch import explained
@@ -71,17 +72,20 @@ def run_job(
     resume: bool = False,
     overwrite: bool = False,
     export: bool = False,
+    beside: str | None = None,
 ) -> Outcome:
     """Run one job to its end.
 
     resume: go on from the newest checkpoint in the run's folder; overwrite: remove an earlier run
-    from the folder; export: write the trained models at the end.
+    from the folder; export: write the trained models at the end; beside: the config's folder.
 
     When a worker dies, the job starts again from its newest checkpoint (from the beginning if there
     is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
     since it would happen again. Raises ConfigError if the run's folder cannot be claimed.
     """
-    with claim(job, resume, overwrite, settings(job)), Reporter(job, prepared) as report:
+    claimed = claim(job, resume, overwrite, settings(job), beside)
+    with claimed, Reporter(job, prepared) as report:
+        (job.folder / DONE).unlink(missing_ok=True)  # of a finished run that goes on
         for attempt in range(job.run.restarts + 1):
             try:
                 session = Session(job, prepared, report.say)

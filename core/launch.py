@@ -61,6 +61,7 @@ def run(
     """
     # Everything that can be wrong in any run stage is checked before the first one starts.
     every = load_config(config, overrides)
+    beside = None if isinstance(config, Mapping) else str(Path(config).parent.resolve())
     chosen = range(len(every)) if stage is None else [_place_of(every, stage)]
     jobs = [every[at] for at in chosen]
     _refuse_existing_runs(jobs, resume, overwrite)
@@ -68,6 +69,8 @@ def run(
     for at, job in zip(chosen, jobs, strict=True):
         if stage is not None:
             _refuse_missing_stages(job, every[:at])
+        if stage is not None and overwrite:
+            _refuse_begun_stages(job, every[at + 1 :])
     done: list[Done | None] = [None] * len(jobs)
     changed: list[list[Change]] = [[] for _ in jobs]
     if resume:
@@ -100,7 +103,7 @@ def run(
             if resume:
                 print(_goes_on(job, changed[index]), flush=True)
             export = _exports(job, following[index])
-            outcome = run_job(with_exports(job), prepared[index], resume, overwrite, export)
+            outcome = run_job(with_exports(job), prepared[index], resume, overwrite, export, beside)
             if outcome.state != "finished":
                 return outcome
             write_done(job, Done(outcome.step, outcome.validations, export))
@@ -130,6 +133,16 @@ def _refuse_missing_stages(job: Job, earlier: list[Job]) -> None:
             raise ConfigError(
                 f"--stage {job.stage}: it begins with the model of {other.stage}, which has not "
                 f"finished in {other.folder}; run that first, or leave --stage out"
+            )
+
+
+def _refuse_begun_stages(job: Job, later: list[Job]) -> None:
+    """Raise ConfigError where a later stage has begun with the model that would be replaced."""
+    for other in later:
+        if other.follows_stage(job) and (other.folder / MARK).exists():
+            raise ConfigError(
+                f"--stage {job.stage} --overwrite: {other.stage} has begun with its model; remove "
+                f"{other.folder} too, or leave --stage out"
             )
 
 

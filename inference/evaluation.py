@@ -34,6 +34,8 @@ from hybridflow.inference.scores import Figure, difference, figure, majority_sco
 
 SETTINGS = "evaluation.json"
 """The file in an evaluation's folder that says what is evaluated."""
+FIGURES = "figures.json"
+"""The file of its figures, written when it is complete."""
 FIRST = "validation"
 """The name of the first data set in the job, whose first row the reward is tried on."""
 Say = Callable[[str], None]
@@ -123,7 +125,7 @@ def evaluate(
     """
     job = evaluation.job
     answers = answering(job, measure.majority)
-    keys = {FIRST if at == 0 else name: name for at, name in enumerate(evaluation.sets)}
+    keys = {f"set-{at}" if at else FIRST: name for at, name in enumerate(evaluation.sets)}
     sets = {key: evaluation.sets[name] for key, name in keys.items()}
     prepared = prepare(job, sets=sets)
     for note in prepared.notes:
@@ -163,8 +165,8 @@ def _same_settings(evaluation: Evaluation, overwrite: bool) -> None:
                 "this one a folder of its own (--out), or replace that one (--overwrite)"
             )
         return
-    for path in evaluation.folder.glob("*.jsonl"):
-        path.unlink()
+    for path in (*evaluation.folder.glob("*.jsonl"), evaluation.folder / FIGURES):
+        path.unlink(missing_ok=True)
     now["versions"] = versions(evaluation.job)
     file.write_text(json.dumps(now, indent=2) + "\n")
 
@@ -263,11 +265,18 @@ def rescore(
     """Score the responses of an evaluation's folder again, by another reward, without a model.
 
     Returns the records of each data set, which are written to `out`, and the number of sampled
-    responses of a row. Raises ConfigError for a folder without an evaluation.
+    responses of a row. Raises ConfigError for a folder without a complete evaluation.
     """
     file = source / SETTINGS
     if not file.is_file():
         raise ConfigError(f"--rescore: {source} is not the folder of an evaluation (no {SETTINGS})")
+    if not (source / FIGURES).is_file():
+        raise ConfigError(
+            f"--rescore: the evaluation in {source} is not complete; the command that began it "
+            "goes on with it"
+        )
+    if out.resolve() == source.resolve():
+        raise ConfigError(f"--out {out}: the scores of the evaluation there would be lost")
     before = json.loads(file.read_text())
     out.mkdir(parents=True, exist_ok=True)
     sets = {}

@@ -27,7 +27,7 @@ def export(
     dtype: "auto" is that in which the run computed, else that of the files. logs: a folder for
     what the job writes.
     """
-    job = resolve(with_overrides(on_one_device(found, logs), overrides))
+    job = resolve(with_overrides(on_one_device(found, logs), overrides, found))
     tokenizer = prepare(job, sets={}).tokenizer
     if dtype == "auto":
         dtype = _computed(found) or dtype

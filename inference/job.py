@@ -24,10 +24,15 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND, SamplingSection
+from hybridflow.core.job.stages import located_model
 from hybridflow.inference.models import FoundModel
 
 KEPT = ("runtime", "pools", "data", "tokenizer", "rollout", "environment", "validation")
 """Tables that are taken over from the run as they are."""
+PREFERENCES = ("rejected", "unsafe")
+"""Keys of [data] that make two rows of one."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""A training backend's `precision` -> the dtype in which it keeps a frozen model."""
 SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 """How a file's name ends -> the data source that reads it."""
 
@@ -74,10 +79,11 @@ def inference_tables(
     tables["sampling"] = deepcopy(found.tables.get("sampling", {}))
     if found.run is None:
         tables["sampling"] |= {**found.sampling, "stop_tokens": found.stop_tokens}
-        if found.positions is not None:
-            response = min(SamplingSection().max_tokens, found.positions // 2)
-            tables["sampling"]["max_tokens"] = response
-            tables["data"] = {"max_prompt_tokens": found.positions - response}
+
+    # Better and worse responses are for training: each row is asked once.
+    for section in (tables.get("data", {}), tables.get("validation", {}).get("data", {})):
+        for key in PREFERENCES:
+            section.pop(key, None)
     if found.tokenizer is not None:
         tables["tokenizer"] = {"path": found.tokenizer}
 
@@ -87,6 +93,7 @@ def inference_tables(
         backend["checkpoint"] = str(found.checkpoint)
         if lora := role.get("backend", {}).get("lora"):
             backend["lora"] = lora
+            backend["dtype"] = DTYPES.get(str(found.precision), "auto")
     generation = dict(role.get("generation", {}))
     pool = generation.pop("pool", None) or role.get("pool", "main")
     tables["actor"] = {
@@ -99,8 +106,11 @@ def inference_tables(
     pools = {pool}
     if scored and "reward" in found.tables:
         given = found.tables["reward"]
-        reward = {"function": given} if isinstance(given, str) else deepcopy(dict(given))
-        if "model" in reward:
+        reward: dict[str, Any] = (
+            {"function": given} if isinstance(given, str) else deepcopy(dict(given))
+        )
+        if "model" in reward and found.run is not None:
+            reward["model"] = located_model(reward["model"], found.run, "reward")
             # A reward's model has the trainer of the actor, unless it says otherwise.
             trainer = {
                 key: value for key, value in role.get("backend", {}).items() if key != "lora"
@@ -132,8 +142,14 @@ def expanded(role: Mapping[str, Any]) -> dict[str, Any]:
     return role
 
 
-def with_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return tables with `key=value` texts on top. Raises ConfigError with all that are wrong."""
+def with_overrides(
+    tables: Mapping[str, Any], overrides: Sequence[str], found: FoundModel, longest: int = 1024
+) -> dict[str, Any]:
+    """Return tables with `key=value` texts on top. Raises ConfigError with all that are wrong.
+
+    Where neither the model's run nor an override says it, prompts have at most `longest` tokens,
+    and prompts and responses what the model has positions for.
+    """
     merged = dict(tables)
     problems: list[str] = []
     for text in overrides:
@@ -143,6 +159,17 @@ def with_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[
             problems += error.problems
     if problems:
         raise ConfigError(problems)
+    if found.run is not None:
+        return merged
+
+    positions = found.positions
+    sampling = merged["sampling"]
+    if "max_tokens" not in sampling and positions is not None:
+        sampling["max_tokens"] = min(SamplingSection().max_tokens, positions // 2)
+    data = merged.setdefault("data", {})
+    if "max_prompt_tokens" not in data and positions is not None:
+        room = positions - sampling["max_tokens"]
+        data["max_prompt_tokens"] = max(1, min(longest, room))
     return merged
 
 
@@ -155,14 +182,8 @@ def resolve(tables: Mapping[str, Any]) -> Job:
 def with_data(tables: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return tables whose held-out rows are those of a file, or of a source by its name.
 
-    A file's source follows from how its name ends. The options of another source go. Raises
-    ConfigError for a run whose tokenizer would be trained on the other rows.
+    A file's source follows from how its name ends. The options of another source go.
     """
-    if tables.get("tokenizer", {}).get("train"):
-        raise ConfigError(
-            "tokenizer.train: the run's tokenizer was trained on its data and is not saved, so "
-            "other data would make another; export the model first"
-        )
     path = Path(text)
     own: dict[str, Any] = {"source": text}
     if path.suffix in SOURCES or path.exists():

@@ -15,11 +15,20 @@ from typing import Any
 
 import attrs
 
+from hybridflow.core.config.load import import_from_beside
 from hybridflow.core.errors import ModelError
 from hybridflow.core.job.stages import located_model
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, GENERATION, export_folder
-from hybridflow.core.running.files import CHECKPOINTS, DONE, EXPORT, MARK
+from hybridflow.core.running.files import (
+    BESIDE,
+    CHECKPOINTS,
+    CONFIG as TABLES,
+    DONE,
+    EXPORT,
+    MARK,
+    SETTINGS,
+)
 
 
 @attrs.frozen
@@ -41,6 +50,8 @@ class FoundModel:
     tables: Mapping[str, Any]
     """The tables of the run's config; without a run none."""
     role: str = "actor"
+    precision: str | None = None
+    """The backend's setting of this name, by which the role was computed in the run."""
 
     @property
     def role_table(self) -> Mapping[str, Any]:
@@ -52,6 +63,8 @@ class FoundModel:
     def stop_tokens(self) -> list[int]:
         """Tokens at which the model's folder says that texts end."""
         ends = self._generation().get("eos_token_id")
+        if ends is None:
+            ends = self._config().get("eos_token_id")
         if ends is None:
             return []
         return list(ends) if isinstance(ends, list) else [ends]
@@ -66,10 +79,15 @@ class FoundModel:
     @property
     def positions(self) -> int | None:
         """The largest number of tokens of a prompt with its response, if the folder says it."""
+        return self._config().get("max_position_embeddings")
+
+    def _config(self) -> Mapping[str, Any]:
+        """Return the fields of the model's config."""
         path = self.model.get("path")
         if not path:
-            return self.model.get("config", {}).get("max_position_embeddings")
-        return json.loads((Path(path) / CONFIG).read_text()).get("max_position_embeddings")
+            return self.model.get("config", {})
+        file = Path(path) / CONFIG
+        return json.loads(file.read_text()) if file.is_file() else {}
 
     def _generation(self) -> dict[str, Any]:
         """Return the fields of the folder's generation config."""
@@ -99,8 +117,12 @@ def find_model(
         return _folder(folder, step, stage)
 
     folder = _stage(folder, stage)
-    tables = json.loads((folder / MARK).read_text())["config"]
-    return _of_run(folder, tables, step, role)
+    mark = json.loads((folder / MARK).read_text())
+    if beside := mark.get(BESIDE):
+        import_from_beside(Path(beside) / MARK)  # the run's rewards, say
+    settings = mark.get(SETTINGS) or {}
+    found = _of_run(folder, mark[TABLES], step, role)
+    return attrs.evolve(found, precision=settings.get(f"{role}.backend.precision"))
 
 
 def _folder(folder: Path, step: int | None, stage: str | None) -> FoundModel:
@@ -138,20 +160,21 @@ def _stage(folder: Path, stage: str | None) -> Path:
 
 def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str) -> FoundModel:
     """Return a run's model after `step`: an export or a checkpoint."""
-    name = f"{folder.parent.name}/{folder.name}" if tables.get("stages") else folder.name
+    name = _name(folder, tables)
     checkpoints = Checkpoints(folder / CHECKPOINTS, 1)
     kept = [number for number in checkpoints.steps() if (checkpoints.path(number) / role).is_dir()]
-    export = export_folder(folder, role)
-    done = folder / DONE
-    exported = done.is_file() and (export / CONFIG).is_file()
-    last = json.loads(done.read_text())["step"] if exported else None
     tokenizer = str(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
 
-    if exported and step in (None, last):
-        found = FoundModel(
-            f"{name}, step {last}", folder, last, {"path": str(export)}, None, str(export), tables
-        )
-        return attrs.evolve(found, role=role)
+    # An export counts while it is that of the run's end: a run may have gone on since.
+    export = export_folder(folder, role)
+    done = json.loads((folder / DONE).read_text()) if (folder / DONE).is_file() else {}
+    exported = bool(done.get("exported")) and (export / CONFIG).is_file()
+    last = done["step"] if exported else None
+    if last is not None and step in (None, last):
+        _check_policy(json.loads((export / CONFIG).read_text()), role)
+        model = {"path": str(export)}
+        label = f"{name}, step {last}"
+        return FoundModel(label, folder, last, model, None, str(export), tables, role)
 
     if step is None and kept:
         step = kept[-1]
@@ -167,16 +190,37 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
     assert step is not None
     table = {**tables.get("actor", {}), **tables.get(role, {})}
     model = located_model(table.get("model", {}), folder, role)
+    tokenizer = tokenizer or _tokenizer(tables, model)
+    if tokenizer is None and tables.get("tokenizer", {}).get("train"):
+        raise ModelError(
+            f"{folder}: its tokenizer was trained on the run's data, and is saved with an export "
+            "alone; hybridflow run CONFIG --resume run.export=true writes both"
+        )
     return FoundModel(
         label=f"{name}, step {step}",
         run=folder,
         step=step,
         model=model,
         checkpoint=checkpoints.path(step) / role,
-        tokenizer=tokenizer or _tokenizer(tables, model),
+        tokenizer=tokenizer,
         tables=tables,
         role=role,
     )
+
+
+def _name(folder: Path, tables: Mapping[str, Any]) -> str:
+    """Return a run's name for people: its path inside the folder of all runs, if it is there."""
+    runs = Path(tables.get("run", {}).get("folder", "runs"))
+    try:
+        return str(folder.resolve().relative_to(runs.resolve()))
+    except ValueError:
+        return folder.name
+
+
+def _check_policy(config: Mapping[str, Any], role: str) -> None:
+    """Raise ModelError for the config of a value or score model."""
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures", ())):
+        raise ModelError(f"role {role!r} is a value or score model, which generates nothing")
 
 
 def _tokenizer(tables: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:

@@ -45,13 +45,15 @@ class Record:
 
 def read_records(path: Path) -> list[Record]:
     """Return the records of a file."""
-    return [Record(**json.loads(line)) for line in path.read_text().splitlines()]
+    # Lines end with \n alone: JSON leaves other line breaks in texts as they are.
+    with open(path, encoding="utf-8", newline="\n") as file:
+        return [Record(**json.loads(line)) for line in file]
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
     """Write records behind those of the file; they are on the disk when this returns."""
     fields = attrs.fields(Record)
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
         for record in records:
             line = {field.name: getattr(record, field.name) for field in fields}
             file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")

@@ -83,14 +83,15 @@ class Talk:
                 text = self.tokenizer.decode(ids)
                 # A character of several tokens is written when it is complete.
                 ready = text if done else text.rstrip("\ufffd")
-                if ready.startswith(said) and len(ready) > len(said):
+                # Some decoders change what they said; what is printed stays.
+                if len(ready) > len(said):
                     yield ready[len(said) :]
                     said = ready
             if done:
                 break
         if not self.plain:
             self.messages.append({"role": "user", "content": question})
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append({"role": "assistant", "content": text})
 
 
 def text_ids(question: str, tokenizer: Tokenizer, data: DataConfig) -> np.ndarray:

@@ -26,7 +26,8 @@ class TRLReward(Reward):
     It gets prompts, completions, completion_ids, and each of the row's other fields as a list; of
     rows whose field `prompt` is a chat, prompts and completions are lists of messages. Its
     `trainer_state` is None, and `log_extra` and `log_metric` do nothing. None, "this row is not
-    mine", counts as 0 in the sum of several rewards, where TRL leaves it out of the sum.
+    mine", counts as 0. In TRL a row that every function gives None is out of its group; here it
+    takes part with 0.
     """
 
     def __init__(self, function: str, **options: Any):

@@ -45,8 +45,13 @@ class MathReward(Reward):
         return [self._score(sample.answer, sample.response) for sample in samples]
 
     def answer(self, sample: RewardSample) -> str | None:
-        """Return the final answer of a response, numbers in one form; None where it marks none."""
+        """Return the final answer of a response; None where it marks none, and is no number.
+
+        Numbers have one form; other answers are equal where their texts are.
+        """
         text = _last_boxed(sample.response)
+        if text is None and number(sample.response) is not None:
+            text = sample.response
         if "####" in sample.response:
             text = _after_hashes(sample.response)
         if text is None or not text.strip():

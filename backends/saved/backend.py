@@ -45,6 +45,8 @@ class SavedBackend(TrainingBackend):
     """The checkpoint; None without one."""
     _params: dict[str, Param]
     """The canonical parameters, in the dtypes of their files."""
+    _common: torch.dtype
+    """That of the largest one."""
     _sources: dict[str, str]
     """Canonical parameter -> the checkpoint's entry that it comes from, if it does."""
     _last: tuple[str, torch.Tensor] | None
@@ -65,6 +67,7 @@ class SavedBackend(TrainingBackend):
         if self.config.checkpoint is not None:
             self._open_checkpoint(Path(self.config.checkpoint))
         self._open_folder(self._form.shapes.keys() - self._params.keys())
+        self._common = max(self._params.values(), key=lambda param: param.numel).dtype
 
     def _open_checkpoint(self, folder: Path) -> None:
         """Note the parameters that a checkpoint has. Raises CheckpointError and ModelError."""
@@ -89,6 +92,11 @@ class SavedBackend(TrainingBackend):
             )
         for name, param in stored.items():
             for canonical, box, _ in self._form.shards([(name, Box.full(param.shape), _unread)]):
+                if canonical not in self._form.shapes:
+                    raise ModelError(
+                        f"{folder} has {canonical}, which this model does not: only a policy "
+                        "generates, and not a value or score model"
+                    )
                 shape = self._form.shapes[canonical]
                 if box != Box.full(shape):
                     raise ModelError(f"{folder}: {name} has a part of {canonical}, not all of it")
@@ -124,10 +132,21 @@ class SavedBackend(TrainingBackend):
 
     def layout(self) -> WeightLayout:
         """Return that every rank has everything."""
-        params = {name: self._params[name] for name in self._form.shapes}
+        params = {}
+        for name in self._form.shapes:
+            param = self._params[name]
+            params[name] = Param(param.shape, self._dtype(param))
         boxes = {name: (Box.full(param.shape),) for name, param in params.items()}
         ranks = range(self.context.layout.world)
         return WeightLayout(params, dict.fromkeys(ranks, boxes), dict(self._form.ties))
+
+    def _dtype(self, param: Param) -> torch.dtype:
+        """Return in what a parameter is given, by `dtype`; a few are wider than the others."""
+        wide = param.dtype == torch.float32 and self._common != torch.float32
+        if self.config.dtype == "auto" or wide:
+            return param.dtype
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        return dtype
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
         """Yield the parameters, each of which is read when its values are asked for."""
@@ -142,7 +161,7 @@ class SavedBackend(TrainingBackend):
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a canonical parameter, on the host, with adapters merged."""
-        values = self._unmerged(name)
+        values = self._unmerged(name).to(self._dtype(self._params[name]))
         lora = self.config.lora
         layer = name.removesuffix(".weight")
         pair = [f"{MODEL}{layer}.lora_{side}.weight" for side in "AB"]
@@ -195,7 +214,7 @@ class SavedBackend(TrainingBackend):
             self._hf_config,
             generation,
             folder,
-            dtype or largest.dtype,
+            dtype or self._dtype(largest),
             self.context,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -24,6 +24,10 @@ class SavedConfig(TrainingSettings):
     from the model's own folder: frozen weights below adapters, say."""
     lora: LoRAConfig | None = None
     """Of a checkpoint of adapters: their settings in the run, by which they are merged."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type in which engines and exports get the weights. "auto": that of their files. Adapters
+    are merged in it, so there it is the trainer's."""
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return the shape of a Llama-like model; raises ConfigError for any other."""

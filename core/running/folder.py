@@ -18,14 +18,19 @@ from typing import Any
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.files import CONFIG, LOCK, MARK, SETTINGS
+from hybridflow.core.running.files import BESIDE, CONFIG, LOCK, MARK, SETTINGS
 
 
 @contextmanager
 def claim(
-    job: Job, resume: bool, overwrite: bool, settings: Mapping[str, Any] | None = None
+    job: Job,
+    resume: bool,
+    overwrite: bool,
+    settings: Mapping[str, Any] | None = None,
+    beside: str | None = None,
 ) -> Iterator[None]:
-    """Hold the folder of a job while the body runs; its mark gets the job's resolved `settings`.
+    """Hold the folder of a job while the body runs; its mark gets the job's resolved `settings`,
+    and `beside`, the folder of its config.
 
     `overwrite` without `resume` empties the folder first. Raises ConfigError if another process
     holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
@@ -43,7 +48,12 @@ def claim(
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-        mark = {CONFIG: job.tables, SETTINGS: settings, "versions": versions(job)}
+        mark = {
+            CONFIG: job.tables,
+            SETTINGS: settings,
+            BESIDE: beside,
+            "versions": versions(job),
+        }
         (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
         yield
 

@@ -9,7 +9,7 @@ import attrs
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, export_folder
-from hybridflow.core.running.files import CHECKPOINTS, DONE, LOCK, MARK
+from hybridflow.core.running.files import CHECKPOINTS, DONE, FORK, LOCK, MARK
 from hybridflow.core.running.run import goal_reached
 
 
@@ -50,7 +50,7 @@ def results_of(job: Job) -> list[str]:
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    return [name for name in names if name not in (MARK, LOCK, "logs", CHECKPOINTS)]
+    return [name for name in names if name not in (MARK, LOCK, "logs", CHECKPOINTS, FORK)]
 
 
 def to_train(job: Job, done: Done) -> bool:

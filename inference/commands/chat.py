@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from hybridflow.inference.commands.arguments import add_model
 if TYPE_CHECKING:
     from hybridflow.inference.talk import Talk
 
+LONGEST = 8192
+"""Tokens of a conversation with a model of no run, if it has positions for so many."""
 HELP = "/system TEXT tells the model something first, /reset forgets, /quit or Ctrl-D ends"
 
 
@@ -44,7 +47,7 @@ class ChatCommand(Command):
         found = find_model(arguments.model, arguments.step, arguments.stage, arguments.role)
         with tempfile.TemporaryDirectory() as logs:
             tables = on_one_device(found, Path(logs), arguments.engine)
-            job = resolve(with_overrides(tables, arguments.overrides))
+            job = resolve(with_overrides(tables, arguments.overrides, found, LONGEST))
             tokenizer = prepare(job, sets={}).tokenizer
             sampling = job.sampling
             if arguments.greedy:
@@ -55,10 +58,10 @@ class ChatCommand(Command):
             # A run whose data is texts has learnt texts.
             plain = arguments.plain or not has_template(tokenizer)
             with started(job) as engine:
+                positions = job.models["actor"].spec.model.max_positions
                 talk = Talk(
-                    engine, tokenizer, sampling, job.data, plain,
-                    job.models["actor"].spec.model.max_positions, arguments.system,
-                )  # fmt: skip
+                    engine, tokenizer, sampling, job.data, plain, positions, arguments.system
+                )
                 print(f"{found.label}: {_how(talk)}; {HELP}", file=sys.stderr)
                 converse(talk)
         return 0
@@ -77,7 +80,7 @@ def converse(talk: Talk) -> None:
     """Read lines, and print what the model answers; an interruption ends an answer."""
     terminal = sys.stdin.isatty()
     if terminal:
-        pass  # noqa: F401: lines can be edited, and come back with the arrows
+        import_module("readline")  # lines can be edited, and come back with the arrows
     while True:
         try:
             line = input("> " if terminal else "").strip()

@@ -17,9 +17,8 @@ from hybridflow.inference.commands.arguments import add_model
 if TYPE_CHECKING:
     from hybridflow.inference.evaluation import Evaluation, Measure
     from hybridflow.inference.models import FoundModel
+    from hybridflow.inference.records import Record
 
-FIGURES = "figures.json"
-"""The file of an evaluation's figures, in its folder."""
 Values = dict[str, dict[str, list[float]]]
 """Data set -> figure -> its value for each row."""
 
@@ -85,14 +84,16 @@ class EvaluateCommand(Command):
             other = find_model(arguments.compare, role=arguments.role)
             evaluations.append(_evaluation(other, out / "compared", arguments, like=found))
 
-        values = [_evaluate(evaluation, measure, arguments.overwrite) for evaluation in evaluations]
+        records = [
+            _evaluate(evaluation, measure, arguments.overwrite) for evaluation in evaluations
+        ]
         if arguments.compare:
-            _print_differences(evaluations, measure, values)
+            _print_differences(evaluations, measure, records)
         return 0
 
 
-def _evaluate(evaluation: Evaluation, measure: Measure, overwrite: bool) -> Values:
-    """Evaluate a model, print its figures, and write them; return their values by data set."""
+def _evaluate(evaluation: Evaluation, measure: Measure, overwrite: bool) -> dict[str, list[Record]]:
+    """Evaluate a model, print its figures, and write them; return the records by data set."""
     from hybridflow.inference.evaluation import evaluate
     from hybridflow.kit.console import make_console, print_line
 
@@ -101,14 +102,14 @@ def _evaluate(evaluation: Evaluation, measure: Measure, overwrite: bool) -> Valu
     records = evaluate(evaluation, measure, lambda text: print_line(console, text), overwrite)
     values = {name: measure.values(own, evaluation.samples) for name, own in records.items()}
     _print_figures(evaluation.label, evaluation.samples, measure, values, evaluation.folder)
-    return values
+    return records
 
 
 def _print_figures(
     label: str, samples: int, measure: Measure, values: Values, folder: Path
 ) -> None:
     """Print the figures of a model, and write them into a folder."""
-    from hybridflow.inference.evaluation import summary
+    from hybridflow.inference.evaluation import FIGURES, summary
     from hybridflow.kit.console import make_console, print_table
 
     figures = {name: measure.figures(own) for name, own in values.items()}
@@ -145,12 +146,28 @@ def _rescore(arguments: argparse.Namespace) -> int:
 
 
 def _print_differences(
-    evaluations: Sequence[Evaluation], measure: Measure, values: Sequence[Values]
+    evaluations: Sequence[Evaluation],
+    measure: Measure,
+    records: Sequence[dict[str, list[Record]]],
 ) -> None:
-    """Print by how much the first model's figures are above the second one's."""
+    """Print by how much the first model's figures are above the second one's.
+
+    Raises ConfigError where they were not asked the same: another tokenizer may drop other rows.
+    """
     from hybridflow.kit.console import make_console, print_line, print_table
 
     first, second = evaluations
+    samples = first.samples
+    for name, asked in records[0].items():
+        if [one.meta for one in asked] != [one.meta for one in records[1][name]]:
+            raise ConfigError(
+                f"--compare: the two models were not asked the same rows of {name}; with "
+                "data.overlong = drop their tokenizers drop different ones: raise "
+                "data.max_prompt_tokens"
+            )
+    values = [
+        {name: measure.values(own, samples) for name, own in sets.items()} for sets in records
+    ]
     console = make_console()
     print_line(console, f"{first.label} less {second.label}, row by row")
     cells = []
@@ -195,6 +212,7 @@ def _evaluation(
         # On the same devices, by its own tokenizer
         own = inference_tables(found, out, arguments.engine, scored=True)
         tables["actor"] |= {key: own["actor"][key] for key in ("model", "backend")}
+        tables["sampling"]["stop_tokens"] = own["sampling"].get("stop_tokens", [])
         if "tokenizer" in own:
             tables["tokenizer"] = own["tokenizer"]
     if arguments.reward is not None:
@@ -213,7 +231,8 @@ def _evaluation(
         labelled[str(tables["validation"].get("name", "validation"))] = tables
 
     jobs = {
-        name: resolve(with_overrides(own, arguments.overrides)) for name, own in labelled.items()
+        name: resolve(with_overrides(own, arguments.overrides, like or found))
+        for name, own in labelled.items()
     }
     first = next(iter(jobs.values()))
     sets = {name: job.validation_data for name, job in jobs.items() if job.validation_data}

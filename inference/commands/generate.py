@@ -36,6 +36,9 @@ class GenerateCommand(Command):
         parser.add_argument("--samples", type=int, default=1, help="responses to each prompt")
         parser.add_argument("--greedy", action="store_true", help="the most likely token each time")
         parser.add_argument("--logprobs", action="store_true", help="tokens and their logprobs too")
+        parser.add_argument(
+            "--plain", action="store_true", help="--text as it is, without a chat template"
+        )
         parser.add_argument("--out", type=Path, help="file for the lines; default: printed")
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -56,8 +59,9 @@ class GenerateCommand(Command):
             tables = inference_tables(found, Path(logs) / "logs", arguments.engine)
             if arguments.prompts is not None:
                 tables = with_data(tables, arguments.prompts)
-                tables["data"]["shuffle"] = False
-            job = resolve(with_overrides(tables, arguments.overrides))
+                # Prompts alone are asked for.
+                tables["data"] |= {"shuffle": False, "answer": None, "response": None}
+            job = resolve(with_overrides(tables, arguments.overrides, found))
             prepared = prepare(job, sets={})
             tokenizer = prepared.tokenizer
 
@@ -66,7 +70,9 @@ class GenerateCommand(Command):
                 examples.check()
                 prompts = [examples[at].prompt_ids for at in range(len(examples))]
             else:
-                prompts = [_prompt(text, tokenizer, job.data) for text in arguments.text]
+                prompts = [
+                    _prompt(text, tokenizer, job.data, arguments.plain) for text in arguments.text
+                ]
 
             with ExitStack() as stack:
                 file = sys.stdout
@@ -82,11 +88,14 @@ class GenerateCommand(Command):
         return 0
 
 
-def _prompt(text: str, tokenizer: Tokenizer, data: DataConfig) -> np.ndarray:
-    """Return the tokens of a text: a chat's first message where the tokenizer has a template."""
+def _prompt(text: str, tokenizer: Tokenizer, data: DataConfig, plain: bool) -> np.ndarray:
+    """Return the tokens of a text: a chat's first message where the tokenizer has a template.
+
+    plain: by the data's own template.
+    """
     from hybridflow.inference.talk import has_template, text_ids
 
-    if not has_template(tokenizer):
+    if plain or not has_template(tokenizer):
         return text_ids(text, tokenizer, data)
     chat = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(chat, (), data.chat_template_kwargs)

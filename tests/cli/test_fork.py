@@ -45,6 +45,17 @@ def test_its_steps_are_the_original_s_bit_for_bit(here, capsys):
     assert "finished already, at step 4" in capsys.readouterr().out
 
 
+def test_a_copy_in_part_is_made_again(here):
+    """The fork was killed while it copied."""
+    partial = here / "runs/tiny-from-2/checkpoints/partial-step-00000002/actor"
+    partial.mkdir(parents=True)
+    (partial / "half").write_text("")
+    origin = {"run": str(here / "runs/tiny"), "step": 2}
+    (here / "runs/tiny-from-2/fork.json").write_text(json.dumps(origin))
+    assert main(["fork", "runs/tiny", "--step", "2"]) == 0
+    assert learning(here / "runs/tiny-from-2") == learning(here / "runs/tiny")[2:]
+
+
 def test_settings_may_differ_that_a_resumed_run_s_may_not(here):
     arguments = [
         "algorithm.group_size=2",

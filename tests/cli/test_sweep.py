@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from helpers.tiny import write
 
 from hybridflow.cli.main import main
-from hybridflow.cli.sweep import Point, points_of, split
+from hybridflow.cli.sweep import Point, points_of, slots_of, split
 from hybridflow.core.errors import ConfigError
 
 
@@ -88,6 +89,43 @@ def test_the_table_has_every_run_also_one_that_failed_and_what_is_done_is_not_do
     assert main(["sweep", "tiny.toml", *settings[:1], "reward.function=rewards:digits", "seeds=2", *held_out,
                  "--name", "mine"]) == 0  # fmt: skip
     assert "2 runs in runs/mine, 0 to do" in capsys.readouterr().out
+
+
+def test_each_run_on_gpus_has_its_own(monkeypatch):
+    def job(device="cuda", world=2, remote=False):
+        pool = SimpleNamespace(world=world)
+        config = SimpleNamespace(threads=1)
+        return SimpleNamespace(pools={"main": pool}, device=device, runtime_config=config)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 5)
+    seen = [slot["CUDA_VISIBLE_DEVICES"] for slot in slots_of([job(world=1), job()], None)]
+    assert seen == ["0,1", "2,3"]
+    assert [slot["CUDA_VISIBLE_DEVICES"] for slot in slots_of([job()], 3)] == ["0,1", "2,3", "0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert slots_of([job(world=1)], None) == [
+        {"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "6"}
+    ]  # fmt: skip
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert slots_of([job("cpu", 2)], None) == [{}] * 4
+    # A cluster's devices are not known here.
+    monkeypatch.setattr(
+        "hybridflow.core.contracts.runtime.runtime_settings",
+        lambda config: SimpleNamespace(remote=True),
+    )
+    assert slots_of([job()], None) == [{}]
+
+
+def test_other_settings_are_run_again_and_what_has_no_checkpoint_begins_anew(here, capsys):
+    arguments = ["sweep", "tiny.toml", "seeds=1", "run.final_checkpoint=false"]
+    assert main([*arguments, "run.steps=1"]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "run.steps=2"]) == 1  # finished, and nothing to go on from
+    assert "1 to do" in capsys.readouterr().out
+    (here / "runs/tiny-sweep/seed=0/done.json").unlink(missing_ok=True)  # as if it was killed
+    assert main([*arguments, "run.steps=2"]) == 0
+    assert main([*arguments, "run.steps=2"]) == 0
+    assert "0 to do" in capsys.readouterr().out
 
 
 def test_what_is_wrong_in_any_combination_is_said_before_the_first_starts(here, capsys):

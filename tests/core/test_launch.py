@@ -128,6 +128,15 @@ def test_a_stage_is_run_alone_from_what_the_one_before_has_left():
     assert {path: at for path, at in written().items() if "first" in path.parts} == before
 
 
+def test_a_stage_is_not_replaced_under_a_later_one():
+    run("two.toml", TINY)
+    with pytest.raises(ConfigError, match="second has begun with its model; remove"):
+        run("two.toml", TINY, overwrite=True, stage="first")
+    run("two.toml", TINY, overwrite=True, stage="second")
+    mark = json.loads(Path("runs/two/second/run.json").read_text())
+    assert mark["beside"] == str(Path.cwd())
+
+
 def test_a_stage_that_the_config_does_not_have_is_refused_with_those_it_has():
     with pytest.raises(ConfigError, match=r"no such stage.*\(stages: first, second\)"):
         run("two.toml", TINY, stage="third")

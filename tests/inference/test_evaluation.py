@@ -17,7 +17,7 @@ from hybridflow.inference.records import Record
 def evaluation(run, out, samples=0, overrides=(), step=None) -> Evaluation:
     found = find_model(str(run), step=step)
     tables = inference_tables(found, out, scored=True)
-    job = resolve(with_overrides(tables, overrides))
+    job = resolve(with_overrides(tables, overrides, found))
     return Evaluation(found.label, job, {"held-out": job.validation_data}, samples)
 
 

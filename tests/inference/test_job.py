@@ -41,7 +41,14 @@ TABLES = {
 @pytest.fixture
 def found(tmp_path) -> FoundModel:
     return FoundModel(
-        "mine, step 3", tmp_path, 3, {"path": "start"}, tmp_path / "actor", "start", TABLES
+        "mine, step 3",
+        tmp_path,
+        3,
+        {"path": "start"},
+        tmp_path / "actor",
+        "start",
+        TABLES,
+        precision="bf16",
     )
 
 
@@ -51,7 +58,12 @@ def test_what_generation_and_rewards_need_is_taken_and_nothing_that_trains(found
         "model": {"path": "start"},
         "pool": "engines",
         "generation": {"tp": 2},
-        "backend": {"name": "saved", "checkpoint": str(tmp_path / "actor"), "lora": {"rank": 4}},
+        "backend": {
+            "name": "saved",
+            "checkpoint": str(tmp_path / "actor"),
+            "lora": {"rank": 4},
+            "dtype": "bfloat16",
+        },
     }
     # A reward's model has the trainer of the actor, without its adapters.
     assert tables["reward"] == {
@@ -100,25 +112,37 @@ def test_a_folder_of_data_keeps_the_source(tmp_path):
     assert own == {"source": "datasets", "path": str(tmp_path), "options": {"split": "test"}}
 
 
-def test_a_tokenizer_that_other_data_would_change_is_refused():
-    with pytest.raises(ConfigError, match="is not saved, so other data would make another"):
-        with_data({"tokenizer": {"train": "char"}}, "hard.jsonl")
-
-
 def test_overrides_are_over_the_run_s_and_all_wrong_ones_are_named(sums, tmp_path):
-    tables = inference_tables(find_model(str(sums)), tmp_path / "out")
-    job = resolve(with_overrides(tables, ["sampling.max_tokens=3", "rollout=transformers"]))
+    found = find_model(str(sums))
+    tables = inference_tables(found, tmp_path / "out")
+    job = resolve(with_overrides(tables, ["sampling.max_tokens=3", "rollout=transformers"], found))
     assert job.sampling.max_tokens == 3 and job.models["actor"].spec.engine == "transformers"
     with pytest.raises(ConfigError) as error:
-        with_overrides(tables, ["a", "-b=1"])
+        with_overrides(tables, ["a", "-b=1"], found)
     assert len(error.value.problems) == 2
 
 
 def test_responses_of_a_folder_by_itself_fit_its_positions(sums, tmp_path):
     found = attrs.evolve(find_model(str(sums)), run=None, tables={})
     tables = inference_tables(found, tmp_path / "out")
-    assert tables["sampling"]["max_tokens"] == 16 and tables["data"] == {"max_prompt_tokens": 16}
-    resolve(tables)
+    for override, response, prompt in ([], 16, 16), (["sampling.max_tokens=20"], 20, 12):
+        merged = with_overrides(tables, override, found)
+        assert merged["sampling"]["max_tokens"] == response
+        assert merged["data"] == {"max_prompt_tokens": prompt}
+        resolve(merged)
+
+
+def test_rows_of_preferences_are_asked_once(found, tmp_path):
+    tables = {
+        **TABLES,
+        "data": {"prompt": "{prompt}", "rejected": "{rejected}", "unsafe": ["a", "b"]},
+        "validation": {"data": {"rejected": "{worse}", "limit": 3}},
+        "reward": {"model": {"path": "stage:reward"}},
+    }
+    made = inference_tables(attrs.evolve(found, tables=tables), tmp_path / "out", scored=True)
+    assert made["data"] == {"prompt": "{prompt}"} and made["validation"] == {"data": {"limit": 3}}
+    # The reward's model of an earlier stage lies beside the run.
+    assert made["reward"]["model"] == {"path": str(tmp_path.parent / "reward/export/reward")}
 
 
 def test_it_has_no_steps():

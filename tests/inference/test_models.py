@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -44,6 +45,45 @@ def test_without_an_export_it_is_the_newest_checkpoint(sums, tmp_path):
         find_model(str(run))
 
 
+def test_an_export_of_before_the_run_went_on_does_not_count(sums, tmp_path):
+    run = shutil.copytree(sums, tmp_path / "sums")
+    (run / "done.json").write_text(json.dumps({"step": 9, "validations": {}, "exported": False}))
+    assert find_model(str(run)).step == 4 and find_model(str(run)).checkpoint is not None
+    (run / "done.json").unlink()  # it goes on, and was killed
+    assert find_model(str(run)).checkpoint is not None
+
+
+def test_a_value_model_generates_nothing(sums, tmp_path):
+    run = shutil.copytree(sums, tmp_path / "sums")
+    shutil.copytree(run / "export/actor", run / "export/critic")
+    config = json.loads((run / "export/critic/config.json").read_text())
+    config["architectures"] = ["Qwen2ForSequenceClassification"]
+    (run / "export/critic/config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="role 'critic' is a value or score model"):
+        find_model(str(run), role="critic")
+
+
+def test_a_tokenizer_that_was_trained_and_is_not_saved_is_missed(sums, tmp_path):
+    run = shutil.copytree(sums, tmp_path / "sums")
+    mark = json.loads((run / "run.json").read_text())
+    mark["config"]["tokenizer"] = {"train": "char"}
+    (run / "run.json").write_text(json.dumps(mark))
+    assert find_model(str(run), step=2).tokenizer == str(run / "tokenizer")
+    shutil.rmtree(run / "tokenizer")
+    with pytest.raises(ModelError, match=r"was trained on the run's data.*run.export=true"):
+        find_model(str(run), step=2)
+
+
+def test_modules_beside_the_run_s_config_are_found(sums, tmp_path, monkeypatch):
+    run = shutil.copytree(sums, tmp_path / "sums")
+    (tmp_path / "exp").mkdir()
+    mark = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(mark | {"beside": str(tmp_path / "exp")}))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    find_model(str(run))
+    assert str(tmp_path / "exp") in sys.path
+
+
 def test_a_folder_by_itself_says_where_texts_end(sums, tmp_path):
     folder = shutil.copytree(sums / "export/actor", tmp_path / "model")
     fields = json.loads((folder / "generation_config.json").read_text())
@@ -53,6 +93,12 @@ def test_a_folder_by_itself_says_where_texts_end(sums, tmp_path):
     found = find_model(str(folder))
     assert (found.label, found.run, found.tables) == ("model", None, {})
     assert found.stop_tokens == [2, 7]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 8]}))
+    assert found.stop_tokens == [2, 7]
+    generation = (folder / "generation_config.json").rename(tmp_path / "generation_config.json")
+    assert found.stop_tokens == [2, 8]
+    generation.rename(folder / "generation_config.json")
     assert found.sampling == {"temperature": 0.6, "top_k": 20}
     assert found.positions == 32
     with pytest.raises(ModelError, match="--step 2 is of a run"):

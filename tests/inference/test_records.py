@@ -23,6 +23,14 @@ def test_records_are_read_as_they_were_written(tmp_path):
     assert sample.response_ids.tolist() == [5, 6] and sample.response_ids.dtype == np.int64
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path):
+    file = tmp_path / "sums.jsonl"
+    text = "a\u2028b\u2029c\u0085d\x0be\r\nf\x1c"
+    append_records(file, [attrs.evolve(RECORD, response=text), RECORD])
+    assert [record.response for record in read_records(file)] == [text, RECORD.response]
+    assert cut_to_chunks(file, [1, 1]) == 2
+
+
 @pytest.mark.parametrize("cut", [0, 1, 30, 200, 400, 620, 10_000])
 def test_what_is_no_whole_chunk_goes(tmp_path, cut):
     file = tmp_path / "sums.jsonl"

@@ -153,6 +153,7 @@ def test_it_agrees_with_the_labels_of_gsm8ks_model_solutions(reward):
         (r"\boxed{100}", "100"),
         (r"\boxed{1", None),
         ("it is 18", None),
+        (" 18. ", "18"),
         ("####  ", None),
     ],
 )

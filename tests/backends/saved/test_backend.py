@@ -63,9 +63,11 @@ def same(got, expected) -> None:
         assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
 
 
-def trained(spec, context, folder, lora=None) -> FSDPBackend:
+def trained(spec, context, folder, lora=None, precision="fp32") -> FSDPBackend:
     """A trainer whose weights differ from its folder's, with its checkpoint in `folder`."""
-    backend = FSDPBackend(spec, FSDPConfig(lora=lora), OptimizerConfig(), context)
+    backend = FSDPBackend(
+        spec, FSDPConfig(lora=lora, precision=precision), OptimizerConfig(), context
+    )
     backend.build()
     torch.manual_seed(5)
     with torch.no_grad():
@@ -103,14 +105,20 @@ def test_a_checkpoint_has_the_trainer_s_weights(tmp_path, context, fields):
     assert backend.version == 7
 
 
-def test_adapters_of_a_checkpoint_are_merged_as_the_trainer_merges_them(tmp_path, context):
+@pytest.mark.parametrize("files", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adapters_of_a_checkpoint_are_merged_as_the_trainer_merges_them(
+    tmp_path, context, files, precision
+):
     pytest.importorskip("peft")
-    spec = model_in(tmp_path / "model")
+    spec = model_in(tmp_path / "model", dtype=files)
     lora = LoRAConfig(rank=4, alpha=8.0)
-    trainer = trained(spec, context, tmp_path / "actor", lora)
-    backend = saved(spec, context, checkpoint=str(tmp_path / "actor"), lora=lora)
+    trainer = trained(spec, context, tmp_path / "actor", lora, precision)
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+    backend = saved(spec, context, checkpoint=str(tmp_path / "actor"), lora=lora, dtype=dtype)
     same(values(backend), values(trainer))
-    base = values(saved(spec, context))
+    assert {param.dtype for param in backend.layout().params.values()} == {getattr(torch, dtype)}
+    base = values(saved(spec, context, dtype=dtype))
     assert any(not torch.equal(whole, base[name]) for name, whole in values(backend).items())
 
     with pytest.raises(
@@ -142,6 +150,15 @@ def test_it_computes_nothing(tmp_path, context):
     ):
         with pytest.raises(HybridFlowError, match="actor: the backend saved reads weights"):
             call()
+
+
+def test_a_checkpoint_of_a_critic_is_refused(tmp_path, context):
+    spec = ModelSpec(MODEL, None, 0, "value")
+    trained(spec, context, tmp_path / "critic")
+    with pytest.raises(
+        ModelError, match=r"has score.weight, which this model does not: only a policy"
+    ):
+        saved(ModelSpec(MODEL, None, 0), context, checkpoint=str(tmp_path / "critic"))
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, context):

@@ -41,7 +41,8 @@ def test_evaluate_prints_figures_and_keeps_samples(model, tmp_path, capsys):
 
 
 def test_evaluate_takes_several_files_and_compares(model, tmp_path, capsys):
-    for name, numbers in (("easy", range(3)), ("hard", range(5))):
+    # The second one has the name that the first one has in the job.
+    for name, numbers in (("easy", range(3)), ("validation", range(5))):
         rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in numbers]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [
@@ -53,13 +54,16 @@ def test_evaluate_takes_several_files_and_compares(model, tmp_path, capsys):
         "--compare",
         model,
     ]
-    for name in ("easy", "hard"):
+    for name in ("easy", "validation"):
         arguments += ["--data", str(tmp_path / f"{name}.jsonl")]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "less sums, step 4, row by row" in printed and "+0.000 to +0.000" in printed
     figures = json.loads((tmp_path / "out/figures.json").read_text())["figures"]
-    assert {name: own["greedy"]["rows"] for name, own in figures.items()} == {"easy": 3, "hard": 5}
+    assert {name: own["greedy"]["rows"] for name, own in figures.items()} == {
+        "easy": 3,
+        "validation": 5,
+    }
 
 
 def test_recorded_responses_are_scored_again_without_a_model(model, tmp_path, capsys, monkeypatch):
@@ -141,7 +145,7 @@ def test_generate_writes_a_line_for_each_response(model, tmp_path, capsys):
 
     # From a file, greedy, printed: the samples are equal.
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    file.write_text(json.dumps({"prompt": "1+1="}) + "\n")  # the run's data have answers
     capsys.readouterr()
     assert main(["generate", model, "--prompts", str(file), "--samples", "2", "--greedy"]) == 0
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
