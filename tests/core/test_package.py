@@ -18,7 +18,7 @@ def test_every_folder_of_modules_is_a_package_that_is_installed(monkeypatch):
     runpy.run_path("setup.py")
     folders = {
         path.parent.relative_to(ROOT)
-        for top in ("core", "kit", "planner", "cli", "backends", "algorithms")
+        for top in ("core", "kit", "planner", "inference", "cli", "backends", "algorithms")
         for path in (ROOT / top).rglob("*.py")
     }
     found = {
