@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from contextlib import ExitStack, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +58,10 @@ class ChatCommand(Command):
 
             # A run whose data is texts has learnt texts.
             plain = arguments.plain or not has_template(tokenizer)
-            with started(job) as engine:
+            with ExitStack() as stack:
+                # What an engine says of its start is no answer.
+                with redirect_stdout(sys.stderr):
+                    engine = stack.enter_context(started(job))
                 positions = job.models["actor"].spec.model.max_positions
                 talk = Talk(
                     engine, tokenizer, sampling, job.data, plain, positions, arguments.system

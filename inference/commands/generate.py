@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +78,8 @@ class GenerateCommand(Command):
                 file = sys.stdout
                 if arguments.out:
                     file = stack.enter_context(open(arguments.out, "w"))
+                # What engines say of their start is no line of the output.
+                stack.enter_context(redirect_stdout(sys.stderr))
                 session = stack.enter_context(Session(job, prepared, _say))
                 ctx = session.context()
                 size = max(1, AT_ONCE // arguments.samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 
 import pytest
@@ -46,6 +47,7 @@ def here(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     fields = {**MODEL, "max_position_embeddings": 2048}
     for name in ("folder", "model"):
@@ -53,7 +55,8 @@ def here(tmp_path, monkeypatch):
             tmp_path / name
         )
         build_tokenizer(TokenizerConfig(characters="0123456789+=")).save(tmp_path / name)
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("my_rewards", None)  # other pages have a module of this name
 
 
 def test_the_page_has_a_line_of_ours_for_every_row():
