@@ -211,13 +211,17 @@ class Continuous(Contestant):
     """transformers' continuous batching: a thread that takes requests one by one."""
 
     def start(self) -> None:
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         config = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=LONGEST,
             eos_token_id=-1, pad_token_id=0,
         )  # fmt: skip
-        self.manager = self.model.init_continuous_batching(generation_config=config)
+        # By itself it would take most of the machine's memory, which the others share.
+        cache = ContinuousBatchingConfig(max_memory_percent=0.1)
+        self.manager = self.model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=cache
+        )
         self.manager.start()
 
     def sample(self, prompts, wanted, kind: str, at: int):
