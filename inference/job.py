@@ -20,7 +20,8 @@ import attrs
 from hybridflow.core.config.load import merge, nest, parse_override
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.contracts.step import StepContext
+from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND, SamplingSection
@@ -29,6 +30,8 @@ from hybridflow.inference.models import FoundModel
 
 KEPT = ("runtime", "pools", "data", "tokenizer", "rollout", "environment", "validation")
 """Tables that are taken over from the run as they are."""
+ROWS = 256
+"""Responses at a time that memory is added up for."""
 PREFERENCES = ("rejected", "unsafe")
 """Keys of [data] that make two rows of one."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -51,9 +54,9 @@ class Inference(Algorithm):
         """Return the policy; a reward joins it where responses are scored."""
         return (Role("actor", generates=True),)
 
-    def step(self, ctx) -> None:
-        """Raise HybridFlowError: nothing is trained."""
-        raise HybridFlowError("a job of inference has no steps")
+    def step(self, ctx: StepContext) -> None:
+        """Generate responses: what the planner adds up the memory of."""
+        ctx.actor.generate(ctx.prompts(ROWS))
 
 
 def inference_tables(
