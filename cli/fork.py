@@ -8,10 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.config.load import import_from_beside, read_config
+from hybridflow.core.config.load import import_from, read_config
 from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.files import BESIDE, CHECKPOINTS, CONFIG, FORK, MARK
 
 
@@ -42,7 +43,6 @@ class ForkCommand(Command):
         wait_briefly(merged)  # before torch is imported
         from hybridflow.core.job.stages import located_model
         from hybridflow.core.launch import load_config, run
-        from hybridflow.core.running.checkpoint import Checkpoints
 
         checkpoints = Checkpoints(source / CHECKPOINTS, 1)
         steps = checkpoints.steps()
@@ -78,7 +78,7 @@ def _tables(source: Path, step: int) -> dict[str, Any]:
         )
     written = json.loads(mark.read_text())
     if beside := written.get(BESIDE):
-        import_from_beside(Path(beside) / MARK)  # the run's rewards, say
+        import_from(beside)  # the run's rewards, say
     tables: dict[str, Any] = written[CONFIG]
     own = tables.get("run", {})
     name = f"{source.name}-from-{step}"

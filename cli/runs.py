@@ -6,7 +6,6 @@ It reads what runs have written, and imports no torch.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -21,16 +20,17 @@ import attrs
 
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.files import (
     CHECKPOINTS,
     CONFIG,
     DONE,
     EXPORT,
-    LOCK,
     MARK,
     METRICS,
     SETTINGS,
 )
+from hybridflow.core.running.lock import hold, is_held
 from hybridflow.core.values.units import amount
 from hybridflow.kit.console import make_console, print_line, print_table
 
@@ -114,7 +114,7 @@ def _read(folder: Path) -> FoundRun:
     algorithm = mark[CONFIG].get("algorithm", {})
     done = json.loads((folder / DONE).read_text()) if (folder / DONE).is_file() else None
     stats = list(_stats(folder))
-    steps = _steps(folder)
+    steps = Checkpoints(folder / CHECKPOINTS, 1).steps()
 
     # Steps and scores: of a finished run, else as far as they were logged or kept.
     rows = _metrics(folder)
@@ -130,7 +130,7 @@ def _read(folder: Path) -> FoundRun:
         folder=folder,
         algorithm=algorithm if isinstance(algorithm, str) else algorithm.get("name", ""),
         settings=mark.get(SETTINGS) or {},
-        state="running" if _is_held(folder) else "ended" if done is None else "finished",
+        state="running" if is_held(folder) else "ended" if done is None else "finished",
         step=int(step),
         score=scores[-1] if scores else None,
         kept=", ".join(kept),
@@ -147,12 +147,6 @@ def _stats(folder: Path) -> Iterator[os.stat_result]:
                 yield path.stat()
 
 
-def _steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints."""
-    states = (folder / CHECKPOINTS).glob("step-*/state.json")
-    return sorted(int(state.parent.name.removeprefix("step-")) for state in states)
-
-
 def _metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the logged metrics; a last line that is being written is left out."""
     file = folder / METRICS
@@ -160,18 +154,6 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
         return []
     lines = file.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def _is_held(folder: Path) -> bool:
-    """Return whether a process runs in the folder."""
-    if not (folder / LOCK).is_file():
-        return False
-    with open(folder / LOCK) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
 
 
 def list_runs(runs: Sequence[FoundRun]) -> None:
@@ -225,5 +207,6 @@ def delete(runs: Sequence[FoundRun], yes: bool) -> int:
         if input(f"delete {len(runs)} run{'s' if len(runs) > 1 else ''}? [y/N] ").strip() != "y":
             return 1
     for run in runs:
-        shutil.rmtree(run.folder)
+        with hold(run.folder):  # none may begin meanwhile
+            shutil.rmtree(run.folder)
     return 0

@@ -27,7 +27,6 @@ from hybridflow.cli.runs import FoundRun, find_runs
 from hybridflow.core.config.load import read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.files import DONE
 from hybridflow.kit.console import make_console, print_line, print_table
 
 if TYPE_CHECKING:
@@ -177,9 +176,10 @@ def _is_done(jobs: Sequence[Job]) -> bool:
 
 def _remove_lost(jobs: Sequence[Job]) -> None:
     """Remove the folders of stages that were ended before their first checkpoint."""
+    from hybridflow.core.running.kept import checkpoints_of, read_done
+
     for job in jobs:
-        kept = any(job.folder.glob("checkpoints/step-*/state.json"))
-        if not kept and not (job.folder / DONE).is_file():
+        if not checkpoints_of(job).steps() and read_done(job) is None:
             shutil.rmtree(job.folder, ignore_errors=True)
 
 

@@ -25,7 +25,8 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins.resolve import reward_from
 from hybridflow.core.running.changes import settings
-from hybridflow.core.running.folder import hold, versions
+from hybridflow.core.running.folder import versions
+from hybridflow.core.running.lock import hold
 from hybridflow.core.running.session import Prepared, Session, prepare
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.failures import score_by_rule
@@ -38,6 +39,8 @@ FIGURES = "figures.json"
 """The file of its figures, written when it is complete."""
 FIRST = "validation"
 """The name of the first data set in the job, whose first row the reward is tried on."""
+WEIGHTS = (".safetensors", ".distcp")
+"""How the names of files with weights end."""
 Say = Callable[[str], None]
 
 
@@ -154,6 +157,7 @@ def _same_settings(evaluation: Evaluation, overwrite: bool) -> None:
         "samples": evaluation.samples,
         "sets": {name: attrs.asdict(config) for name, config in evaluation.sets.items()},
         "settings": settings(evaluation.job),
+        "weights": _weights(evaluation.job),
     }
     now = json.loads(json.dumps(now, default=str))
     if file.is_file() and not overwrite:
@@ -169,6 +173,17 @@ def _same_settings(evaluation: Evaluation, overwrite: bool) -> None:
         path.unlink(missing_ok=True)
     now["versions"] = versions(evaluation.job)
     file.write_text(json.dumps(now, indent=2) + "\n")
+
+
+def _weights(job: Job) -> dict[str, tuple[int, int]]:
+    """Return file -> (size, time) of the model's weights: a folder's may be written anew."""
+    spec = job.models["actor"].spec
+    weights = {}
+    for folder in (spec.model.path, spec.backend_config.checkpoint):
+        for path in sorted(Path(folder).iterdir()) if folder else ():
+            if path.suffix in WEIGHTS:
+                weights[path.name] = (path.stat().st_size, path.stat().st_mtime_ns)
+    return weights
 
 
 def answering(job: Job, needed: bool) -> Reward | None:

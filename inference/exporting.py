@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from hybridflow.core.running.exports import begin_with_bos, write_special_tokens
-from hybridflow.core.running.files import MARK, SETTINGS
 from hybridflow.core.running.session import prepare
 from hybridflow.inference.card import model_card
 from hybridflow.inference.engine import one_device, saved_model
-from hybridflow.inference.job import on_one_device, resolve, with_overrides
+from hybridflow.inference.job import DTYPES, on_one_device, resolve, with_overrides
 from hybridflow.inference.models import FoundModel
 
 CARD = "README.md"
@@ -29,8 +28,9 @@ def export(
     """
     job = resolve(with_overrides(on_one_device(found, logs), overrides, found))
     tokenizer = prepare(job, sets={}).tokenizer
-    if dtype == "auto":
-        dtype = _computed(found) or dtype
+    # An export of the run has the dtype already.
+    if dtype == "auto" and found.checkpoint is not None:
+        dtype = DTYPES.get(str(found.precision), dtype)
 
     backend = saved_model(job, one_device(job))
     backend.export_hf(out, None if dtype == "auto" else getattr(torch, dtype))
@@ -42,12 +42,3 @@ def export(
     written = json.loads((out / "config.json").read_text())["dtype"]
     (out / CARD).write_text(model_card(found, written))
     return written
-
-
-def _computed(found: FoundModel) -> str | None:
-    """Return the dtype in which a run's checkpoint was computed; an export has it already."""
-    if found.run is None or found.checkpoint is None:
-        return None
-    settings = json.loads((found.run / MARK).read_text())[SETTINGS] or {}
-    precision = str(settings.get(f"{found.role}.backend.precision"))
-    return {"bf16": "bfloat16", "fp32": "float32"}.get(precision)

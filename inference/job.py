@@ -17,11 +17,10 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.config.load import merge, nest, parse_override
+from hybridflow.core.config.load import merge, read_config
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.step import StepContext
-from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.placement import resolve_placed
 from hybridflow.core.job.schema import SHORTHAND, SamplingSection
@@ -78,71 +77,79 @@ def inference_tables(
     if engine is not None:
         tables["rollout"] = {"name": engine}
 
-    # A folder by itself says where texts end, and how they are sampled.
-    tables["sampling"] = deepcopy(found.tables.get("sampling", {}))
-    if found.run is None:
-        tables["sampling"] |= {**found.sampling, "stop_tokens": found.stop_tokens}
-
     # Better and worse responses are for training: each row is asked once.
     for section in (tables.get("data", {}), tables.get("validation", {}).get("data", {})):
         for key in PREFERENCES:
             section.pop(key, None)
+
+    # A folder by itself says where texts end, and how they are sampled.
+    tables["sampling"] = deepcopy(found.tables.get("sampling", {}))
+    if found.run is None:
+        tables["sampling"] |= {**found.sampling, "stop_tokens": found.stop_tokens}
     if found.tokenizer is not None:
         tables["tokenizer"] = {"path": found.tokenizer}
 
+    # The roles, and the pools that they use: only those may be named.
+    actor = tables["actor"] = _actor(found)
+    pools = {actor["pool"]}
+    if scored and "reward" in found.tables:
+        reward = tables["reward"] = _reward(found)
+        if "model" in reward:
+            pools.add(reward.get("pool", "main"))
+    named = tables.get("pools", {"main": [1]})
+    tables["pools"] = {name: size for name, size in named.items() if name in pools}
+    if not tables["pools"]:
+        tables["pools"] = {actor["pool"]: [1]}
+
+    # One rank needs no other process.
+    if list(tables["pools"].values()) == [[1]]:
+        tables["runtime"] = {"name": "inline"}
+    return tables
+
+
+def _actor(found: FoundModel) -> dict[str, Any]:
+    """Return the table of the role that generates: its engines are where the run's were."""
+    role = found.role_table
     backend: dict[str, Any] = {"name": "saved"}
-    role = expanded(found.role_table)
     if found.checkpoint is not None:
         backend["checkpoint"] = str(found.checkpoint)
         if lora := role.get("backend", {}).get("lora"):
-            backend["lora"] = lora
-            backend["dtype"] = DTYPES.get(str(found.precision), "auto")
+            backend |= {"lora": lora, "dtype": DTYPES.get(str(found.precision), "auto")}
     generation = dict(role.get("generation", {}))
     pool = generation.pop("pool", None) or role.get("pool", "main")
-    tables["actor"] = {
+    return {
         "model": dict(found.model),
         "pool": pool,
         "backend": backend,
         "generation": generation,
     }
 
-    pools = {pool}
-    if scored and "reward" in found.tables:
-        given = found.tables["reward"]
-        reward: dict[str, Any] = (
-            {"function": given} if isinstance(given, str) else deepcopy(dict(given))
-        )
-        if "model" in reward and found.run is not None:
-            reward["model"] = located_model(reward["model"], found.run, "reward")
-            # A reward's model has the trainer of the actor, unless it says otherwise.
-            trainer = {
-                key: value for key, value in role.get("backend", {}).items() if key != "lora"
-            }
-            reward.setdefault("backend", trainer)
-            pools.add(reward.get("pool", "main"))
-        tables["reward"] = reward
 
-    # Only pools that are used may be named; one rank needs no runtime.
-    named = tables.get("pools", {"main": [1]})
-    tables["pools"] = {name: size for name, size in named.items() if name in pools} or {pool: [1]}
-    if list(tables["pools"].values()) == [[1]]:
-        tables["runtime"] = {"name": "inline"}
-    return tables
+def _reward(found: FoundModel) -> dict[str, Any]:
+    """Return the run's reward as a table; a model of an earlier stage is where it was."""
+    given = found.tables["reward"]
+    if isinstance(given, str):
+        return {"function": given}
+    reward = deepcopy(dict(given))
+    if "model" in reward and found.run is not None:
+        reward["model"] = located_model(reward["model"], found.run, "reward")
+
+        # It has the trainer of the actor, unless it says otherwise, without adapters.
+        trainer = dict(found.role_table.get("backend", {}))
+        trainer.pop("lora", None)
+        reward.setdefault("backend", trainer)
+    return reward
 
 
 def on_one_device(found: FoundModel, folder: Path, engine: str | None = None) -> dict[str, Any]:
-    """Return the tables of `inference_tables` for one engine in this process."""
+    """Return the tables of `inference_tables` for one engine in this process.
+
+    Prompts may be longer than those of the run's data.
+    """
     tables = inference_tables(found, folder / "logs", engine)
     tables["actor"] |= {"pool": "main", "generation": {}}
+    tables.get("data", {}).pop("max_prompt_tokens", None)
     return tables | {"pools": {"main": [1]}, "runtime": {"name": "inline"}}
-
-
-def expanded(role: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a role's table with a table in place of a backend's name."""
-    role = dict(role)
-    if isinstance(role.get("backend"), str):
-        role["backend"] = {"name": role["backend"]}
-    return role
 
 
 def with_overrides(
@@ -150,29 +157,18 @@ def with_overrides(
 ) -> dict[str, Any]:
     """Return tables with `key=value` texts on top. Raises ConfigError with all that are wrong.
 
-    Where neither the model's run nor an override says it, prompts have at most `longest` tokens,
-    and prompts and responses what the model has positions for.
+    Where neither they nor the tables say it, prompts have at most `longest` tokens, and with their
+    responses no more than the model has positions for.
     """
-    merged = dict(tables)
-    problems: list[str] = []
-    for text in overrides:
-        try:
-            merged = merge(merged, nest(*parse_override(text)), SHORTHAND)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    if found.run is not None:
-        return merged
-
+    merged, _ = read_config(tables, overrides, SHORTHAND)
     positions = found.positions
     sampling = merged["sampling"]
-    if "max_tokens" not in sampling and positions is not None:
-        sampling["max_tokens"] = min(SamplingSection().max_tokens, positions // 2)
-    data = merged.setdefault("data", {})
-    if "max_prompt_tokens" not in data and positions is not None:
-        room = positions - sampling["max_tokens"]
-        data["max_prompt_tokens"] = max(1, min(longest, room))
+    response = SamplingSection().max_tokens
+    if found.run is None and positions is not None:
+        response = min(response, positions // 2)
+    response = sampling.setdefault("max_tokens", response)
+    room = longest if positions is None else min(longest, positions - response)
+    merged.setdefault("data", {}).setdefault("max_prompt_tokens", max(1, room))
     return merged
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.config.load import import_from_beside
+from hybridflow.core.config.load import import_from
 from hybridflow.core.errors import ModelError
 from hybridflow.core.job.stages import located_model
 from hybridflow.core.running.checkpoint import Checkpoints
@@ -56,8 +56,7 @@ class FoundModel:
     @property
     def role_table(self) -> Mapping[str, Any]:
         """The role's table in the run's config, over the actor's."""
-        own = self.tables.get(self.role, {})
-        return {**self.tables.get("actor", {}), **own}
+        return _role_table(self.tables, self.role)
 
     @property
     def stop_tokens(self) -> list[int]:
@@ -119,7 +118,7 @@ def find_model(
     folder = _stage(folder, stage)
     mark = json.loads((folder / MARK).read_text())
     if beside := mark.get(BESIDE):
-        import_from_beside(Path(beside) / MARK)  # the run's rewards, say
+        import_from(beside)  # the run's rewards, say
     settings = mark.get(SETTINGS) or {}
     found = _of_run(folder, mark[TABLES], step, role)
     return attrs.evolve(found, precision=settings.get(f"{role}.backend.precision"))
@@ -188,8 +187,7 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
             f"{', '.join(there) or 'none'}"
         )
     assert step is not None
-    table = {**tables.get("actor", {}), **tables.get(role, {})}
-    model = located_model(table.get("model", {}), folder, role)
+    model = located_model(_role_table(tables, role).get("model", {}), folder, role)
     tokenizer = tokenizer or _tokenizer(tables, model)
     if tokenizer is None and tables.get("tokenizer", {}).get("train"):
         raise ModelError(
@@ -206,6 +204,14 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
         tables=tables,
         role=role,
     )
+
+
+def _role_table(tables: Mapping[str, Any], role: str) -> dict[str, Any]:
+    """Return a role's table over the actor's, with a table in place of a backend's name."""
+    table = {**tables.get("actor", {}), **tables.get(role, {})}
+    if isinstance(table.get("backend"), str):
+        table["backend"] = {"name": table["backend"]}
+    return table
 
 
 def _name(folder: Path, tables: Mapping[str, Any]) -> str:

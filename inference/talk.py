@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -33,7 +32,7 @@ class Talk:
     data: DataConfig
     plain: bool
     """Whether questions are prompts, without a chat template."""
-    positions: int | None = None
+    room: int
     """The largest number of tokens of a prompt with its answer."""
     system: str | None = None
     """What the model is told first."""
@@ -62,13 +61,11 @@ class Talk:
         prompt = self.prompt_ids(question)
         if len(prompt) == 0:
             raise DataError("the question is empty")
-        limit = self.sampling.max_tokens
-        if self.positions is not None:
-            limit = min(limit, self.positions - len(prompt))
+        limit = min(self.sampling.max_tokens, self.room - len(prompt))
         if limit < 1:
             raise DataError(
-                f"the conversation has {len(prompt)} tokens, and the model {self.positions} "
-                "positions: /reset begins anew"
+                f"the conversation has {len(prompt)} tokens, and there is room for {self.room}: "
+                "/reset begins anew"
             )
         self._number += 1
         sampling = attrs.evolve(self.sampling, max_tokens=limit)
@@ -112,7 +109,7 @@ def text_ids(question: str, tokenizer: Tokenizer, data: DataConfig) -> np.ndarra
 def has_template(tokenizer: Tokenizer) -> bool:
     """Return whether the tokenizer writes chats."""
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": string.digits[0]}])
+        tokenizer.apply_chat_template([{"role": "user", "content": ""}])
     except DataError:
         return False
     return True

@@ -33,8 +33,9 @@ class SavedBackend(TrainingBackend):
     """A plugin of kind "training_backend", name "saved"; every rank reads by itself."""
 
     _hf: Any
-    """The class of the model, and `_hf_config` its Hugging Face config, for exports."""
+    """The class of the model, for exports."""
     _hf_config: Any
+    """The Hugging Face config of the model, for exports."""
     _form: SavedForm
     """How the parameters of a checkpoint make up the canonical ones."""
     _folder: Folder | None
@@ -46,7 +47,7 @@ class SavedBackend(TrainingBackend):
     _params: dict[str, Param]
     """The canonical parameters, in the dtypes of their files."""
     _common: torch.dtype
-    """That of the largest one."""
+    """The dtype of the largest of them, which few differ from."""
     _sources: dict[str, str]
     """Canonical parameter -> the checkpoint's entry that it comes from, if it does."""
     _last: tuple[str, torch.Tensor] | None
@@ -135,16 +136,16 @@ class SavedBackend(TrainingBackend):
         params = {}
         for name in self._form.shapes:
             param = self._params[name]
-            params[name] = Param(param.shape, self._dtype(param))
+            params[name] = Param(param.shape, self._given(param.dtype))
         boxes = {name: (Box.full(param.shape),) for name, param in params.items()}
         ranks = range(self.context.layout.world)
         return WeightLayout(params, dict.fromkeys(ranks, boxes), dict(self._form.ties))
 
-    def _dtype(self, param: Param) -> torch.dtype:
-        """Return in what a parameter is given, by `dtype`; a few are wider than the others."""
-        wide = param.dtype == torch.float32 and self._common != torch.float32
+    def _given(self, stored: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a parameter is given; those that are wider stay so."""
+        wide = stored == torch.float32 and self._common != torch.float32
         if self.config.dtype == "auto" or wide:
-            return param.dtype
+            return stored
         dtype: torch.dtype = getattr(torch, self.config.dtype)
         return dtype
 
@@ -161,7 +162,7 @@ class SavedBackend(TrainingBackend):
 
     def _read(self, name: str) -> torch.Tensor:
         """Return a canonical parameter, on the host, with adapters merged."""
-        values = self._unmerged(name).to(self._dtype(self._params[name]))
+        values = self._unmerged(name).to(self._given(self._params[name].dtype))
         lora = self.config.lora
         layer = name.removesuffix(".weight")
         pair = [f"{MODEL}{layer}.lora_{side}.weight" for side in "AB"]
@@ -199,10 +200,9 @@ class SavedBackend(TrainingBackend):
     # --- files ---
 
     def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
-        """Write the model with adapters merged; without `dtype` in that of its largest file's."""
+        """Write the model with adapters merged; without `dtype` in that of most of its weights."""
         from hybridflow.kit.huggingface.export import export_role
 
-        largest = max(self._params.values(), key=lambda param: param.numel)
         generation = None
         if self._hf.can_generate():
             from transformers import GenerationConfig
@@ -214,7 +214,7 @@ class SavedBackend(TrainingBackend):
             self._hf_config,
             generation,
             folder,
-            dtype or self._dtype(largest),
+            dtype or self._given(self._common),
             self.context,
         )
 

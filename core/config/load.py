@@ -231,8 +231,13 @@ class Provenance:
 
 
 def import_from_beside(path: str | PathLike[str]) -> None:
-    """Let modules beside a file be imported: after what is installed, before the current folder."""
-    folder = os.path.abspath(Path(path).parent)
+    """Let modules beside a file be imported, as `import_from` does."""
+    import_from(Path(path).parent)
+
+
+def import_from(path: str | PathLike[str]) -> None:
+    """Let a folder's modules be imported: after what is installed, before the current folder."""
+    folder = os.path.abspath(path)
     if folder in sys.path:
         return
     # The command line puts the current folder last.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import platform
 import shutil
@@ -11,7 +10,6 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +17,7 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.files import BESIDE, CONFIG, LOCK, MARK, SETTINGS
+from hybridflow.core.running.lock import hold
 
 
 @contextmanager
@@ -55,25 +54,6 @@ def claim(
             "versions": versions(job),
         }
         (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
-        yield
-
-
-@contextmanager
-def hold(folder: Path) -> Iterator[None]:
-    """Make a folder, and hold its lock while the body runs.
-
-    Raises ConfigError if another process holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+") as lock:
-        # The system gives the lock back when the process ends, however it ends.
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(
-                f"another process runs in {folder}; wait for it, "
-                "or give this run a folder of its own (run.name=...)"
-            ) from error
         yield
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybridflow.inference.talk import Talk
 
 LONGEST = 8192
-"""Tokens of a conversation with a model of no run, if it has positions for so many."""
+"""Tokens of a conversation, if the model has positions for so many."""
 HELP = "/system TEXT tells the model something first, /reset forgets, /quit or Ctrl-D ends"
 
 
@@ -62,10 +62,8 @@ class ChatCommand(Command):
                 # What an engine says of its start is no answer.
                 with redirect_stdout(sys.stderr):
                     engine = stack.enter_context(started(job))
-                positions = job.models["actor"].spec.model.max_positions
-                talk = Talk(
-                    engine, tokenizer, sampling, job.data, plain, positions, arguments.system
-                )
+                room = job.data.max_prompt_tokens + sampling.max_tokens
+                talk = Talk(engine, tokenizer, sampling, job.data, plain, room, arguments.system)
                 print(f"{found.label}: {_how(talk)}; {HELP}", file=sys.stderr)
                 converse(talk)
         return 0

@@ -2,6 +2,7 @@
 
 path    sys.path as it is, put back at the end.
 config  the file of a PPO config that plans well.
+tiny    the current folder, with the smallest config that runs, tiny.toml, and its rewards.
 shown   the current folder, with the configs of helpers/shown.py.
 broken  in the place of our registry one with a plugin that lacks something, one that does not load,
         and two of one name.
@@ -14,6 +15,7 @@ import sys
 import pytest
 from helpers.plans import ppo_config
 from helpers.shown import write_shown
+from helpers.tiny import write
 
 from hybridflow.cli import doctor, plugins
 from hybridflow.core.plugins import Descriptor, Registry
@@ -23,6 +25,16 @@ from hybridflow.core.plugins import Descriptor, Registry
 def path(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     return sys.path
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, path):
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path.insert(0, str(tmp_path))  # of its rewards
+    sys.modules.pop("rewards", None)
+    yield tmp_path
+    sys.modules.pop("rewards", None)
 
 
 @pytest.fixture

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
-from helpers.tiny import learning, write
+from helpers.tiny import learning
 from safetensors.torch import load_file
 
 from hybridflow.cli.main import main
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, path):
+def here(tiny):
     """The current folder, with a run of four steps, every second one kept."""
-    write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    path.insert(0, str(tmp_path))  # of its rewards
-    sys.modules.pop("rewards", None)
     settings = ["run.steps=4", "run.checkpoint_every=2", "actor.optimizer.lr=0.003"]
     assert main(["run", "tiny.toml", *settings]) == 0
-    yield tmp_path
-    sys.modules.pop("rewards", None)
+    return tiny
 
 
 def test_its_steps_are_the_original_s_bit_for_bit(here, capsys):

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-
-import pytest
-from helpers.tiny import write
 
 from hybridflow.cli.main import main
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, path):
-    """The current folder, with the smallest config there is."""
-    write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    path.insert(0, str(tmp_path))  # of its rewards
-    sys.modules.pop("rewards", None)
-    yield tmp_path
-    sys.modules.pop("rewards", None)
 
 
 def run(*arguments: str) -> int:
@@ -36,21 +21,21 @@ def test_a_missing_file_is_named(capsys, path):
     assert "no/such.toml: cannot be read" in capsys.readouterr().err
 
 
-def test_resume_and_overwrite_contradict_each_other(here, capsys):
+def test_resume_and_overwrite_contradict_each_other(tiny, capsys):
     assert run("--resume", "--overwrite") == 1
     assert "contradict each other" in capsys.readouterr().err
-    assert not (here / "runs").exists()
+    assert not (tiny / "runs").exists()
 
 
-def test_a_run_that_is_there_is_gone_on_with_or_replaced_as_asked(here, capsys):
+def test_a_run_that_is_there_is_gone_on_with_or_replaced_as_asked(tiny, capsys):
     assert run("run.steps=1") == 0
     assert run("run.steps=2") == 1
     assert "there is a run in runs/tiny already" in capsys.readouterr().err
-    assert run("run.steps=2", "--resume") == 0 and steps(here) == [1, 2]
-    assert run("run.steps=1", "--overwrite") == 0 and steps(here) == [1]
+    assert run("run.steps=2", "--resume") == 0 and steps(tiny) == [1, 2]
+    assert run("run.steps=1", "--overwrite") == 0 and steps(tiny) == [1]
 
 
-def test_a_run_that_is_told_to_stop_ends_with_3(here, capsys):
+def test_a_run_that_is_told_to_stop_ends_with_3(tiny, capsys):
     assert run("reward.function=rewards:asks_to_stop") == 3
     assert "go on with --resume" in capsys.readouterr().out
-    assert steps(here) == [1, 2, 3]  # 16 rows are scored per step, and the 40th asks
+    assert steps(tiny) == [1, 2, 3]  # 16 rows are scored per step, and the 40th asks

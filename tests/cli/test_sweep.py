@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers.tiny import write
 
 from hybridflow.cli.main import main
 from hybridflow.cli.sweep import Point, points_of, slots_of, split
 from hybridflow.core.errors import ConfigError
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch, path):
-    write(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    path.insert(0, str(tmp_path))  # of its rewards
-    sys.modules.pop("rewards", None)
-    yield tmp_path
-    sys.modules.pop("rewards", None)
 
 
 def test_values_are_cut_at_commas_that_are_their_own():
@@ -52,7 +40,7 @@ def test_every_combination_has_a_name():
 
 @pytest.mark.timeout(300)
 def test_the_table_has_every_run_also_one_that_failed_and_what_is_done_is_not_done_again(
-    here, capsys
+    tiny, capsys
 ):
     held_out = ["validation.data.limit=4", "validation.data.options.split=held-out"]
     settings = [
@@ -77,7 +65,7 @@ def test_the_table_has_every_run_also_one_that_failed_and_what_is_done_is_not_do
     scores = []
     for seed in (0, 1):
         done = json.loads(
-            (here / f"runs/tiny-sweep/function=rewards_digits,seed={seed}/done.json").read_text()
+            (tiny / f"runs/tiny-sweep/function=rewards_digits,seed={seed}/done.json").read_text()
         )
         scores.append(done["validations"]["2"]["validation/score"])
     assert table[4][:2] == ["rewards:digits", f"{sum(scores) / 2:.3f}"]
@@ -108,7 +96,7 @@ def test_each_run_on_gpus_has_its_own(monkeypatch):
     ]  # fmt: skip
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert slots_of([job("cpu", 2)], None) == [{}] * 4
-    # A cluster's devices are not known here.
+    # A cluster's devices are not known tiny.
     monkeypatch.setattr(
         "hybridflow.core.contracts.runtime.runtime_settings",
         lambda config: SimpleNamespace(remote=True),
@@ -116,20 +104,20 @@ def test_each_run_on_gpus_has_its_own(monkeypatch):
     assert slots_of([job()], None) == [{}]
 
 
-def test_other_settings_are_run_again_and_what_has_no_checkpoint_begins_anew(here, capsys):
+def test_other_settings_are_run_again_and_what_has_no_checkpoint_begins_anew(tiny, capsys):
     arguments = ["sweep", "tiny.toml", "seeds=1", "run.final_checkpoint=false"]
     assert main([*arguments, "run.steps=1"]) == 0
     capsys.readouterr()
     assert main([*arguments, "run.steps=2"]) == 1  # finished, and nothing to go on from
     assert "1 to do" in capsys.readouterr().out
-    (here / "runs/tiny-sweep/seed=0/done.json").unlink(missing_ok=True)  # as if it was killed
+    (tiny / "runs/tiny-sweep/seed=0/done.json").unlink(missing_ok=True)  # as if it was killed
     assert main([*arguments, "run.steps=2"]) == 0
     assert main([*arguments, "run.steps=2"]) == 0
     assert "0 to do" in capsys.readouterr().out
 
 
-def test_what_is_wrong_in_any_combination_is_said_before_the_first_starts(here, capsys):
+def test_what_is_wrong_in_any_combination_is_said_before_the_first_starts(tiny, capsys):
     assert main(["sweep", "tiny.toml", "algorithm.group_size=4,-1"]) == 1
     assert "algorithm.group_size" in capsys.readouterr().err
-    assert not (here / "runs").exists()
+    assert not (tiny / "runs").exists()
     assert main(["sweep", "tiny.toml", "--at-once", "0"]) == 1

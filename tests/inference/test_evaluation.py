@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import attrs
 import pytest
@@ -64,6 +66,15 @@ def test_other_settings_need_another_folder(sums, tmp_path):
         evaluate(other, Measure(), quiet)
     records = evaluate(other, Measure(), quiet, overwrite=True)["held-out"]
     assert max(len(record.response_ids) for record in records) <= 2
+
+
+def test_weights_that_were_written_anew_are_another_model(sums, tmp_path):
+    run = shutil.copytree(sums, tmp_path / "sums")
+    evaluate(evaluation(run, tmp_path / "out"), Measure(), quiet)
+    evaluate(evaluation(run, tmp_path / "out"), Measure(), quiet)
+    os.utime(run / "export/actor/model.safetensors", (1, 1))
+    with pytest.raises(ConfigError, match="an evaluation of other weights"):
+        evaluate(evaluation(run, tmp_path / "out"), Measure(), quiet)
 
 
 def test_a_majority_needs_a_reward_that_says_what_an_answer_is(sums, tmp_path):

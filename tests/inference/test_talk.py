@@ -10,7 +10,7 @@ from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import DataError
 from hybridflow.core.running.session import prepare
 from hybridflow.inference.engine import started
-from hybridflow.inference.job import on_one_device, resolve
+from hybridflow.inference.job import on_one_device, resolve, with_overrides
 from hybridflow.inference.models import find_model
 from hybridflow.inference.talk import Talk, has_template
 
@@ -19,7 +19,10 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, stop_token_ids=(2,))
 
 @pytest.fixture(scope="module")
 def engine(sums, tmp_path_factory):
-    job = resolve(on_one_device(find_model(str(sums)), tmp_path_factory.mktemp("logs")))
+    found = find_model(str(sums))
+    tables = on_one_device(found, tmp_path_factory.mktemp("logs"))
+    job = resolve(with_overrides(tables, [], found))
+    assert job.data.max_prompt_tokens == 28  # not the 8 of the run's data
     with started(job) as engine:
         yield engine, prepare(job, sets={}).tokenizer, job
 
@@ -37,9 +40,9 @@ class Chatty:
         return self._tokenizer.encode("".join(message["content"] for message in messages) + "=")
 
 
-def talk(engine, tokenizer=None, plain=True, data=None, positions=32) -> Talk:
+def talk(engine, tokenizer=None, plain=True, data=None, room=32) -> Talk:
     started, own, job = engine
-    return Talk(started, tokenizer or own, GREEDY, data or job.data, plain, positions)
+    return Talk(started, tokenizer or own, GREEDY, data or job.data, plain, room)
 
 
 def test_pieces_make_up_the_answer_of_the_engine(engine):
@@ -74,7 +77,7 @@ def test_a_conversation_remembers(engine):
 
 
 def test_a_conversation_that_fills_the_model_says_so(engine):
-    with pytest.raises(DataError, match="has 33 tokens, and the model 32 positions: /reset"):
+    with pytest.raises(DataError, match="has 33 tokens, and there is room for 32: /reset"):
         list(talk(engine).answer("1" * 32))
     # What room there is is used.
     assert len("".join(talk(engine).answer("1" * 29))) <= 2

@@ -1,0 +1,42 @@
+"""The lock of a folder: one process at a time works in it."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.running.files import LOCK
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold its lock while the body runs.
+
+    Raises ConfigError if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+") as lock:
+        # The system gives the lock back when the process ends, however it ends.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"another process runs in {folder}; wait for it, "
+                "or give this run a folder of its own (run.name=...)"
+            ) from error
+        yield
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder."""
+    if not (folder / LOCK).is_file():
+        return False
+    with open(folder / LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
