@@ -7,7 +7,7 @@
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds
-# make bench  every benchmark, beside its peers        make clean  remove what these made
+# make bench  every benchmark, beside its peers (one: make bench BENCH=bench/like_trl.py)        make clean  remove what these made
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 VENV ?= .venv
@@ -82,9 +82,9 @@ docs: $(VENV)/.done
 	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'
 	$(PY) -m sphinx -W -q -b html docs docs/_build/html
 
+BENCH ?= $(filter-out %/common.py %/table.py,$(sort $(wildcard bench/*.py)))
 bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
-	@status=0; for script in bench/*.py; do case $$script in */common.py|*/table.py) continue;; esac; \
-	  echo "# $$script" >&2; $(PY) $$script || status=1; done; exit $$status
+	@status=0; for script in $(BENCH); do echo "# $$script" >&2; $(PY) $$script || status=1; done; exit $$status
 
 .bench/trl/.done:
 	$(PYTHON) -m venv .bench/trl

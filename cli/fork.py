@@ -13,7 +13,7 @@ from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.checkpoint import Checkpoints
-from hybridflow.core.running.files import BESIDE, CHECKPOINTS, CONFIG, FORK, MARK
+from hybridflow.core.values.files import BESIDE, CHECKPOINTS, CONFIG, FORK, MARK
 
 
 class ForkCommand(Command):

@@ -21,7 +21,8 @@ import attrs
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.checkpoint import Checkpoints
-from hybridflow.core.running.files import (
+from hybridflow.core.running.lock import hold, is_held
+from hybridflow.core.values.files import (
     CHECKPOINTS,
     CONFIG,
     DONE,
@@ -30,7 +31,6 @@ from hybridflow.core.running.files import (
     METRICS,
     SETTINGS,
 )
-from hybridflow.core.running.lock import hold, is_held
 from hybridflow.core.values.units import amount
 from hybridflow.kit.console import make_console, print_line, print_table
 

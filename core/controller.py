@@ -43,7 +43,6 @@ from hybridflow.core.errors import CheckpointError, MismatchError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.changes import settings
-from hybridflow.core.running.files import DONE
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.kept import checkpoints_of
 from hybridflow.core.running.mismatch import explained
@@ -52,6 +51,7 @@ from hybridflow.core.running.run import Run
 from hybridflow.core.running.samples import SAMPLES, write_rollouts
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
+from hybridflow.core.values.files import DONE
 
 
 @attrs.frozen

@@ -18,7 +18,6 @@ from hybridflow.core.job.schema import SHORTHAND
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.changes import Change, check_changes
-from hybridflow.core.running.files import MARK
 from hybridflow.core.running.folder import claim
 from hybridflow.core.running.kept import (
     Done,
@@ -32,6 +31,7 @@ from hybridflow.core.running.kept import (
 )
 from hybridflow.core.running.run import goal_reached
 from hybridflow.core.running.session import prepare_all
+from hybridflow.core.values.files import MARK
 
 
 def load_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Job]:

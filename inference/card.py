@@ -8,7 +8,7 @@ from typing import Any
 
 from hybridflow.core.config.load import flatten
 from hybridflow.core.running.checkpoint import Checkpoints
-from hybridflow.core.running.files import CHECKPOINTS, DONE, MARK
+from hybridflow.core.values.files import CHECKPOINTS, DONE, MARK
 from hybridflow.inference.models import FoundModel
 
 PRIVATE = ("path", "folder", "address", "key", "secret", "password", "credential", "user", "url")

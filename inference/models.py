@@ -20,7 +20,7 @@ from hybridflow.core.errors import ModelError
 from hybridflow.core.job.stages import located_model
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, GENERATION, export_folder
-from hybridflow.core.running.files import (
+from hybridflow.core.values.files import (
     BESIDE,
     CHECKPOINTS,
     CONFIG as TABLES,

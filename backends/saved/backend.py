@@ -50,6 +50,8 @@ class SavedBackend(TrainingBackend):
     """The dtype of the largest of them, which few differ from."""
     _sources: dict[str, str]
     """Canonical parameter -> the checkpoint's entry that it comes from, if it does."""
+    _adapters: dict[str, str]
+    """Canonical name of an adapter's A or B -> the checkpoint's entry."""
     _last: tuple[str, torch.Tensor] | None
     """The entry that was read last: several canonical parameters may be parts of one."""
 
@@ -65,6 +67,7 @@ class SavedBackend(TrainingBackend):
         self._state = None
         self._sources = {}
         self._params = {}
+        self._adapters = {}
         if self.config.checkpoint is not None:
             self._open_checkpoint(Path(self.config.checkpoint))
         self._open_folder(self._form.shapes.keys() - self._params.keys())
@@ -77,19 +80,18 @@ class SavedBackend(TrainingBackend):
 
         # Adapters are no parameters of the model: they change others.
         stored = {}
-        adapters = []
         for entry, (shape, dtype) in self._state.entries.items():
             name = entry.removeprefix(MODEL)
             if name == entry:
                 continue
             if ".lora_A." in name or ".lora_B." in name:
-                adapters.append(name)
+                self._adapters[name] = entry
                 continue
             stored[name] = Param(shape, dtype)
-        if adapters and self.config.lora is None:
+        if self._adapters and self.config.lora is None:
             raise ModelError(
-                f"{folder} is a checkpoint of adapters ({min(adapters)}); their scale is needed to "
-                "merge them: set backend.lora as in the run"
+                f"{folder} is a checkpoint of adapters ({min(self._adapters)}); their scale is "
+                "needed to merge them: set backend.lora as in the run"
             )
         for name, param in stored.items():
             for canonical, box, _ in self._form.shards([(name, Box.full(param.shape), _unread)]):
@@ -165,13 +167,13 @@ class SavedBackend(TrainingBackend):
         values = self._unmerged(name).to(self._given(self._params[name].dtype))
         lora = self.config.lora
         layer = name.removesuffix(".weight")
-        pair = [f"{MODEL}{layer}.lora_{side}.weight" for side in "AB"]
-        if self._state is None or lora is None or pair[0] not in self._state.entries:
+        pair = [f"{layer}.lora_{side}.weight" for side in "AB"]
+        if self._state is None or lora is None or pair[0] not in self._adapters:
             return values
 
         from hybridflow.kit.huggingface.lora import merge
 
-        a, b = (self._state.read(entry) for entry in pair)
+        a, b = (self._state.read(self._adapters[side]) for side in pair)
         return merge(values, a, b, lora.alpha / lora.rank, Box.full(values.shape))
 
     def _unmerged(self, name: str) -> torch.Tensor:
@@ -217,6 +219,19 @@ class SavedBackend(TrainingBackend):
             dtype or self._given(self._common),
             self.context,
         )
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the checkpoint's adapters without the model, as peft reads them.
+
+        Raises ModelError for a checkpoint that has none.
+        """
+        from hybridflow.kit.huggingface.lora import exported_config, write_adapter
+
+        if self._state is None or self.config.lora is None or not self._adapters:
+            raise ModelError(f"{self.config.checkpoint} is no checkpoint of adapters")
+        layers = {name.rpartition(".lora_")[0] for name in self._adapters}
+        values = {name: self._state.read(entry) for name, entry in self._adapters.items()}
+        write_adapter(exported_config(self.config.lora, layers), values, folder)
 
     # --- what it is not for ---
 

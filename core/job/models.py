@@ -9,6 +9,7 @@ import attrs
 
 from hybridflow.core.errors import ModelError
 from hybridflow.core.job.job import Job
+from hybridflow.core.values.files import DONE, EXPORT, MARK
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 
 
@@ -34,9 +35,11 @@ def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = Tru
         return ModelSpec(dict(config.config), None, config.init_seed, kind)
 
     # A folder.
-    folder = Path(config.path or "")
+    folder = Path(model_path(config.path or "", role))
     if not folder.is_dir():
         raise ModelError(f"{role}.model.path: there is no folder {str(folder)!r}")
+    if weights and _is_run(folder):
+        raise ModelError(f"{role}.model.path: {_no_export(folder)}")
     if not (folder / "config.json").is_file():
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"{role}.model.path: {str(folder)!r} has no config.json (it has {names})")
@@ -51,6 +54,39 @@ def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = Tru
             f"{role}.model.path: {folder / 'config.json'} is not JSON: {error}"
         ) from error
     return ModelSpec(fields, str(folder), config.init_seed, kind)
+
+
+def model_path(path: str, role: str) -> str:
+    """Return the Hugging Face folder that a model.path means.
+
+    For the folder of a finished run it is what the run exported of this role, else of its actor, or
+    of the only one that it trained. Any other path is returned as it is.
+    """
+    folder = Path(path)
+    done = folder / DONE
+    if not _is_run(folder) or not (done.is_file() and json.loads(done.read_text()).get("exported")):
+        return path
+    exports = {export.name: export for export in sorted((folder / EXPORT).glob("*"))}
+    chosen = exports.get(role) or exports.get("actor")
+    if chosen is None and len(exports) == 1:
+        [chosen] = exports.values()
+    return path if chosen is None else str(chosen)
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, or of a run with stages."""
+    return (folder / MARK).is_file() or any(folder.glob(f"*/{MARK}"))
+
+
+def _no_export(folder: Path) -> str:
+    """Say what to do with a run's folder that has no model of its own."""
+    stages = sorted(str(mark.parent) for mark in folder.glob(f"*/{MARK}"))
+    if stages:
+        return f"{str(folder)!r} is a run with stages; give one of them: {', '.join(stages)}"
+    return (
+        f"{str(folder)!r} is a run that has exported no model of this role; hybridflow export "
+        f"{folder} --out FOLDER writes that of a checkpoint, and FOLDER is the path then"
+    )
 
 
 def exported(model: ModelSpec, role: str) -> ModelSpec:

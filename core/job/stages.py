@@ -10,6 +10,7 @@ from typing import Any
 from hybridflow.core.config.load import COMMAND_LINE, Provenance, expand, merge
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
+from hybridflow.core.job.models import model_path
 from hybridflow.core.job.schema import SECTIONS
 
 STAGE = "stage:"
@@ -107,7 +108,7 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
 
 
 def located_model(model: Mapping[str, Any], folder: Path, role: str) -> dict[str, Any]:
-    """Return a role's table `model` with the folder that "stage:NAME/ROLE" means in its place.
+    """Return a role's table `model` with the folder that its path means in its place.
 
     folder: of the stage whose role it is; those of earlier stages are beside it.
     """
@@ -121,6 +122,8 @@ def located_model(model: Mapping[str, Any], folder: Path, role: str) -> dict[str
         if not source and not named.is_dir() and exports.is_dir():
             named = min(exports.iterdir(), default=named)
         located["path"] = str(named)
+    elif isinstance(path, str):
+        located["path"] = model_path(path, role)
     return located
 
 
@@ -140,7 +143,7 @@ def tokenizer_folder(
         if not isinstance(path, str):
             continue
         if not path.startswith(STAGE):
-            return path, False
+            return model_path(path, name), False
 
         # "stage:NAME/ROLE": a stage writes one tokenizer for all its models.
         job = earlier.get(path.removeprefix(STAGE).partition("/")[0])

@@ -19,7 +19,7 @@ import attrs
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.schema import SECTIONS, RoleSection
-from hybridflow.core.running.files import MARK, SETTINGS
+from hybridflow.core.values.files import MARK, SETTINGS
 
 FREE_SECTIONS = ("run", "runtime", "placement", "pools", "rollout", "validation")
 """Tables whose settings may change."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.contracts.tokenizer import Tokenizer
-from hybridflow.core.running.files import EXPORT
+from hybridflow.core.values.files import EXPORT
 from hybridflow.core.values.model import ModelSpec
 
 CONFIG = "config.json"

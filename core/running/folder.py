@@ -16,8 +16,8 @@ from typing import Any
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.files import BESIDE, CONFIG, LOCK, MARK, SETTINGS
 from hybridflow.core.running.lock import hold
+from hybridflow.core.values.files import BESIDE, CONFIG, LOCK, MARK, SETTINGS
 
 
 @contextmanager

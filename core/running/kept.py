@@ -9,8 +9,8 @@ import attrs
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, export_folder
-from hybridflow.core.running.files import CHECKPOINTS, DONE, FORK, LOCK, MARK
 from hybridflow.core.running.run import goal_reached
+from hybridflow.core.values.files import CHECKPOINTS, DONE, FORK, LOCK, MARK
 
 
 @attrs.frozen

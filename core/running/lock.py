@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.files import LOCK
+from hybridflow.core.values.files import LOCK
 
 
 @contextmanager

@@ -13,8 +13,8 @@ class ModelConfig:
     weights)."""
 
     path: str | None = None
-    """Folder with config.json and model.safetensors, or "stage:NAME" for what an earlier run stage
-    exported."""
+    """Folder with config.json and model.safetensors; that of a finished run, for the model that it
+    exported; or "stage:NAME" for what an earlier run stage exported."""
     config: dict[str, Any] | None = None
     """Fields of the Hugging Face config; `model_type` is required."""
     init_seed: int = 0

@@ -29,16 +29,30 @@ class ExportCommand(Command):
             help="of the weights; auto: as the run computed, or as the folder has them",
         )
 
+        parser.add_argument(
+            "--adapter",
+            action="store_true",
+            help="only the adapters (LoRA) that the run trained, in float32, as peft reads them; "
+            "without it they are merged with the model",
+        )
+
     def run(self, arguments: argparse.Namespace) -> int:
         """Write weights, configs, tokenizer and model card; say where."""
         if arguments.out.exists() and any(arguments.out.iterdir()):
             raise ConfigError(f"{arguments.out}: is not empty; give a folder that is new")
+        if arguments.adapter and arguments.dtype != "auto":
+            raise ConfigError("--dtype: adapters are written in float32; leave it out")
         wait_briefly({})  # before torch is imported
-        from hybridflow.inference.exporting import export
+        from hybridflow.inference.exporting import export, export_adapter
         from hybridflow.inference.models import find_model
 
         found = find_model(arguments.model, arguments.step, arguments.stage, arguments.role)
+        out = arguments.out
         with tempfile.TemporaryDirectory() as logs:
-            dtype = export(found, arguments.out, arguments.dtype, Path(logs), arguments.overrides)
+            if arguments.adapter:
+                export_adapter(found, out, Path(logs), arguments.overrides)
+                dtype = "adapters, float32"
+            else:
+                dtype = export(found, out, arguments.dtype, Path(logs), arguments.overrides)
         print(f"{found.label}: {arguments.out} ({dtype})")
         return 0

@@ -79,20 +79,25 @@ class Adapters:
         return LazyShard(box.shape, lambda: self.merged(name, box, values, whole))
 
     def export(self, whole: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Write adapter_config.json and adapter_model.safetensors.
+        """Write adapter_config.json and adapter_model.safetensors."""
+        write_adapter(self.config, {name: whole[name] for name in self.names}, folder)
 
-        peft.PeftModel.from_pretrained reads them.
-        """
-        from safetensors.torch import save_file
 
-        folder.mkdir(parents=True, exist_ok=True)
-        self.config.save_pretrained(folder)
-        # peft finds its parameters behind this prefix.
-        tensors = {
-            f"base_model.model.{name}": whole[name].detach().cpu().clone()
-            for name in sorted(self.names)
-        }
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+def write_adapter(config: Any, adapters: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write adapters as peft.PeftModel.from_pretrained reads them, with peft's `config` of them.
+
+    adapters: canonical name, LAYER.lora_A.weight or LAYER.lora_B.weight, -> whole values.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    # peft finds its parameters behind this prefix.
+    tensors = {
+        f"base_model.model.{name}": adapters[name].detach().cpu().clone()
+        for name in sorted(adapters)
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def merge(
@@ -154,22 +159,32 @@ def _names_any(end: str, names: Iterable[str]) -> bool:
 
 def _inject(hf: nn.Module, config: LoRAConfig, targets: list[str]) -> Any:
     """Put peft's layers in place of the targets, and return peft's config of them."""
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_peft_config(config, targets), hf, ADAPTER)
+    return exported_config(config, targets)
+
+
+def exported_config(config: LoRAConfig, layers: Iterable[str]) -> Any:
+    """Return peft's config of the adapters of `layers`, for files.
+
+    It has the layers' short names, as people write them.
+    """
+    ends = {name.rpartition(".")[2] for name in layers}
+    return _peft_config(config, config.target_modules or ends)
+
+
+def _peft_config(config: LoRAConfig, targets: Iterable[str]) -> Any:
+    from peft import LoraConfig
 
     # peft declares lora_alpha as an int, and takes any number.
-    peft_config: Any = LoraConfig(
+    return LoraConfig(
         r=config.rank,
         lora_alpha=cast(int, config.alpha),
-        target_modules=targets,
+        target_modules=list(targets),
         lora_dropout=0.0,
         bias="none",
     )
-    inject_adapter_in_model(peft_config, hf, ADAPTER)
-
-    # An exported config has the short names, as people write them.
-    ends = [name.rpartition(".")[2] for name in targets]
-    peft_config.target_modules = set(config.target_modules or ends)
-    return peft_config
 
 
 def _list(names: Iterable[str]) -> str:

@@ -21,6 +21,8 @@ OWN = {
     },
     "reward": {"function": "exact_match"},
 }
+REWARD = {"function": "hybridflow.kit.testing.runs:even_tokens"}
+"""A reward that responses of random weights differ in."""
 
 
 def train(folder, name="sums", **tables):
@@ -34,7 +36,11 @@ def train(folder, name="sums", **tables):
 @pytest.fixture(scope="session")
 def sums(tmp_path_factory):
     """The folder of the run."""
-    return train(
-        tmp_path_factory.mktemp("runs"),
-        reward={"function": "hybridflow.kit.testing.runs:even_tokens"},
-    )
+    return train(tmp_path_factory.mktemp("runs"), reward=REWARD)
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory):
+    """The folder of a run that trained adapters."""
+    lora = {"name": "fsdp", "lora": {"rank": 2}}
+    return train(tmp_path_factory.mktemp("runs"), "adapted", actor={"backend": lora}, reward=REWARD)

@@ -127,6 +127,23 @@ def test_adapters_of_a_checkpoint_are_merged_as_the_trainer_merges_them(
         saved(spec, context, checkpoint=str(tmp_path / "actor"))
 
 
+def test_adapters_are_written_as_the_trainer_writes_them(tmp_path, context):
+    from safetensors.torch import load_file
+
+    pytest.importorskip("peft")
+    spec = model_in(tmp_path / "model")
+    lora = LoRAConfig(rank=4, alpha=8.0, target_modules=("q_proj",))
+    trainer = trained(spec, context, tmp_path / "actor", lora)
+    trainer.export_hf(tmp_path / "merged")
+    backend = saved(spec, context, checkpoint=str(tmp_path / "actor"), lora=lora)
+    backend.export_adapter(tmp_path / "adapter")
+    own = load_file(tmp_path / "merged/adapter/adapter_model.safetensors")
+    same(load_file(tmp_path / "adapter/adapter_model.safetensors"), own)
+    whole = saved(spec, context)
+    with pytest.raises(ModelError, match="is no checkpoint of adapters"):
+        whole.export_adapter(tmp_path / "none")
+
+
 def test_an_export_is_the_model(tmp_path, context):
     spec = model_in(tmp_path / "model")
     saved(spec, context).export_hf(tmp_path / "out")

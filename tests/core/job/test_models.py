@@ -9,7 +9,7 @@ from helpers.job_texts import BASE, MODEL, STAGES
 from helpers.jobs import jobs, model_folder, problem
 
 from hybridflow.core.errors import ModelError
-from hybridflow.core.job.models import exported, resolve_model, with_exports
+from hybridflow.core.job.models import exported, model_path, resolve_model, with_exports
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 
 
@@ -64,3 +64,38 @@ def test_a_model_of_no_earlier_stage_stays_as_it_is_and_an_export_keeps_kind_and
     read = exported(ModelSpec({"vocab_size": 16}, None, 5, "value", export=folder), "critic")
     assert (read.path, read.export) == (folder, folder)
     assert (read.init_seed, read.kind, read.vocab_size) == (5, "value", 20)
+
+
+def finished(folder: Path, *roles: str, exports: bool = True) -> Path:
+    """The folder of a run that trained these roles."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "done.json").write_text(f'{{"exported": {"true" if exports else "false"}}}')
+    for role in roles:
+        model_folder(folder / "export" / role)
+    return folder
+
+
+def test_a_finished_run_means_what_it_exported(tmp_path):
+    run = finished(tmp_path / "sums", "actor", "critic")
+    for role, expected in (("actor", "actor"), ("critic", "critic"), ("ref", "actor")):
+        assert model_path(str(run), role) == str(run / "export" / expected)
+    judged = finished(tmp_path / "judged", "reward")
+    assert model_path(str(judged), "cost") == str(judged / "export/reward")
+    spec = resolve_model(ModelConfig(path=str(run)), "policy", "ref")
+    assert spec.path == str(run / "export/actor")
+    # A model's own folder, and one that is not there, stay what they are.
+    assert model_path(str(run / "export/actor"), "critic") == str(run / "export/actor")
+    assert model_path("nowhere", "actor") == "nowhere"
+
+
+def test_a_run_without_an_export_says_how_to_get_one(tmp_path):
+    run = finished(tmp_path / "sums", "actor", exports=False)  # of an earlier end: it went on since
+    with pytest.raises(ModelError, match=rf"has exported no model .* export {run} --out FOLDER"):
+        resolve_model(ModelConfig(path=str(run)), "policy", "actor")
+    (run / "done.json").unlink()
+    with pytest.raises(ModelError, match="has exported no model"):
+        resolve_model(ModelConfig(path=str(run)), "policy", "actor")
+    stages = finished(tmp_path / "demo/grpo", "actor").parent
+    with pytest.raises(ModelError, match=rf"a run with stages; give one of them: {stages}/grpo"):
+        resolve_model(ModelConfig(path=str(stages)), "policy", "actor")

@@ -126,6 +126,18 @@ def test_the_tokenizer_is_in_the_actors_folder_before_others():
     assert tokenizer_folder(none, {}) == (None, False)
 
 
+def test_the_tokenizer_of_a_run_is_in_its_export(tmp_path):
+    run = tmp_path / "sums"
+    (run / "export/actor").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (run / "done.json").write_text('{"exported": true}')
+    tables = {"actor": {"model": {"path": str(run)}}}
+    assert tokenizer_folder(tables, {}) == (str(run / "export/actor"), False)
+    assert located_model({"path": str(run)}, tmp_path / "other", "actor") == {
+        "path": str(run / "export/actor")
+    }
+
+
 def test_the_tokenizer_of_an_earlier_stage_is_in_its_run_folder():
     first, _ = jobs(text=STAGES)
     follows = {"actor": {"model": {"path": "stage:first/actor"}}}
