@@ -69,7 +69,7 @@ def ours(folder: Path, given: dict, seed: int) -> list[float]:
     config.write_text(f"""
 runtime = "inline"
 algorithm = {{ name = "grpo", prompts_per_step = {given["prompts"]}, group_size = {given["group"]}, how = "token-mean" }}
-data = {{ source = "jsonl", path = "{given["data"]}", bos = true, max_prompt_tokens = 8, seed = {seed} }}
+data = {{ source = "jsonl", path = "{given["data"]}", bos = true, max_prompt_tokens = 8 }}
 sampling.max_tokens = {given["tokens"]}
 reward = {{ function = "trl", options = {{ function = "rewards:right" }} }}
 actor = {{ model.path = "{given["model"]}", optimizer.lr = {given["lr"]} }}

@@ -66,8 +66,8 @@ class DataConfig:
     """Use only this many rows: the first ones, after `pattern` and `overlong`; 0 is all."""
     shuffle: bool = True
     """Whether each epoch has a new random order; otherwise rows come in the source's order."""
-    seed: int = attrs.field(default=0, validator=non_negative)
-    """Seed of the order."""
+    seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(non_negative))
+    """Seed of the order; by default `run.seed`."""
 
     # What only this source knows
     options: dict[str, Any] = attrs.field(factory=dict)

@@ -26,6 +26,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from hybridflow.core.config.load import merge
 from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.algorithm import Algorithm
@@ -158,11 +160,11 @@ def resolve_job(
     # The sections, each by itself.
     run = reader.section("run", RunSection)
     sampling = reader.section("sampling", SamplingSection)
-    data = reader.section("data", DataConfig)
+    data = _seeded(reader.section("data", DataConfig), run.seed)
     tokenizer = reader.section("tokenizer", TokenizerConfig)
-    validation, validation_data = _validation(reader)
+    validation, validation_data = _validation(reader, run.seed)
     data_sets = algorithm.data_sets if algorithm else ()
-    more_data = {key: reader.section(key, DataConfig) for key in data_sets}
+    more_data = {key: _seeded(reader.section(key, DataConfig), run.seed) for key in data_sets}
     texts = {"data": data, "tokenizer": tokenizer, "validation": validation_data}
     _check_texts(reader, {**texts, **more_data})
 
@@ -227,6 +229,11 @@ def resolve_job(
     machine = {"runtime"} if reader.elsewhere else set()
     reader.problems += cross_checks(job, reader.failed | machine)
     return job
+
+
+def _seeded(data: DataConfig, seed: int) -> DataConfig:
+    """Return a data set's settings with the run's seed, unless they give one."""
+    return data if data.seed is not None else attrs.evolve(data, seed=seed)
 
 
 def _check_texts(reader: Reader, configs: Mapping[str, Any]) -> None:
@@ -304,7 +311,7 @@ def _environment(reader: Reader) -> EnvironmentSection | None:
     return section
 
 
-def _validation(reader: Reader) -> tuple[ValidationSection | None, DataConfig | None]:
+def _validation(reader: Reader, seed: int) -> tuple[ValidationSection | None, DataConfig | None]:
     """Read [validation] and its data set: [data], with validation.data on top, in file order."""
     if "validation" not in reader.tables:
         return None, None
@@ -320,4 +327,5 @@ def _validation(reader: Reader) -> tuple[ValidationSection | None, DataConfig | 
             reader.problems.append(problem)
     if data is None:
         reader.failed.add("validation")
-    return section, data
+        return section, None
+    return section, _seeded(data, seed)

@@ -66,8 +66,8 @@ class RunSection:
     steps: int = _setting(100, at_least(1))
     """Number of iterations, each one call of the algorithm's step."""
     seed: int = _setting(0, non_negative)
-    """Random seed of sampling and of the order of mini-batches. Data and models have seeds of their
-    own."""
+    """Random seed of sampling, of the order of mini-batches, and of rows where a data set gives no
+    seed. Models have seeds of their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models: "auto" means cuda where this machine has one, else cpu. For a cluster
     (runtime.address), a machine without CUDA devices asks for one of the two."""

@@ -43,7 +43,7 @@ class TaskWorker(Worker):
             for name, config in sets.items()
         }
         self.samplers = {
-            name: Sampler(len(self.sets[name]), config.seed, config.shuffle)
+            name: Sampler(len(self.sets[name]), config.seed or 0, config.shuffle)
             for name, config in sets.items()
         }
 

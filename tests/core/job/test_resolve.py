@@ -41,6 +41,14 @@ def test_a_stage_is_the_common_tables_with_its_own_on_top():
     assert first.folder == Path("runs/tiny/first") and second.folder == Path("runs/tiny/second")
 
 
+def test_the_order_of_rows_follows_the_seed_of_the_run_unless_it_is_given():
+    validated = ("validation.every=1", "validation.data.options={ split = 'held-out' }")
+    made = job("run.seed=7", *validated)
+    assert made.data.seed == 7 and made.validation_data.seed == 7
+    made = job("run.seed=7", "data.seed=3", *validated)
+    assert made.data.seed == 3 and made.validation_data.seed == 3
+
+
 def test_a_model_of_an_earlier_stage_brings_its_tokenizer_whatever_the_tokenizer_table_says():
     first, second = jobs(text=STAGES)
     assert first.tokenizer.train == "char" and first.tokenizer_path is None
