@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import ROOT, emit
 
-from hybridflow.core.config.waiting import BRIEFLY, VARIABLE
+from hybridflow.settle.config.waiting import BRIEFLY, VARIABLE
 
 LOOPS = 2
 BAR = 3.0
@@ -37,7 +37,7 @@ QUIET_STEPS = 46
 QUIET_RUN = """
 import json, statistics, sys, time
 from hybridflow.core.running.reporting import Reporter
-from hybridflow.core.launch import run
+from hybridflow.settle.launch import run
 report, times = Reporter.step, []
 def step(self, *given):
     found = report(self, *given)

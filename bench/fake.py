@@ -22,12 +22,12 @@ from common import emit
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.fakes.folder import write_hollow_folder
 from hybridflow.kit.fakes.rehearsal import Rehearser, Rows, rehearsed
 from hybridflow.kit.testing.fake_gpu import FIELDS
+from hybridflow.settle.models import resolve_model
 
 LAYERS = 28
 CASES: dict[str, tuple[ParallelLayout, dict[str, Any], int]] = {

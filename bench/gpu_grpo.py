@@ -24,8 +24,8 @@ from common import emit  # noqa: E402
 
 from hybridflow.core.contracts.planner import DeviceMemory  # noqa: E402
 from hybridflow.core.job.job import Job  # noqa: E402
-from hybridflow.core.launch import load_config  # noqa: E402
 from hybridflow.planner.preflight import job_memory  # noqa: E402
+from hybridflow.settle.launch import load_config  # noqa: E402
 
 PEAK_BF16 = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bf16 FLOP/s from the data sheets."""

@@ -25,8 +25,8 @@ from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
-from hybridflow.core.launch import run as launch
 from hybridflow.kit.testing import TinyRun
+from hybridflow.settle.launch import run as launch
 
 PROMPTS, GROUP = 8, 8
 WARM_UP = (

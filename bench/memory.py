@@ -34,7 +34,6 @@ from common import emit
 import hybridflow.core.running.session as session
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.worker import register
-from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.planner.calibration.probes import Likelihood, made_up
 from hybridflow.planner.cluster import Cluster
@@ -42,6 +41,7 @@ from hybridflow.planner.jobs import planned_model
 from hybridflow.planner.memory import Memory
 from hybridflow.planner.times import Simulator
 from hybridflow.planner.workload import Task, Workload
+from hybridflow.settle.resolve import resolve_jobs
 
 BAR = 0.1
 MODELS = {

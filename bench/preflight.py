@@ -31,10 +31,10 @@ import hybridflow.core.running.session as session
 from hybridflow.core.contracts.planner import DeviceMemory
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.worker import register
-from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.workers.device_memory import host_memory
 from hybridflow.planner.calibration.probes import Likelihood, made_up
 from hybridflow.planner.preflight import job_memory
+from hybridflow.settle.resolve import resolve_jobs
 
 BAR = 0.1
 GROUP = 4

@@ -14,18 +14,19 @@ import attrs
 
 from hybridflow.cli.plugins import spell
 from hybridflow.cli.show import render
-from hybridflow.core.config.field_docs import field_docs
-from hybridflow.core.config.structure import describe
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import PluginError
-from hybridflow.core.job import schema
-from hybridflow.core.job.reader import device_defaults
-from hybridflow.core.job.schema import EnvironmentSection, SyncConfig
+from hybridflow.core.job import sections
+from hybridflow.core.job.sections import EnvironmentSection, SyncConfig
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.model import ModelConfig
+from hybridflow.settle.config.field_docs import field_docs
+from hybridflow.settle.config.structure import describe
+from hybridflow.settle.reader import device_defaults
+from hybridflow.settle.schema import SamplingSection
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 MARK = "<!-- What follows is written by ci/reference.py. -->\n"
@@ -41,7 +42,7 @@ def reference() -> Iterator[str]:
     yield "## Reference\n"
     yield "Each setting with what it takes, its default, and what it means. Settings of plugins that are not ours are"
     yield "printed by `hybridflow show CONFIG --docs`.\n"
-    yield from section("[run]", schema.RunSection, "run")
+    yield from section("[run]", sections.RunSection, "run")
     yield "### [runtime]\n"
     yield f'* `runtime.name` (a plugin of kind runtime; `"{registry().default("runtime")}"`): What starts processes.\n'
     yield from plugins("runtime", "runtime")
@@ -50,7 +51,7 @@ def reference() -> Iterator[str]:
     yield "  One process runs per device. A whole number `n` is `[n]`.\n"
     yield from section("[data]", DataConfig, "data")
     yield from section("[tokenizer]", TokenizerConfig, "tokenizer")
-    yield from section("[sampling]", schema.SamplingSection, "sampling")
+    yield from section("[sampling]", SamplingSection, "sampling")
     yield "### [rollout]\n"
     yield f'* `rollout.name` (a plugin of kind rollout_engine; `"{registry().default("rollout_engine")}"`): What generates.\n'
     yield from plugins("rollout_engine", "rollout")
@@ -58,16 +59,18 @@ def reference() -> Iterator[str]:
     yield "### [algorithm]\n"
     yield '* `algorithm.name` (a plugin of kind algorithm, or "package.module:Class"; required): What is learnt, how.\n'
     yield from plugins("algorithm", "algorithm")
-    yield from section("Roles: [actor], [critic], [ref], [reward], ...", schema.RoleSection, "ROLE")
+    yield from section(
+        "Roles: [actor], [critic], [ref], [reward], ...", sections.RoleSection, "ROLE"
+    )
     yield from section("model", ModelConfig, "ROLE.model", level=4)
-    yield from section("layout", schema.LayoutSection, "ROLE.layout", level=4)
-    yield from section("generation", schema.GenerationSection, "ROLE.generation", level=4)
+    yield from section("layout", sections.LayoutSection, "ROLE.layout", level=4)
+    yield from section("generation", sections.GenerationSection, "ROLE.generation", level=4)
     yield from section("sync", SyncConfig, "ROLE.sync", level=4)
     yield from section("optimizer", OptimizerConfig, "ROLE.optimizer", level=4)
-    yield from section("parts of a reward", schema.RewardPart, "ROLE.parts", level=4)
+    yield from section("parts of a reward", sections.RewardPart, "ROLE.parts", level=4)
     yield from section("failures of a reward", FailureRule, "ROLE.on_failure", level=4)
     yield from plugins("training_backend", "ROLE.backend")
-    yield from section("[validation]", schema.ValidationSection, "validation")
+    yield from section("[validation]", sections.ValidationSection, "validation")
     yield from capabilities()
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-FOLDERS = ("core", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
 NAMESPACE = "hybridflow"
 Graph = dict[str, set[str]]
 
@@ -47,7 +47,7 @@ def room(module: str) -> str:
     parts = module.split(".")
     return (
         ".".join(parts[:2])
-        if parts[0] in ("core", "kit", "planner", "cli", "backends")
+        if parts[0] in ("core", "settle", "kit", "planner", "cli", "backends")
         else parts[0]
     )
 

@@ -286,7 +286,7 @@ def core_problems() -> list[str]:
         problems.append(f"python {platform.python_version()}; {oldest} or newer is needed")
     # The door to all of the core.
     try:
-        import hybridflow.core.launch  # noqa: F401
+        import hybridflow.settle.launch  # noqa: F401
     except Exception as error:
         problems.append(
             f"hybridflow.core does not import: {reason(error)}; "

@@ -8,12 +8,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hybridflow.core.config.load import import_from, read_config
-from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.values.files import BESIDE, CHECKPOINTS, CONFIG, FORK, MARK
+from hybridflow.settle.config.load import import_from, read_config
+from hybridflow.settle.config.waiting import wait_briefly
 
 
 class ForkCommand(Command):
@@ -41,8 +41,8 @@ class ForkCommand(Command):
         tables = _tables(source, arguments.step)
         merged, _ = read_config(tables, arguments.overrides)
         wait_briefly(merged)  # before torch is imported
-        from hybridflow.core.job.stages import located_model
-        from hybridflow.core.launch import load_config, run
+        from hybridflow.settle.launch import load_config, run
+        from hybridflow.settle.stages import located_model
 
         checkpoints = Checkpoints(source / CHECKPOINTS, 1)
         steps = checkpoints.steps()

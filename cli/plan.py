@@ -14,16 +14,16 @@ from rich.console import Console
 from hybridflow.cli.arguments import add_config
 from hybridflow.cli.pictures import draw_steps
 from hybridflow.cli.written import write_config
-from hybridflow.core.config.load import read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.planner import Block, Line, Plan
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.placement import planner_of, whole, without_places
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.job.stages import shadowed_overrides
 from hybridflow.kit.console import make_console, print_line, print_table
+from hybridflow.settle.config.load import read_config
+from hybridflow.settle.placement import planner_of, whole, without_places
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.schema import SHORTHAND
+from hybridflow.settle.stages import shadowed_overrides
 
 
 class PlanCommand(Command):

@@ -16,8 +16,6 @@ from rich.console import Console
 
 from hybridflow.cli.explain import print_explained
 from hybridflow.cli.gather import gather_plan
-from hybridflow.core.config.load import parse_value
-from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.contracts.training import TrainingSettings, training_settings
@@ -33,6 +31,8 @@ from hybridflow.kit.console import make_console, print_line, print_table
 from hybridflow.kit.huggingface.shapes import PUBLISHED, read_fields
 from hybridflow.kit.layouts import zero3_layout
 from hybridflow.kit.planned import AsksLoader, TracedRanks
+from hybridflow.settle.config.load import parse_value
+from hybridflow.settle.config.structure import structure
 
 SIZES = ("pp", "tp", "dp", "cp", "ep")
 """Sizes that --from may have; --to has pp and tp."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from hybridflow.cli.arguments import add_config
-from hybridflow.core.config.load import read_config
-from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
+from hybridflow.settle.config.load import read_config
+from hybridflow.settle.config.waiting import wait_briefly
 
 
 class RunCommand(Command):
@@ -37,7 +37,7 @@ class RunCommand(Command):
         # Before torch is imported, which is why the rest is imported here.
         tables, _ = read_config(arguments.config, arguments.overrides)
         wait_briefly(tables)
-        from hybridflow.core.launch import run
+        from hybridflow.settle.launch import run
 
         outcome = run(
             arguments.config,

@@ -16,18 +16,19 @@ from rich.console import Console
 
 from hybridflow.cli.arguments import add_config
 from hybridflow.cli.figures import figures
-from hybridflow.core.config.field_docs import field_docs
-from hybridflow.core.config.load import DEFAULT, Provenance, read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.job.job import Job, PlacedModel, Rewards
-from hybridflow.core.job.placement import resolve_placed
-from hybridflow.core.job.reader import device_defaults
-from hybridflow.core.job.remarks import remarks
-from hybridflow.core.job.roles import REWARD_KEYS, role_table
-from hybridflow.core.job.schema import SHORTHAND, RoleSection, SamplingSection
+from hybridflow.core.job.sections import RoleSection
 from hybridflow.core.plugins import registry
 from hybridflow.kit.console import make_console, print_line, print_table
+from hybridflow.settle.config.field_docs import field_docs
+from hybridflow.settle.config.load import DEFAULT, Provenance, read_config
+from hybridflow.settle.placement import resolve_placed
+from hybridflow.settle.reader import device_defaults
+from hybridflow.settle.remarks import remarks
+from hybridflow.settle.roles import REWARD_KEYS, role_table
+from hybridflow.settle.schema import SHORTHAND, SamplingSection
 
 DERIVED = "derived"
 """The source of values that are computed from others."""

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING
 import attrs
 
 from hybridflow.cli.runs import FoundRun, find_runs
-from hybridflow.core.config.load import read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.console import make_console, print_line, print_table
+from hybridflow.settle.config.load import read_config
 
 if TYPE_CHECKING:
     from hybridflow.core.job.job import Job
@@ -60,7 +60,7 @@ class SweepCommand(Command):
         varied, common = split(arguments.overrides)
         if arguments.at_once is not None and arguments.at_once < 1:
             raise ConfigError(f"--at-once: is {arguments.at_once}; give 1 or more")
-        from hybridflow.core.launch import load_config
+        from hybridflow.settle.launch import load_config
 
         # All combinations are checked before the first one starts.
         tables, _ = read_config(arguments.config, common)
@@ -164,8 +164,8 @@ def points_of(varied: dict[str, list[str]]) -> list[Point]:
 
 def _is_done(jobs: Sequence[Job]) -> bool:
     """Return whether all stages have finished with these settings."""
-    from hybridflow.core.running.changes import changes
-    from hybridflow.core.running.kept import read_done, to_train
+    from hybridflow.settle.changes import changes
+    from hybridflow.settle.kept import read_done, to_train
 
     for job in jobs:
         done = read_done(job)
@@ -176,7 +176,8 @@ def _is_done(jobs: Sequence[Job]) -> bool:
 
 def _remove_lost(jobs: Sequence[Job]) -> None:
     """Remove the folders of stages that were ended before their first checkpoint."""
-    from hybridflow.core.running.kept import checkpoints_of, read_done
+    from hybridflow.core.running.checkpoint import checkpoints_of
+    from hybridflow.settle.kept import read_done
 
     for job in jobs:
         if not checkpoints_of(job).steps() and read_done(job) is None:

@@ -17,7 +17,7 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Whitespace
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job.places import forget_places, replace_places
+from hybridflow.settle.places import forget_places, replace_places
 
 
 def write_config(

@@ -48,7 +48,6 @@ from .contracts.transport import Transport as Transport
 from .contracts.worker import RankContext as RankContext, Worker as Worker, register as register
 from .errors import HybridFlowError as HybridFlowError
 from .groups.group import Pool as Pool, WorkerGroup as WorkerGroup
-from .launch import load_config as load_config, run as run
 from .resharding.plan import ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
 from .values.batch import Batch as Batch
 from .values.columns import Column as Column, tokens as tokens

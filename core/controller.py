@@ -35,6 +35,8 @@ batches, whose columns stay on the ranks until a rank reads them.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -42,11 +44,10 @@ from hybridflow.core.contracts.tracker import remove_later_lines
 from hybridflow.core.errors import CheckpointError, MismatchError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.changes import settings
+from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.folder import StopSignal, claim
-from hybridflow.core.running.kept import checkpoints_of
 from hybridflow.core.running.mismatch import explained
-from hybridflow.core.running.reporting import Reporter
+from hybridflow.core.running.reporting import Observer, Reporter
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.samples import SAMPLES, write_rollouts
 from hybridflow.core.running.session import Prepared, Session
@@ -72,19 +73,21 @@ def run_job(
     resume: bool = False,
     overwrite: bool = False,
     export: bool = False,
-    beside: str | None = None,
+    mark: Mapping[str, Any] | None = None,
+    observers: Sequence[Observer] = (),
 ) -> Outcome:
     """Run one job to its end.
 
     resume: go on from the newest checkpoint in the run's folder; overwrite: remove an earlier run
-    from the folder; export: write the trained models at the end; beside: the config's folder.
+    from the folder; export: write the trained models at the end; mark: what the folder's run.json
+    holds beside the config and versions; observers: of each step's metrics.
 
     When a worker dies, the job starts again from its newest checkpoint (from the beginning if there
     is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
     since it would happen again. Raises ConfigError if the run's folder cannot be claimed.
     """
-    claimed = claim(job, resume, overwrite, settings(job), beside)
-    with claimed, Reporter(job, prepared) as report:
+    claimed = claim(job, resume, overwrite, mark)
+    with claimed, Reporter(job, prepared, observers) as report:
         (job.folder / DONE).unlink(missing_ok=True)  # of a finished run that goes on
         for attempt in range(job.run.restarts + 1):
             try:

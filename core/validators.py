@@ -54,3 +54,8 @@ def at_least(smallest: float) -> Validator:
     return validator(
         lambda value: value >= smallest, f"at least {smallest}", f"give {smallest} or more"
     )
+
+
+def setting(default: Any, validator: Validator) -> Any:
+    """Make a field with a default and a validator."""
+    return attrs.field(default=default, validator=validator)

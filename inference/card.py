@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.core.config.load import flatten
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.values.files import CHECKPOINTS, DONE, MARK
 from hybridflow.inference.models import FoundModel
+from hybridflow.settle.config.load import flatten
 
 PRIVATE = ("path", "folder", "address", "key", "secret", "password", "credential", "user", "url")
 """Parts of a setting's name that mark it as nobody's business; "token" alone is in many others."""

@@ -24,7 +24,6 @@ from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins.resolve import reward_from
-from hybridflow.core.running.changes import settings
 from hybridflow.core.running.folder import versions
 from hybridflow.core.running.lock import hold
 from hybridflow.core.running.session import Prepared, Session, prepare
@@ -32,6 +31,7 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.failures import score_by_rule
 from hybridflow.inference.records import Record, append_records, cut_to_chunks, read_records
 from hybridflow.inference.scores import Figure, difference, figure, majority_score, pass_at_k
+from hybridflow.settle.changes import settings
 
 SETTINGS = "evaluation.json"
 """The file in an evaluation's folder that says what is evaluated."""

@@ -17,15 +17,15 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.config.load import merge, read_config
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.placement import resolve_placed
-from hybridflow.core.job.schema import SHORTHAND, SamplingSection
-from hybridflow.core.job.stages import located_model
 from hybridflow.inference.models import FoundModel
+from hybridflow.settle.config.load import merge, read_config
+from hybridflow.settle.placement import resolve_placed
+from hybridflow.settle.schema import SHORTHAND, SamplingSection
+from hybridflow.settle.stages import located_model
 
 KEPT = ("runtime", "pools", "data", "tokenizer", "rollout", "environment", "validation")
 """Tables that are taken over from the run as they are."""

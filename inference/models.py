@@ -15,9 +15,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.config.load import import_from
 from hybridflow.core.errors import ModelError
-from hybridflow.core.job.stages import located_model
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.exports import CONFIG, GENERATION, export_folder
 from hybridflow.core.values.files import (
@@ -29,6 +27,8 @@ from hybridflow.core.values.files import (
     MARK,
     SETTINGS,
 )
+from hybridflow.settle.config.load import import_from
+from hybridflow.settle.stages import located_model
 
 
 @attrs.frozen

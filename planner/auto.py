@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping as Table, Sequence
 from typing import Any
 
-from hybridflow.core.config.load import merge
 from hybridflow.core.contracts.planner import (
     STAGES,
     Block,
@@ -28,6 +27,7 @@ from hybridflow.planner.preflight import job_memory
 from hybridflow.planner.report import bars, kinds_of, report, scaling, unfit, worth, written
 from hybridflow.planner.search import Mapping, NothingFitsError
 from hybridflow.planner.switches import Switches, Trial, hinted, what_fits
+from hybridflow.settle.config.load import merge
 
 log = logging.getLogger(__name__)
 

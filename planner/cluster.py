@@ -9,11 +9,11 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.config.load import load_toml
-from hybridflow.core.config.structure import structure
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.validators import at_least, fraction, non_negative, share, validator
+from hybridflow.settle.config.load import load_toml
+from hybridflow.settle.config.structure import structure
 
 GB = 1e9
 """Bytes of a gigabyte, everywhere in the planner."""

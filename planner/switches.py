@@ -24,9 +24,9 @@ from hybridflow.core.contracts.rollout import engine_settings
 from hybridflow.core.contracts.training import training_settings
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import PlacedModel
-from hybridflow.core.job.roles import inherits
 from hybridflow.planner.jobs import JobPlan, Misfit
 from hybridflow.planner.search import Mapping, NothingFitsError, describe
+from hybridflow.settle.roles import inherits
 
 Key = tuple[str, str]
 """A setting: (role, name below the role's table). Those of the engine have the role "rollout"."""

@@ -26,7 +26,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ours")
 os.environ["HYBRIDFLOW_TESTS"] = str(os.getpid())  # helpers/shared_memory.py
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as in runs (core/config/waiting.py)
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as in runs (settle/config/waiting.py)
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 

@@ -29,10 +29,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.backends.ray import reaper
 from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
-from hybridflow.core.config.waiting import waiting_variables
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.kit.memory import keep_freed_memory
+from hybridflow.settle.config.waiting import waiting_variables
 
 LOCAL_RESOURCE = "hybridflow_rank"
 """A resource of a local Ray, which counts ranks instead of cores: two cores may well run the four

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.backends.rewards.sandbox import Limits, run_program
-from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.errors import RewardError
+from hybridflow.settle.config.structure import structure
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 """The content of a block between ``` marks; the last mark may be missing."""

@@ -25,7 +25,7 @@ from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.job.schema import (
+from hybridflow.core.job.sections import (
     EnvironmentSection,
     PlacementSection,
     RewardPart,

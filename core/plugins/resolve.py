@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.contracts.environment import Environment
+from hybridflow.core.contracts.planner import Planner
 from hybridflow.core.contracts.protocol import BUILT_IN, TransferProtocol
 from hybridflow.core.contracts.reward import FunctionReward, Reward
 from hybridflow.core.contracts.tokenizer import Tokenizer, TokenizerConfig, Tokenizers
@@ -132,6 +133,17 @@ def build_tokenizer(
         "the model has no folder to take a tokenizer from; give tokenizer.path, "
         "tokenizer.characters or tokenizer.train"
     )
+
+
+def build_planner(name: str, config: Any) -> Planner:
+    """Make a planner of a plugin's name, "" for none, and its settings.
+
+    Raises ConfigError where none is installed.
+    """
+    if not name:
+        raise ConfigError("placement.planner: no planner is installed")
+    planner_class: type[Planner] = registry().get("planner", name)
+    return planner_class(config)
 
 
 def find_protocol(protocol: TransferProtocol | type[TransferProtocol] | str) -> TransferProtocol:

@@ -21,6 +21,8 @@ from typing import Any
 import attrs
 
 from hybridflow.core.errors import CheckpointError, WorkerDied
+from hybridflow.core.job.job import Job
+from hybridflow.core.values.files import CHECKPOINTS
 
 PREFIX = "step-"
 FORMAT = 2
@@ -117,3 +119,8 @@ class Checkpoints:
                 "names, or begin anew with --overwrite"
             )
         return state
+
+
+def checkpoints_of(job: Job) -> Checkpoints:
+    """Return the checkpoints in the run's folder."""
+    return Checkpoints(job.folder / CHECKPOINTS, job.run.keep_checkpoints)

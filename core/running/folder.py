@@ -17,7 +17,7 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.lock import hold
-from hybridflow.core.values.files import BESIDE, CONFIG, LOCK, MARK, SETTINGS
+from hybridflow.core.values.files import CONFIG, LOCK, MARK
 
 
 @contextmanager
@@ -25,11 +25,10 @@ def claim(
     job: Job,
     resume: bool,
     overwrite: bool,
-    settings: Mapping[str, Any] | None = None,
-    beside: str | None = None,
+    mark: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Hold the folder of a job while the body runs; its mark gets the job's resolved `settings`,
-    and `beside`, the folder of its config.
+    """Hold the folder of a job while the body runs; `mark` is what its run.json gets beside the
+    config's tables and the versions.
 
     `overwrite` without `resume` empties the folder first. Raises ConfigError if another process
     holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
@@ -47,13 +46,8 @@ def claim(
                 if path.name != LOCK:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-        mark = {
-            CONFIG: job.tables,
-            SETTINGS: settings,
-            BESIDE: beside,
-            "versions": versions(job),
-        }
-        (folder / MARK).write_text(json.dumps(mark, indent=2, default=str))
+        fields = {CONFIG: job.tables, **(mark or {}), "versions": versions(job)}
+        (folder / MARK).write_text(json.dumps(fields, indent=2, default=str))
         yield
 
 

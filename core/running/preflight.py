@@ -17,7 +17,7 @@ from hybridflow.core.contracts.planner import DeviceMemory, PoolMemory
 from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.placement import planner_of
+from hybridflow.core.plugins.resolve import build_planner
 from hybridflow.core.values.units import amount
 from hybridflow.core.workers.device_memory import Found
 
@@ -70,7 +70,7 @@ def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str]
         return job
     # Advice alone: what a plugin of somebody's raises here must not end a run that may work.
     try:
-        pools = planner_of(job).memory(job, devices)
+        pools = build_planner(job.planner, job.planner_config).memory(job, devices)
     except HybridFlowError as error:
         say(f"memory: not checked: {error}")
         return job

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -13,9 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.core.errors import PluginError
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.remarks import remarks
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.predictions import predicted
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared
 from hybridflow.core.values.metrics import Metrics
@@ -43,12 +41,29 @@ SHOWN = {
 """Metric -> its label in the progress line, what a run is after first."""
 
 
+class Observer(Protocol):
+    """Looks at a run's metrics beside it: a planner's predicted times, say."""
+
+    def step(self, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Take the metrics of a step, and return further ones."""
+
+    def ended(self) -> Iterable[str]:
+        """Return lines for the console; the run is over."""
+
+
 class Reporter:
     """Reports a run to the console, to trackers and to observers. Use it as a context manager."""
 
-    def __init__(self, job: Job, prepared: Prepared, console: Console | None = None):
+    def __init__(
+        self,
+        job: Job,
+        prepared: Prepared,
+        observers: Sequence[Observer] = (),
+        console: Console | None = None,
+    ):
         self.job = job
         self.prepared = prepared
+        self.observers = observers
         self.console = console or Console(stderr=False, highlight=False, soft_wrap=True)
         self.trackers: list[Tracker] = []
         self._progress: Progress | None = None
@@ -58,8 +73,6 @@ class Reporter:
         """The first step of this attempt that is over, and when it was (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
-        self.foresight = predicted(job)
-        """Predicted times, or None where there is no prediction."""
 
     def __enter__(self) -> Reporter:
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
@@ -70,7 +83,7 @@ class Reporter:
                     f"{dropped} {name} rows are left out: "
                     "their prompts are longer than data.max_prompt_tokens"
                 )
-        for note in (*remarks(self.job), *self.prepared.notes):
+        for note in self.prepared.notes:
             self.say(f"note: {note}")
         return self
 
@@ -151,13 +164,12 @@ class Reporter:
             values["tokens_per_second"] = tokens / seconds
             values["sequences_per_second"] = sequences / seconds
 
-        # Seconds of the step, of each role's calls on the busiest rank, and as predicted.
+        # Seconds of the step, and of each role's calls on the busiest rank.
         values["seconds/step"] = seconds
         phases = run.session.timeline.take()
         values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
-        if self.foresight is not None:
-            self.foresight.add(values)
-            values["seconds/predicted"] = self.foresight.seconds
+        for observer in self.observers:
+            values |= observer.step(values)
 
         # Where the run stands.
         run.tokens += int(tokens)
@@ -203,9 +215,10 @@ class Reporter:
         self._warned = bool(above)
 
     def ended(self) -> None:
-        """Print predicted beside measured times, where there is a prediction."""
-        for line in self.foresight.lines() if self.foresight is not None else ():
-            self.say(line)
+        """Print what observers found."""
+        for observer in self.observers:
+            for line in observer.ended():
+                self.say(line)
 
     def validation(self, run: Run, values: dict[str, float]) -> None:
         """Report the metrics of a validation, and whether they reach the goal of the run."""

@@ -23,7 +23,7 @@ from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
-from hybridflow.core.job.schema import EnvironmentSection
+from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins.resolve import environment_class
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens

@@ -21,7 +21,7 @@ from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.data.examples import Example, ExampleSet
 from hybridflow.core.data.sampler import Sampler
 from hybridflow.core.errors import DataError, RewardError
-from hybridflow.core.job.schema import RewardPart
+from hybridflow.core.job.sections import RewardPart
 from hybridflow.core.plugins.resolve import load_source, reward_from
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens

@@ -10,10 +10,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import DataError
 from hybridflow.inference.commands.arguments import add_model
+from hybridflow.settle.config.waiting import wait_briefly
 
 if TYPE_CHECKING:
     from hybridflow.inference.talk import Talk

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.inference.commands.arguments import add_model
+from hybridflow.settle.config.waiting import wait_briefly
 
 if TYPE_CHECKING:
     from hybridflow.inference.evaluation import Evaluation, Measure

@@ -6,10 +6,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.inference.commands.arguments import add_model
+from hybridflow.settle.config.waiting import wait_briefly
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -10,10 +10,10 @@ from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridflow.core.config.waiting import wait_briefly
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.inference.commands.arguments import add_model
+from hybridflow.settle.config.waiting import wait_briefly
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,10 +17,10 @@ from hybridflow.core.context import StepContext
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.job.schema import SECTIONS
 from hybridflow.kit.testing.checks import missing_fixture, require
 from hybridflow.kit.testing.losses import LossConformance
 from hybridflow.kit.testing.runs import TinyRun
+from hybridflow.settle.schema import SECTIONS
 
 TAKEN = {
     *SECTIONS,

@@ -14,12 +14,12 @@ import torch
 
 from hybridflow.core.contracts.training import OptimizerConfig, TrainingBackend
 from hybridflow.core.errors import CheckpointError
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig
 from hybridflow.kit.testing.backend_base import LENGTHS, BackendBase, first_output
 from hybridflow.kit.testing.checks import require, require_close, require_raises
 from hybridflow.kit.testing.models import Reference, Sequences, tiny_config
 from hybridflow.kit.testing.passes import Passes, memoryless, whole_weights
+from hybridflow.settle.models import resolve_model
 
 
 class BackendWeights(BackendBase):

@@ -19,13 +19,13 @@ import attrs
 import pytest
 
 from hybridflow.core.contracts.training import OptimizerConfig, TrainingBackend
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.fakes.device import NAME
 from hybridflow.kit.fakes.folder import write_hollow_folder
 from hybridflow.kit.fakes.rehearsal import Phase, Rehearsal, Rows, rehearsed
 from hybridflow.kit.testing.checks import require
+from hybridflow.settle.models import resolve_model
 
 LAYERS = 4
 FIELDS: dict[str, Any] = dict(

@@ -14,9 +14,9 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 from hybridflow.kit.huggingface.saved import SavedForm
+from hybridflow.settle.models import resolve_model
 
 VOCAB = 32
 SIZES: dict[str, Any] = dict(

@@ -13,15 +13,15 @@ from typing import Any
 import attrs
 import torch
 
-from hybridflow.core.config.load import expand
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.job.stages import overlay
 from hybridflow.core.running.session import Session, prepare
 from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.settle.config.load import expand
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.schema import SHORTHAND
+from hybridflow.settle.stages import overlay
 
 MODEL = {
     "model_type": "qwen2",

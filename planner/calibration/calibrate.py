@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from scipy.optimize import least_squares
 
-from hybridflow.core.config.structure import structure
 from hybridflow.core.contracts.rollout import engine_settings
 from hybridflow.core.contracts.training import training_settings
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.resolve import resolve_jobs
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.session import Session, prepare
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
@@ -32,6 +30,8 @@ from hybridflow.planner.cluster import GB, Device, Efficiency, Nodes, RunsOn, de
 from hybridflow.planner.jobs import planned_model
 from hybridflow.planner.times import Simulator
 from hybridflow.planner.workload import PlannedModel, Task, Workload
+from hybridflow.settle.config.structure import structure
+from hybridflow.settle.resolve import resolve_jobs
 
 SHAPES = {
     "cpu": {

@@ -14,13 +14,13 @@ import attrs
 import torch
 from rich.console import Console
 
-from hybridflow.core.config.load import read_config
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.job.stages import stage_tables
 from hybridflow.kit.console import make_console, print_line, print_table
 from hybridflow.planner.cluster import DEVICES
+from hybridflow.settle.config.load import read_config
+from hybridflow.settle.schema import SHORTHAND
+from hybridflow.settle.stages import stage_tables
 
 if TYPE_CHECKING:
     from hybridflow.planner.calibration.calibrate import Calibration

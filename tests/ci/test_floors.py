@@ -11,7 +11,7 @@ import pytest
 from helpers.paths import ROOT
 from helpers.scripts import script
 
-FOLDERS = ("core", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
 ARROWS = {
     "a mechanism prints": ("core/resharding/plan.py", "from hybridflow.cli.explain import explain"),
     "a rank's part knows the controller's object": (
@@ -30,8 +30,12 @@ ARROWS = {
         "core/running/validation.py",
         "from hybridflow.core.controller import train",
     ),
+    "a mechanism settles settings": (
+        "core/rollouts/weight_sync.py",
+        "from hybridflow.settle.config.load import read_config",
+    ),
 }
-"""The imports that once made a circle of ten rooms of core, where their parts are now."""
+"""Imports that once made a circle of ten rooms of core, where their parts are now, and one of settings."""
 FORMS = {
     "at the top": "\n{}\n",
     "in a function": "\ndef later():\n    {}\n",

@@ -13,7 +13,7 @@ from helpers.plans import printed
 from hybridflow.cli.main import main
 from hybridflow.cli.plan import read_sizes
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.launch import load_config
+from hybridflow.settle.launch import load_config
 
 
 def test_the_written_config_runs_with_those_layouts_and_keeps_the_rest(config, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from hybridflow.cli import written
 from hybridflow.cli.written import write_config
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job.places import replace_places
+from hybridflow.settle.places import replace_places
 
 FOR_READERS = """# head
 [pools]  # how many

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from hybridflow.core.controller import Outcome, due, run_job
 from hybridflow.core.errors import ConfigError, WorkerDied
-from hybridflow.core.launch import load_config
 from hybridflow.core.plugins import Registry, hookimpl
 from hybridflow.core.running.session import prepare
+from hybridflow.settle.launch import load_config
 
 ALGORITHM = '''
 from pathlib import Path

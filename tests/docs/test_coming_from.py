@@ -10,12 +10,12 @@ import tomllib
 import pytest
 from helpers.paths import DOCS
 
-from hybridflow.core.config.load import expand, merge
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.launch import run
 from hybridflow.kit.testing.runs import MODEL
+from hybridflow.settle.config.load import expand, merge
+from hybridflow.settle.launch import run
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.schema import SHORTHAND
 
 PAGE = (DOCS / "coming-from.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and " here |" not in line]

@@ -8,9 +8,9 @@ import tomllib
 import pytest
 from helpers.paths import DOCS
 
-from hybridflow.core.config.load import expand, merge
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.settle.config.load import expand, merge
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.schema import SHORTHAND
 
 PAGE = (DOCS / "configuration.md").read_text()
 EXAMPLES = re.findall(r"^<!-- toml: small\.toml -->\n```toml\n(.*?)^```$", PAGE, re.M | re.S)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
-from hybridflow.core.launch import load_config
 from hybridflow.core.plugins import registry
+from hybridflow.settle.launch import load_config
 
 BLOCK = re.compile(r"^<!-- (run|file|source)(?:: (\S+))? -->\n```\w*\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.M)

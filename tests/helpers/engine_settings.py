@@ -13,8 +13,8 @@ import pytest
 from helpers.installed import stand_in
 from helpers.tiny import GRPO
 from hybridflow.core.contracts.footprint import EngineRoom
-from hybridflow.core.launch import load_config
 from hybridflow.core.names import is_installed
+from hybridflow.settle.launch import load_config
 
 
 class EngineSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.core.contracts.environment import Answer, Environment
-from hybridflow.core.job.schema import EnvironmentSection
+from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.episodes import Episodes
 
 STOP = "="

@@ -146,8 +146,8 @@ def rehearsal(folder: str) -> dict[str, Any]:
 
 
 def attributes(folder: str) -> ModelSpec:
-    from hybridflow.core.job.models import resolve_model
     from hybridflow.core.values.model import ModelConfig
+    from hybridflow.settle.models import resolve_model
 
     return resolve_model(ModelConfig(path=folder), "policy", "fake")
 

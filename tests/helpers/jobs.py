@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from helpers.job_texts import BASE
-from hybridflow.core.config.load import merge, nest, parse_override
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.settle.config.load import merge, nest, parse_override
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.schema import SHORTHAND
 
 
 def jobs(*overrides: str, text: str = BASE) -> list[Job]:

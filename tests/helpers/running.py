@@ -31,4 +31,4 @@ def reporter(run: Run, tiny: TinyRun, terminal=False, **section) -> tuple[Report
     out = io.StringIO()
     console = Console(file=out, width=200, highlight=False, soft_wrap=True, force_terminal=terminal)
     run.job = attrs.evolve(run.job, run=attrs.evolve(run.job.run, **section))
-    return Reporter(run.job, tiny.session.prepared, console), out
+    return Reporter(run.job, tiny.session.prepared, console=console), out

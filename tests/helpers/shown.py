@@ -6,10 +6,10 @@ from pathlib import Path
 
 from helpers.tiny import MODEL
 from hybridflow.cli.show import Value, blocks
-from hybridflow.core.config.load import read_config
 from hybridflow.core.job.job import Job
-from hybridflow.core.job.resolve import resolve_jobs
-from hybridflow.core.job.schema import SHORTHAND
+from hybridflow.settle.config.load import read_config
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.schema import SHORTHAND
 
 FILE = f"""
 runtime = "ray"

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.loss import Loss, Term
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.settle.models import resolve_model
 
 MODELS = {
     "qwen2-tied": ("qwen2", True, 68),

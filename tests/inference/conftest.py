@@ -6,10 +6,10 @@ import copy
 
 import pytest
 
-from hybridflow.core.config.load import merge
-from hybridflow.core.job.schema import SHORTHAND
-from hybridflow.core.launch import run
 from hybridflow.kit.testing.runs import TABLES
+from hybridflow.settle.config.load import merge
+from hybridflow.settle.launch import run
+from hybridflow.settle.schema import SHORTHAND
 
 OWN = {
     "algorithm": {"name": "grpo", "prompts_per_step": 4, "group_size": 4},

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybridflow.core.errors import ModelError
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig
 from hybridflow.inference.exporting import export, export_adapter
 from hybridflow.inference.models import find_model
 from hybridflow.kit.huggingface.loading import build_hf_model
 from hybridflow.kit.testing.runs import TABLES
+from hybridflow.settle.models import resolve_model
 
 
 def test_a_checkpoint_s_export_is_the_run_s_own(sums, tmp_path):

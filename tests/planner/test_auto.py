@@ -11,9 +11,9 @@ from helpers.configs import OWN_CLUSTER, tiny_run
 
 from hybridflow.core.contracts.planner import STAGES, Line, Table
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.launch import load_config, run
 from hybridflow.core.values.units import seconds
 from hybridflow.planner.auto import AutoMapping
+from hybridflow.settle.launch import load_config, run
 
 CLUSTER = "a100-80gb:1x8"
 

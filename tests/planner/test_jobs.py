@@ -15,7 +15,6 @@ from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.contracts.training import TrainingSettings
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import PlacedModel
-from hybridflow.core.launch import load_config
 from hybridflow.kit.huggingface.shapes import llama_shape, shape_of
 from hybridflow.planner import Cluster, Mapping, NothingFitsError, Task
 from hybridflow.planner.auto import AutoMapping
@@ -24,6 +23,7 @@ from hybridflow.planner.jobs import Misfit, plan_job, plannable, planned_model, 
 from hybridflow.planner.memory import Bytes
 from hybridflow.planner.pools import Choice, Entry, Option
 from hybridflow.planner.search import Pool
+from hybridflow.settle.launch import load_config
 
 
 def test_a_job_is_the_work_of_its_step_and_the_models_that_do_it(config):

@@ -10,9 +10,9 @@ import pytest
 from hybridflow.cli.plan import unplaced_jobs
 from hybridflow.core.contracts.planner import DeviceMemory, NotPlanned
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.launch import load_config
 from hybridflow.core.running.preflight import preflight
 from hybridflow.planner.preflight import job_memory
+from hybridflow.settle.launch import load_config
 
 GPU_GRPO = Path(__file__).resolve().parents[2] / "examples" / "gpu_grpo.toml"
 WIDE = ["actor.backend.precision=fp32", "rollout.dtype=float32"]

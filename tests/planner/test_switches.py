@@ -13,11 +13,11 @@ import pytest
 
 from hybridflow.cli.plan import plan as print_plan, unplaced_jobs
 from hybridflow.core.contracts.planner import Line
-from hybridflow.core.launch import load_config
 from hybridflow.planner.auto import AutoMapping
 from hybridflow.planner.jobs import plan_job
 from hybridflow.planner.search import NothingFitsError
 from hybridflow.planner.switches import Switches, hinted
+from hybridflow.settle.launch import load_config
 
 PLANS = Path(__file__).resolve().parents[2] / "examples" / "plans"
 WHOLE = ["actor.backend.activation_checkpointing=false"]

@@ -6,7 +6,7 @@ import json
 
 from helpers.tiny import MODEL
 
-from hybridflow.core.launch import run as launch
+from hybridflow.settle.launch import run as launch
 
 CONFIG = f"""
 runtime = "inline"

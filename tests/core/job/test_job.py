@@ -8,7 +8,7 @@ from helpers.jobs import job, jobs
 
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.job.job import Rewards, SyncSpec
-from hybridflow.core.job.schema import EnvironmentSection, RewardPart
+from hybridflow.core.job.sections import EnvironmentSection, RewardPart
 
 
 def test_a_stage_is_exported_where_a_later_one_begins_with_it():

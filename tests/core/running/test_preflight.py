@@ -39,7 +39,7 @@ def pool(needed, **more):
 
 def asked(monkeypatch, tmp_path, answer, device="cuda"):
     """(the job afterwards, what was said)"""
-    monkeypatch.setattr(module, "planner_of", lambda job: Answers(answer))
+    monkeypatch.setattr(module, "build_planner", lambda name, config: Answers(answer))
     job = attrs.evolve(job_of(tmp_path), device=device)
     said: list[str] = []
     return preflight(job, DEVICES, said.append), said
@@ -130,7 +130,7 @@ class Foreign:
 
 def test_settings_that_say_nothing_of_themselves_stay(monkeypatch, tmp_path):
     monkeypatch.setattr(
-        module, "planner_of", lambda job: Answers(pool(60e9, rooms={"actor": ROOM}))
+        module, "build_planner", lambda name, config: Answers(pool(60e9, rooms={"actor": ROOM}))
     )
     job = attrs.evolve(job_of(tmp_path), device="cuda")
     actor = job.models["actor"]

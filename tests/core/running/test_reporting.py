@@ -12,8 +12,8 @@ from helpers.running import reporter
 
 from hybridflow.core.contracts.planner import Prediction
 from hybridflow.core.job.job import TrackerSpec
-from hybridflow.core.running.predictions import Comparison
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.settle.predictions import Comparison
 
 MEANS = {"actor/response_length": (40.0, 16.0), "kl": (0.5, 2.0)}
 RESPONSES = Metrics(MEANS, {"actor/largest": 3.0})
@@ -37,14 +37,12 @@ def test_it_begins_with_what_runs_where_and_on_how_many_rows(run_of, tiny):
     report.prepared = attrs.evolve(
         report.prepared, dropped={"train": 3, "validation": 0}, notes=("few tokens",)
     )
-    report.job = attrs.evolve(report.job, run=attrs.evolve(report.job.run, restarts=1))
     with report:
         report.begin(0, {"actor": 1_500_000})
         report.begin(4, {"actor": 1_500_000, "ref": 250_000})
     assert out.getvalue().splitlines() == [
         f"conformance: grpo on 256 train rows, 6 validation rows; folder {run.job.folder}",
         "3 train rows are left out: their prompts are longer than data.max_prompt_tokens",
-        "note: run.restarts: without checkpoints (run.checkpoint_every) a run that is restarted begins again",
         "note: few tokens",
         "parameters: actor 1.5M",
         "parameters: actor 1.5M, ref 0.2M; resuming after step 4",
@@ -210,7 +208,7 @@ def test_predictions_stand_beside_the_steps_and_are_compared_at_the_end(run_of, 
     report, out = reporter(run, tiny, steps=2)
     report.ended()
     assert out.getvalue() == ""
-    report.foresight = Comparison(Prediction(4.0))
+    report.observers = [Comparison(Prediction(4.0))]
     for run.step in (1, 2):
         assert report.step(run, Metrics(), 2.0)["seconds/predicted"] == 4.0
     report.ended()

@@ -15,7 +15,7 @@ from helpers.training_jobs import Setup
 from hybridflow.core.contracts.environment import Answer, Environment, Start
 from hybridflow.core.contracts.rollout import Completion, Request, SamplingParams
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
-from hybridflow.core.job.schema import EnvironmentSection
+from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.workers.episodes import Episode, Episodes, run_episodes
 

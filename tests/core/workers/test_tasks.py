@@ -15,7 +15,7 @@ from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import DataError, RewardError
-from hybridflow.core.job.schema import RewardPart
+from hybridflow.core.job.sections import RewardPart
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.parallel import ParallelLayout

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybridflow.core.errors import ModelError
-from hybridflow.core.job.models import resolve_model
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.huggingface import loading
 from hybridflow.kit.huggingface.loading import Folder, allocate, empty_model, fill, move_buffers
 from hybridflow.kit.huggingface.saved import SavedForm
 from hybridflow.kit.testing import reference, tiny_config
+from hybridflow.settle.models import resolve_model
 
 CPU = torch.device("cpu")
 ROUTED = {

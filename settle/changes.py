@@ -1,0 +1,178 @@
+"""What a run that goes on may change of its configuration, and what it may not.
+
+A run's folder holds its resolved settings. Those that decide what is learned stay as they were;
+where the run works, how fast, and how it is watched may change:
+
+    run (but its seed), runtime, placement, pools, rollout, validation
+    of a role: pool, layout, backend (but its adapters), generation, sync, optimizer, offload,
+    micro_batch_tokens
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.job import Job
+from hybridflow.core.job.sections import RoleSection
+from hybridflow.core.values.files import MARK, SETTINGS
+from hybridflow.settle.schema import SECTIONS
+
+FREE_SECTIONS = ("run", "runtime", "placement", "pools", "rollout", "validation")
+"""Tables whose settings may change."""
+FREE_OF_ROLES = (
+    "pool",
+    "layout",
+    "backend",
+    "generation",
+    "sync",
+    "optimizer",
+    "offload",
+    "micro_batch_tokens",
+)
+"""Keys of a role's table that may change."""
+UNSET = object()
+
+
+@attrs.frozen
+class Change:
+    """A setting whose value is another than in the run's folder."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def allowed(self) -> bool:
+        """Return whether a run may go on with it."""
+        section, *inner = self.key.split(".")
+        if section in SECTIONS:
+            return section in FREE_SECTIONS and self.key != "run.seed"
+        # A role's table; adapters are part of the model.
+        return inner[:1] != [] and inner[0] in FREE_OF_ROLES and inner[:2] != ["backend", "lora"]
+
+    def __str__(self) -> str:
+        return f"{self.key} {_written(self.before)} -> {_written(self.now)}"
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """Return a job's resolved settings by dotted key, as JSON has them."""
+    leaves: dict[str, Any] = {}
+    for key, thing in _sections(job):
+        leaves.update(_leaves(key, thing))
+    return json.loads(json.dumps(leaves, default=str))
+
+
+def changes(job: Job) -> list[Change] | None:
+    """Compare a job's settings with those in its folder; None where the folder has none.
+
+    A setting that only one version of hybridflow has is not compared.
+    """
+    mark = job.folder / MARK
+    before = json.loads(mark.read_text()).get(SETTINGS) if mark.is_file() else None
+    if before is None:
+        return None
+    now = settings(job)
+    found: list[Change] = []
+    for key in now.keys() | before.keys():
+        values = (_value(before, key), _value(now, key))
+        if UNSET not in values:
+            found += _differences(key, *values)
+    return found
+
+
+def _value(leaves: Mapping[str, Any], key: str) -> Any:
+    """Return the leaf at a key, or the table of those below it; UNSET where there is neither."""
+    if key in leaves:
+        return leaves[key]
+    prefix = f"{key}."
+    below = {inner: value for inner, value in leaves.items() if inner.startswith(prefix)}
+    return {inner.removeprefix(prefix): value for inner, value in below.items()} or UNSET
+
+
+def check_changes(job: Job) -> list[Change]:
+    """Return the allowed changes of a run that goes on, in the order of their keys.
+
+    Raises ConfigError with each one that is not allowed.
+    """
+    every = sorted(changes(job) or [], key=lambda change: change.key)
+    refused = [change for change in every if not change.allowed]
+    if refused:
+        prefix = f"stage {job.stage}: " if job.stage else ""
+        advice = (
+            f"a run that goes on keeps what decides the result; the one in {job.folder} began "
+            "with the first value. Set it back, give this run a name of its own (run.name=...), "
+            "or replace the earlier one (--overwrite)"
+        )
+        raise ConfigError([f"{prefix}--resume: {change}: {advice}" for change in refused])
+    return every
+
+
+def _sections(job: Job) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key of each section and its settings."""
+    # What every job has
+    yield "run", job.run
+    yield from _plugin("runtime", job.runtime, job.runtime_config)
+    yield "placement", job.placement
+    for name, pool in job.pools.items():
+        yield f"pools.{name}", list(pool.devices_per_node)
+    yield from _plugin("algorithm", job.algorithm_name, job.algorithm.config)
+
+    # Data and text
+    yield "data", job.data
+    for name, config in job.more_data.items():
+        yield name, config
+    yield "tokenizer", job.tokenizer
+    yield "sampling", job.sampling
+    yield "environment", job.environment
+    yield "validation", job.validation
+
+    # The roles
+    for name, placed in job.models.items():
+        spec = placed.spec
+        hidden = {"backend"} if placed.role.trained else {"backend", "optimizer"}
+        for field in attrs.fields(RoleSection):
+            if field.name not in hidden:
+                yield f"{name}.{field.name}", getattr(placed.section, field.name)
+        yield from _plugin(f"{name}.backend", spec.backend, spec.backend_config)
+        if spec.engine is not None:
+            yield from _plugin("rollout", spec.engine, spec.engine_config)
+    for name, scorer in job.scorers.items():
+        yield name, scorer.section
+
+
+def _plugin(key: str, name: str, config: Any) -> Iterator[tuple[str, Any]]:
+    yield f"{key}.name", name
+    if config is not None:
+        yield key, config
+
+
+def _leaves(key: str, thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a config class, with those of the classes in it; all else is one leaf."""
+    if not attrs.has(type(thing)):
+        yield key, thing
+        return
+    for field in attrs.fields(type(thing)):
+        if field.init:
+            yield from _leaves(f"{key}.{field.alias}", getattr(thing, field.name))
+
+
+def _differences(key: str, before: Any, now: Any) -> Iterator[Change]:
+    """Yield what differs; of two tables, each key by itself."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in {**before, **now}:
+            inner = (before.get(name, UNSET), now.get(name, UNSET))
+            yield from _differences(f"{key}.{name}", *inner)
+    elif before != now:
+        yield Change(key, before, now)
+
+
+def _written(value: Any) -> str:
+    if value is UNSET or value is None:
+        return "(not set)"
+    # JSON writes texts and booleans as TOML does.
+    return json.dumps(value, ensure_ascii=False)

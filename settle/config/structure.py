@@ -1,0 +1,366 @@
+"""Makes attrs classes from tables: types are strict, and all problems are reported at once.
+
+    structure --> _convert --> converter (cattrs) --> a hook per type
+                     ^                                   |
+                     '---- the values inside ------------'
+
+A hook returns the value or raises Invalid, whose keys count from that value. Each level puts its
+own key in front on the way up, so a problem ends with the full dotted key.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import attrs
+import cattrs
+
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.names import did_you_mean, reason
+from hybridflow.settle.config.field_docs import field_docs
+
+T = TypeVar("T")
+
+
+class Invalid(ValueError):
+    """The problems inside a value: (dotted key relative to it, sentence) pairs."""
+
+    def __init__(self, problems: list[tuple[str, str]]):
+        super().__init__("; ".join(_sentences(problems)))
+        self.problems = problems
+
+    def inside(self, key: str) -> list[tuple[str, str]]:
+        """Return the same problems, seen from the value that has this one under `key`."""
+        return [(f"{key}.{inner}" if inner else key, text) for inner, text in self.problems]
+
+
+def _sentences(problems: list[tuple[str, str]]) -> list[str]:
+    return [f"{key}: {text}" if key else text for key, text in problems]
+
+
+def structure(
+    data: Any, cls: type[T], path: str = "", problems: list[str] | None = None
+) -> T | None:
+    """Return an instance of the attrs class from tables; `path` is the dotted key of the tables.
+
+    Types are strict: an integer field takes no "3", 3.5 or true; a float field takes integers; TOML
+    arrays become what the field says. Appends every problem to `problems` as a sentence that begins
+    with its key, and returns None when there was one. Without `problems` raises ConfigError with
+    all of them.
+    """
+    # The keys of the problems count from `data`, so `path` comes in front.
+    try:
+        return _convert(data, cls)
+    except Invalid as error:
+        sentences = _sentences(error.inside(path) if path else error.problems)
+    if problems is None:
+        raise ConfigError(sentences)
+    problems += sentences
+    return None
+
+
+# --- attrs classes ---
+
+
+def _structure_attrs(value: Any, cls: Any) -> Any:
+    """Return an instance of the class.
+
+    Raises Invalid with all problems: unknown keys, missing ones, wrong types, and what the
+    validators say.
+    """
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise _mismatch(cls, value)
+
+    # Keys are checked both ways: those that no field has, and fields that no key gives.
+    fields = {field.alias: field for field in attrs.fields(cls) if field.init}
+    problems = []
+    for key in value:
+        if key not in fields:
+            problems.append((str(key), _unknown_key(str(key), fields)))
+    hints = _hints(cls)
+    good = {}
+    for key, field in fields.items():
+        if key in value:
+            try:
+                good[key] = _convert(value[key], hints[field.name])
+            except Invalid as error:
+                problems += error.inside(key)
+        elif field.default is attrs.NOTHING:
+            problems.append((key, _missing(cls, field, hints[field.name])))
+
+    # The class would stop at the first value that a validator refuses, so each is asked here.
+    for key, inner in good.items():
+        problems += [(key, text) for text in _refusals(fields[key], inner)]
+    if problems:
+        raise Invalid(problems)
+
+    # What is left are checks of several fields at once.
+    try:
+        return cls(**good)
+    except ConfigError as error:
+        raise Invalid([("", text) for text in error.problems]) from error
+    except ValueError as error:
+        raise _invalid(str(error)) from error
+    except Exception as error:
+        raise _invalid(reason(error)) from error
+
+
+def _refusals(field: attrs.Attribute, value: Any) -> list[str]:
+    """Return what the field's validator says against a value.
+
+    A field with an attrs converter is left to the class, as its validator expects converted values.
+    """
+    if field.validator is None or field.converter is not None:
+        return []
+    try:
+        field.validator(None, field, value)
+    except (ValueError, TypeError) as error:
+        return [str(error.args[0] if error.args else error).removeprefix(f"{field.name}: ")]
+    except AttributeError:
+        pass  # the validator asks the instance, which the class will give it
+    return []
+
+
+def _unknown_key(key: str, known: Mapping[str, Any]) -> str:
+    return f"unknown key{did_you_mean(key, known, '`')} (known: {', '.join(known) or 'none'})"
+
+
+def _missing(cls: type, field: attrs.Attribute, type_: Any) -> str:
+    text = f"required, but missing; expected {describe(type_)}"
+    doc = field_docs(cls).get(field.name, "")
+    if doc:
+        text += f" ({doc})".replace("\n", " ")
+    return text
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+# --- other types ---
+
+
+def _convert(value: Any, type_: Any) -> Any:
+    """Return a value as `type_`; what another package's hook raises becomes Invalid."""
+    if type_ is Any or type_ is object:
+        return value
+    try:
+        return converter.structure(value, type_)
+    except Invalid:
+        raise
+    except Exception as error:
+        raise _invalid(f"expected {describe(type_)}, got {_got(value)} ({error})") from error
+
+
+def _strict(*accepted: type) -> Callable[[Any, type], Any]:
+    """Return a hook that takes values of exactly these types, and makes the field's type of them.
+
+    A subclass does not count: true is an int in Python, and no integer in a configuration.
+    """
+
+    def hook(value: Any, type_: type) -> Any:
+        if type(value) not in accepted:
+            raise _mismatch(type_, value)
+        return type_(value)
+
+    return hook
+
+
+def _structure_none(value: Any, type_: Any) -> None:
+    if value is not None:
+        raise _mismatch(type_, value)
+
+
+def _structure_literal(value: Any, type_: Any) -> Any:
+    for choice in get_args(type_):
+        if type(choice) is type(value) and choice == value:
+            return choice
+    raise _mismatch(type_, value)
+
+
+def _structure_list(value: Any, type_: Any) -> Any:
+    """Return a list, set, frozenset, Sequence (as a tuple), tuple[X, ...] or tuple[X, Y]."""
+    if not isinstance(value, list | tuple):
+        raise _mismatch(type_, value)
+
+    # A bare `list` or `tuple` takes items of any type.
+    container = get_origin(type_) or type_
+    arms = get_args(type_)
+    if container is tuple and arms and arms[-1] is not ...:
+        # tuple[X, Y]: a type for each item.
+        if len(arms) != len(value):
+            raise _invalid(
+                f"expected a list of {len(arms)}, got {len(value)} values: {_got(value)}"
+            )
+    else:
+        arms = (arms[0] if arms else Any,) * len(value)
+
+    # Items are keyed by their numbers, so that problems name them: `devices.1`.
+    keyed = {}
+    for index, pair in enumerate(zip(value, arms, strict=True)):
+        keyed[str(index)] = pair
+    items = _convert_all(keyed).values()
+    return tuple(items) if container is Sequence else container(items)
+
+
+def _structure_table(value: Any, type_: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _mismatch(type_, value)
+    # A table without types takes any values; its keys are strings in any case.
+    arm = (get_args(type_) or (str, Any))[1]
+    return _convert_all({str(key): (inner, arm) for key, inner in value.items()})
+
+
+def _convert_all(keyed: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """Return each value of {key: (value, type)} as its type.
+
+    Raises Invalid with the problems of all.
+    """
+    values = {}
+    problems = []
+    for key, (value, type_) in keyed.items():
+        try:
+            values[key] = _convert(value, type_)
+        except Invalid as error:
+            problems += error.inside(key)
+    if problems:
+        raise Invalid(problems)
+    return values
+
+
+def _structure_union(value: Any, type_: Any) -> Any:
+    """Convert the value to the first member type that takes it; its exact type is tried first.
+
+    If none takes it, raises the problems of the only member that can have been meant, or an error
+    that names all members.
+    """
+    arms = sorted(get_args(type_), key=lambda arm: type(value) is not arm)
+    errors = {}
+    for arm in arms:
+        try:
+            return _convert(value, arm)
+        except Invalid as error:
+            errors[arm] = error
+
+    # No arm takes it. A table was meant for an arm that is a table, a list for one that is a list.
+    meant = []
+    if isinstance(value, Mapping):
+        meant = [arm for arm in arms if _is_attrs(arm) or _is_table(arm)]
+    elif isinstance(value, list | tuple):
+        meant = [arm for arm in arms if _is_list(arm)]
+    if not meant:
+        meant = [arm for arm in arms if not _is_none(arm)]
+    raise errors[meant[0]] if len(meant) == 1 else _mismatch(type_, value)
+
+
+def _is_attrs(type_: Any) -> bool:
+    return isinstance(type_, type) and attrs.has(type_)
+
+
+def _is_literal(type_: Any) -> bool:
+    return get_origin(type_) is Literal
+
+
+def _is_none(type_: Any) -> bool:
+    return type_ is type(None)
+
+
+def _is_list(type_: Any) -> bool:
+    return (get_origin(type_) or type_) in (list, tuple, set, frozenset, Sequence)
+
+
+def _is_table(type_: Any) -> bool:
+    return (get_origin(type_) or type_) in (dict, Mapping)
+
+
+def _is_union(type_: Any) -> bool:
+    return get_origin(type_) in (Union, types.UnionType)
+
+
+def _make_converter() -> cattrs.Converter:
+    new = cattrs.Converter(detailed_validation=True)
+
+    # Kinds of types: each hook comes with the test that the types of its kind pass.
+    kinds = {
+        _is_attrs: _structure_attrs,
+        _is_literal: _structure_literal,
+        _is_list: _structure_list,
+        _is_table: _structure_table,
+        _is_union: _structure_union,
+        _is_none: _structure_none,
+    }
+    for passes, hook in kinds.items():
+        new.register_structure_hook_func(passes, hook)
+
+    # Single types, each with the types of the values that it takes.
+    accepted = {int: (int,), float: (float, int), bool: (bool,), str: (str,)}
+    for type_, value_types in accepted.items():
+        new.register_structure_hook(type_, _strict(*value_types))
+    new.register_structure_hook(Path, lambda value, _: Path(_strict(str)(value, str)))
+    return new
+
+
+converter = _make_converter()
+"""The cattrs converter behind `structure`; register a hook for a type of your own here."""
+
+
+# --- words ---
+
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    type(None): "nothing",
+}
+"""How messages name what a field takes."""
+
+_TOML = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "list",
+    tuple: "list",
+    dict: "table",
+}
+"""How messages name the type of the value that it got."""
+
+
+def describe(type_: Any) -> str:
+    """Return a type in words: "an integer", "a list", 'one of "a", "b"'."""
+    if type_ in _WORDS:
+        return _WORDS[type_]
+    if _is_literal(type_):
+        return "one of " + ", ".join(json.dumps(choice) for choice in get_args(type_))
+    if _is_union(type_):
+        return " or ".join(describe(arm) for arm in get_args(type_) if not _is_none(arm))
+    if _is_list(type_):
+        return "a list"
+    if _is_table(type_) or _is_attrs(type_):
+        return "a table"
+    return "a string (a path)" if type_ is Path else getattr(type_, "__name__", str(type_))
+
+
+def _got(value: Any) -> str:
+    """Return a value as messages show it: at most 80 characters, with its type."""
+    kind = _TOML.get(type(value), type(value).__name__)
+    shown = json.dumps(value) if isinstance(value, bool) else repr(value)
+    return f"{shown if len(shown) <= 80 else shown[:77] + '...'} ({kind})"
+
+
+def _mismatch(type_: Any, value: Any) -> Invalid:
+    return _invalid(f"expected {describe(type_)}, got {_got(value)}")
+
+
+def _invalid(text: str) -> Invalid:
+    """Return one problem of the value itself."""
+    return Invalid([("", text)])

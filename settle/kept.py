@@ -1,0 +1,86 @@
+"""What a finished run leaves: its outcome, a checkpoint to go on from, and the trained models."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+
+from hybridflow.core.job.job import Job
+from hybridflow.core.running.checkpoint import checkpoints_of
+from hybridflow.core.running.exports import CONFIG, export_folder
+from hybridflow.core.running.run import goal_reached
+from hybridflow.core.values.files import CHECKPOINTS, DONE, FORK, LOCK, MARK
+
+
+@attrs.frozen
+class Done:
+    """How a run ended."""
+
+    step: int
+    """Number of training steps."""
+    validations: dict[int, dict[str, float]]
+    """Step -> metrics of the validation after it."""
+    exported: bool
+    """Whether the trained models are written."""
+
+
+def write_done(job: Job, done: Done) -> None:
+    """Say that the run is finished."""
+    (job.folder / DONE).write_text(json.dumps(attrs.asdict(done)))
+
+
+def read_done(job: Job) -> Done | None:
+    """Return how the run ended; None for one that has not."""
+    file = job.folder / DONE
+    if not file.is_file():
+        return None
+    record = json.loads(file.read_text())
+    validations = {int(step): values for step, values in record["validations"].items()}
+    return Done(record["step"], validations, record.get("exported", False))
+
+
+def results_of(job: Job) -> list[str]:
+    """List what is in the run's folder beside its mark, its lock and the logs of engines."""
+    if not job.folder.is_dir():
+        return []
+    names = sorted(path.name for path in job.folder.iterdir())
+    return [name for name in names if name not in (MARK, LOCK, "logs", CHECKPOINTS, FORK)]
+
+
+def to_train(job: Job, done: Done) -> bool:
+    """Return whether today's config has more steps, or a higher goal, than the finished run."""
+    return done.step < job.run.steps and not goal_reached(job, done.validations)
+
+
+def to_export(job: Job, done: Done, export: bool) -> bool:
+    """Return whether models that should be exported (`export`) are not, or were removed."""
+    there = all((export_folder(job.folder, name) / CONFIG).is_file() for name in job.trained)
+    return export and not (done.exported and there)
+
+
+def kept(job: Job) -> str:
+    """Write a line that says where a finished run's models are, and what it can go on from."""
+    exports = [export_folder(job.folder, name) for name in job.trained]
+    written = [str(folder) for folder in exports if (folder / CONFIG).is_file()]
+    steps = checkpoints_of(job).steps()
+
+    if written:
+        model = f"the model is in {written[0]}"
+        if len(written) > 1:
+            model = f"the models are in {', '.join(written)}"
+        if steps:
+            done = read_done(job)
+            reached = done is not None and goal_reached(job, done.validations)
+            more = "a higher validation.stop_at" if reached else "more run.steps"
+            return f"{model}; --resume with {more} goes on from step {steps[-1]}"
+        return f"{model}; there is no checkpoint to go on from"
+    if steps:
+        return (
+            f"no model is exported; --resume run.export=true writes that of step {steps[-1]} "
+            f"from {job.folder / 'checkpoints'}"
+        )
+    return f"nothing of the model is kept: {NOTHING}"
+
+
+NOTHING = "run.export and run.final_checkpoint are false"

@@ -1,0 +1,115 @@
+"""Resolves a configuration into placed jobs: by its own pools and layouts, or by a planner's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from hybridflow.core.contracts.planner import NotPlanned, Planner
+from hybridflow.core.errors import ConfigError
+from hybridflow.core.job.job import Job
+from hybridflow.core.plugins.resolve import build_planner
+from hybridflow.settle.config.load import Provenance
+from hybridflow.settle.places import forget_places, says_auto
+from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.stages import shadowed_overrides, stage_tables
+
+log = logging.getLogger(__name__)
+PLACED = "placement"
+"""The source that `hybridflow show` prints for a planner's values."""
+
+
+def resolve_placed(
+    tables: dict[str, Any],
+    name: str,
+    shorthand: frozenset[str],
+    provenance: Provenance | None = None,
+) -> list[Job]:
+    """Resolve a configuration into jobs, and place those that say placement = "auto".
+
+    `provenance` records which values came from the planner. Raises ConfigError with all problems.
+    For a job that names its cluster and does not fit on it these are the phase, the numbers, and
+    the nearest placement that fits.
+    """
+    every, auto = without_places(tables, shorthand)
+    shadowed = shadowed_overrides(tables, provenance) if provenance is not None else []
+
+    # What the planner chose is recorded, so that `hybridflow show` can say so.
+    def place_and_record(job: Job) -> Mapping[str, Any]:
+        settings = place(job)
+        if provenance is not None:
+            own = {key: dict(value) for key, value in settings.items()}
+            provenance.record(own if job.stage is None else {"stages": {job.stage: own}}, PLACED)
+        return settings
+
+    # With placed stages, each stage has tables of its own: the common ones may differ by now.
+    unplaced = whole(every) if auto else tables
+    jobs = resolve_jobs(
+        unplaced, name, shorthand, problems=shadowed, unplaced=auto, place=place_and_record
+    )
+
+    # A planner's own placement fits; one by hand is checked against its cluster.
+    problems: dict[str, None] = {}
+    for job in jobs:
+        if job.stage not in auto:
+            problems |= dict.fromkeys(misfits(job))
+    if problems:
+        raise ConfigError(list(problems))
+    return jobs
+
+
+def without_places(
+    tables: Mapping[str, Any], shorthand: frozenset[str]
+) -> tuple[dict[str | None, dict[str, Any]], list[str | None]]:
+    """Drop the pools and sizes of the stages that say placement = "auto".
+
+    Returns (the tables of every stage, the names of those stages).
+    """
+    # Copies, since forgetting works in place and the caller keeps its tables.
+    stages = stage_tables(tables, shorthand)
+    every = {stage: deepcopy(dict(own)) for stage, own in stages.items()}
+    auto = [stage for stage, own in every.items() if says_auto(own)]
+    for stage in auto:
+        forget_places(every[stage])
+    return every, auto
+
+
+def whole(every: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
+    """Join the tables of all stages into those of one file without common tables."""
+    return every.get(None, {"stages": every})
+
+
+def planner_of(job: Job) -> Planner:
+    """Make the planner that a job names. Raises ConfigError where none is installed."""
+    return build_planner(job.planner, job.planner_config)
+
+
+def place(job: Job) -> Mapping[str, Any]:
+    """Plan the job's best placement, and return its settings.
+
+    Raises HybridFlowError where no cluster is named, or no placement fits on it.
+    """
+    # A plan is for one cluster, with its devices and links.
+    if job.placement.cluster is None:
+        example = '{ name = "auto", cluster = "a100-80gb:2x8" }'
+        raise ConfigError(f"auto needs placement.cluster, as {example}; see docs/mapping.md")
+    return planner_of(job).plan(job, job.placement.cluster, alternatives=0).settings
+
+
+def misfits(job: Job) -> list[str]:
+    """List why a job does not fit on the cluster that it names.
+
+    [] where it names none, or where the planner cannot judge it, which is logged.
+    """
+    if job.placement.cluster is None:
+        return []
+    prefix = f"stage {job.stage}: " if job.stage else ""
+    # A planner without a cost model of this job has no opinion; the run goes on without.
+    try:
+        problems = planner_of(job).problems(job, job.placement.cluster)
+        return [f"{prefix}placement: {problem}" for problem in problems]
+    except NotPlanned as error:
+        log.warning("%splacement: whether it fits is not known: %s", prefix, error)
+        return []

@@ -1,0 +1,331 @@
+"""Turns the tables of a configuration into jobs. Every problem is found, and nothing is started.
+
+    file, overrides --- core.config.read_config ---> tables
+                                                       |
+         stage_tables: the common tables with those of each run stage on top
+                                                       |
+                  +------------------------------------+------------+
+                  v                                                 v
+          Reader of [stages.A]                              Reader of [stages.B]
+                  |  section, plugin, pools: settings and plugins   |
+                  |  RoleResolver: a PlacedModel or Rewards each    |
+                  |  cross_checks: what cannot work together        |
+                  v                                                 v
+                Job A ------- `earlier`: "stage:A" in B ---------> Job B
+                  |                                                 |
+                  +------------------ a problem anywhere -----------+--> ConfigError
+
+A stage with `placement = "auto"` is resolved twice: once without pools and layouts, for the planner
+to look at, and once more with those that the planner has found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hybridflow.core.contracts.algorithm import Algorithm
+from hybridflow.core.contracts.data_source import DataConfig
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.tokenizer import TokenizerConfig
+from hybridflow.core.data.rows import data_problems
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job.job import Job, TrackerSpec
+from hybridflow.core.job.sections import (
+    EnvironmentSection,
+    PlacementSection,
+    RunSection,
+    ValidationSection,
+)
+from hybridflow.core.plugins import registry
+from hybridflow.core.plugins.resolve import environment_class
+from hybridflow.settle.checks import cross_checks
+from hybridflow.settle.config.load import merge
+from hybridflow.settle.config.structure import structure
+from hybridflow.settle.places import replace_places
+from hybridflow.settle.reader import Choice, Reader, salvage, sentences
+from hybridflow.settle.roles import RoleResolver
+from hybridflow.settle.schema import SamplingSection
+from hybridflow.settle.stages import stage_tables, tokenizer_folder
+
+Place = Callable[[Job], Mapping[str, Any]]
+"""Takes a job without pools and layouts, and returns a plan's settings (Plan in
+core/contracts/planner.py)."""
+
+
+def resolve_jobs(
+    tables: dict[str, Any],
+    name: str,
+    shorthand: frozenset[str],
+    problems: Sequence[str] = (),
+    elsewhere: bool = False,
+    unplaced: Container[str | None] = (),
+    place: Place | None = None,
+) -> list[Job]:
+    """Resolve a configuration into its jobs, one for each run stage, in order.
+
+    `problems` are those that the caller knows already. With `elsewhere` the jobs will run on
+    another machine, and a plugin may lack its requirements here. `unplaced` are the stages whose
+    pools and layouts are still open; `place` finds them where it is given.
+
+    Raises ConfigError with the problems of all stages.
+    """
+    # Algorithms come first: their roles say which tables there are.
+    problems = list(problems)
+    readers = {
+        stage: Reader(own, elsewhere, stage in unplaced)
+        for stage, own in stage_tables(tables, shorthand).items()
+    }
+    chosen = {stage: reader.algorithm() for stage, reader in readers.items()}
+
+    # A table is known when any stage's algorithm has such a role or data set.
+    algorithms = [algorithm for _, algorithm in chosen.values() if algorithm]
+    roles: set[str] = set()
+    for algorithm in algorithms:
+        roles |= {role.name for role in algorithm.roles()}
+        roles.update(algorithm.data_sets)
+
+    jobs: dict[str, Job | None] = {}
+    for stage, reader in readers.items():
+        reader.unknown_tables(roles, all_known=len(algorithms) == len(chosen))
+        job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
+
+        # A planner needs a job without problems; its placement is then resolved like one by hand.
+        if place is not None and stage in unplaced and job is not None and not reader.problems:
+            reader = _placed(reader, job, place)
+            if not reader.problems:
+                job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
+
+        prefix = f"stage {stage}: " if stage else ""
+        problems += [prefix + problem for problem in dict.fromkeys(reader.problems)]
+        jobs[stage or name] = None if reader.problems else job
+
+    # All stages are read before anything is reported, so that one run shows every problem.
+    if problems:
+        raise ConfigError(_common(problems, [f"stage {stage}: " for stage in readers if stage]))
+    return [job for job in jobs.values() if job is not None]
+
+
+def _placed(reader: Reader, job: Job, place: Place) -> Reader:
+    """Return a reader of the same stage with the plan's pools and layouts.
+
+    Where there is no plan, the same reader is returned, with the reasons among its problems.
+    """
+    try:
+        settings = place(job)
+    except HybridFlowError as error:
+        reader.problems += [f"placement: {reason}" for reason in sentences(error)]
+        return reader
+
+    tables = deepcopy(reader.tables)
+    replace_places(tables, settings)
+    return Reader(tables, reader.elsewhere)
+
+
+def _common(problems: list[str], prefixes: list[str]) -> list[str]:
+    """Report a problem that all of several stages have once, and without a stage.
+
+    Such a problem lies in the tables that the stages share. `prefixes` name the stages.
+    """
+    if len(prefixes) < 2:
+        return problems
+    # A dict as an ordered set of problems.
+    sentences: dict[str, None] = {}
+    for problem in problems:
+        prefix = next((p for p in prefixes if problem.startswith(p)), "")
+        bare = problem.removeprefix(prefix)
+        shared = all(p + bare in problems for p in prefixes)
+        sentences[bare if shared else problem] = None
+    return list(sentences)
+
+
+def resolve_job(
+    reader: Reader,
+    name: str,
+    stage: str | None,
+    algorithm_name: str,
+    algorithm: Algorithm | None,
+    earlier: Mapping[str, Job | None],
+) -> Job | None:
+    """Resolve one stage into its job; None without an algorithm.
+
+    Problems go to the reader. A job whose reader has problems only serves to find more of them.
+    `earlier` are the jobs of the stages before this one, None for those with problems.
+    """
+    # The sections, each by itself.
+    run = reader.section("run", RunSection)
+    sampling = reader.section("sampling", SamplingSection)
+    data = _seeded(reader.section("data", DataConfig), run.seed)
+    tokenizer = reader.section("tokenizer", TokenizerConfig)
+    validation, validation_data = _validation(reader, run.seed)
+    data_sets = algorithm.data_sets if algorithm else ()
+    more_data = {key: _seeded(reader.section(key, DataConfig), run.seed) for key in data_sets}
+    texts = {"data": data, "tokenizer": tokenizer, "validation": validation_data}
+    _check_texts(reader, {**texts, **more_data})
+
+    # The plugins, and where the models go.
+    runtime = reader.plugin("runtime", reader.tables.get("runtime", {}), "runtime")
+    if runtime is None or not runtime.good:
+        reader.failed.add("runtime")
+    placement = reader.section("placement", PlacementSection)
+    planner = _planner(reader, placement)
+    pools = reader.pools()
+
+    validates = validation is not None and validation.generate
+    roles = _roles(reader, algorithm, validates)
+    unused = reader.unused_roles({role.name for role in roles} | {*more_data})
+    if algorithm is None:
+        return None
+
+    each = algorithm.updates_per_step()
+    updates = None if each is None else each * run.steps
+    prompts = [one.max_prompt_tokens for one in (data, validation_data) if one is not None]
+    tokens = max(prompts) + sampling.max_tokens if all(prompts) else None
+    resolver = RoleResolver(reader, pools, run, sampling, earlier, updates, tokens)
+    for role in roles:
+        resolver.resolve(role, generates=role.generates or (validates and role.name == "actor"))
+
+    # A model and its tokenizer belong together: the one of an earlier stage is taken over.
+    tokenizer_path, follows = tokenizer_folder(reader.tables, earlier)
+    if follows:
+        tokenizer = TokenizerConfig(tokenizer.name)
+
+    folder = Path(run.folder) / (run.name or name)
+    job = Job(
+        name=run.name or name,
+        stage=stage,
+        folder=folder / stage if stage else folder,
+        run=run,
+        algorithm_name=algorithm_name,
+        algorithm=algorithm,
+        runtime=runtime.name if runtime else "",
+        runtime_config=runtime.config if runtime else None,
+        pools=pools or {"main": ResourcePool("main")},
+        placement=placement,
+        planner=planner.name if planner else "",
+        planner_config=planner.config if planner else None,
+        trackers=_trackers(reader, run),
+        models=resolver.models,
+        scorers=resolver.scorers,
+        data=data,
+        more_data=more_data,
+        environment=_environment(reader),
+        validation=validation,
+        validation_data=validation_data,
+        tokenizer=tokenizer,
+        tokenizer_path=tokenizer_path if not tokenizer.given else None,
+        sampling=sampling.params(),
+        device=reader.device,
+        tables=reader.tables,
+        unused=tuple(unused),
+        follows=follows,
+    )
+    # The devices of this machine say nothing about another one.
+    machine = {"runtime"} if reader.elsewhere else set()
+    reader.problems += cross_checks(job, reader.failed | machine)
+    return job
+
+
+def _seeded(data: DataConfig, seed: int) -> DataConfig:
+    """Return a data set's settings with the run's seed, unless they give one."""
+    return data if data.seed is not None else attrs.evolve(data, seed=seed)
+
+
+def _check_texts(reader: Reader, configs: Mapping[str, Any]) -> None:
+    """Note contradictions inside each DataConfig or TokenizerConfig, by section name."""
+    for section, config in configs.items():
+        if config is None:
+            continue
+        own = config.problems() if isinstance(config, TokenizerConfig) else data_problems(config)
+        if own:
+            reader.fail(section, *own)
+
+
+def _roles(reader: Reader, algorithm: Algorithm | None, validates: bool) -> list[Role]:
+    """List the algorithm's roles, and a reward where only validation needs it to score.
+
+    A reward that is given as a string becomes a table with that function.
+    """
+    roles = list(algorithm.roles()) if algorithm else []
+    if validates and not any(r.kind == "reward" for r in roles) and "reward" in reader.tables:
+        roles.append(Role("reward", "reward"))
+
+    # `reward = "NAME"` is short for a table.
+    for role in roles:
+        table = reader.tables.get(role.name)
+        if role.kind == "reward" and isinstance(table, str):
+            reader.tables[role.name] = {"function": table}
+    return roles
+
+
+def _planner(reader: Reader, placement: PlacementSection) -> Choice | None:
+    """Choose the planner; None where none is installed and the configuration names none."""
+    if placement.planner or registry().names("planner"):
+        return reader.plugin("planner", placement.planner, "placement.planner")
+    return None
+
+
+def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
+    """Check the trackers' settings. The run leaves out those that are not installed."""
+    specs = []
+    for index, setting in enumerate(run.trackers):
+        table = {"name": setting} if isinstance(setting, str) else setting
+        path = "run.trackers" if isinstance(setting, str) else f"run.trackers.{index}"
+
+        if not isinstance(table.get("name"), str):
+            names = ", ".join(registry().names("tracker"))
+            reader.fail("run", f"{path}: give the name of a tracker ({names})")
+            continue
+        try:
+            missing = registry().descriptor("tracker", table["name"]).missing()
+        except HybridFlowError as error:
+            reader.fail("run", f"{path}: {error}")
+            continue
+
+        # Settings of a tracker that is not installed cannot be checked.
+        if missing:
+            specs.append(TrackerSpec(table["name"]))
+        elif choice := reader.plugin("tracker", table, path):
+            specs.append(TrackerSpec(choice.name, choice.config))
+    return tuple(specs)
+
+
+def _environment(reader: Reader) -> EnvironmentSection | None:
+    """Read [environment], and check that its class takes the options; None without the table."""
+    if "environment" not in reader.tables:
+        return None
+    section, problems = salvage(reader.tables["environment"], EnvironmentSection, "environment")
+
+    if section is not None and not problems:
+        try:
+            environment_class(section.name, section.options)
+        except HybridFlowError as error:
+            problems = [f"environment: {problem}" for problem in sentences(error)]
+    if problems:
+        reader.fail("environment", *problems)
+    return section
+
+
+def _validation(reader: Reader, seed: int) -> tuple[ValidationSection | None, DataConfig | None]:
+    """Read [validation] and its data set: [data], with validation.data on top, in file order."""
+    if "validation" not in reader.tables:
+        return None, None
+    section = reader.section("validation", ValidationSection)
+    table = merge(reader.tables.get("data", {}), section.data) | {"shuffle": False}
+    problems: list[str] = []
+    data = structure(table, DataConfig, "validation.data", problems)
+
+    # What comes from [data] is reported there; here only what [validation.data] says itself.
+    for problem in problems:
+        key = problem.removeprefix("validation.data.").partition(":")[0]
+        if key.split(".")[0] in section.data:
+            reader.problems.append(problem)
+    if data is None:
+        reader.failed.add("validation")
+        return section, None
+    return section, _seeded(data, seed)

@@ -1,0 +1,609 @@
+"""Resolves an algorithm's roles: which model or reward, on which pool, in which layout and backend.
+
+role's table, over the actor's  --RoleSection-->  section
+                                                    |
+     "reward" without a model                       |                any other role
+    +-----------------------------------------------+---------------------------+
+    v                                                                           v
+function, parts: reward_from          pool, model, layout, backend, engine: each by itself
+    |                                 then what each says of the others: sizes, axes, kinds
+    v                                                                           v
+Rewards                                                                    PlacedModel
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.training import OptimizerConfig
+from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
+from hybridflow.core.job.sections import (
+    LayoutSection,
+    RewardPart,
+    RoleSection,
+    RunSection,
+    SyncConfig,
+)
+from hybridflow.core.names import did_you_mean
+from hybridflow.core.plugins import registry
+from hybridflow.core.plugins.resolve import reward_from
+from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
+from hybridflow.settle.config.load import merge
+from hybridflow.settle.models import resolve_model
+from hybridflow.settle.reader import Choice, Reader, keys_of, salvage, sentences
+from hybridflow.settle.schema import SamplingSection
+from hybridflow.settle.stages import STAGE
+
+MODEL_KEYS = (
+    "pool",
+    "layout",
+    "generation",
+    "sync",
+    "backend",
+    "optimizer",
+    "micro_batch_tokens",
+    "offload",
+)
+"""Keys of a role's table that only models have."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of a model's config that say that it is a mixture of experts."""
+REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
+"""Keys of a role's table that only reward functions have."""
+
+
+def inherits(role: Role) -> bool:
+    """Return whether the role takes what its own table leaves out from the actor's table."""
+    return role.kind in ("policy", "value") and role.name != "actor"
+
+
+def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
+    """Merge a role's table over the actor's where it inherits.
+
+    A role with a model of its own inherits nothing of the actor's model, and one with a backend of
+    its own nothing of the actor's backend: settings of two models or backends are not mixed. A
+    reward's model takes the backend alone, so that it computes as precisely.
+    """
+    own = dict(tables.get(role.name, {}))
+    if not isinstance(tables.get("actor"), Mapping):
+        return own
+    if inherits(role):
+        inherited = dict(tables["actor"])
+    elif role.kind == "reward" and "model" in own:
+        inherited = _backend_of(tables["actor"])
+    else:
+        return own
+
+    # A model of its own
+    model = own.get("model")
+    if isinstance(model, Mapping) and {"path", "config"} & set(model):
+        inherited.pop("model", None)
+
+    # A backend of its own
+    backend = own.get("backend")
+    actors = inherited.get("backend")
+    if isinstance(backend, Mapping) and isinstance(actors, Mapping):
+        actors_name = actors.get("name") or registry().default("training_backend")
+        # Sub-tables for one backend each ([actor.backend.fsdp]) hold for every role.
+        if backend.get("name", actors_name) != actors_name:
+            names = registry().names("training_backend")
+            inherited["backend"] = {
+                key: table
+                for key, table in actors.items()
+                if key in names and isinstance(table, Mapping)
+            }
+    return merge(inherited, own)
+
+
+def _backend_of(actor: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the actor's backend, without the adapters that it alone has, as a part of a table."""
+    backend = actor.get("backend")
+    if isinstance(backend, Mapping):
+        backend = {key: value for key, value in backend.items() if key != "lora"}
+    return {} if backend is None else {"backend": backend}
+
+
+class RoleResolver:
+    """Resolves roles one after the other; problems go to the reader.
+
+    `earlier` are the jobs of the stages before this one, None for those with problems. `updates` is
+    the number of optimizer steps of the run, None where the algorithm does not say; `tokens` are
+    those of the longest prompt with the longest response, None where prompts have no limit.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        pools: Mapping[str, ResourcePool],
+        run: RunSection,
+        sampling: SamplingSection,
+        earlier: Mapping[str, Job | None],
+        updates: int | None,
+        tokens: int | None,
+    ):
+        self.reader = reader
+        self.pools = pools
+        self.run = run
+        self.sampling = sampling
+        self.earlier = earlier
+        self.updates = updates
+        self.tokens = tokens
+        self.models: dict[str, PlacedModel] = {}
+        self.scorers: dict[str, Rewards] = {}
+
+    def resolve(self, role: Role, generates: bool) -> None:
+        """Add the role to `models` or `scorers`, or note what is wrong with it."""
+        reader = self.reader
+        before = len(reader.problems)
+        own = reader.tables.get(role.name, {})
+        if not isinstance(own, Mapping):
+            text = f"{role.name}: expected a table, got {own!r}; write [{role.name}]"
+            reader.fail("roles", text)
+            return
+
+        # Defaults stand in for bad keys, so that the others are still checked.
+        section, problems = salvage(role_table(reader.tables, role), RoleSection, role.name)
+        section = section or RoleSection()
+        bad = keys_of(problems, role.name)
+        reader.problems += problems
+
+        # A reward is a model or functions; the keys of one contradict the other.
+        resolved: PlacedModel | Rewards | None = None
+        if role.kind == "reward" and "model" not in own:
+            if not bad & {"function", "parts", "options"}:
+                resolved = self._reward(role, own, section)
+        elif not self._contradictions(role, own):
+            resolved = self._model(role, section, bad, generates)
+
+        if resolved is None or bad:
+            reader.failed.add("roles")
+        elif isinstance(resolved, PlacedModel):
+            self.models[role.name] = resolved
+        else:
+            self.scorers[role.name] = resolved
+
+        if inherits(role):
+            self._forget_inherited(role.name, own, before)
+
+    def _forget_inherited(self, name: str, own: Mapping[str, Any], before: int) -> None:
+        """Drop a role's problems that come from the actor's table, where they are reported already.
+
+        The role's problems are those behind the first `before` of the reader's.
+        """
+        # A problem is inherited if the actor has the same one, at a key that the own table lacks.
+        problems = self.reader.problems
+        own_problems = []
+        for problem in problems[before:]:
+            key = problem.partition(":")[0].partition(" ")[0].removeprefix(f"{name}.")
+            if "actor" + problem.removeprefix(name) not in problems[:before] or _given(own, key):
+                own_problems.append(problem)
+        problems[before:] = own_problems
+
+    def _contradictions(self, role: Role, own: Mapping[str, Any]) -> bool:
+        """Note the keys of a model's table that belong to reward functions, and whether any do."""
+        keys = [key for key in REWARD_KEYS if key in own]
+        if role.kind == "reward":
+            why = (
+                f"contradicts {role.name}.model: a reward is one of a function, several parts and "
+                "a model; keep one of them"
+            )
+        else:
+            why = f"is for rewards, and {role.name} is a {role.kind} model; remove it"
+        self.reader.problems += [f"{role.name}.{key}: {why}" for key in keys]
+        return bool(keys)
+
+    # --- rewards ---
+
+    def _reward(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> Rewards | None:
+        """Resolve a role that scores by functions; each is loaded once, to check its options."""
+        problems = self._reward_problems(role, own, section)
+        if problems:
+            self.reader.problems += problems
+            return None
+
+        # A single function is a sum of one part.
+        parts = section.parts
+        if section.function is not None:
+            part = RewardPart(
+                section.function.rpartition(":")[2],
+                section.function,
+                section.options,
+                on_failure=section.on_failure,
+                per_token=section.per_token,
+            )
+            parts = (part,)
+
+        # Made once and thrown away: a wrong option is found before anything starts.
+        for part in parts:
+            try:
+                reward_from(part.function, part.options)
+            except (HybridFlowError, ValueError) as error:
+                problems += sentences(error)
+        self.reader.problems += [f"{role.name}: {problem}" for problem in problems]
+        return None if problems else Rewards(role, parts, section)
+
+    def _reward_problems(
+        self, role: Role, own: Mapping[str, Any], section: RoleSection
+    ) -> list[str]:
+        """List what contradicts itself in the table of a role that scores by functions."""
+        # One way to give the functions, and only one
+        name = role.name
+        problems = []
+        if section.function is None and not section.parts:
+            plugins = ", ".join(registry().names("reward"))
+            problems.append(
+                f"{name}: give one of `function` (a plugin: {plugins}; or "
+                '"package.module:function"), `parts` (several), or `model`'
+            )
+        if section.function is not None and section.parts:
+            problems.append(f"{name}.parts: contradicts {name}.function; keep one of them")
+
+        # Settings of one function, beside several
+        for key in ("options", "on_failure", "per_token"):
+            if section.parts and key in own:
+                problems.append(
+                    f"{name}.{key}: belongs to one function; with parts each has its own"
+                )
+
+        # Names of parts name columns.
+        labels = [part.name for part in section.parts]
+        for twice in sorted({label for label in labels if labels.count(label) > 1}):
+            problems.append(
+                f"{name}.parts: two parts are called {twice!r}, and each has a column of its name; "
+                "rename one"
+            )
+
+        # Settings of models
+        for key in MODEL_KEYS:
+            if key in own:
+                problems.append(
+                    f"{name}.{key}: is for models, and {name} is a function (it runs where the "
+                    "data is); remove it"
+                )
+        return problems
+
+    # --- models ---
+
+    def _model(
+        self, role: Role, section: RoleSection, bad: set[str], generates: bool
+    ) -> PlacedModel | None:
+        """Resolve a role with a model; None where anything is wrong with it.
+
+        `bad` are the keys of its table with problems; what depends on them is not checked.
+        """
+        reader = self.reader
+        kind = "score" if role.kind == "reward" else role.kind
+
+        # Each part by itself. A pool that [pools] has, but not here, is reported there.
+        pool = self.pools.get(section.pool)
+        if pool is None and section.pool not in reader.tables.get("pools", {}):
+            reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
+        spec = None if "model" in bad else self._spec(section.model, kind, role.name)
+        fields = spec.hf_config if spec is not None else None
+        layout = backend = engine = None
+        if pool is not None and not bad & {"layout", "pool"}:
+            layout = self._layout(role.name, section.layout, pool)
+        if "backend" not in bad:
+            path = f"{role.name}.backend"
+            backend = reader.plugin("training_backend", section.backend, path, fields)
+        if generates:
+            table = reader.tables.get("rollout", {})
+            engine = self._engine(reader.plugin("rollout_engine", table, "rollout", fields))
+
+        if spec is None or layout is None or backend is None or (generates and engine is None):
+            return None
+        if not backend.good or (engine and not engine.good):
+            return None
+
+        # What the parts say of each other.
+        problems = [
+            *self._backend_problems(backend, layout, kind),
+            *_beyond(backend.name, layout, kind),
+            *self._size_problems(spec, layout),
+        ]
+        generation = sync = None
+        apart = None if section.generation.pool == section.pool else section.generation.pool
+        if engine is not None:
+            problems += _heads_problems(spec, "generation.tp", section.generation.tp)
+            settings = engine_settings(engine.config)
+            problems += [f"rollout.{problem}" for problem in settings.problems()]
+            generation = self._generation(
+                section, engine.name, settings.own_process, layout, problems
+            )
+            sync = self._sync(role.name, section.sync, apart, problems)
+        optimizer = self._optimizer(section.optimizer, problems) if role.trained else None
+
+        # Some problems begin with a key of the role's table, others are about the whole role.
+        for problem in problems:
+            in_table = problem.startswith(("layout.", "generation", "sync.", "optimizer:"))
+            reader.problems.append(f"{role.name}{'.' if in_table else ': '}{problem}")
+        if problems or (engine is not None and sync is None):
+            return None
+
+        stop = math.inf
+        if engine is not None:
+            stop = self.run.mismatch_stop or _mismatch_stop(spec, backend.config, engine.config)
+        model = ModelRole(
+            model=spec,
+            backend=backend.name,
+            backend_config=backend.config,
+            micro_batch_tokens=section.micro_batch_tokens,
+            optimizer=optimizer,
+            engine=engine.name if engine else None,
+            engine_config=engine.config if engine else None,
+            temperature=self.sampling.temperature or 1.0,
+            mismatch_stop=stop,
+            offload=section.offload,
+            sync=sync or SyncSpec(),
+            keep_engine=section.generation.keep,
+        )
+        return PlacedModel(role, model, layout, section.pool, section, generation, apart)
+
+    def _engine(self, choice: Choice | None) -> Choice | None:
+        """Return a rollout engine with settings for the run's longest sequences, on a GPU."""
+        if choice is None or self.tokens is None or self.reader.device == "cpu":
+            return choice
+        # A config that says nothing of itself stays as it is.
+        if not isinstance(choice.config, EngineSettings):
+            return choice
+        return attrs.evolve(choice, config=choice.config.up_to(self.tokens))
+
+    def _optimizer(self, given: OptimizerConfig, problems: list[str]) -> OptimizerConfig | None:
+        """Return the optimizer, whose schedule ends with the run unless it says when it does."""
+        try:
+            return given.over(self.updates)
+        except ValueError as error:
+            problems.append(f"optimizer: {error}")
+            return None
+
+    def _backend_problems(self, backend: Choice, layout: ParallelLayout, kind: str) -> list[str]:
+        """Ask the backend's class what it cannot do; [] where it is not installed or not placed."""
+        if backend.found is None or self.reader.unplaced:
+            return []
+        try:
+            return backend.found.problems(backend.config, layout, kind)
+        except (HybridFlowError, ValueError) as error:
+            return [str(error)]
+
+    def _no_pool(self, name: str) -> str:
+        """Write the sentence that no pool has this name."""
+        pools = ", ".join(self.pools) or "none"
+        return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {pools})"
+
+    def _sync(
+        self, role: str, section: SyncConfig, apart: str | None, problems: list[str]
+    ) -> SyncSpec | None:
+        """Choose the transport of the weights.
+
+        None where no such plugin can be had or its settings are wrong. A transport that cannot
+        reach the pool `apart`, where the engines have one of their own, is returned too, and
+        noted in `problems`.
+        """
+        spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
+        name = section.transport.get("name", AUTO)
+        if name == AUTO:
+            problems += [
+                f"sync.transport.{key}: belongs to a transport; give its name too"
+                for key in section.transport
+                if key != "name"
+            ]
+            return spec
+
+        # A transport by name must reach from the trainer's pool to the engines'.
+        choice = self.reader.plugin("transport", section.transport, f"{role}.sync.transport")
+        if choice is None or not choice.good:
+            return None
+        if apart is not None and not choice.found.crosses_pools:
+            problems.append(
+                f"sync.transport: {name} moves weights inside one pool, and generation.pool is "
+                f"{apart!r}; leave it out, or name another (auto takes what works)"
+            )
+        return attrs.evolve(spec, transport=choice.name, transport_config=choice.config)
+
+    def _generation(
+        self,
+        role: RoleSection,
+        engine: str,
+        apart: bool,
+        layout: ParallelLayout,
+        problems: list[str],
+    ) -> GenerationLayout | None:
+        """Lay out the engine's replicas over the role's ranks, or over the pool of the engines.
+
+        `apart` says whether the engine runs in a process of its own.
+        """
+        can = registry().engine_capabilities(engine)
+        section = role.generation
+        grouping = section.grouping
+        pool = self.pools.get(section.pool or role.pool)
+        if pool is None:
+            problems.append(f"generation.pool: {self._no_pool(str(section.pool))}")
+            return None
+
+        # Ranks of another pool hold no training shards that could stay where they are.
+        if section.pool not in (None, role.pool):
+            layout = ParallelLayout(dp=pool.world)
+            grouping = "consecutive"
+        # An engine may form its groups itself.
+        if can.grouping == "consecutive":
+            grouping = "consecutive"
+
+        # An engine that gives no view of its weights has nothing to compare.
+        if role.sync.verify and not can.views:
+            problems.append(
+                f"sync.verify: the engine {engine} gives no view of its weights to compare; "
+                "leave it out"
+            )
+        axes = (("tp", section.tp, can.tp), ("pp", section.pp, can.pp))
+        for axis, size, able in axes:
+            if size > 1 and apart and can.process != "own":
+                problems.append(
+                    f"generation.{axis}: is {size}, and the engine {engine} in a process of its "
+                    "own runs on one rank; leave out rollout.own_process"
+                )
+            elif size > 1 and not able:
+                problems.append(
+                    f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; "
+                    "set it to 1"
+                )
+
+        try:
+            return generation_layout(
+                layout, section.pp, section.tp, grouping, pool.devices_per_node[0]
+            )
+        except ValueError as error:
+            problems.append(f"generation: {error}; choose a tp and pp that divide them")
+            return None
+
+    def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[str]:
+        """List what in the model's config contradicts the layout, or is missing for training."""
+        problems = []
+        if not isinstance(spec.hf_config.get("vocab_size"), int):
+            problems.append("the model's config needs vocab_size, the number of its embeddings")
+        problems += _heads_problems(spec, "layout.tp", layout.tp)
+
+        # Every pipeline stage has a layer at least.
+        layers = spec.hf_config.get("num_hidden_layers")
+        if isinstance(layers, int) and layers < layout.pp:
+            problems.append(
+                f"layout.pp: is {layout.pp}, and the model has {layers} layers; make it smaller"
+            )
+        return problems
+
+    def _spec(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
+        """Resolve the model itself; None, with problems noted, where it cannot be read."""
+        try:
+            if config.path is not None and config.path.startswith(STAGE) and config.config is None:
+                return self._from_stage(config, kind, role)
+            return resolve_model(config, kind, role, weights=not self.reader.elsewhere)
+        except HybridFlowError as error:
+            self.reader.problems += sentences(error)
+            return None
+
+    def _from_stage(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
+        """Resolve "stage:NAME/ROLE", the export of an earlier stage's role.
+
+        Before that stage has run, the model that it trains stands in for the checks. Without
+        "/ROLE" it is the role of the same name, else the first that is trained. Raises ConfigError
+        where there is no such stage or trained role; None where the stage itself has problems.
+        """
+        stage, _, source = str(config.path).removeprefix(STAGE).partition("/")
+        if stage not in self.earlier:
+            meant = did_you_mean(stage, self.earlier)
+            stages = ", ".join(self.earlier) or "none"
+            raise ConfigError(
+                f"{role}.model.path: there is no earlier stage {stage!r}{meant} "
+                f"(earlier stages: {stages})"
+            )
+        job = self.earlier[stage]
+        if job is None:
+            return None
+
+        # Only trained models are exported.
+        trained = [name for name, model in job.models.items() if model.spec.optimizer is not None]
+        source = source or (role if role in trained or not trained else trained[0])
+        if source not in trained:
+            hint = f'; write "{STAGE}{stage}/{trained[0]}"' if trained else ""
+            models = ", ".join(trained) or "no model"
+            raise ConfigError(
+                f"{role}.model.path: stage {stage!r} trains {models}, not {source!r}{hint}"
+            )
+        export = str(job.folder / "export" / source)
+        return attrs.evolve(job.models[source].spec.model, kind=kind, path=None, export=export)
+
+    def _layout(self, role: str, asked: LayoutSection, pool: ResourcePool) -> ParallelLayout | None:
+        """Fill the pool's ranks: dp = world / (tp x pp x cp); None where it does not divide."""
+        # Experts are shared inside dp, so ep takes no ranks of its own.
+        inner = asked.tp * asked.pp * asked.cp
+        world = pool.world
+        if world % inner or (asked.dp is not None and asked.dp * inner != world):
+            self.reader.problems.append(_does_not_fit(role, asked, pool))
+            return None
+        try:
+            return ParallelLayout(
+                asked.pp, asked.tp, world // inner, asked.cp, asked.ep, asked.order
+            )
+        except ValueError as error:
+            self.reader.problems.append(f"{role}.layout: {error}")
+            return None
+
+
+def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[str]:
+    """List the axes and the kind of model that a training backend does not have."""
+    can = registry().training_capabilities(backend)
+    problems = []
+    for axis, size in attrs.asdict(layout).items():
+        if axis not in can.axes | {"order"} and size > 1:
+            axes = ", ".join(sorted(can.axes))
+            problems.append(
+                f"layout.{axis}: is {size}, and the backend {backend} has the axes {axes}; "
+                "set it to 1"
+            )
+    if kind not in can.models:
+        kinds = ", ".join(sorted(can.models))
+        problems.append(
+            f"the backend {backend} has models of kind {kinds}, and this one is a {kind}"
+        )
+    return problems
+
+
+def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:
+    """List a tensor parallel size that does not divide the attention heads."""
+    heads = spec.hf_config.get("num_attention_heads")
+    if not isinstance(heads, int) or heads % tp == 0:
+        return []
+    return [
+        f"{key}: {tp} does not divide the model's {heads} attention heads; "
+        f"give a divisor of {heads}"
+    ]
+
+
+def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:
+    """Write the sentence that a layout does not fill its pool, with both remedies."""
+    inner = asked.tp * asked.pp * asked.cp
+    world = pool.world
+    # Devices that the layout would fill; without dp the next multiple of tp x pp x cp.
+    needs = inner * (asked.dp or -(-world // inner))
+
+    # The remedies: leave dp out where that is enough, else change a size or the pool.
+    dp = f"dp {asked.dp} x " if asked.dp else ""
+    head = (
+        f"{role}.layout: {dp}tp {asked.tp} x pp {asked.pp} x cp {asked.cp} does not fit pool "
+        f"{pool.name!r} of {world} device{'s' if world > 1 else ''}"
+    )
+    resize = f"set pools.{pool.name} = [{needs}]"
+    if world % inner == 0:
+        return f"{head}: leave out {role}.layout.dp (it is then {world // inner}), or {resize}"
+    divisors = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+    return f"{head}: tp x pp x cp must divide {world} ({divisors}); change it, or {resize}"
+
+
+def _given(table: Mapping[str, Any], key: str) -> bool:
+    """Return whether a table has a dotted key, or a value in which that key would lie."""
+    value: Any = table
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return True
+        if part not in value:
+            return False
+        value = value[part]
+    return True
+
+
+def _mismatch_stop(spec: ModelSpec, backend: Any, engine: Any) -> float:
+    """Return by how many nats an engine may differ from the trainer, by the coarser precision."""
+    # Plugins may name their precision otherwise: they get the strictest limit.
+    precision = getattr(backend, "precision", "fp32")
+    dtype = getattr(engine, "dtype", "float32")
+    if precision == "fp32" and dtype == "float32":
+        return 1e-3
+    # Rounding may send a token to other experts.
+    return 0.1 if any(spec.hf_config.get(key) for key in EXPERTS) else 0.05

@@ -1,0 +1,167 @@
+"""Combinations of sections that cannot work, and what is said to do."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from helpers.job_texts import BASE, MODEL, WITHOUT_ALGORITHM, WITHOUT_REWARD
+from helpers.jobs import job, problem, problems
+
+from hybridflow.core.contracts.capabilities import EngineCapabilities
+from hybridflow.core.plugins import Registry
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.settle.checks import cross_checks
+
+
+def test_only_synchronous_training_is_accepted_so_far():
+    assert problem("run.max_staleness=1").startswith("run.max_staleness: is 1; 0 (synchronous)")
+
+
+def test_a_run_folder_that_cannot_be_is_refused(tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert "is a file" in problem("run.folder=taken")
+
+
+def test_the_inline_runtime_takes_pools_of_one_device():
+    found = problem("pools.main=[2]")
+    assert (
+        "runtime inline runs models on one rank" in found
+        and "pools.main = [1]" in found
+        and "ray" in found
+    )
+
+
+def test_more_than_one_node_needs_a_cluster():
+    assert "give the cluster's runtime.address" in problem("runtime=ray", "pools.main=[2, 2]")
+    job("runtime={name='ray', address='auto'}", "pools.main=[2, 2]", "run.device=cpu")
+
+
+def test_devices_that_this_machine_does_not_have_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "run.device: is cuda" in problem("run.device=cuda")
+    job("run.device=cuda", "runtime={name='ray', address='auto'}")
+    cluster = "runtime={name='ray', address='head:6379'}"
+    assert "run.device: is auto, and the run is for the cluster" in problem(cluster)
+    assert job(cluster, "run.device=cpu").device == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert job(cluster).device == "cuda"
+    found = problem("runtime=ray", "pools.main=[4]")
+    assert "pools: have 4 devices in all, and this machine has 2 CUDA devices" in found
+    assert job("runtime=ray", "pools.main=[2]").device == "cuda"
+    assert job("runtime=ray", "pools.main=[4]", "run.device=cpu").device == "cpu"
+
+
+def test_an_engine_that_does_not_work_on_the_device_is_refused(monkeypatch):
+    only = EngineCapabilities(devices=frozenset({"cuda"}))
+    monkeypatch.setattr(Registry, "engine_capabilities", lambda self, name: only)
+    assert "works on cuda, and run.device is cpu" in problem("run.device=cpu")
+
+
+def test_a_step_or_a_mini_batch_smaller_than_dp_is_refused():
+    eight = ("runtime=ray", "pools.main=[8]")
+    assert "dp is 8, and a step has 4 sequences" in problem(*eight, "algorithm={name='grpo', prompts_per_step=2, "
+        "group_size=2}", text=WITHOUT_ALGORITHM)  # fmt: skip
+    found = problem(*eight, "algorithm.mini_batch_size=4")
+    assert (
+        "algorithm.mini_batch_size: is 4, and actor has dp 8" in found and "set 8 or more" in found
+    )
+    job(*eight, "algorithm.mini_batch_size=8")
+
+
+def test_prompts_and_responses_must_fit_the_models_positions():
+    found = problem("sampling.max_tokens=25")
+    assert "exceed the model's 32 positions" in found and "data.max_prompt_tokens" in found
+    longer = problem("validation.data.max_prompt_tokens=30")
+    assert "validation.data.max_prompt_tokens" in longer
+
+
+def test_stop_tokens_are_ids_of_the_model():
+    assert "sampling.stop_tokens: [16]" in problem("sampling.stop_tokens=[3, 16]")
+
+
+def test_biases_are_of_tokens_of_the_model():
+    assert job("sampling.logit_bias.3=-100", "sampling.min_p=0.1").sampling.logit_bias == (
+        (3, -100.0),
+    )
+    assert job('sampling.logit_bias={"3" = 1, "15" = 0.5}').sampling.logit_bias == (
+        (3, 1.0),
+        (15, 0.5),
+    )
+    found = problem('sampling.logit_bias={"3" = 1, "16" = 2}')
+    assert found.startswith(
+        "sampling.logit_bias: [16] are no ids of actor's model, which has 0 to 15"
+    ), found
+
+
+def test_supervised_training_needs_responses():
+    found = problem("algorithm={name='sft', batch_size=4}", text=WITHOUT_ALGORITHM)
+    assert found.startswith("data.response: algorithm 'sft' trains on responses")
+
+
+def test_the_tokenizer_must_come_from_somewhere():
+    text = BASE.replace('tokenizer.characters = "0123456789+="', "")
+    assert problem(text=text).startswith("tokenizer: the models have no folder to take one from")
+    assert "tokenizer.path: there is no folder 'nowhere'" in problem(
+        "tokenizer.path=nowhere", text=text
+    )
+    assert "tokenizer: path and characters are given" in problems("tokenizer.path=nowhere")[0]
+
+
+def test_validation_needs_something_to_measure():
+    text = WITHOUT_REWARD.replace('"grpo", prompts_per_step = 4, group_size = 4', '"sft"')
+    responses = "data.response={answer}"
+    assert "needs a reward to score by" in problem(responses, "validation.every=1", text=text)
+    job(responses, "validation.generate=false", text=text)
+    assert "there are no responses" in problem("validation.generate=false")
+    for wrong in ("validation.every=0", "validation.generate=false"):
+        found = problems("validation.stop_at=0.9", wrong, "data.response='{answer}'")
+        assert any("stop_at is compared with the score" in said for said in found)
+    assert job("validation.stop_at=0.9", "validation.every=1").validation.stop_at == 0.9
+    found = problem("validation.data.sourc=jsonl")
+    assert found.startswith("validation.data.sourc: unknown key")
+
+
+def test_a_pool_that_no_role_uses_is_named():
+    assert problem("pools={main=[1], spare=[1]}").startswith("pools.spare: no role uses it")
+
+
+def test_a_model_that_generates_has_no_context_parallelism():
+    made = job()
+    actor = attrs.evolve(made.models["actor"], layout=ParallelLayout(cp=2))
+    [found] = cross_checks(attrs.evolve(made, models={"actor": actor}), set())
+    axes = "a role that generates has the axes dp, tp and pp"
+    assert found == f"actor.layout: {axes}, got cp 2; set it to 1"
+
+
+def test_a_check_is_left_out_where_a_section_that_it_reads_has_problems():
+    made = job()
+    stale = attrs.evolve(made, run=attrs.evolve(made.run, max_staleness=1))
+    assert len(cross_checks(stale, set())) == 1
+    assert cross_checks(stale, {"run"}) == [] and len(cross_checks(stale, {"data"})) == 1
+
+
+def test_pairs_need_a_worse_response_and_cost_models_what_is_unsafe():
+    answers, cost, text = "data.response={answer}", f"cost.model.config={MODEL}", WITHOUT_ALGORITHM
+    found = problem("algorithm={name='dpo', pairs_per_step=4}", answers, text=text)
+    assert found.startswith("data.rejected: algorithm 'dpo' learns from pairs")
+    found = problems("algorithm={name='cost_model', pairs_per_step=4}", cost, answers, text=text)
+    assert any(said.startswith("data.unsafe: algorithm 'cost_model' must know") for said in found)
+
+
+def test_a_data_set_that_the_algorithm_adds_must_be_given():
+    found = problem("algorithm.pretrain_coef=0.1")
+    assert found.startswith("pretrain: algorithm 'grpo' needs this data set too")
+    assert found.endswith("give [pretrain], as [data]")
+
+
+def test_a_source_of_any_data_set_must_exist():
+    found = problem("validation.data.source=jsonll", "validation.every=1")
+    assert found.startswith("validation.data.source: unknown data_source 'jsonll'")
+    assert "did you mean 'jsonl'?" in found
+
+
+def test_a_tokenizer_plugin_must_exist():
+    assert problem("tokenizer.name=huggingfac").startswith(
+        "tokenizer.name: unknown tokenizer 'huggingfac'; did you mean"
+    )

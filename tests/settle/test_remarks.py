@@ -1,0 +1,67 @@
+"""What is legal in a configuration, and hardly meant."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.job_texts import STAGES
+from helpers.jobs import job, jobs
+
+from hybridflow.settle.remarks import remarks
+
+KEPT_NOTHING = ("run.export=false", "run.final_checkpoint=false")
+
+
+def of(*overrides: str) -> str:
+    return "\n".join(remarks(job(*overrides)))
+
+
+def test_a_usual_job_has_none():
+    assert of() == ""
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["run.restarts=1"], "run.restarts: without checkpoints"),
+        (["run.checkpoint_every=160"], "run.checkpoint_every: is 160 and the run has 100 steps"),
+        (["sampling.temperature=0.0"], "0 is greedy"),
+        (
+            ["actor.optimizer={schedule='cosine', total_steps=10}"],
+            "actor.optimizer.total_steps: is 10, and the run has 100",
+        ),
+        (
+            ["actor.optimizer={schedule='constant', warmup_steps=900}"],
+            "actor.optimizer.warmup_steps: is 900",
+        ),
+        (KEPT_NOTHING, "nothing of the trained model will be kept"),
+        ([*KEPT_NOTHING, "run.checkpoint_every=160"], "nothing of the trained model will be kept"),
+        # 4 prompts of 4 responses each
+        (
+            ["algorithm.mini_batch_size=12"],
+            "12 sequences of an optimizer step do not divide the 16 of a step: the last one has 4",
+        ),
+    ],
+)
+def test_what_is_hardly_meant_is_remarked(overrides, words):
+    assert words in of(*overrides)
+
+
+@pytest.mark.parametrize("kept", ["run.export=true", "run.checkpoint_every=20"])
+def test_one_way_to_keep_the_model_is_enough(kept):
+    assert of(*KEPT_NOTHING, kept) == ""
+
+
+def test_a_loss_by_which_no_engine_can_be_checked_is_told(monkeypatch):
+    made = job()
+    loss = made.algorithm.losses()["actor"]
+    loss.needs = ["topk_logprobs"]
+    monkeypatch.setattr(type(made.algorithm), "losses", lambda self: {"actor": loss})
+    assert [*remarks(made)] == [
+        "actor: its loss needs no logprobs, so nothing checks that its engine generates with the weights that are "
+        "trained (run.mismatch_stop)"
+    ]
+
+
+def test_a_stage_is_remarked_on_by_itself():
+    first, second = jobs("stages.first.run.restarts=1", text=STAGES)
+    assert "run.restarts" in "\n".join(remarks(first)) and not list(remarks(second))
