@@ -167,7 +167,7 @@ def measure(name: str, case: tuple) -> tuple[dict[str, float], dict[str, float]]
                 "micro_batch_tokens": micro,
             },
         }  # fmt: skip
-        [job] = resolve_jobs(tables, "memory", frozenset())
+        [job] = resolve_jobs(tables, "memory")
         session.ModelWorker = CountedWorker  # type: ignore[misc]
         with session.Session(job, session.prepare(job)) as running:
             actor, spans = running.context().actor, []

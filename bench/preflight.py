@@ -105,7 +105,7 @@ def tables_of(case: Case, folder: str) -> dict[str, Any]:
 def measure(case: Case) -> tuple[dict[str, float], dict[str, float], float]:
     """(said, found: bytes of each moment; the most bytes of a process)"""
     with tempfile.TemporaryDirectory() as folder:
-        [job] = resolve_jobs(tables_of(case, folder), "preflight", frozenset())
+        [job] = resolve_jobs(tables_of(case, folder), "preflight")
         session.ModelWorker = Counted  # type: ignore[misc]
         held: dict[str, list[list[float]]] = {"generates": [], "trains": []}
         spans: dict[str, list[tuple[int, int]]] = {"generates": [], "trains": []}

@@ -22,7 +22,6 @@ from hybridflow.kit.console import make_console, print_line, print_table
 from hybridflow.settle.config.load import read_config
 from hybridflow.settle.placement import planner_of, whole, without_places
 from hybridflow.settle.resolve import resolve_jobs
-from hybridflow.settle.schema import SHORTHAND
 from hybridflow.settle.stages import shadowed_overrides
 
 
@@ -162,15 +161,15 @@ def unplaced_jobs(path: str | Path, overrides: Sequence[str]) -> tuple[list[Job]
     """Return the jobs of a config that is to run elsewhere, and the run stages with placement =
     "auto".
     """
-    tables, provenance = read_config(path, overrides, SHORTHAND)
-    unplaced, auto = without_places(tables, SHORTHAND)
+    tables, provenance = read_config(path, overrides)
+    unplaced, auto = without_places(tables)
     problems = shadowed_overrides(tables, provenance)
     if problems:
         raise ConfigError(problems)
 
     # A plugin that is missing here may be installed where the job will run.
     name = Path(path).stem
-    jobs = resolve_jobs(whole(unplaced), name, SHORTHAND, elsewhere=True, unplaced=auto)
+    jobs = resolve_jobs(whole(unplaced), name, elsewhere=True, unplaced=auto)
     return jobs, auto
 
 

@@ -28,7 +28,7 @@ from hybridflow.settle.placement import resolve_placed
 from hybridflow.settle.reader import device_defaults
 from hybridflow.settle.remarks import remarks
 from hybridflow.settle.roles import REWARD_KEYS, role_table
-from hybridflow.settle.schema import SHORTHAND, SamplingSection
+from hybridflow.settle.schema import SamplingSection
 
 DERIVED = "derived"
 """The source of values that are computed from others."""
@@ -78,8 +78,8 @@ def show(
     `docs`: with the meaning of each setting. Raises ConfigError with all problems, as `run` does.
     """
     console = console or make_console()
-    tables, provenance = read_config(path, overrides, SHORTHAND)
-    for job in resolve_placed(tables, Path(path).stem, SHORTHAND, provenance):
+    tables, provenance = read_config(path, overrides)
+    for job in resolve_placed(tables, Path(path).stem, provenance):
         if job.stage:
             print_line(console, f"stage {job.stage}", "bold underline")
             print_line(console)

@@ -24,7 +24,7 @@ from hybridflow.core.job.job import Job
 from hybridflow.inference.models import FoundModel
 from hybridflow.settle.config.load import merge, read_config
 from hybridflow.settle.placement import resolve_placed
-from hybridflow.settle.schema import SHORTHAND, SamplingSection
+from hybridflow.settle.schema import SamplingSection
 from hybridflow.settle.stages import located_model
 
 KEPT = ("runtime", "pools", "data", "tokenizer", "rollout", "environment", "validation")
@@ -160,7 +160,7 @@ def with_overrides(
     Where neither they nor the tables say it, prompts have at most `longest` tokens, and with their
     responses no more than the model has positions for.
     """
-    merged, _ = read_config(tables, overrides, SHORTHAND)
+    merged, _ = read_config(tables, overrides)
     positions = found.positions
     sampling = merged["sampling"]
     response = SamplingSection().max_tokens
@@ -174,7 +174,7 @@ def with_overrides(
 
 def resolve(tables: Mapping[str, Any]) -> Job:
     """Resolve the tables into a job. Raises ConfigError with all problems."""
-    [job] = resolve_placed(deepcopy(dict(tables)), "inference", SHORTHAND)
+    [job] = resolve_placed(deepcopy(dict(tables)), "inference")
     return job
 
 

@@ -13,7 +13,7 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.validators import at_least, fraction, non_negative, share, validator
 from hybridflow.settle.config.load import load_toml
-from hybridflow.settle.config.structure import structure
+from hybridflow.settle.config.structure import Problem, structure
 
 GB = 1e9
 """Bytes of a gigabyte, everywhere in the planner."""
@@ -239,11 +239,12 @@ class Cluster:
 
         Raises ConfigError with all problems; `where` names the file in front of each.
         """
-        problems: list[str] = []
         # A file with wrong keys or types has no sections to look at.
-        file = structure(dict(tables), ClusterFile, "", problems)
-        if file is None or problems:
-            raise ConfigError([f"{where}: {problem}" for problem in problems])
+        wrong: list[Problem] = []
+        file = structure(dict(tables), ClusterFile, problems=wrong)
+        if file is None:
+            raise ConfigError([f"{where}: {problem}" for problem in wrong])
+        problems: list[str] = []
 
         # Devices of the file come before known ones of the same name.
         kinds: list[Nodes] = []

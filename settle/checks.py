@@ -1,6 +1,6 @@
 """Checks across the sections of a job: combinations that cannot work, found before anything starts.
 
-Each check is a function of the job that yields problems: what is wrong, what was got, what to do.
+Each check is a function of the job that yields (dotted key, what is wrong, was got, and is to do).
 It names the sections that it reads, and is left out when one of them has problems of its own.
 """
 
@@ -16,8 +16,9 @@ from hybridflow.core.contracts.runtime import runtime_settings
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.settle.config.structure import Problem
 
-Check = Callable[[Job], Iterator[str]]
+Check = Callable[[Job], Iterator[tuple[str, str]]]
 CHECKS: list[tuple[frozenset[str], Check]] = []
 """The checks in order, each with the sections that it reads."""
 
@@ -32,43 +33,45 @@ def _reads(*sections: str) -> Callable[[Check], Check]:
     return add
 
 
-def cross_checks(job: Job, failed: set[str]) -> list[str]:
+def cross_checks(job: Job, failed: set[str]) -> list[Problem]:
     """List what does not fit together. `failed` are sections that have problems of their own."""
-    problems: list[str] = []
-    for sections, check in CHECKS:
-        if not sections & failed:
-            problems += check(job)
-    return problems
+    return [
+        Problem(key, text)
+        for sections, check in CHECKS
+        if not sections & failed
+        for key, text in check(job)
+    ]
 
 
 # --- the run ---
 
 
 @_reads("run")
-def staleness(job: Job) -> Iterator[str]:
+def staleness(job: Job) -> Iterator[tuple[str, str]]:
     """run.max_staleness is 0: only synchronous training is there so far."""
     if job.run.max_staleness:
         yield (
-            f"run.max_staleness: is {job.run.max_staleness}; 0 (synchronous) is all that works so "
-            "far; remove it"
+            "run.max_staleness",
+            f"is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it",
         )
 
 
 @_reads("run")
-def folder(job: Job) -> Iterator[str]:
+def folder(job: Job) -> Iterator[tuple[str, str]]:
     """The run's folder, or the nearest parent that exists, can be written to."""
     # The folder itself is made later, when the run begins.
     parents = (job.folder, *job.folder.absolute().parents)
     nearest = next((path for path in parents if path.exists()), Path("/"))
     if not nearest.is_dir():
         yield (
-            f"run.folder: {str(nearest)!r} is a file, and the run's folder is "
-            f"{str(job.folder)!r}; set run.folder"
+            "run.folder",
+            f"{str(nearest)!r} is a file, and the run's folder is "
+            f"{str(job.folder)!r}; set run.folder",
         )
     elif not os.access(nearest, os.W_OK):
         yield (
-            f"run.folder: {str(nearest)!r} cannot be written to; "
-            "set run.folder to a folder of yours"
+            "run.folder",
+            f"{str(nearest)!r} cannot be written to; set run.folder to a folder of yours",
         )
 
 
@@ -76,28 +79,29 @@ def folder(job: Job) -> Iterator[str]:
 
 
 @_reads("run", "runtime")
-def device(job: Job) -> Iterator[str]:
+def device(job: Job) -> Iterator[tuple[str, str]]:
     """This machine has the device of a run whose runtime starts processes here."""
     if job.run.device != "cuda" or runtime_settings(job.runtime_config).remote:
         return
     if not torch.cuda.is_available():
-        yield "run.device: is cuda, and this machine has none that torch can use; set cpu or auto"
+        yield "run.device", "is cuda, and this machine has none that torch can use; set cpu or auto"
 
 
 @_reads("run", "runtime")
-def cluster_device(job: Job) -> Iterator[str]:
+def cluster_device(job: Job) -> Iterator[tuple[str, str]]:
     """A machine without a GPU does not decide for a cluster: it may be its head alone."""
     # Where the workers run, nobody has looked.
     here = job.run.device != "auto" or not runtime_settings(job.runtime_config).remote
     if not here and not torch.cuda.is_available():
         yield (
-            "run.device: is auto, and the run is for the cluster at runtime.address; this machine "
-            "has no CUDA device, and does not know of the cluster's: say cuda or cpu"
+            "run.device",
+            "is auto, and the run is for the cluster at runtime.address; this machine "
+            "has no CUDA device, and does not know of the cluster's: say cuda or cpu",
         )
 
 
 @_reads("run", "runtime", "pools")
-def local_devices(job: Job) -> Iterator[str]:
+def local_devices(job: Job) -> Iterator[tuple[str, str]]:
     """Without the address of a cluster, the pools must fit this machine."""
     if runtime_settings(job.runtime_config).remote:
         return
@@ -107,9 +111,10 @@ def local_devices(job: Job) -> Iterator[str]:
     for pool in job.pools.values():
         if len(pool.devices_per_node) > 1 and can.cluster:
             yield (
-                f"pools.{pool.name}: is over {len(pool.devices_per_node)} nodes, and runtime "
+                f"pools.{pool.name}",
+                f"is over {len(pool.devices_per_node)} nodes, and runtime "
                 f"{job.runtime} has this machine alone; give the cluster's runtime.address, or "
-                f"pools.{pool.name} = [{pool.world}]"
+                f"pools.{pool.name} = [{pool.world}]",
             )
 
     # A runtime of one rank is checked by `max_ranks`; machines without CUDA devices by `device`.
@@ -117,23 +122,25 @@ def local_devices(job: Job) -> Iterator[str]:
     wanted = sum(pool.world for pool in job.pools.values())
     if job.device == "cuda" and have and wanted > have and can.max_ranks != 1:
         yield (
-            f"pools: have {wanted} devices in all, and this machine has {have} CUDA "
+            "pools",
+            f"have {wanted} devices in all, and this machine has {have} CUDA "
             f"device{'s' if have > 1 else ''}; make the pools smaller, let roles share one, set "
-            "run.device = cpu, or give a cluster's runtime.address"
+            "run.device = cpu, or give a cluster's runtime.address",
         )
 
 
 @_reads("runtime", "pools")
-def max_ranks(job: Job) -> Iterator[str]:
+def max_ranks(job: Job) -> Iterator[tuple[str, str]]:
     """No pool has more ranks than the runtime can start."""
     most = registry().runtime_capabilities(job.runtime).max_ranks
     for pool in job.pools.values():
         if most is not None and pool.world > most:
             ranks = "one rank" if most == 1 else f"at most {most} ranks"
             yield (
-                f"pools.{pool.name}: has {pool.world} devices, and runtime {job.runtime} runs "
+                f"pools.{pool.name}",
+                f"has {pool.world} devices, and runtime {job.runtime} runs "
                 f"models on {ranks}; set pools.{pool.name} = [{most}], or another runtime "
-                f"({_others(job.runtime)})"
+                f"({_others(job.runtime)})",
             )
 
 
@@ -144,7 +151,7 @@ def _others(runtime: str) -> str:
 
 
 @_reads("pools", "roles", "algorithm")
-def unused_pools(job: Job) -> Iterator[str]:
+def unused_pools(job: Job) -> Iterator[tuple[str, str]]:
     """Every pool has a role, or is the main one, where data and rewards live."""
     used: set[str | None] = set()
     for model in job.models.values():
@@ -153,13 +160,13 @@ def unused_pools(job: Job) -> Iterator[str]:
     for name in job.pools:
         if name not in used and name != job.main_pool:
             yield (
-                f"pools.{name}: no role uses it; remove it, or place a role in it with "
-                f"pool = {name!r}"
+                f"pools.{name}",
+                f"no role uses it; remove it, or place a role in it with pool = {name!r}",
             )
 
 
 @_reads("run")
-def able_devices(job: Job) -> Iterator[str]:
+def able_devices(job: Job) -> Iterator[tuple[str, str]]:
     """Training backends and rollout engines work on the run's device."""
     for role, model in job.models.items():
         spec = model.spec
@@ -175,8 +182,9 @@ def able_devices(job: Job) -> Iterator[str]:
             if job.device not in devices:
                 works = ", ".join(sorted(devices))
                 yield (
-                    f"{role}: {plugin} works on {works}, and run.device is {job.device}; choose "
-                    "another of them"
+                    role,
+                    f"{plugin} works on {works}, and run.device is {job.device}; choose "
+                    "another of them",
                 )
 
 
@@ -184,7 +192,7 @@ def able_devices(job: Job) -> Iterator[str]:
 
 
 @_reads("algorithm")
-def enough_rows(job: Job) -> Iterator[str]:
+def enough_rows(job: Job) -> Iterator[tuple[str, str]]:
     """A step, and an optimizer step of a trained role, has a sequence for every dp rank."""
     rows = job.algorithm.rows_per_step
     mini = job.algorithm.rows_per_update
@@ -193,20 +201,22 @@ def enough_rows(job: Job) -> Iterator[str]:
 
         if rows is not None and rows < dp:
             yield (
-                f"{name}.layout: dp is {dp}, and a step has {rows} "
+                f"{name}.layout",
+                f"dp is {dp}, and a step has {rows} "
                 f"sequence{'s' if rows > 1 else ''}, so that some ranks would have none; make the "
-                "step larger, or dp (the pool) smaller"
+                "step larger, or dp (the pool) smaller",
             )
         elif mini is not None and mini < dp and model.role.trained:
             yield (
-                f"algorithm.mini_batch_size: is {mini}, and {name} has dp {dp}, so that some ranks "
+                "algorithm.mini_batch_size",
+                f"is {mini}, and {name} has dp {dp}, so that some ranks "
                 f"would have no sequence in an optimizer step; set {dp} or more, or make dp (the "
-                "pool) smaller"
+                "pool) smaller",
             )
 
 
 @_reads("data", "sampling", "validation")
-def positions(job: Job) -> Iterator[str]:
+def positions(job: Job) -> Iterator[tuple[str, str]]:
     """The longest prompt and the longest response together fit the model's positions."""
     limits = {"data": job.data.max_prompt_tokens}
     if job.validation_data is not None:
@@ -220,20 +230,22 @@ def positions(job: Job) -> Iterator[str]:
         most = model.spec.model.max_positions
         if most is not None and model.spec.engine and prompt + response > most:
             yield (
-                f"{name}: prompts of up to {prompt} tokens ({where}.max_prompt_tokens) and "
+                name,
+                f"prompts of up to {prompt} tokens ({where}.max_prompt_tokens) and "
                 f"responses of up to {response} (sampling.max_tokens) exceed the model's {most} "
-                "positions (max_position_embeddings); make one of them smaller"
+                "positions (max_position_embeddings); make one of them smaller",
             )
 
 
 @_reads()
-def generation_layouts(job: Job) -> Iterator[str]:
+def generation_layouts(job: Job) -> Iterator[tuple[str, str]]:
     """A role that generates has no context parallelism."""
     for name, model in job.models.items():
         if model.spec.engine and model.layout.cp > 1:
             yield (
-                f"{name}.layout: a role that generates has the axes dp, tp and pp, got cp "
-                f"{model.layout.cp}; set it to 1"
+                f"{name}.layout",
+                f"a role that generates has the axes dp, tp and pp, got cp "
+                f"{model.layout.cp}; set it to 1",
             )
 
 
@@ -241,7 +253,7 @@ def generation_layouts(job: Job) -> Iterator[str]:
 
 
 @_reads("data")
-def data_source(job: Job) -> Iterator[str]:
+def data_source(job: Job) -> Iterator[tuple[str, str]]:
     """The sources of all data sets exist; one that several of them name is reported once."""
     sources = {"data": job.data.source}
     if job.validation_data is not None:
@@ -253,19 +265,19 @@ def data_source(job: Job) -> Iterator[str]:
             registry().get("data_source", source)
         except HybridFlowError as error:
             where = next(table for table, name in sources.items() if name == source)
-            yield f"{where}.source: {error}"
+            yield f"{where}.source", f"{error}"
 
 
 @_reads("data", "algorithm")
-def responses(job: Job) -> Iterator[str]:
+def responses(job: Job) -> Iterator[tuple[str, str]]:
     """The data sets have the columns that the algorithm reads."""
     algorithm = f"algorithm {job.algorithm_name!r}"
     sets = {"data": (job.data, job.algorithm.data_columns)}
     for name, columns in job.algorithm.data_sets.items():
         if name not in job.tables:
             yield (
-                f"{name}: {algorithm} needs this data set too, as it is set; give [{name}], "
-                "as [data]"
+                name,
+                f"{algorithm} needs this data set too, as it is set; give [{name}], as [data]",
             )
         else:
             sets[name] = (job.more_data[name], columns)
@@ -274,25 +286,27 @@ def responses(job: Job) -> Iterator[str]:
     for name, (data, columns) in sets.items():
         if "response_ids" in columns and data.response is None and data.messages is None:
             yield (
-                f"{name}.response: {algorithm} trains on responses; give their template, such as "
-                f"'{{answer}}', or {name}.messages"
+                f"{name}.response",
+                f"{algorithm} trains on responses; give their template, such as "
+                f"'{{answer}}', or {name}.messages",
             )
 
         if "unsafe" in columns and not data.unsafe:
             yield (
-                f"{name}.unsafe: {algorithm} must know which responses are unsafe; name the two "
-                "fields"
+                f"{name}.unsafe",
+                f"{algorithm} must know which responses are unsafe; name the two fields",
             )
 
         if "preferred" in columns and data.rejected is None:
             yield (
-                f"{name}.rejected: {algorithm} learns from pairs; give the template of the worse "
-                f"response beside that of the better one ({name}.response)"
+                f"{name}.rejected",
+                f"{algorithm} learns from pairs; give the template of the worse "
+                f"response beside that of the better one ({name}.response)",
             )
 
 
 @_reads("validation", "algorithm", "roles")
-def validation(job: Job) -> Iterator[str]:
+def validation(job: Job) -> Iterator[tuple[str, str]]:
     """Validation has what it needs: an actor and a reward to generate, else responses."""
     section = job.validation
     data = job.validation_data
@@ -302,51 +316,55 @@ def validation(job: Job) -> Iterator[str]:
     if section.generate:
         if "reward" not in job.scorers and "reward" not in job.models:
             yield (
-                "validation: needs a reward to score by; add [reward], or set validation.generate "
-                "= false"
+                "validation",
+                ("needs a reward to score by; add [reward], or set validation.generate = false"),
             )
 
         if "actor" not in job.models:
             yield (
-                f"validation: needs an actor to generate with, and algorithm "
-                f"{job.algorithm_name!r} has none; set validation.generate = false"
+                "validation",
+                f"needs an actor to generate with, and algorithm "
+                f"{job.algorithm_name!r} has none; set validation.generate = false",
             )
     elif data.response is None and data.messages is None:
         yield (
-            "validation: generate is false and there are no responses (data.response) for a loss; "
-            "give one of them"
+            "validation",
+            "generate is false and there are no responses (data.response) for a loss; "
+            "give one of them",
         )
 
     # Only generated responses have a score, and only `every` compares it before the end.
     if section.stop_at is not None and not (section.every and section.generate):
         yield (
-            "validation: stop_at is compared with the score of validations; set validation.every, "
-            "and leave generate true"
+            "validation",
+            "stop_at is compared with the score of validations; set validation.every, "
+            "and leave generate true",
         )
 
 
 @_reads("tokenizer", "roles", "algorithm")
-def tokenizer(job: Job) -> Iterator[str]:
+def tokenizer(job: Job) -> Iterator[tuple[str, str]]:
     """There is a tokenizer: from [tokenizer], or from a folder of the models."""
     settings = job.tokenizer
     if not settings.given and job.tokenizer_path is None and not job.follows:
         yield (
-            "tokenizer: the models have no folder to take one from; give tokenizer.path, "
-            "tokenizer.characters or tokenizer.train"
+            "tokenizer",
+            "the models have no folder to take one from; give tokenizer.path, "
+            "tokenizer.characters or tokenizer.train",
         )
 
     # What is given exists.
     if settings.path is not None and not Path(settings.path).is_dir():
-        yield f"tokenizer.path: there is no folder {settings.path!r}"
+        yield "tokenizer.path", f"there is no folder {settings.path!r}"
     try:
         if settings.name is not None:
             registry().get("tokenizer", settings.name)
     except HybridFlowError as error:
-        yield f"tokenizer.name: {error}"
+        yield "tokenizer.name", f"{error}"
 
 
 @_reads("sampling")
-def sampled_tokens(job: Job) -> Iterator[str]:
+def sampled_tokens(job: Job) -> Iterator[tuple[str, str]]:
     """The token ids in [sampling] are ids of the models that generate."""
     ids = {
         "stop_tokens": job.sampling.stop_token_ids,
@@ -360,6 +378,6 @@ def sampled_tokens(job: Job) -> Iterator[str]:
             wrong = [token for token in tokens if not 0 <= token < size]
             if model.spec.engine and wrong:
                 yield (
-                    f"sampling.{key}: {wrong} are no ids of {name}'s model, which has 0 to "
-                    f"{size - 1}; remove them"
+                    f"sampling.{key}",
+                    f"{wrong} are no ids of {name}'s model, which has 0 to {size - 1}; remove them",
                 )

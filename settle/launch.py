@@ -35,7 +35,6 @@ from hybridflow.settle.models import with_exports
 from hybridflow.settle.placement import resolve_placed
 from hybridflow.settle.predictions import predicted
 from hybridflow.settle.remarks import remarks
-from hybridflow.settle.schema import SHORTHAND
 
 
 def load_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> list[Job]:
@@ -44,9 +43,9 @@ def load_config(config: str | Path | Mapping[str, Any], overrides: Sequence[str]
     `config` may be the file's tables as well; their run is called "run" unless run.name is given.
     Raises ConfigError with all problems.
     """
-    tables, provenance = read_config(config, overrides, SHORTHAND)
+    tables, provenance = read_config(config, overrides)
     name = "run" if isinstance(config, Mapping) else Path(config).stem
-    return resolve_placed(tables, name, SHORTHAND, provenance)
+    return resolve_placed(tables, name, provenance)
 
 
 def run(

@@ -11,49 +11,59 @@ from hybridflow.core.errors import ModelError
 from hybridflow.core.job.job import Job
 from hybridflow.core.values.files import DONE, EXPORT, MARK
 from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.settle.config.structure import Invalid, Problem
 
 
 def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = True) -> ModelSpec:
+    """Return `read_model`. Raises ModelError with what is missing."""
+    try:
+        return read_model(config, kind, role, weights)
+    except Invalid as error:
+        raise ModelError("; ".join(map(str, error.inside(f"{role}.model")))) from error
+
+
+def read_model(config: ModelConfig, kind: str, role: str, weights: bool = True) -> ModelSpec:
     """Read a model folder's config.json, or take the config that is given inline.
 
-    Without `weights` the folder needs a config.json, but no weights. Raises ModelError with what
-    is missing.
+    Without `weights` the folder needs a config.json, but no weights. Raises Invalid with what is
+    missing, by key of the table `model`.
     """
     if (config.path is None) == (config.config is None):
-        raise ModelError(
-            f"{role}.model needs exactly one of `path` (a Hugging Face folder) and `config` "
-            f"(random weights); got {'both' if config.path else 'neither'}"
+        raise _invalid(
+            "",
+            "needs exactly one of `path` (a Hugging Face folder) and `config` (random weights); "
+            f"got {'both' if config.path else 'neither'}",
         )
 
     # Given inline: the architecture alone, with random weights.
     if config.config is not None:
         if "model_type" not in config.config:
-            raise ModelError(
-                f"{role}.model.config needs model_type, the name of the architecture as in a "
-                "config.json"
-            )
+            text = "needs model_type, the name of the architecture as in a config.json"
+            raise _invalid("config", text)
         return ModelSpec(dict(config.config), None, config.init_seed, kind)
 
     # A folder.
     folder = Path(model_path(config.path or "", role))
     if not folder.is_dir():
-        raise ModelError(f"{role}.model.path: there is no folder {str(folder)!r}")
+        raise _invalid("path", f"there is no folder {str(folder)!r}")
     if weights and _is_run(folder):
-        raise ModelError(f"{role}.model.path: {_no_export(folder)}")
+        raise _invalid("path", _no_export(folder))
     if not (folder / "config.json").is_file():
         names = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-        raise ModelError(f"{role}.model.path: {str(folder)!r} has no config.json (it has {names})")
+        raise _invalid("path", f"{str(folder)!r} has no config.json (it has {names})")
     if weights and not any(folder.glob("*.safetensors")):
-        raise ModelError(f"{role}.model.path: {str(folder)!r} has no *.safetensors weights")
+        raise _invalid("path", f"{str(folder)!r} has no *.safetensors weights")
 
     # The config is kept as it is: backends and engines read what they know of it.
     try:
         fields = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
-        raise ModelError(
-            f"{role}.model.path: {folder / 'config.json'} is not JSON: {error}"
-        ) from error
+        raise _invalid("path", f"{folder / 'config.json'} is not JSON: {error}") from error
     return ModelSpec(fields, str(folder), config.init_seed, kind)
+
+
+def _invalid(key: str, text: str) -> Invalid:
+    return Invalid([Problem(key, text)])
 
 
 def model_path(path: str, role: str) -> str:

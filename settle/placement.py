@@ -24,7 +24,6 @@ PLACED = "placement"
 def resolve_placed(
     tables: dict[str, Any],
     name: str,
-    shorthand: frozenset[str],
     provenance: Provenance | None = None,
 ) -> list[Job]:
     """Resolve a configuration into jobs, and place those that say placement = "auto".
@@ -33,7 +32,7 @@ def resolve_placed(
     For a job that names its cluster and does not fit on it these are the phase, the numbers, and
     the nearest placement that fits.
     """
-    every, auto = without_places(tables, shorthand)
+    every, auto = without_places(tables)
     shadowed = shadowed_overrides(tables, provenance) if provenance is not None else []
 
     # What the planner chose is recorded, so that `hybridflow show` can say so.
@@ -46,9 +45,7 @@ def resolve_placed(
 
     # With placed stages, each stage has tables of its own: the common ones may differ by now.
     unplaced = whole(every) if auto else tables
-    jobs = resolve_jobs(
-        unplaced, name, shorthand, problems=shadowed, unplaced=auto, place=place_and_record
-    )
+    jobs = resolve_jobs(unplaced, name, problems=shadowed, unplaced=auto, place=place_and_record)
 
     # A planner's own placement fits; one by hand is checked against its cluster.
     problems: dict[str, None] = {}
@@ -61,14 +58,14 @@ def resolve_placed(
 
 
 def without_places(
-    tables: Mapping[str, Any], shorthand: frozenset[str]
+    tables: Mapping[str, Any],
 ) -> tuple[dict[str | None, dict[str, Any]], list[str | None]]:
     """Drop the pools and sizes of the stages that say placement = "auto".
 
     Returns (the tables of every stage, the names of those stages).
     """
     # Copies, since forgetting works in place and the caller keeps its tables.
-    stages = stage_tables(tables, shorthand)
+    stages = stage_tables(tables)
     every = {stage: deepcopy(dict(own)) for stage, own in stages.items()}
     auto = [stage for stage, own in every.items() if says_auto(own)]
     for stage in auto:

@@ -5,8 +5,7 @@ Problems are collected rather than raised, so that a user sees all of them at on
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ from hybridflow.core.job.sections import RoleSection, RunSection
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
 from hybridflow.settle.config.load import merge
-from hybridflow.settle.config.structure import structure
+from hybridflow.settle.config.structure import Problem, structure
 from hybridflow.settle.schema import SECTIONS, USUAL_ROLES
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ class Choice:
 class Reader:
     """The tables of one run stage, with what is wrong with them.
 
-    `problems` are sentences that begin with a dotted key; `failed` are the sections that have one.
+    `problems` are those of all sections; `failed` are the sections that have one.
     With `elsewhere` the job will run on another machine: a plugin may lack its requirements here,
     and its own checks are then left out. With `unplaced` the layouts are still to be found, and
     backends do not check those in the tables.
@@ -54,16 +53,20 @@ class Reader:
         self.tables = dict(tables)
         self.elsewhere = elsewhere
         self.unplaced = unplaced
-        self.problems: list[str] = []
+        self.problems: list[Problem] = []
         self.failed: set[str] = set()
 
         # Sections are tables. What is not is taken out, so that later readers need no check.
         for name in SECTIONS:
             if name in self.tables and not isinstance(self.tables[name], Mapping):
                 value = self.tables.pop(name)
-                self.fail(name, f"{name}: expected a table, got {value!r}; write [{name}]")
+                self.fail(name, Problem(name, f"expected a table, got {value!r}; write [{name}]"))
 
-    def fail(self, section: str, *problems: str) -> None:
+    def note(self, key: str, *texts: str) -> None:
+        """Note problems of the value at a dotted key; "" for texts that name it themselves."""
+        self.problems += [Problem(key, text) for text in texts]
+
+    def fail(self, section: str, *problems: Problem) -> None:
         """Note problems of a section. Checks that read this section are then left out."""
         self.failed.add(section)
         self.problems += problems
@@ -73,9 +76,9 @@ class Reader:
 
         Defaults stand in for what has problems, so that the other keys are still checked.
         """
-        instance, problems = salvage(self.tables.get(name, {}), cls, name)
+        instance, problems = salvage(self.tables.get(name, {}), cls)
         if problems:
-            self.fail(name, *problems)
+            self.fail(name, *(problem.inside(name) for problem in problems))
         return cls() if instance is None else instance
 
     @cached_property
@@ -107,12 +110,12 @@ class Reader:
         try:
             name = table["name"] if "name" in table else registry().default(kind, self.device)
         except PluginError as error:
-            self.problems.append(f"{path}: {error}")
+            self.note(path, str(error))
             return None
         if not isinstance(name, str):
             names = ", ".join(registry().names(kind))
             got = "" if name is None else f", got {name!r}"
-            self.problems.append(f"{path}.name: give the name of a {kind} plugin ({names}){got}")
+            self.note(f"{path}.name", f"give the name of a {kind} plugin ({names}){got}")
             return None
 
         # Load the plugin for the class of its settings.
@@ -126,24 +129,25 @@ class Reader:
             plugin = registry().get(kind, name) if installed else None
             config_class = registry().config_class(kind, name)
         except HybridFlowError as error:
-            self.problems.append(f"{path}: {error}")
+            self.note(path, str(error))
             return None
 
         # The settings
         if config_class is None:
-            self.problems += [
-                f"{path}.{key}: unknown key; {kind} {name!r} has no settings" for key in settings
-            ]
+            for key in settings:
+                self.note(f"{path}.{key}", f"unknown key; {kind} {name!r} has no settings")
             return Choice(name, plugin, None, not settings)
         if hf_config is not None:
             settings = {**device_defaults(config_class, self.device, hf_config), **settings}
-        config, problems = salvage(settings, config_class, path)
-        problems = [_with_scope(problem, kind, path) for problem in problems]
+        config, problems = salvage(settings, config_class)
+        because = ""
         if "name" not in table and name != registry().default(kind):
             usual = registry().default(kind)
             because = f"; {name} is the default on {self.device}: for another set {path}.name"
-            problems = [f'{problem}{because}, as in "{usual}"' for problem in problems]
-        self.problems += problems
+            because += f', as in "{usual}"'
+        for problem in problems:
+            text = f"{_with_scope(problem, kind, path)}{because}"
+            self.problems.append(Problem(problem.key, text).inside(path))
         return None if config is None else Choice(name, plugin, config, not problems)
 
     def algorithm(self) -> tuple[str, Algorithm | None]:
@@ -158,7 +162,7 @@ class Reader:
         if table is None:
             if "algorithm" not in self.failed:
                 names = ", ".join(registry().names("algorithm"))
-                self.fail("algorithm", f"algorithm: which one? There are {names}")
+                self.fail("algorithm", Problem("algorithm", f"which one? There are {names}"))
             return "", None
 
         choice = self.plugin("algorithm", table, "algorithm")
@@ -167,11 +171,11 @@ class Reader:
         if choice is None:
             return str(table.get("name", "")), None
         if not (isinstance(choice.found, type) and issubclass(choice.found, Algorithm)):
-            self.fail(
-                "algorithm",
-                f"algorithm: {choice.name!r} is {choice.found!r}; it must be a class derived from "
-                "hybridflow.core.contracts.algorithm.Algorithm",
+            text = (
+                f"{choice.name!r} is {choice.found!r}; it must be a class derived from "
+                "hybridflow.core.contracts.algorithm.Algorithm"
             )
+            self.fail("algorithm", Problem("algorithm", text))
             return choice.name, None
 
         # Where defaults stand in for bad settings, their contradictions would only confuse.
@@ -183,7 +187,7 @@ class Reader:
             algorithm = None
             problems = sentences(error)
 
-        self.problems += [f"algorithm: {problem}" for problem in problems]
+        self.note("algorithm", *problems)
         if algorithm is None:
             self.failed.add("algorithm")
         return choice.name, algorithm
@@ -202,12 +206,10 @@ class Reader:
             if is_list and all(type(count) is int and count > 0 for count in devices):
                 pools[name] = ResourcePool(name, tuple(devices))
             else:
-                self.fail(
-                    "pools",
-                    f"pools.{name}: expected devices per node, for example [8, 8], got {value!r}",
-                )
+                text = f"expected devices per node, for example [8, 8], got {value!r}"
+                self.fail("pools", Problem(f"pools.{name}", text))
         if not table:
-            self.fail("pools", "pools: there is none; give one, for example main = [1]")
+            self.fail("pools", Problem("pools", "there is none; give one, for example main = [1]"))
         return pools
 
     def unknown_tables(self, roles: set[str], all_known: bool) -> None:
@@ -227,9 +229,8 @@ class Reader:
                 hint = f"; did you mean `run.{key}`?"
             if hint or all_known:
                 names = ", ".join(sorted(roles)) or "none"
-                self.problems.append(
-                    f"{key}: unknown key{hint} (sections: {', '.join(SECTIONS)}; roles: {names})"
-                )
+                sections = ", ".join(SECTIONS)
+                self.note(key, f"unknown key{hint} (sections: {sections}; roles: {names})")
 
     def unused_roles(self, roles: set[str]) -> list[str]:
         """List the tables of usual roles that are not among `roles`, the algorithm's own.
@@ -243,7 +244,7 @@ class Reader:
                 structure(table, RoleSection, name, self.problems)
             # A string is a reward's function.
             elif not isinstance(table, str):
-                self.problems.append(f"{name}: expected a table, got {table!r}; write [{name}]")
+                self.note(name, f"expected a table, got {table!r}; write [{name}]")
         return unused
 
 
@@ -263,30 +264,26 @@ def sentences(error: Exception) -> list[str]:
     return error.problems if isinstance(error, ConfigError) else [str(error)]
 
 
-def salvage(table: Mapping[str, Any], cls: type[T], path: str) -> tuple[T | None, list[str]]:
+def salvage(table: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
     """Make an instance of `cls` from a table that may have problems: (instance, problems).
 
     Defaults stand in for the keys with problems. The instance is None where a key without a
-    default, or the class as a whole, has one.
+    default, or the class as a whole, has one. The problems' keys count from the table.
     """
-    problems: list[str] = []
-    instance = structure(table, cls, path, problems)
+    problems: list[Problem] = []
+    instance = structure(table, cls, problems=problems)
     if instance is not None:
         return instance, []
 
     # Once more without the bad keys; the problems of this second attempt are known already.
-    bad = keys_of(problems, path)
+    bad = first_keys(problems)
     rest = {key: value for key, value in table.items() if key not in bad}
-    return structure(rest, cls, path, []), problems
+    return structure(rest, cls, problems=[]), problems
 
 
-def keys_of(problems: Iterable[str], path: str) -> set[str]:
-    """Return the keys of the table at `path` that problems are about.
-
-    That of "path.b.c: unknown key" is `b`.
-    """
-    tails = [problem.removeprefix(f"{path}.") for problem in problems]
-    return {re.split(r"[.:]", tail, maxsplit=1)[0] for tail in tails}
+def first_keys(problems: list[Problem]) -> set[str]:
+    """Return the keys of a table that its problems are about: of the key "b.c" it is `b`."""
+    return {problem.key.partition(".")[0] for problem in problems}
 
 
 def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,9 +303,9 @@ def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
     return merge(rest, own) if isinstance(own, Mapping) else rest
 
 
-def _with_scope(problem: str, kind: str, path: str) -> str:
+def _with_scope(problem: Problem, kind: str, path: str) -> str:
     """Add to an unknown key without a similar one that it may be meant for another plugin."""
-    unknown = re.match(rf"{re.escape(path)}\.[^.:]+: unknown key \(", problem)
+    unknown = "." not in problem.key and problem.text.startswith("unknown key (")
     if unknown and len(registry().names(kind)) > 1:
-        return f"{problem}; what is meant for another {kind} alone goes into [{path}.NAME]"
-    return problem
+        return f"{problem.text}; what is meant for another {kind} alone goes into [{path}.NAME]"
+    return problem.text

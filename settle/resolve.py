@@ -46,9 +46,9 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import environment_class
 from hybridflow.settle.checks import cross_checks
 from hybridflow.settle.config.load import merge
-from hybridflow.settle.config.structure import structure
+from hybridflow.settle.config.structure import Problem, structure
 from hybridflow.settle.places import replace_places
-from hybridflow.settle.reader import Choice, Reader, salvage, sentences
+from hybridflow.settle.reader import Choice, Reader, first_keys, salvage, sentences
 from hybridflow.settle.roles import RoleResolver
 from hybridflow.settle.schema import SamplingSection
 from hybridflow.settle.stages import stage_tables, tokenizer_folder
@@ -61,7 +61,6 @@ core/contracts/planner.py)."""
 def resolve_jobs(
     tables: dict[str, Any],
     name: str,
-    shorthand: frozenset[str],
     problems: Sequence[str] = (),
     elsewhere: bool = False,
     unplaced: Container[str | None] = (),
@@ -76,10 +75,9 @@ def resolve_jobs(
     Raises ConfigError with the problems of all stages.
     """
     # Algorithms come first: their roles say which tables there are.
-    problems = list(problems)
     readers = {
         stage: Reader(own, elsewhere, stage in unplaced)
-        for stage, own in stage_tables(tables, shorthand).items()
+        for stage, own in stage_tables(tables).items()
     }
     chosen = {stage: reader.algorithm() for stage, reader in readers.items()}
 
@@ -91,6 +89,7 @@ def resolve_jobs(
         roles.update(algorithm.data_sets)
 
     jobs: dict[str, Job | None] = {}
+    found: dict[str | None, list[Problem]] = {}
     for stage, reader in readers.items():
         reader.unknown_tables(roles, all_known=len(algorithms) == len(chosen))
         job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
@@ -101,13 +100,12 @@ def resolve_jobs(
             if not reader.problems:
                 job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
 
-        prefix = f"stage {stage}: " if stage else ""
-        problems += [prefix + problem for problem in dict.fromkeys(reader.problems)]
+        found[stage] = reader.problems
         jobs[stage or name] = None if reader.problems else job
 
     # All stages are read before anything is reported, so that one run shows every problem.
-    if problems:
-        raise ConfigError(_common(problems, [f"stage {stage}: " for stage in readers if stage]))
+    if sentences := [*problems, *_told(found)]:
+        raise ConfigError(sentences)
     return [job for job in jobs.values() if job is not None]
 
 
@@ -119,7 +117,7 @@ def _placed(reader: Reader, job: Job, place: Place) -> Reader:
     try:
         settings = place(job)
     except HybridFlowError as error:
-        reader.problems += [f"placement: {reason}" for reason in sentences(error)]
+        reader.note("placement", *sentences(error))
         return reader
 
     tables = deepcopy(reader.tables)
@@ -127,21 +125,21 @@ def _placed(reader: Reader, job: Job, place: Place) -> Reader:
     return Reader(tables, reader.elsewhere)
 
 
-def _common(problems: list[str], prefixes: list[str]) -> list[str]:
-    """Report a problem that all of several stages have once, and without a stage.
+def _told(found: Mapping[str | None, list[Problem]]) -> list[str]:
+    """Return the problems of all stages as sentences, each once.
 
-    Such a problem lies in the tables that the stages share. `prefixes` name the stages.
+    A problem that every one of several stages has lies in the tables that they share: its sentence
+    names no stage.
     """
-    if len(prefixes) < 2:
-        return problems
-    # A dict as an ordered set of problems.
-    sentences: dict[str, None] = {}
-    for problem in problems:
-        prefix = next((p for p in prefixes if problem.startswith(p)), "")
-        bare = problem.removeprefix(prefix)
-        shared = all(p + bare in problems for p in prefixes)
-        sentences[bare if shared else problem] = None
-    return list(sentences)
+    every = [set(problems) for problems in found.values()]
+    shared = set.intersection(*every) if len(every) > 1 else set()
+    # A dict as an ordered set.
+    told: dict[str, None] = {}
+    for stage, problems in found.items():
+        for problem in problems:
+            prefix = f"stage {stage}: " if stage and problem not in shared else ""
+            told[f"{prefix}{problem}"] = None
+    return list(told)
 
 
 def resolve_job(
@@ -243,7 +241,7 @@ def _check_texts(reader: Reader, configs: Mapping[str, Any]) -> None:
             continue
         own = config.problems() if isinstance(config, TokenizerConfig) else data_problems(config)
         if own:
-            reader.fail(section, *own)
+            reader.fail(section, *(Problem("", text) for text in own))
 
 
 def _roles(reader: Reader, algorithm: Algorithm | None, validates: bool) -> list[Role]:
@@ -279,12 +277,12 @@ def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
 
         if not isinstance(table.get("name"), str):
             names = ", ".join(registry().names("tracker"))
-            reader.fail("run", f"{path}: give the name of a tracker ({names})")
+            reader.fail("run", Problem(path, f"give the name of a tracker ({names})"))
             continue
         try:
             missing = registry().descriptor("tracker", table["name"]).missing()
         except HybridFlowError as error:
-            reader.fail("run", f"{path}: {error}")
+            reader.fail("run", Problem(path, str(error)))
             continue
 
         # Settings of a tracker that is not installed cannot be checked.
@@ -299,15 +297,15 @@ def _environment(reader: Reader) -> EnvironmentSection | None:
     """Read [environment], and check that its class takes the options; None without the table."""
     if "environment" not in reader.tables:
         return None
-    section, problems = salvage(reader.tables["environment"], EnvironmentSection, "environment")
+    section, problems = salvage(reader.tables["environment"], EnvironmentSection)
 
     if section is not None and not problems:
         try:
             environment_class(section.name, section.options)
         except HybridFlowError as error:
-            problems = [f"environment: {problem}" for problem in sentences(error)]
+            problems = [Problem("", text) for text in sentences(error)]
     if problems:
-        reader.fail("environment", *problems)
+        reader.fail("environment", *(problem.inside("environment") for problem in problems))
     return section
 
 
@@ -317,14 +315,13 @@ def _validation(reader: Reader, seed: int) -> tuple[ValidationSection | None, Da
         return None, None
     section = reader.section("validation", ValidationSection)
     table = merge(reader.tables.get("data", {}), section.data) | {"shuffle": False}
-    problems: list[str] = []
-    data = structure(table, DataConfig, "validation.data", problems)
+    problems: list[Problem] = []
+    data = structure(table, DataConfig, problems=problems)
 
     # What comes from [data] is reported there; here only what [validation.data] says itself.
     for problem in problems:
-        key = problem.removeprefix("validation.data.").partition(":")[0]
-        if key.split(".")[0] in section.data:
-            reader.problems.append(problem)
+        if first_keys([problem]) <= section.data.keys():
+            reader.problems.append(problem.inside("validation.data"))
     if data is None:
         reader.failed.add("validation")
         return section, None

@@ -14,7 +14,7 @@ Rewards                                                                    Place
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -23,7 +23,7 @@ from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
 from hybridflow.core.job.sections import (
     LayoutSection,
@@ -38,8 +38,9 @@ from hybridflow.core.plugins.resolve import reward_from
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout, generation_layout
 from hybridflow.settle.config.load import merge
-from hybridflow.settle.models import resolve_model
-from hybridflow.settle.reader import Choice, Reader, keys_of, salvage, sentences
+from hybridflow.settle.config.structure import Invalid, Problem
+from hybridflow.settle.models import read_model
+from hybridflow.settle.reader import Choice, Reader, first_keys, salvage, sentences
 from hybridflow.settle.schema import SamplingSection
 from hybridflow.settle.stages import STAGE
 
@@ -145,15 +146,15 @@ class RoleResolver:
         before = len(reader.problems)
         own = reader.tables.get(role.name, {})
         if not isinstance(own, Mapping):
-            text = f"{role.name}: expected a table, got {own!r}; write [{role.name}]"
-            reader.fail("roles", text)
+            text = f"expected a table, got {own!r}; write [{role.name}]"
+            reader.fail("roles", Problem(role.name, text))
             return
 
         # Defaults stand in for bad keys, so that the others are still checked.
-        section, problems = salvage(role_table(reader.tables, role), RoleSection, role.name)
+        section, problems = salvage(role_table(reader.tables, role), RoleSection)
         section = section or RoleSection()
-        bad = keys_of(problems, role.name)
-        reader.problems += problems
+        bad = first_keys(problems)
+        self._note(role, problems)
 
         # A reward is a model or functions; the keys of one contradict the other.
         resolved: PlacedModel | Rewards | None = None
@@ -182,10 +183,15 @@ class RoleResolver:
         problems = self.reader.problems
         own_problems = []
         for problem in problems[before:]:
-            key = problem.partition(":")[0].partition(" ")[0].removeprefix(f"{name}.")
-            if "actor" + problem.removeprefix(name) not in problems[:before] or _given(own, key):
+            same = Problem("actor" + problem.key.removeprefix(name), problem.text)
+            key = problem.key.removeprefix(f"{name}.")
+            if same not in problems[:before] or _given(own, key):
                 own_problems.append(problem)
         problems[before:] = own_problems
+
+    def _note(self, role: Role, problems: Iterable[Problem]) -> None:
+        """Note problems whose keys count from the role's table."""
+        self.reader.problems += [problem.inside(role.name) for problem in problems]
 
     def _contradictions(self, role: Role, own: Mapping[str, Any]) -> bool:
         """Note the keys of a model's table that belong to reward functions, and whether any do."""
@@ -197,16 +203,15 @@ class RoleResolver:
             )
         else:
             why = f"is for rewards, and {role.name} is a {role.kind} model; remove it"
-        self.reader.problems += [f"{role.name}.{key}: {why}" for key in keys]
+        self._note(role, [Problem(key, why) for key in keys])
         return bool(keys)
 
     # --- rewards ---
 
     def _reward(self, role: Role, own: Mapping[str, Any], section: RoleSection) -> Rewards | None:
         """Resolve a role that scores by functions; each is loaded once, to check its options."""
-        problems = self._reward_problems(role, own, section)
-        if problems:
-            self.reader.problems += problems
+        if contradictions := self._reward_problems(role, own, section):
+            self._note(role, contradictions)
             return None
 
         # A single function is a sum of one part.
@@ -222,52 +227,49 @@ class RoleResolver:
             parts = (part,)
 
         # Made once and thrown away: a wrong option is found before anything starts.
+        problems: list[str] = []
         for part in parts:
             try:
                 reward_from(part.function, part.options)
             except (HybridFlowError, ValueError) as error:
                 problems += sentences(error)
-        self.reader.problems += [f"{role.name}: {problem}" for problem in problems]
+        self.reader.note(role.name, *problems)
         return None if problems else Rewards(role, parts, section)
 
     def _reward_problems(
         self, role: Role, own: Mapping[str, Any], section: RoleSection
-    ) -> list[str]:
+    ) -> list[Problem]:
         """List what contradicts itself in the table of a role that scores by functions."""
         # One way to give the functions, and only one
         name = role.name
         problems = []
         if section.function is None and not section.parts:
             plugins = ", ".join(registry().names("reward"))
-            problems.append(
-                f"{name}: give one of `function` (a plugin: {plugins}; or "
+            text = (
+                f"give one of `function` (a plugin: {plugins}; or "
                 '"package.module:function"), `parts` (several), or `model`'
             )
+            problems.append(Problem("", text))
         if section.function is not None and section.parts:
-            problems.append(f"{name}.parts: contradicts {name}.function; keep one of them")
+            problems.append(Problem("parts", f"contradicts {name}.function; keep one of them"))
 
         # Settings of one function, beside several
         for key in ("options", "on_failure", "per_token"):
             if section.parts and key in own:
-                problems.append(
-                    f"{name}.{key}: belongs to one function; with parts each has its own"
-                )
+                text = "belongs to one function; with parts each has its own"
+                problems.append(Problem(key, text))
 
         # Names of parts name columns.
         labels = [part.name for part in section.parts]
         for twice in sorted({label for label in labels if labels.count(label) > 1}):
-            problems.append(
-                f"{name}.parts: two parts are called {twice!r}, and each has a column of its name; "
-                "rename one"
-            )
+            text = f"two parts are called {twice!r}, and each has a column of its name; rename one"
+            problems.append(Problem("parts", text))
 
         # Settings of models
         for key in MODEL_KEYS:
             if key in own:
-                problems.append(
-                    f"{name}.{key}: is for models, and {name} is a function (it runs where the "
-                    "data is); remove it"
-                )
+                text = f"is for models, and {name} is a function (it runs where the data is)"
+                problems.append(Problem(key, f"{text}; remove it"))
         return problems
 
     # --- models ---
@@ -285,7 +287,7 @@ class RoleResolver:
         # Each part by itself. A pool that [pools] has, but not here, is reported there.
         pool = self.pools.get(section.pool)
         if pool is None and section.pool not in reader.tables.get("pools", {}):
-            reader.problems.append(f"{role.name}.pool: {self._no_pool(section.pool)}")
+            reader.note(f"{role.name}.pool", self._no_pool(section.pool))
         spec = None if "model" in bad else self._spec(section.model, kind, role.name)
         fields = spec.hf_config if spec is not None else None
         layout = backend = engine = None
@@ -314,17 +316,14 @@ class RoleResolver:
         if engine is not None:
             problems += _heads_problems(spec, "generation.tp", section.generation.tp)
             settings = engine_settings(engine.config)
-            problems += [f"rollout.{problem}" for problem in settings.problems()]
+            problems += [Problem("", f"rollout.{text}") for text in settings.problems()]
             generation = self._generation(
                 section, engine.name, settings.own_process, layout, problems
             )
             sync = self._sync(role.name, section.sync, apart, problems)
         optimizer = self._optimizer(section.optimizer, problems) if role.trained else None
 
-        # Some problems begin with a key of the role's table, others are about the whole role.
-        for problem in problems:
-            in_table = problem.startswith(("layout.", "generation", "sync.", "optimizer:"))
-            reader.problems.append(f"{role.name}{'.' if in_table else ': '}{problem}")
+        self._note(role, problems)
         if problems or (engine is not None and sync is None):
             return None
 
@@ -356,22 +355,25 @@ class RoleResolver:
             return choice
         return attrs.evolve(choice, config=choice.config.up_to(self.tokens))
 
-    def _optimizer(self, given: OptimizerConfig, problems: list[str]) -> OptimizerConfig | None:
+    def _optimizer(self, given: OptimizerConfig, problems: list[Problem]) -> OptimizerConfig | None:
         """Return the optimizer, whose schedule ends with the run unless it says when it does."""
         try:
             return given.over(self.updates)
         except ValueError as error:
-            problems.append(f"optimizer: {error}")
+            problems.append(Problem("optimizer", str(error)))
             return None
 
-    def _backend_problems(self, backend: Choice, layout: ParallelLayout, kind: str) -> list[str]:
+    def _backend_problems(
+        self, backend: Choice, layout: ParallelLayout, kind: str
+    ) -> list[Problem]:
         """Ask the backend's class what it cannot do; [] where it is not installed or not placed."""
         if backend.found is None or self.reader.unplaced:
             return []
         try:
-            return backend.found.problems(backend.config, layout, kind)
+            texts = backend.found.problems(backend.config, layout, kind)
         except (HybridFlowError, ValueError) as error:
-            return [str(error)]
+            texts = [str(error)]
+        return [Problem("", text) for text in texts]
 
     def _no_pool(self, name: str) -> str:
         """Write the sentence that no pool has this name."""
@@ -379,7 +381,7 @@ class RoleResolver:
         return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {pools})"
 
     def _sync(
-        self, role: str, section: SyncConfig, apart: str | None, problems: list[str]
+        self, role: str, section: SyncConfig, apart: str | None, problems: list[Problem]
     ) -> SyncSpec | None:
         """Choose the transport of the weights.
 
@@ -391,7 +393,7 @@ class RoleResolver:
         name = section.transport.get("name", AUTO)
         if name == AUTO:
             problems += [
-                f"sync.transport.{key}: belongs to a transport; give its name too"
+                Problem(f"sync.transport.{key}", "belongs to a transport; give its name too")
                 for key in section.transport
                 if key != "name"
             ]
@@ -402,10 +404,11 @@ class RoleResolver:
         if choice is None or not choice.good:
             return None
         if apart is not None and not choice.found.crosses_pools:
-            problems.append(
-                f"sync.transport: {name} moves weights inside one pool, and generation.pool is "
-                f"{apart!r}; leave it out, or name another (auto takes what works)"
+            text = (
+                f"{name} moves weights inside one pool, and generation.pool is {apart!r}; leave it "
+                "out, or name another (auto takes what works)"
             )
+            problems.append(Problem("sync.transport", text))
         return attrs.evolve(spec, transport=choice.name, transport_config=choice.config)
 
     def _generation(
@@ -414,7 +417,7 @@ class RoleResolver:
         engine: str,
         apart: bool,
         layout: ParallelLayout,
-        problems: list[str],
+        problems: list[Problem],
     ) -> GenerationLayout | None:
         """Lay out the engine's replicas over the role's ranks, or over the pool of the engines.
 
@@ -425,7 +428,7 @@ class RoleResolver:
         grouping = section.grouping
         pool = self.pools.get(section.pool or role.pool)
         if pool is None:
-            problems.append(f"generation.pool: {self._no_pool(str(section.pool))}")
+            problems.append(Problem("generation.pool", self._no_pool(str(section.pool))))
             return None
 
         # Ranks of another pool hold no training shards that could stay where they are.
@@ -438,44 +441,43 @@ class RoleResolver:
 
         # An engine that gives no view of its weights has nothing to compare.
         if role.sync.verify and not can.views:
-            problems.append(
-                f"sync.verify: the engine {engine} gives no view of its weights to compare; "
-                "leave it out"
-            )
+            text = f"the engine {engine} gives no view of its weights to compare; leave it out"
+            problems.append(Problem("sync.verify", text))
         axes = (("tp", section.tp, can.tp), ("pp", section.pp, can.pp))
         for axis, size, able in axes:
+            key = f"generation.{axis}"
             if size > 1 and apart and can.process != "own":
-                problems.append(
-                    f"generation.{axis}: is {size}, and the engine {engine} in a process of its "
-                    "own runs on one rank; leave out rollout.own_process"
+                text = (
+                    f"is {size}, and the engine {engine} in a process of its own runs on one rank; "
+                    "leave out rollout.own_process"
                 )
+                problems.append(Problem(key, text))
             elif size > 1 and not able:
-                problems.append(
-                    f"generation.{axis}: is {size}, and the engine {engine} runs on one rank; "
-                    "set it to 1"
-                )
+                text = f"is {size}, and the engine {engine} runs on one rank; set it to 1"
+                problems.append(Problem(key, text))
 
         try:
             return generation_layout(
                 layout, section.pp, section.tp, grouping, pool.devices_per_node[0]
             )
         except ValueError as error:
-            problems.append(f"generation: {error}; choose a tp and pp that divide them")
+            text = f"{error}; choose a tp and pp that divide them"
+            problems.append(Problem("generation", text))
             return None
 
-    def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[str]:
+    def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[Problem]:
         """List what in the model's config contradicts the layout, or is missing for training."""
         problems = []
         if not isinstance(spec.hf_config.get("vocab_size"), int):
-            problems.append("the model's config needs vocab_size, the number of its embeddings")
+            text = "the model's config needs vocab_size, the number of its embeddings"
+            problems.append(Problem("", text))
         problems += _heads_problems(spec, "layout.tp", layout.tp)
 
         # Every pipeline stage has a layer at least.
         layers = spec.hf_config.get("num_hidden_layers")
         if isinstance(layers, int) and layers < layout.pp:
-            problems.append(
-                f"layout.pp: is {layout.pp}, and the model has {layers} layers; make it smaller"
-            )
+            text = f"is {layout.pp}, and the model has {layers} layers; make it smaller"
+            problems.append(Problem("layout.pp", text))
         return problems
 
     def _spec(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
@@ -483,26 +485,24 @@ class RoleResolver:
         try:
             if config.path is not None and config.path.startswith(STAGE) and config.config is None:
                 return self._from_stage(config, kind, role)
-            return resolve_model(config, kind, role, weights=not self.reader.elsewhere)
-        except HybridFlowError as error:
-            self.reader.problems += sentences(error)
+            return read_model(config, kind, role, weights=not self.reader.elsewhere)
+        except Invalid as error:
+            self.reader.problems += error.inside(f"{role}.model")
             return None
 
     def _from_stage(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
         """Resolve "stage:NAME/ROLE", the export of an earlier stage's role.
 
         Before that stage has run, the model that it trains stands in for the checks. Without
-        "/ROLE" it is the role of the same name, else the first that is trained. Raises ConfigError
+        "/ROLE" it is the role of the same name, else the first that is trained. Raises Invalid
         where there is no such stage or trained role; None where the stage itself has problems.
         """
         stage, _, source = str(config.path).removeprefix(STAGE).partition("/")
         if stage not in self.earlier:
             meant = did_you_mean(stage, self.earlier)
             stages = ", ".join(self.earlier) or "none"
-            raise ConfigError(
-                f"{role}.model.path: there is no earlier stage {stage!r}{meant} "
-                f"(earlier stages: {stages})"
-            )
+            text = f"there is no earlier stage {stage!r}{meant} (earlier stages: {stages})"
+            raise Invalid([Problem("path", text)])
         job = self.earlier[stage]
         if job is None:
             return None
@@ -513,9 +513,8 @@ class RoleResolver:
         if source not in trained:
             hint = f'; write "{STAGE}{stage}/{trained[0]}"' if trained else ""
             models = ", ".join(trained) or "no model"
-            raise ConfigError(
-                f"{role}.model.path: stage {stage!r} trains {models}, not {source!r}{hint}"
-            )
+            text = f"stage {stage!r} trains {models}, not {source!r}{hint}"
+            raise Invalid([Problem("path", text)])
         export = str(job.folder / "export" / source)
         return attrs.evolve(job.models[source].spec.model, kind=kind, path=None, export=export)
 
@@ -525,49 +524,44 @@ class RoleResolver:
         inner = asked.tp * asked.pp * asked.cp
         world = pool.world
         if world % inner or (asked.dp is not None and asked.dp * inner != world):
-            self.reader.problems.append(_does_not_fit(role, asked, pool))
+            self.reader.note(f"{role}.layout", _does_not_fit(role, asked, pool))
             return None
         try:
             return ParallelLayout(
                 asked.pp, asked.tp, world // inner, asked.cp, asked.ep, asked.order
             )
         except ValueError as error:
-            self.reader.problems.append(f"{role}.layout: {error}")
+            self.reader.note(f"{role}.layout", str(error))
             return None
 
 
-def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[str]:
+def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[Problem]:
     """List the axes and the kind of model that a training backend does not have."""
     can = registry().training_capabilities(backend)
     problems = []
     for axis, size in attrs.asdict(layout).items():
         if axis not in can.axes | {"order"} and size > 1:
             axes = ", ".join(sorted(can.axes))
-            problems.append(
-                f"layout.{axis}: is {size}, and the backend {backend} has the axes {axes}; "
-                "set it to 1"
-            )
+            text = f"is {size}, and the backend {backend} has the axes {axes}; set it to 1"
+            problems.append(Problem(f"layout.{axis}", text))
     if kind not in can.models:
         kinds = ", ".join(sorted(can.models))
-        problems.append(
-            f"the backend {backend} has models of kind {kinds}, and this one is a {kind}"
-        )
+        text = f"the backend {backend} has models of kind {kinds}, and this one is a {kind}"
+        problems.append(Problem("", text))
     return problems
 
 
-def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[str]:
+def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[Problem]:
     """List a tensor parallel size that does not divide the attention heads."""
     heads = spec.hf_config.get("num_attention_heads")
     if not isinstance(heads, int) or heads % tp == 0:
         return []
-    return [
-        f"{key}: {tp} does not divide the model's {heads} attention heads; "
-        f"give a divisor of {heads}"
-    ]
+    text = f"{tp} does not divide the model's {heads} attention heads; give a divisor of {heads}"
+    return [Problem(key, text)]
 
 
 def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:
-    """Write the sentence that a layout does not fill its pool, with both remedies."""
+    """Write that a layout does not fill its pool, with both remedies."""
     inner = asked.tp * asked.pp * asked.cp
     world = pool.world
     # Devices that the layout would fill; without dp the next multiple of tp x pp x cp.
@@ -576,7 +570,7 @@ def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:
     # The remedies: leave dp out where that is enough, else change a size or the pool.
     dp = f"dp {asked.dp} x " if asked.dp else ""
     head = (
-        f"{role}.layout: {dp}tp {asked.tp} x pp {asked.pp} x cp {asked.cp} does not fit pool "
+        f"{dp}tp {asked.tp} x pp {asked.pp} x cp {asked.cp} does not fit pool "
         f"{pool.name!r} of {world} device{'s' if world > 1 else ''}"
     )
     resize = f"set pools.{pool.name} = [{needs}]"

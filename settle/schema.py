@@ -12,18 +12,6 @@ import attrs
 from hybridflow.core.contracts.rollout import MAX_BIAS, SamplingParams
 from hybridflow.core.validators import at_least, fraction, non_negative, setting, share
 
-_BY_NAME = (
-    "algorithm",
-    "runtime",
-    "rollout",
-    "placement",
-    "placement.planner",
-    "*.backend",
-    "*.sync.transport",
-)
-SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
-"""Tables that a plugin's `name` may stand for: `rollout = "NAME"`."""
-
 SECTIONS = (
     "run",
     "runtime",

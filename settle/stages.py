@@ -22,9 +22,7 @@ TOKENIZER = ((("path", "characters", "train"), ()),)
 """The same for [tokenizer]."""
 
 
-def stage_tables(
-    tables: Mapping[str, Any], shorthand: frozenset[str]
-) -> dict[str | None, dict[str, Any]]:
+def stage_tables(tables: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
     """Return the tables of each run stage, in order: its own over the common ones.
 
     Without stages {None: tables}. Raises ConfigError where [stages] is not a table of tables.
@@ -37,10 +35,10 @@ def stage_tables(
 
     # Shorthands become tables first: a name and a table would replace each other, not merge.
     common = {name: table for name, table in tables.items() if name != "stages"}
-    common = expand(common, shorthand)
+    common = expand(common)
     if not stages:
         return {None: common}
-    return {name: overlay(common, expand(own, shorthand)) for name, own in stages.items()}
+    return {name: overlay(common, expand(own)) for name, own in stages.items()}
 
 
 def overlay(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,13 +16,15 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from hybridflow.core.errors import CheckpointError, WorkerDied
-from hybridflow.core.job.job import Job
 from hybridflow.core.values.files import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from hybridflow.core.job.job import Job
 
 PREFIX = "step-"
 FORMAT = 2

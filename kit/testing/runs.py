@@ -20,7 +20,6 @@ from hybridflow.core.running.session import Session, prepare
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.settle.config.load import expand
 from hybridflow.settle.resolve import resolve_jobs
-from hybridflow.settle.schema import SHORTHAND
 from hybridflow.settle.stages import overlay
 
 MODEL = {
@@ -83,8 +82,8 @@ def algorithm_table(algorithm: Algorithm) -> dict[str, Any]:
 def tiny_job(tables: Mapping[str, Any]) -> Job:
     """Return the smallest job, with these tables laid over TABLES. Raises ConfigError."""
     # Shorthand is written out before tables are laid over each other.
-    merged = overlay(TABLES, expand(tables, SHORTHAND))
-    [job] = resolve_jobs(merged, "conformance", SHORTHAND)
+    merged = overlay(TABLES, expand(tables))
+    [job] = resolve_jobs(merged, "conformance")
     return job
 
 

@@ -201,7 +201,7 @@ def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
         },
         **roles,
     }
-    [job] = resolve_jobs(tables, "calibration", frozenset())
+    [job] = resolve_jobs(tables, "calibration")
     return _sharing(job) if device == "cuda" else job
 
 

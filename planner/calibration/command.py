@@ -19,7 +19,6 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.kit.console import make_console, print_line, print_table
 from hybridflow.planner.cluster import DEVICES
 from hybridflow.settle.config.load import read_config
-from hybridflow.settle.schema import SHORTHAND
 from hybridflow.settle.stages import stage_tables
 
 if TYPE_CHECKING:
@@ -120,8 +119,8 @@ def _tables(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]
         return {}
 
     # Earlier stages often train without an engine (pretraining, rewards).
-    tables, _ = read_config(path, overrides, SHORTHAND)
-    stages = stage_tables(tables, SHORTHAND)
+    tables, _ = read_config(path, overrides)
+    stages = stage_tables(tables)
     return dict([*stages.values()][-1])
 
 

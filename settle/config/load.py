@@ -30,6 +30,18 @@ COMMAND_LINE = "command line"
 DEFAULT = "default"
 """The source of values that nobody gave."""
 
+_BY_NAME = (
+    "algorithm",
+    "runtime",
+    "rollout",
+    "placement",
+    "placement.planner",
+    "*.backend",
+    "*.sync.transport",
+)
+SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
+"""Tables that a plugin's `name` may stand for: `rollout = "NAME"`."""
+
 _PYTHON_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
 
@@ -120,16 +132,12 @@ def nest(path: str, value: Any) -> dict[str, Any]:
 # --- layers ---
 
 
-def merge(
-    base: Mapping[str, Any], over: Mapping[str, Any], shorthand: frozenset[str] = frozenset()
-) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with the values of `over` on top, as new tables.
 
-    Tables merge key by key; anything else is replaced. `shorthand` are dotted keys of tables that
-    may be given by their `name` alone, `*` standing for any one key: with {"rollout",
-    "*.backend"}, `rollout = "NAME"` is `rollout = {name = "NAME"}`, in either layer.
+    Tables merge key by key; anything else is replaced.
     """
-    return _merge(expand(base, shorthand), expand(over, shorthand))
+    return _merge(copy.deepcopy(dict(base)), copy.deepcopy(dict(over)))
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -140,9 +148,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def expand(data: Mapping[str, Any], shorthand: frozenset[str]) -> dict[str, Any]:
-    """Return a copy in which a string at a `shorthand` key has become a table with that `name`."""
-    patterns = [pattern.split(".") for pattern in shorthand]
+def expand(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy in which `rollout = "NAME"`, and the like, is `rollout = {name = "NAME"}`."""
+    patterns = [pattern.split(".") for pattern in SHORTHAND]
 
     def visit(value: Any, keys: list[str]) -> Any:
         if isinstance(value, str) and any(_matches(pattern, keys) for pattern in patterns):
@@ -248,7 +256,6 @@ def import_from(path: str | PathLike[str]) -> None:
 def read_config(
     given: str | PathLike[str] | Mapping[str, Any] | None,
     overrides: Iterable[str] = (),
-    shorthand: frozenset[str] = frozenset(),
 ) -> tuple[dict[str, Any], Provenance]:
     """Return a config's tables with overrides on top, in order, and the source of every value.
 
@@ -274,6 +281,7 @@ def read_config(
     data: dict[str, Any] = {}
     provenance = Provenance()
     for layer, source in layers:
-        data = merge(data, layer, shorthand)
-        provenance.record(expand(layer, shorthand), source)
+        layer = expand(layer)
+        data = merge(data, layer)
+        provenance.record(layer, source)
     return data, provenance

@@ -15,7 +15,7 @@ import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import attrs
 import cattrs
@@ -27,40 +27,51 @@ from hybridflow.settle.config.field_docs import field_docs
 T = TypeVar("T")
 
 
-class Invalid(ValueError):
-    """The problems inside a value: (dotted key relative to it, sentence) pairs."""
+class Problem(NamedTuple):
+    """What is wrong with a value; as text, the sentence "KEY: TEXT"."""
 
-    def __init__(self, problems: list[tuple[str, str]]):
-        super().__init__("; ".join(_sentences(problems)))
+    key: str
+    """Dotted key of the value, "" for the whole."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}" if self.key else self.text
+
+    def inside(self, key: str) -> Problem:
+        """Return the same problem, seen from the value that has this one under `key`."""
+        inner = (key, self.key) if key and self.key else (key or self.key,)
+        return Problem(".".join(inner), self.text)
+
+
+class Invalid(ValueError):
+    """The problems inside a value, whose keys count from it."""
+
+    def __init__(self, problems: list[Problem]):
+        super().__init__("; ".join(map(str, problems)))
         self.problems = problems
 
-    def inside(self, key: str) -> list[tuple[str, str]]:
+    def inside(self, key: str) -> list[Problem]:
         """Return the same problems, seen from the value that has this one under `key`."""
-        return [(f"{key}.{inner}" if inner else key, text) for inner, text in self.problems]
-
-
-def _sentences(problems: list[tuple[str, str]]) -> list[str]:
-    return [f"{key}: {text}" if key else text for key, text in problems]
+        return [problem.inside(key) for problem in self.problems]
 
 
 def structure(
-    data: Any, cls: type[T], path: str = "", problems: list[str] | None = None
+    data: Any, cls: type[T], path: str = "", problems: list[Problem] | None = None
 ) -> T | None:
     """Return an instance of the attrs class from tables; `path` is the dotted key of the tables.
 
     Types are strict: an integer field takes no "3", 3.5 or true; a float field takes integers; TOML
-    arrays become what the field says. Appends every problem to `problems` as a sentence that begins
-    with its key, and returns None when there was one. Without `problems` raises ConfigError with
-    all of them.
+    arrays become what the field says. Appends every problem to `problems`, and returns None when
+    there was one. Without `problems` raises ConfigError with all of them.
     """
     # The keys of the problems count from `data`, so `path` comes in front.
     try:
         return _convert(data, cls)
     except Invalid as error:
-        sentences = _sentences(error.inside(path) if path else error.problems)
+        found = error.inside(path)
     if problems is None:
-        raise ConfigError(sentences)
-    problems += sentences
+        raise ConfigError(list(map(str, found)))
+    problems += found
     return None
 
 
@@ -83,7 +94,7 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
     problems = []
     for key in value:
         if key not in fields:
-            problems.append((str(key), _unknown_key(str(key), fields)))
+            problems.append(Problem(str(key), _unknown_key(str(key), fields)))
     hints = _hints(cls)
     good = {}
     for key, field in fields.items():
@@ -93,11 +104,11 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
             except Invalid as error:
                 problems += error.inside(key)
         elif field.default is attrs.NOTHING:
-            problems.append((key, _missing(cls, field, hints[field.name])))
+            problems.append(Problem(key, _missing(cls, field, hints[field.name])))
 
     # The class would stop at the first value that a validator refuses, so each is asked here.
     for key, inner in good.items():
-        problems += [(key, text) for text in _refusals(fields[key], inner)]
+        problems += [Problem(key, text) for text in _refusals(fields[key], inner)]
     if problems:
         raise Invalid(problems)
 
@@ -105,7 +116,7 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
     try:
         return cls(**good)
     except ConfigError as error:
-        raise Invalid([("", text) for text in error.problems]) from error
+        raise Invalid([Problem("", text) for text in error.problems]) from error
     except ValueError as error:
         raise _invalid(str(error)) from error
     except Exception as error:
@@ -363,4 +374,4 @@ def _mismatch(type_: Any, value: Any) -> Invalid:
 
 def _invalid(text: str) -> Invalid:
     """Return one problem of the value itself."""
-    return Invalid([("", text)])
+    return Invalid([Problem("", text)])

@@ -15,7 +15,6 @@ from hybridflow.kit.testing.runs import MODEL
 from hybridflow.settle.config.load import expand, merge
 from hybridflow.settle.launch import run
 from hybridflow.settle.resolve import resolve_jobs
-from hybridflow.settle.schema import SHORTHAND
 
 PAGE = (DOCS / "coming-from.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and " here |" not in line]
@@ -84,9 +83,8 @@ def test_every_line_is_a_setting(here):
                 del base["reward"]
             try:
                 resolve_jobs(
-                    expand(merge(base, own, SHORTHAND), SHORTHAND),
+                    merge(expand(base), expand(own)),
                     "page",
-                    SHORTHAND,
                     elsewhere=True,
                 )
                 break
@@ -127,5 +125,5 @@ def test_a_converted_run_takes_two_steps(here, text):
         "data": {"max_prompt_tokens": 16},
         "algorithm": {"prompts_per_step": 4, "mini_batch_size": 0, "group_size": 2},
     }
-    outcome = run(merge(tables, small, SHORTHAND))
+    outcome = run(merge(expand(tables), expand(small)))
     assert (outcome.state, outcome.step) == ("finished", 2)

@@ -10,7 +10,6 @@ from helpers.paths import DOCS
 
 from hybridflow.settle.config.load import expand, merge
 from hybridflow.settle.resolve import resolve_jobs
-from hybridflow.settle.schema import SHORTHAND
 
 PAGE = (DOCS / "configuration.md").read_text()
 EXAMPLES = re.findall(r"^<!-- toml: small\.toml -->\n```toml\n(.*?)^```$", PAGE, re.M | re.S)
@@ -20,7 +19,7 @@ EXAMPLES = re.findall(r"^<!-- toml: small\.toml -->\n```toml\n(.*?)^```$", PAGE,
 def test_an_example_laid_over_the_small_file_is_a_configuration(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [small] = re.findall(r"^<!-- file: small\.toml -->\n```toml\n(.*?)^```$", PAGE, re.M | re.S)
-    tables = merge(tomllib.loads(small), tomllib.loads(example), SHORTHAND)
+    tables = merge(expand(tomllib.loads(small)), expand(tomllib.loads(example)))
     if "stages" in tables:
         del tables["algorithm"]
-    assert resolve_jobs(expand(tables, SHORTHAND), "small", SHORTHAND)
+    assert resolve_jobs(expand(tables), "small")

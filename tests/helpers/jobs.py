@@ -11,17 +11,16 @@ import pytest
 from helpers.job_texts import BASE
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
-from hybridflow.settle.config.load import merge, nest, parse_override
+from hybridflow.settle.config.load import expand, merge, nest, parse_override
 from hybridflow.settle.resolve import resolve_jobs
-from hybridflow.settle.schema import SHORTHAND
 
 
 def jobs(*overrides: str, text: str = BASE) -> list[Job]:
     """The jobs of a config after these overrides."""
     tables = tomllib.loads(text)
     for override in overrides:
-        tables = merge(tables, nest(*parse_override(override)), SHORTHAND)
-    return resolve_jobs(tables, "tiny", SHORTHAND)
+        tables = merge(expand(tables), expand(nest(*parse_override(override))))
+    return resolve_jobs(tables, "tiny")
 
 
 def job(*overrides: str, text: str = BASE) -> Job:

@@ -9,7 +9,6 @@ from hybridflow.cli.show import Value, blocks
 from hybridflow.core.job.job import Job
 from hybridflow.settle.config.load import read_config
 from hybridflow.settle.resolve import resolve_jobs
-from hybridflow.settle.schema import SHORTHAND
 
 FILE = f"""
 runtime = "ray"
@@ -68,8 +67,8 @@ def write_shown(folder: Path) -> None:
 
 def resolved(path: str = "one.toml", *overrides: str) -> list[tuple[Job, dict[str, Value]]]:
     """Each stage's job, and its values by key."""
-    tables, provenance = read_config(path, overrides, SHORTHAND)
-    jobs = resolve_jobs(tables, Path(path).stem, SHORTHAND)
+    tables, provenance = read_config(path, overrides)
+    jobs = resolve_jobs(tables, Path(path).stem)
     return [
         (job, {v.key: v for block in blocks(job, provenance) for v in block.values}) for job in jobs
     ]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 
 from hybridflow.kit.testing.runs import TABLES
-from hybridflow.settle.config.load import merge
+from hybridflow.settle.config.load import expand, merge
 from hybridflow.settle.launch import run
-from hybridflow.settle.schema import SHORTHAND
 
 OWN = {
     "algorithm": {"name": "grpo", "prompts_per_step": 4, "group_size": 4},
@@ -27,7 +24,7 @@ REWARD = {"function": "hybridflow.kit.testing.runs:even_tokens"}
 
 def train(folder, name="sums", **tables):
     """Run the tiny config with these tables over it; return the run's folder."""
-    base = merge(merge(copy.deepcopy(TABLES), OWN, SHORTHAND), tables, SHORTHAND)
+    base = merge(merge(TABLES, OWN), expand(tables))
     base["run"] |= {"folder": str(folder), "name": name}
     run(base)
     return folder / name

@@ -131,7 +131,7 @@ def test_a_model_that_generates_has_no_context_parallelism():
     actor = attrs.evolve(made.models["actor"], layout=ParallelLayout(cp=2))
     [found] = cross_checks(attrs.evolve(made, models={"actor": actor}), set())
     axes = "a role that generates has the axes dp, tp and pp"
-    assert found == f"actor.layout: {axes}, got cp 2; set it to 1"
+    assert found == ("actor.layout", f"{axes}, got cp 2; set it to 1")
 
 
 def test_a_check_is_left_out_where_a_section_that_it_reads_has_problems():

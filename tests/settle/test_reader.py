@@ -112,8 +112,7 @@ def test_a_section_with_problems_is_read_without_what_is_wrong():
     reader = Reader({"run": {"stepz": 1, "steps": 3, "seed": -1}})
     assert reader.section("run", RunSection) == RunSection(steps=3)
     assert reader.failed == {"run"}
-    about = [problem.partition(":")[0] for problem in reader.problems]
-    assert sorted(about) == ["run.seed", "run.stepz"]
+    assert sorted(problem.key for problem in reader.problems) == ["run.seed", "run.stepz"]
 
 
 def test_pools_are_devices_per_node():
@@ -130,9 +129,9 @@ def test_pools_are_devices_per_node():
 def test_pools_that_are_no_numbers_of_devices_are_refused(given):
     reader = Reader({"pools": {"main": given}})
     assert reader.pools() == {} and reader.failed == {"pools"}
-    [problem] = reader.problems
-    assert problem.startswith("pools.main: expected devices per node, for example [8, 8]")
-    assert problem.endswith(f"got {given!r}")
+    [(key, text)] = reader.problems
+    assert key == "pools.main" and text.startswith("expected devices per node, for example [8, 8]")
+    assert text.endswith(f"got {given!r}")
 
 
 def test_a_file_without_any_pool_is_refused():
@@ -159,15 +158,15 @@ def test_a_plugin_is_the_named_one_or_the_default_with_its_settings():
     assert default.name == registry().default("training_backend")
     wrong = reader.plugin("runtime", {"name": "inline", "threads": "many"}, "runtime")
     assert (wrong.config.threads, wrong.good) == (0, False)  # the default stands in
-    assert [problem.partition(":")[0] for problem in reader.problems] == ["runtime.threads"]
+    assert [problem.key for problem in reader.problems] == ["runtime.threads"]
 
 
 def test_a_name_that_is_no_text_is_refused_with_the_names_there_are():
     reader = Reader({})
     assert reader.plugin("runtime", {"name": ["inline"]}, "runtime") is None
-    [said] = reader.problems
-    assert said.startswith("runtime.name: give the name of a runtime plugin (")
-    assert said.endswith("got ['inline']")
+    [(key, text)] = reader.problems
+    assert key == "runtime.name" and text.startswith("give the name of a runtime plugin (")
+    assert text.endswith("got ['inline']")
 
 
 def test_what_a_plugin_needs_may_lack_where_the_run_is_meant_for_elsewhere(monkeypatch):
@@ -179,7 +178,7 @@ def test_what_a_plugin_needs_may_lack_where_the_run_is_meant_for_elsewhere(monke
     choice = there.plugin("tracker", {"name": "far", "threads": 2}, "run.trackers.0")
     assert (choice.found, choice.config.threads) == (None, 2) and not there.problems
     assert here.plugin("tracker", {"name": "far"}, "run.trackers.0") is None
-    assert "needs no_such_module, not installed here" in here.problems[0]
+    assert "needs no_such_module, not installed here" in here.problems[0].text
 
 
 # --- defaults that follow the device ---
@@ -245,7 +244,7 @@ def test_settings_of_an_engine_that_is_not_named_say_which_one_it_is(monkeypatch
     reader = Reader({"run": {"device": "cuda"}})
     reader.plugin("rollout_engine", {"sync_every": 4}, "rollout")
     [problem] = reader.problems
-    assert "sync_every: unknown key" in problem
-    assert problem.endswith(
+    assert problem.key == "rollout.sync_every" and problem.text.startswith("unknown key")
+    assert problem.text.endswith(
         'other is the default on cuda: for another set rollout.name, as in "transformers"'
     )

@@ -8,8 +8,9 @@ import pytest
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.settle.config.field_docs import field_docs
+from hybridflow.settle.config.load import SHORTHAND
 from hybridflow.settle.config.structure import structure
-from hybridflow.settle.schema import SECTIONS, SHORTHAND, USUAL_ROLES, SamplingSection
+from hybridflow.settle.schema import SECTIONS, USUAL_ROLES, SamplingSection
 
 
 def test_every_setting_of_sampling_is_explained_and_has_a_default():

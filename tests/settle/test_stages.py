@@ -9,7 +9,6 @@ from helpers.jobs import jobs
 from hybridflow.core.errors import ConfigError
 from hybridflow.settle.config.load import COMMAND_LINE, Provenance, read_config
 from hybridflow.settle.placement import resolve_placed
-from hybridflow.settle.schema import SHORTHAND
 from hybridflow.settle.stages import (
     located_model,
     overlay,
@@ -32,23 +31,23 @@ def test_what_a_stage_gives_drops_what_excludes_it_in_the_common_tables():
 
 def test_an_override_that_every_stage_replaces_is_refused(tmp_path):
     (tmp_path / "two.toml").write_text(STAGES)
-    tables, provenance = read_config("two.toml", ["algorithm=ppo", "run.steps=3"], SHORTHAND)
+    tables, provenance = read_config("two.toml", ["algorithm=ppo", "run.steps=3"])
     with pytest.raises(
         ConfigError, match=r"algorithm.name: given on the command line, and every stage has its own"
     ) as e:
-        resolve_placed(tables, "two", SHORTHAND, provenance)
+        resolve_placed(tables, "two", provenance)
     assert len(e.value.problems) == 1
 
 
 def test_without_stages_the_tables_are_the_only_ones():
     tables = {"algorithm": "grpo", "run": {"steps": 3}}
     alone = {"algorithm": {"name": "grpo"}, "run": {"steps": 3}}
-    assert stage_tables(tables, SHORTHAND) == {None: alone}
+    assert stage_tables(tables) == {None: alone}
 
 
 def test_each_stage_is_the_common_tables_under_its_own_in_the_order_of_the_file():
     stages = {"b": {"run": {"steps": 4}}, "a": {"algorithm": "sft"}}
-    found = stage_tables({"run": {"steps": 3, "seed": 1}, "stages": stages}, SHORTHAND)
+    found = stage_tables({"run": {"steps": 3, "seed": 1}, "stages": stages})
     assert list(found) == ["b", "a"]
     assert found["b"] == {"run": {"steps": 4, "seed": 1}}
     assert found["a"] == {"run": {"steps": 3, "seed": 1}, "algorithm": {"name": "sft"}}
@@ -57,7 +56,7 @@ def test_each_stage_is_the_common_tables_under_its_own_in_the_order_of_the_file(
 @pytest.mark.parametrize("stages", [3, False, "", ["warm-up"], {"warm-up": 3}], ids=repr)
 def test_stages_that_are_no_tables_are_refused(stages):
     with pytest.raises(ConfigError, match=r"stages: write one table .* \[stages\.warm-up\]"):
-        stage_tables({"stages": stages}, SHORTHAND)
+        stage_tables({"stages": stages})
 
 
 A, B = {"a": 1}, {"b": 2}

@@ -12,7 +12,7 @@ import pytest
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.validators import at_least, fraction, non_negative, positive
 from hybridflow.settle.config.load import flatten, merge, nest
-from hybridflow.settle.config.structure import describe, structure
+from hybridflow.settle.config.structure import Problem, describe, structure
 
 
 @attrs.frozen
@@ -63,10 +63,10 @@ MINIMAL = {"actor": {"model": "m"}}
 
 
 def problems_of(data: Any, cls: type = Run, path: str = "") -> list[str]:
-    problems: list[str] = []
+    problems: list[Problem] = []
     made = structure(data, cls, path, problems)
     assert (made is None) == bool(problems)
-    return problems
+    return [str(problem) for problem in problems]
 
 
 def test_tables_become_frozen_classes_with_their_defaults():
@@ -174,8 +174,15 @@ def test_the_path_at_which_a_table_stands_begins_every_problem():
     ]
 
 
+def test_a_problem_is_a_sentence_that_begins_with_its_key():
+    inner = Problem("lr", "too large")
+    assert str(inner.inside("actor.optimizer")) == "actor.optimizer.lr: too large"
+    assert str(Problem("", "none").inside("pools")) == "pools: none"
+    assert str(inner.inside("")) == "lr: too large" and str(Problem("", "none")) == "none"
+
+
 def test_problems_are_added_to_those_that_were_there():
-    problems = ["before"]
+    problems = [Problem("before", "there")]
     assert structure({"lr": "x"}, Optimizer, "o", problems) is None and len(problems) == 2
 
 
