@@ -160,7 +160,8 @@ def _same_settings(evaluation: Evaluation, overwrite: bool) -> None:
         "weights": _weights(evaluation.job),
     }
     now = json.loads(json.dumps(now, default=str))
-    if file.is_file() and not overwrite:
+    responses = any(evaluation.folder.glob("*.jsonl"))  # else it failed before the first one
+    if file.is_file() and responses and not overwrite:
         before = json.loads(file.read_text())
         differing = [key for key in now if before.get(key) != now[key]]
         if differing:

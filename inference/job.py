@@ -10,6 +10,7 @@ tables of a config, whose actor has the backend `saved`  --resolve-->  Job
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -158,7 +159,8 @@ def with_overrides(
     """Return tables with `key=value` texts on top. Raises ConfigError with all that are wrong.
 
     Where neither they nor the tables say it, prompts have at most `longest` tokens, and with their
-    responses no more than the model has positions for.
+    responses no more than the model has positions for; texts begin with bos where the tokenizer of
+    a folder by itself begins them so.
     """
     merged, _ = read_config(tables, overrides)
     positions = found.positions
@@ -168,7 +170,13 @@ def with_overrides(
         response = min(response, positions // 2)
     response = sampling.setdefault("max_tokens", response)
     room = longest if positions is None else min(longest, positions - response)
-    merged.setdefault("data", {}).setdefault("max_prompt_tokens", max(1, room))
+    data = merged.setdefault("data", {})
+    data.setdefault("max_prompt_tokens", max(1, room))
+    # A chat, which a lone field may be, begins as its template says.
+    lone = re.fullmatch(r"\{[^{}]+\}", data.get("prompt", "{prompt}"))
+    chat = "messages" in data or (lone and found.has_chat_template)
+    if found.run is None and not chat:
+        data.setdefault("bos", found.begins_with_bos)
     return merged
 
 

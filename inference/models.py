@@ -17,7 +17,7 @@ import attrs
 
 from hybridflow.core.errors import ModelError
 from hybridflow.core.running.checkpoint import Checkpoints
-from hybridflow.core.running.exports import CONFIG, GENERATION, export_folder
+from hybridflow.core.running.exports import CONFIG, GENERATION, TOKENIZER, export_folder
 from hybridflow.core.values.files import (
     BESIDE,
     CHECKPOINTS,
@@ -80,18 +80,37 @@ class FoundModel:
         """The largest number of tokens of a prompt with its response, if the folder says it."""
         return self._config().get("max_position_embeddings")
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether the tokenizer of the model's folder puts a bos token before texts."""
+        said = self._file("tokenizer_config.json").get("add_bos_token")
+        if said is not None:
+            return bool(said)
+        processor = self._file(TOKENIZER).get("post_processor") or {}
+        templates = processor.get("processors", [processor])
+        first = [part["single"][0] for part in templates if part.get("single")]
+        return any("SpecialToken" in piece for piece in first)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model's folder says how chats are written."""
+        path = self.model.get("path")
+        if path and (Path(path) / "chat_template.jinja").is_file():
+            return True
+        return bool(self._file("tokenizer_config.json").get("chat_template"))
+
     def _config(self) -> Mapping[str, Any]:
         """Return the fields of the model's config."""
-        path = self.model.get("path")
-        if not path:
-            return self.model.get("config", {})
-        file = Path(path) / CONFIG
-        return json.loads(file.read_text()) if file.is_file() else {}
+        return self._file(CONFIG) if self.model.get("path") else self.model.get("config", {})
 
     def _generation(self) -> dict[str, Any]:
         """Return the fields of the folder's generation config."""
+        return self._file(GENERATION)
+
+    def _file(self, name: str) -> dict[str, Any]:
+        """Return the fields of a JSON file in the model's folder; {} where there is none."""
         path = self.model.get("path")
-        file = Path(path) / GENERATION if path else None
+        file = Path(path) / name if path else None
         return json.loads(file.read_text()) if file is not None and file.is_file() else {}
 
 

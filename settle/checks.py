@@ -229,11 +229,13 @@ def positions(job: Job) -> Iterator[tuple[str, str]]:
     for name, model in job.models.items():
         most = model.spec.model.max_positions
         if most is not None and model.spec.engine and prompt + response > most:
+            rest = most - response
+            advice = f"{where}.max_prompt_tokens = {rest}, say" if rest > 0 else "responses first"
             yield (
                 name,
                 f"prompts of up to {prompt} tokens ({where}.max_prompt_tokens) and "
                 f"responses of up to {response} (sampling.max_tokens) exceed the model's {most} "
-                "positions (max_position_embeddings); make one of them smaller",
+                f"positions (max_position_embeddings); make one of them smaller: {advice}",
             )
 
 

@@ -112,7 +112,8 @@ def run(
             mark = {SETTINGS: settings(job), BESIDE: beside}
             comparison = predicted(job)
             observers = [] if comparison is None else [comparison]
-            outcome = run_job(job, ready, resume, overwrite, export, mark, observers)
+            anew = overwrite or _left_nothing(job)
+            outcome = run_job(job, ready, resume, anew, export, mark, observers)
             if outcome.state != "finished":
                 return outcome
             write_done(job, Done(outcome.step, outcome.validations, export))
@@ -176,11 +177,16 @@ def _in_this_process(job: Job) -> bool:
 def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> None:
     """Raise ConfigError if a folder has a run already, before the first run stage starts."""
     for job in jobs:
-        if (job.folder / MARK).exists() and not (resume or overwrite):
+        if (job.folder / MARK).exists() and not (resume or overwrite or _left_nothing(job)):
             raise ConfigError(
                 f"there is a run in {job.folder} already; go on with it (--resume), "
                 "replace it (--overwrite), or give this run a name of its own (run.name=...)"
             )
+
+
+def _left_nothing(job: Job) -> bool:
+    """Return whether what ran in the job's folder ended before it made anything."""
+    return not results_of(job) and not checkpoints_of(job).steps()
 
 
 def _changes(jobs: list[Job]) -> list[list[Change]]:

@@ -45,7 +45,8 @@ def read_model(config: ModelConfig, kind: str, role: str, weights: bool = True) 
     # A folder.
     folder = Path(model_path(config.path or "", role))
     if not folder.is_dir():
-        raise _invalid("path", f"there is no folder {str(folder)!r}")
+        seen = "" if folder.is_absolute() else f" in {Path.cwd()}"
+        raise _invalid("path", f"there is no folder {str(folder)!r}{seen}")
     if weights and _is_run(folder):
         raise _invalid("path", _no_export(folder))
     if not (folder / "config.json").is_file():
@@ -94,8 +95,9 @@ def _no_export(folder: Path) -> str:
     if stages:
         return f"{str(folder)!r} is a run with stages; give one of them: {', '.join(stages)}"
     return (
-        f"{str(folder)!r} is a run that has exported no model of this role; hybridflow export "
-        f"{folder} --out FOLDER writes that of a checkpoint, and FOLDER is the path then"
+        f"{str(folder)!r} is a run that has exported no model of this role, or has not ended yet; "
+        f"hybridflow export {folder} --out FOLDER writes that of a checkpoint, and FOLDER is the "
+        "path then"
     )
 
 

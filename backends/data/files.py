@@ -22,11 +22,13 @@ def data_path(config: DataConfig) -> Path:
         # Of the folders above, "/" or "." always exists.
         parents = (path.parent, *path.parent.parents)
         parent = next(folder for folder in parents if folder.exists())
+        # Files of its kind come first; eight names show which folder it is.
         names = sorted(entry.name for entry in parent.iterdir())
-        listing = ", ".join(names[:8]) or "nothing"  # eight show which folder it is
+        near = [name for name in names if Path(name).suffix == path.suffix]
+        listing = ", ".join([*near, *(name for name in names if name not in near)][:8])
         raise DataError(
-            f"data.path: there is no {str(path)!r} ({str(parent)!r} has {listing}); "
-            "give an existing one"
+            f"data.path: there is no {str(path)!r} "
+            f"({str(parent.absolute())!r} has {listing or 'nothing'}); give an existing one"
         )
     return path
 

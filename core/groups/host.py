@@ -210,12 +210,18 @@ class Host:
         """
         if isinstance(error, WorkerError):
             return error
-        text = str(error)
         if not isinstance(error, HybridFlowError):
             text = f"{type(error).__name__}: {error}"
-        return WorkerError(
-            text, role=role, phase=phase, rank=self.rank, remote_traceback=traceback.format_exc()
-        )
+            trace = traceback.format_exc()
+        else:
+            # The message says it; only where somebody's code raised is worth a look.
+            text = str(error)
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            own = isinstance(cause, HybridFlowError)
+            trace = "" if own else "".join(traceback.format_exception(cause, chain=False))
+        return WorkerError(text, role=role, phase=phase, rank=self.rank, remote_traceback=trace)
 
 
 def _local_device(rank: int) -> int:

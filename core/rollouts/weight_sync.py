@@ -130,10 +130,8 @@ def sync_line(costs: Sequence[SyncCost]) -> str:
     # The rank with the most bytes counts; rounds and transport are equal on all.
     received = max(cost.received for cost in costs)
     peak = max(cost.peak for cost in costs)
-    how = "nothing leaves a rank"
-    if received:
-        how = f"{costs[0].rounds} rounds over {costs[0].transport}"
-    return (
-        f"a weight sync receives at most {amount(received)} per rank ({how}); "
-        f"weights take {amount(peak)}"
-    )
+    at_peak = f"weights of trainer and engine take {amount(peak)} at its peak"
+    if not received:
+        return f"a weight sync moves nothing between ranks; {at_peak}"
+    how = f"{costs[0].rounds} rounds over {costs[0].transport}"
+    return f"a weight sync receives at most {amount(received)} per rank ({how}); {at_peak}"

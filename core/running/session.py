@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from hybridflow.core.context import StepContext
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.planner import DeviceMemory
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.contracts.runtime import Runtime
+from hybridflow.core.contracts.runtime import Runtime, runtime_settings
 from hybridflow.core.contracts.tokenizer import Tokenizer
+from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
 from hybridflow.core.errors import ConfigError, ModelError
@@ -42,11 +44,12 @@ from hybridflow.core.running.preflight import devices_of, preflight, torch_alloc
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.workers.device_memory import DeviceWorker
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.model_worker import Built, ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
-from hybridflow.core.workers.tasks import RewardWorker, TaskWorker
+from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, example_batch
 
 PATIENCE_S = (2.0, 8.0)
 """Seconds before the memory of devices is looked at again, where it is too little."""
@@ -63,12 +66,19 @@ class Prepared:
     """Data set -> its number of usable rows."""
     dropped: dict[str, int]
     """Data set -> the number of rows left out because their prompts are too long."""
+    first: dict[str, Batch]
+    """Data set -> its first row, on which rewards are tried."""
     notes: tuple[str, ...] = ()
     """What is legal, and probably not meant."""
 
 
 def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
-    """Prepare every run stage before the first one starts. Raises what `prepare` raises."""
+    """Prepare every run stage before the first one starts.
+
+    Rewards of later stages are tried here, in this process, unless workers are on other machines:
+    those of the first stage will be as soon as it has workers. Raises what `prepare` raises, and
+    RewardError.
+    """
     tokenizers: dict[str, Tokenizer] = {}
     prepared = []
     for job in jobs:
@@ -76,7 +86,33 @@ def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
         prepared.append(checked)
         # A later run stage reads this one's tokenizer from here, where it is not written yet.
         tokenizers[str(job.folder / "tokenizer")] = checked.tokenizer
+    for job, checked in list(zip(jobs, prepared, strict=True))[1:]:
+        if not runtime_settings(job.runtime_config).remote:
+            _try_rewards(job, checked)
     return prepared
+
+
+def _try_rewards(job: Job, prepared: Prepared) -> None:
+    """Try a job's reward functions in this process."""
+    for name, scorer in job.scorers.items():
+        context = RankContext(name, 0, ParallelLayout(), torch.device("cpu"), job.run.seed)
+        worker = RewardWorker(context, scorer.parts, prepared.tokenizer)
+        for data, row in _trials(job, prepared, scorer.role):
+            worker.try_out(row, data)
+
+
+def _trials(job: Job, prepared: Prepared, role: Role) -> Iterator[tuple[str, Batch]]:
+    """Yield the first row of each data set whose responses get this reward."""
+    sets = ["train"] if role in job.algorithm.roles() else []
+    # Validation scores by the reward alone.
+    if role.name == "reward" and job.validation is not None and job.validation.generate:
+        sets.append("validation")
+    for name in sets:
+        row = prepared.first[name]
+        if job.environment is not None:
+            returns = torch.zeros(row.rows, dtype=torch.float32)
+            row = row.join(Batch({"episode_return": returns}))
+        yield name, row
 
 
 def prepare(
@@ -114,12 +150,14 @@ def prepare(
     sets = _sets(job) if sets is None else dict(sets)
     rows = {}
     dropped = {}
+    first = {}
     for name, config in sets.items():
         examples = ExampleSet(load_source(config), config, tokenizer)
         examples.check()
         rows[name] = len(examples)
         dropped[name] = examples.dropped
-    return Prepared(tokenizer, sets, rows, dropped, tuple(notes))
+        first[name] = example_batch([examples[0]], np.zeros(1))
+    return Prepared(tokenizer, sets, rows, dropped, first, tuple(notes))
 
 
 def _sets(job: Job) -> dict[str, DataConfig]:
@@ -218,7 +256,8 @@ class Session:
                 RewardWorker, main, scorer.parts, self.prepared.tokenizer, name=name
             )
             self.groups[name] = (scorer.role, group)
-            self._try_reward(scorer.role, group)
+            for data, row in _trials(self.job, self.prepared, scorer.role):
+                group.try_out(row, data).result()
 
         # All models are built at the same time; the last loop below waits for them.
         builds: list[tuple[str, Future]] = []
@@ -242,20 +281,6 @@ class Session:
         # Engines of another pool can be reached once both sides are built.
         for name, rollout in self.rollouts.items():
             self.say(f"{name}: {sync_line([rollout.connect()])}")
-
-    def _try_reward(self, role: Role, group: WorkerGroup) -> None:
-        """Score the first row of each data set whose responses get this reward."""
-        job = self.job
-        sets = ["train"] if role in job.algorithm.roles() else []
-        # Validation scores by the reward alone.
-        if role.name == "reward" and job.validation is not None and job.validation.generate:
-            sets.append("validation")
-        for name in sets:
-            row = self.rows(name, 0, 1)
-            if job.environment is not None:
-                returns = torch.zeros(row.rows, dtype=torch.float32)
-                row = row.join(Batch({"episode_return": returns}))
-            group.try_out(row, name).result()
 
     def _build_model(self, name: str, placed: PlacedModel) -> Iterator[tuple[str, Future]]:
         """Start to build a model, and its engines where they have a pool of their own.

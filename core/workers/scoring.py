@@ -47,7 +47,7 @@ def _score_one(reward: Reward, sample: RewardSample, name: str, row: int) -> Any
     try:
         return reward([sample])[0]
     except Exception as error:
-        raise failure(_description(error), name, row, sample) from error
+        raise failure(_description(error, sample), name, row, sample) from error
 
 
 def _raise_for_row(
@@ -62,7 +62,7 @@ def _raise_for_row(
         try:
             reward([sample])
         except Exception as row_error:
-            raise failure(_description(row_error), name, row, sample) from row_error
+            raise failure(_description(row_error, sample), name, row, sample) from row_error
     raise RewardError(
         f"reward {name!r} raised {type(error).__name__} for {len(samples)} rows together, "
         f"though for none of them alone: {error}"
@@ -136,11 +136,14 @@ def _number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32
     return number
 
 
-def _description(error: Exception) -> str:
+def _description(error: Exception, sample: RewardSample) -> str:
     """Return what a reward raised, in words."""
     if isinstance(error, HybridFlowError):
         return f"failed: {error}"  # a message to the user already, which needs no type
-    return f"raised {type(error).__name__}: {error}"
+    fields = ""
+    if isinstance(error, KeyError) and error.args[0] not in sample.meta:
+        fields = f" (sample.meta has {', '.join(map(str, sample.meta)) or 'nothing'})"
+    return f"raised {type(error).__name__}: {error}{fields}"
 
 
 def failure(what: str, name: str, row: int, sample: RewardSample) -> RewardError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import attrs
 import numpy as np
 import torch
 
@@ -66,20 +67,7 @@ class TaskWorker(Worker):
 
         numbers: the `group` of each row; a row that is drawn twice is two groups.
         """
-        examples = [self.sets[name][int(row)] for row in rows]
-        if self.sets[name].config.rejected is not None:
-            return _pairs(examples, numbers)
-
-        columns: dict[str, Any] = {
-            "prompt_ids": tokens([example.prompt_ids for example in examples], torch.int64),
-            "group": torch.from_numpy(numbers.astype(np.int64)),
-            "meta": [example.meta for example in examples],
-        }
-        # Data with responses (supervised fine-tuning) has them in every example.
-        responses = [example.response_ids for example in examples]
-        if examples and all(response is not None for response in responses):
-            columns |= _responses(responses)
-        return Batch(columns)
+        return example_batch([self.sets[name][int(row)] for row in rows], numbers)
 
     @register(Protocol.RANK_ZERO)
     def size(self, name: str) -> int:
@@ -105,6 +93,23 @@ class TaskWorker(Worker):
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:
         """Call `function` with the columns that its parameters name (StepContext.compute)."""
         return run_on_columns(batch, function)
+
+
+def example_batch(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
+    """Return the columns of examples; `numbers`: the `group` of each."""
+    if examples and examples[0].rejected_ids is not None:
+        return _pairs(examples, numbers)
+
+    columns: dict[str, Any] = {
+        "prompt_ids": tokens([example.prompt_ids for example in examples], torch.int64),
+        "group": torch.from_numpy(numbers.astype(np.int64)),
+        "meta": [example.meta for example in examples],
+    }
+    # Data with responses (supervised fine-tuning) has them in every example.
+    responses = [example.response_ids for example in examples]
+    if examples and all(response is not None for response in responses):
+        columns |= _responses(responses)
+    return Batch(columns)
 
 
 def _responses(responses: Sequence[Any]) -> dict[str, Column]:
@@ -254,15 +259,23 @@ class RewardWorker(Worker):
     def try_out(self, batch: Batch, data: str) -> None:
         """Score the first row of a data set, so that a reward that cannot work ends the run.
 
-        The response is the row's own, else its expected answer. Raises RewardError.
+        The response is the row's own, else its expected answer; and once more a wrong one, the
+        prompt. Raises RewardError.
         """
         if "response_ids" not in batch:
             answers = [_answer_ids(meta, self.tokenizer) for meta in batch["meta"].values]
             batch = batch.join(Batch({"response_ids": tokens(answers, torch.int64)}))
-        [sample, *_] = self._samples(batch)
+        [right, *_] = self._samples(batch)
+        wrong = attrs.evolve(
+            right,
+            response=right.prompt,
+            response_ids=next(iter(batch["prompt_ids"])).numpy(),
+            written=None,
+        )
         for part, reward in zip(self.parts, self.rewards, strict=True):
             try:
-                score_by_rule(reward, [sample], part.name, part.on_failure, part.per_token)
+                samples = [right, wrong]
+                score_by_rule(reward, samples, part.name, part.on_failure, part.per_token)
             except RewardError as error:
                 raise RewardError(
                     f"tried on the first row of {data}, before any model is built: {error}"

@@ -82,7 +82,9 @@ class EvaluateCommand(Command):
         evaluations = [_evaluation(found, out, arguments)]
         if arguments.compare:
             other = find_model(arguments.compare, role=arguments.role)
-            evaluations.append(_evaluation(other, out / "compared", arguments, like=found))
+            name = re.sub(r"[^\w.-]+", "-", other.label)
+            beside = out / f"compared-{name}"
+            evaluations.append(_evaluation(other, beside, arguments, like=found))
 
         records = [
             _evaluate(evaluation, measure, arguments.overwrite) for evaluation in evaluations

@@ -53,6 +53,7 @@ class GenerateCommand(Command):
         from hybridflow.core.running.session import Session, prepare
         from hybridflow.inference.job import inference_tables, resolve, with_data, with_overrides
         from hybridflow.inference.models import find_model
+        from hybridflow.inference.talk import has_template
 
         found = find_model(arguments.model, arguments.step, arguments.stage, arguments.role)
         with tempfile.TemporaryDirectory() as logs:
@@ -70,9 +71,10 @@ class GenerateCommand(Command):
                 examples.check()
                 prompts = [examples[at].prompt_ids for at in range(len(examples))]
             else:
-                prompts = [
-                    _prompt(text, tokenizer, job.data, arguments.plain) for text in arguments.text
-                ]
+                plain = arguments.plain or not has_template(tokenizer)
+                if plain and job.data.prompt != "{prompt}":
+                    _say(f"each text is put into data.prompt, {job.data.prompt!r}")
+                prompts = [_prompt(text, tokenizer, job.data, plain) for text in arguments.text]
 
             with ExitStack() as stack:
                 file = sys.stdout
@@ -91,13 +93,10 @@ class GenerateCommand(Command):
 
 
 def _prompt(text: str, tokenizer: Tokenizer, data: DataConfig, plain: bool) -> np.ndarray:
-    """Return the tokens of a text: a chat's first message where the tokenizer has a template.
+    """Return the tokens of a text: by the data's own template, or as a chat's first message."""
+    from hybridflow.inference.talk import text_ids
 
-    plain: by the data's own template.
-    """
-    from hybridflow.inference.talk import has_template, text_ids
-
-    if plain or not has_template(tokenizer):
+    if plain:
         return text_ids(text, tokenizer, data)
     chat = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(chat, (), data.chat_template_kwargs)

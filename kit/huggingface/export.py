@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ class _Files:
         if count > 1:
             names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         for number, name in enumerate(names):
+            # safetensors lets the owner alone read a file.
+            self._part(number).chmod(0o666 & ~_umask())
             self._part(number).rename(self.folder / name)
 
         # Several files have an index that says which parameter is in which.
@@ -111,6 +114,13 @@ class _Files:
     def _part(self, number: int) -> Path:
         """Return the name of a file while the number of files is not known."""
         return self.folder / f"model.safetensors.part{number}"
+
+
+def _umask() -> int:
+    """Return the mask of new files' modes, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _describe(hf: type, config: Any, generation: Any, dtype: torch.dtype, folder: Path) -> None:

@@ -27,7 +27,7 @@ def check_refuses_wrong_paths(kind: type[DataSource], name: str, ending: str, fo
     (folder / f"empty{ending}").write_text("")
     for path, words in [
         (None, "set data.path"),
-        (folder / "no" / f"x{ending}", rf"there is no .*x{ending}.* has data\.csv, empty{ending}"),
+        (folder / "no" / f"x{ending}", rf"there is no .*x{ending}.* has empty{ending}, data\.csv"),
         (folder / "data.csv", rf"does not end in {ending}.*data\.source = "),
         (folder / f"empty{ending}", "is empty"),
     ]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import attrs
 import pytest
 
@@ -121,13 +124,60 @@ def test_overrides_are_over_the_run_s_and_all_wrong_ones_are_named(sums, tmp_pat
     assert len(error.value.problems) == 2
 
 
+@pytest.mark.parametrize(
+    "file, fields, begins",
+    [
+        (None, {}, True),  # as exported: the run's data begin with bos
+        ("tokenizer_config.json", {"add_bos_token": False}, False),
+        ("tokenizer.json", {"post_processor": None}, False),
+        (
+            "tokenizer.json",
+            {"post_processor": {"type": "Sequence", "processors": [{"type": "ByteLevel"}]}},
+            False,
+        ),
+        (
+            "tokenizer.json",
+            {
+                "post_processor": {
+                    "type": "Sequence",
+                    "processors": [
+                        {"type": "ByteLevel"},
+                        {
+                            "type": "TemplateProcessing",
+                            "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+                        },
+                    ],
+                }
+            },
+            True,
+        ),
+    ],
+)
+def test_texts_begin_as_the_tokenizer_of_a_folder_begins_them(sums, tmp_path, file, fields, begins):
+    folder = shutil.copytree(sums / "export/actor", tmp_path / "folder")
+    if file is not None:
+        before = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
+        (folder / file).write_text(json.dumps({**before, **fields}))
+    found = find_model(str(folder))
+    tables = on_one_device(found, tmp_path)
+    assert with_overrides(tables, [], found)["data"]["bos"] is begins
+    assert with_overrides(tables, ["data.bos=true"], found)["data"]["bos"] is True
+    assert "bos" not in with_overrides(tables, ["data.messages=chat"], found)["data"]
+
+    # A row's prompt may be a chat, whose template begins it.
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert "bos" not in with_overrides(tables, [], found)["data"]
+    asked = with_overrides(tables, ["data.prompt='{question}='"], found)
+    assert asked["data"]["bos"] is begins
+
+
 def test_responses_of_a_folder_by_itself_fit_its_positions(sums, tmp_path):
     found = attrs.evolve(find_model(str(sums)), run=None, tables={})
     tables = inference_tables(found, tmp_path / "out")
     for override, response, prompt in ([], 16, 16), (["sampling.max_tokens=20"], 20, 12):
         merged = with_overrides(tables, override, found)
         assert merged["sampling"]["max_tokens"] == response
-        assert merged["data"] == {"max_prompt_tokens": prompt}
+        assert merged["data"] == {"max_prompt_tokens": prompt, "bos": True}
         resolve(merged)
 
 

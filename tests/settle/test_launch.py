@@ -15,7 +15,7 @@ from helpers.jobs import jobs
 from helpers.tiny import REWARDS, learning
 
 from hybridflow.core.controller import Outcome
-from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.errors import ConfigError, HybridFlowError, RewardError
 from hybridflow.settle.launch import load_config, run, summarise
 
 ROWS = ["data.limit=8", "validation.data.limit=2"]
@@ -24,7 +24,9 @@ ONE = [*TINY, "algorithm.prompts_per_step=2", "algorithm.group_size=2"]
 FAILS_ONCE = """
 
 def fails_once(sample):
-    if not pathlib.Path("failed").exists():
+    # The folders are emptied after the reward was tried.
+    emptied = not pathlib.Path("runs/two/second/done.json").exists()
+    if emptied and not pathlib.Path("failed").exists():
         pathlib.Path("failed").write_text("yes")
         raise KeyError("no such unit")
     return 1.0
@@ -68,6 +70,16 @@ def test_all_problems_of_a_file_are_told_at_once_and_a_missing_one_is_named():
     assert len(error.value.problems) == 2
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config("none.toml")
+
+
+def test_a_reward_of_a_later_stage_is_tried_before_the_first_one_starts(here):
+    (here / "only_right.py").write_text(
+        "def reward(sample):\n    return 1.0 if sample.response == sample.answer else None\n"
+    )
+    broken = ["stages.second.reward.function=only_right:reward", *TINY]
+    with pytest.raises(RewardError, match=r"tried on the first row of train.* returned None"):
+        run("two.toml", broken)
+    assert not Path("runs").exists()
 
 
 def test_what_is_probably_not_meant_is_said_when_the_run_begins(capsys):
@@ -154,9 +166,19 @@ def test_a_stage_that_the_config_does_not_have_is_refused_with_those_it_has():
 def test_a_run_in_any_stages_folder_is_told_before_the_first_stage_starts():
     Path("runs/two/second").mkdir(parents=True)
     Path("runs/two/second/run.json").write_text("{}")
+    Path("runs/two/second/metrics.jsonl").write_text("{}")
     with pytest.raises(ConfigError, match=r"a run in runs/two/second already; .*--resume"):
         run("two.toml", TINY)
     assert not Path("runs/two/first").exists()
+
+
+def test_a_run_that_ended_before_it_made_anything_is_begun_again_without_a_word():
+    with pytest.raises(HybridFlowError, match="no such unit"):
+        run("one.toml", [*ONE, "reward=rewards:fails_once"])
+    assert Path("runs/one/run.json").exists()
+    assert run("one.toml", [*ONE, "reward=rewards:fails_once"]).state == "finished"
+    with pytest.raises(ConfigError, match="a run in runs/one already"):
+        run("one.toml", ONE)
 
 
 def test_more_steps_let_a_finished_run_go_on_from_its_last_checkpoint():

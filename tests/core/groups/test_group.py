@@ -131,6 +131,13 @@ class Calls(Worker):
             raise HybridFlowError("the reward is not finite; look at the data")
         return 1
 
+    @register(Protocol.RANK_ZERO)
+    def fail_because_of_others(self):
+        try:
+            {}["theirs"]
+        except KeyError as error:
+            raise HybridFlowError("the reward raised") from error
+
     @register(Protocol.ONE_TO_ALL)
     def unpicklable(self):
         return threading.Lock()
@@ -270,6 +277,16 @@ def test_an_error_says_role_phase_rank_and_shows_the_workers_traceback(two):
     ):
         two.fail_plainly(batch_of(4), 0).result()
     assert two.who().result()[0][0] == 0  # and it goes on
+
+
+def test_of_a_message_to_the_user_only_the_code_that_it_tells_of_is_shown(two):
+    with pytest.raises(WorkerError) as error:
+        two.fail_plainly(batch_of(4), 0).result()
+    assert error.value.remote_traceback == ""
+    with pytest.raises(WorkerError, match="the reward raised") as error:
+        two.fail_because_of_others().result()
+    assert "KeyError: 'theirs'" in error.value.remote_traceback
+    assert "HybridFlowError" not in error.value.remote_traceback
 
 
 def test_a_rank_that_fails_fails_the_call_even_if_its_result_does_not_count(launch):

@@ -116,6 +116,7 @@ def test_the_line_before_the_first_step_has_the_most_of_any_rank():
         SyncCost(2_000_000, 6_000_000, 12, "collective"),
     ]
     assert sync_line(costs) == (
-        "a weight sync receives at most 2.00 MB per rank (12 rounds over collective); weights take 7.00 MB"
+        "a weight sync receives at most 2.00 MB per rank (12 rounds over collective); "
+        "weights of trainer and engine take 7.00 MB at its peak"
     )
-    assert "(nothing leaves a rank)" in sync_line([SyncCost(0, 500, 0, "collective")])
+    assert "moves nothing between ranks" in sync_line([SyncCost(0, 500, 0, "collective")])

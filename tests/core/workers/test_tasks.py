@@ -228,14 +228,16 @@ def test_a_function_hears_how_a_response_ended_and_what_its_environment_gave():
     assert scored(batch, part(cut))["scores"].values.tolist() == [1.0, 2.5, 0.0]
 
 
-def test_a_reward_is_tried_on_the_expected_answer_or_on_the_row_s_response():
+def test_a_reward_is_tried_on_the_expected_answer_or_the_row_s_response_and_on_a_wrong_one():
     HEARD.clear()
     worker = RewardWorker(CONTEXT, [part(hears)], DIGITS)
     row = Batch({"prompt_ids": tokens([[4]], torch.int64), "meta": [{"answer": "12"}]})
     worker.try_out(row, "train")
     worker.try_out(row.with_columns(meta=[{"answer": "twelve"}]), "train")  # no such characters
     worker.try_out(row.join(Batch({"response_ids": tokens([[7, END]], torch.int64)})), "train")
-    assert HEARD == [("12", [4, 5, END]), ("", [END]), ("4", [7, END])]
+    right = [("12", [4, 5, END]), ("", [END]), ("4", [7, END])]
+    wrong = ("1", [4])  # the prompt
+    assert [right[0], wrong, right[1], wrong, right[2], wrong] == HEARD
 
 
 def test_a_reward_that_fails_when_it_is_tried_names_the_set():

@@ -35,6 +35,8 @@ def test_the_folder_loads_with_the_same_weights_and_says_the_same(tmp_path):
     with safe_open(tmp_path / "new/actor/model.safetensors", "pt") as file:
         assert set(file.keys()) == set(ref.parameters)
         assert file.metadata() == {"format": "pt"}
+    modes = {file.stat().st_mode for file in (tmp_path / "new/actor").iterdir()}
+    assert len(modes) == 1  # who reads one file reads all
     assert not (tmp_path / "new/actor/generation_config.json").exists()
 
 
