@@ -12,8 +12,8 @@ from hybridflow.core.contracts.training import TrainingBackend
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.same_ranks import HybridEngine
-from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
 

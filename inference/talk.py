@@ -14,7 +14,6 @@ from hybridflow.core.contracts.rollout import Request, RolloutEngine, SamplingPa
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.data.rows import render, template_fields
 from hybridflow.core.errors import DataError
-from hybridflow.core.serving.stepper import Stepper
 
 
 @attrs.define
@@ -69,12 +68,12 @@ class Talk:
             )
         self._number += 1
         sampling = attrs.evolve(self.sampling, max_tokens=limit)
-        stepper = Stepper(self.engine)
-        stepper.add(Request(self._number, prompt, sampling, seed=self._number))
+        self.engine.disown()
+        self.engine.add(Request(self._number, prompt, sampling, seed=self._number))
 
         said = ""
         while True:
-            done = stepper.step()
+            done = self.engine.step()
             ids = done[0].response_ids if done else self.engine.partial(self._number)
             if ids is not None:
                 text = self.tokenizer.decode(ids)

@@ -21,10 +21,6 @@ class ContinuousEngine(RolloutEngine):
     that are continued, streams, and aborts.
     """
 
-    continuous = True
-    inflight: bool = False
-    """Whether weights may be updated while sequences run: their later tokens carry the new
-    version."""
     max_positions: int | None
     """Largest number of tokens of a prompt with its response; set by `start`."""
     vocab: int

@@ -5,9 +5,6 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES = TrainingCapabilities(
     axes=frozenset({"dp", "tp"}),
-    precisions=frozenset({"fp32", "bf16"}),
-    adapters=True,
-    offload=True,
 )
 """What the backend can do; read without importing it."""
 

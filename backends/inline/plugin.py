@@ -13,6 +13,6 @@ def hybridflow_plugins():
             name="inline",
             factory="hybridflow.backends.inline.runtime:InlineRuntime",
             config="hybridflow.backends.inline.runtime:InlineConfig",
-            capabilities=RuntimeCapabilities(processes=False, max_ranks=1, debugger=True),
+            capabilities=RuntimeCapabilities(processes=False, max_ranks=1),
         )
     ]

@@ -5,9 +5,6 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES = TrainingCapabilities(
     axes=frozenset({"dp", "tp", "pp"}),
-    precisions=frozenset({"fp32", "bf16"}),
-    adapters=False,
-    offload=True,
 )
 
 

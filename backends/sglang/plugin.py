@@ -15,11 +15,6 @@ def hybridflow_plugins():
             config="hybridflow.backends.sglang.config:SGLangConfig",
             capabilities=EngineCapabilities(
                 tp=True,
-                abort=True,
-                sleeps_on=frozenset({"cuda"}),
-                continuous=True,
-                weights_in_flight=True,
-                traced_layout=True,
                 process="own",
             ),
             default_on={"cuda": 2},

@@ -15,10 +15,6 @@ def hybridflow_plugins():
             config="hybridflow.backends.transformers.config:TransformersEngineConfig",
             capabilities=EngineCapabilities(
                 tp=True,
-                abort=True,
-                sleeps_on=frozenset({"cpu", "cuda"}),
-                continuous=True,
-                weights_in_flight=True,
                 process="either",
             ),
             default=True,

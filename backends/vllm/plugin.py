@@ -16,10 +16,6 @@ def hybridflow_plugins():
             capabilities=EngineCapabilities(
                 tp=True,
                 pp=True,
-                abort=True,
-                sleeps_on=frozenset({"cuda"}),
-                continuous=True,
-                traced_layout=True,
                 process="either",
             ),
             default_on={"cuda": 1},

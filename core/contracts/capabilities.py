@@ -42,16 +42,9 @@ class TrainingCapabilities:
     """Parallel axes that it supports, of dp, tp, pp, cp and ep."""
     models: frozenset[str] = _names("policy", "value", "score")
     """Kinds of model that it trains."""
-    precisions: frozenset[str] = _names("fp32")
-    """Values that its setting `precision` may have."""
     devices: frozenset[str] = _names(*DEVICES)
     """Device types on which it runs."""
 
-    # Features that a job may ask for
-    adapters: bool = False
-    """Whether it trains low-rank adapters (LoRA)."""
-    offload: bool = False
-    """Whether `offload` leaves nothing on the device."""
     extras: frozenset[str] = _names()
     """Columns beyond those of docs/batch.md that its models read, passed in MicroBatch.extras."""
 
@@ -68,21 +61,7 @@ class EngineCapabilities:
     devices: frozenset[str] = _names(*DEVICES)
     """Device types on which it runs."""
 
-    # Requests
-    abort: bool = False
-    """Whether running requests can be ended early."""
-    sleeps_on: frozenset[str] = _names()
-    """Device types on which `sleep` gives memory back."""
-    continuous: bool = False
-    """Whether requests may come while others run."""
-
     # Weights
-    weights_in_flight: bool = False
-    """Whether weights may change while sequences run."""
-    adapters: bool = False
-    """Whether `begin_update` takes an adapter instead of whole weights."""
-    traced_layout: bool = False
-    """Whether its layout follows from its own weight loader."""
     grouping: Literal["any", "consecutive"] = "any"
     """Which ranks can form a replica."""
     views: bool = True
@@ -104,8 +83,6 @@ class RuntimeCapabilities:
     """Whether workers have processes of their own."""
     cluster: bool = False
     """Whether it can reach several nodes."""
-    debugger: bool = False
-    """Whether breakpoints in workers work."""
     max_ranks: int | None = None
     """Largest number of ranks of a pool; None: any number."""
 

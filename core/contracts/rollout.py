@@ -317,12 +317,12 @@ class RolloutEngine(ABC):
         completions = {completion.id: completion for completion in self.submit(requests)}
         return [completions[request.id] for request in requests]
 
+    @abstractmethod
     def abort(self, ids: Iterable[int] | None = None) -> None:
         """End running requests early (without ids all of them), with finish_reason "abort".
 
-        Each one is still yielded.
+        Each one is still yielded. Ids that do not run are no error.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot abort")
 
     def partial(self, number: int) -> np.ndarray | None:
         """Return the tokens that the running request of this id has made so far, int64 [T].
@@ -331,26 +331,30 @@ class RolloutEngine(ABC):
         """
         return None
 
-    # --- generation for requests that come while others run ---
+    # --- generation for requests that come one by one ---
+    #
+    # kit.continuous.ContinuousEngine has these for engines that admit requests while others run,
+    # kit.batches.BatchEngine for those that have `submit` alone.
 
-    continuous: ClassVar[bool] = False
-    """Whether `add` and `step` work (kit.continuous.ContinuousEngine implements them)."""
     inflight: bool = False
     """Whether weights may be updated while sequences run: their later tokens carry the new
     version."""
 
+    @abstractmethod
     def add(self, request: Request) -> None:
-        """Accept a request beside those that run; `step` returns its completion."""
-        raise NotImplementedError(f"{type(self).__name__} takes requests by submit alone")
+        """Accept a request, now or when those that run have ended; `step` returns its completion.
 
+        Raises HybridFlowError for a request that cannot be served, and without weights.
+        """
+
+    @abstractmethod
     def step(self) -> list[Completion]:
         """Work for a while; return the completions of requests that have ended."""
-        raise NotImplementedError(f"{type(self).__name__} takes requests by submit alone")
 
     @property
+    @abstractmethod
     def busy(self) -> bool:
         """Whether `step` has work that somebody waits for."""
-        raise NotImplementedError(f"{type(self).__name__} takes requests by submit alone")
 
     def disown(self) -> None:  # noqa: B027
         """Give up all running requests: they end before the next request enters."""

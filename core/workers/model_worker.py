@@ -29,10 +29,10 @@ from hybridflow.core.errors import HybridFlowError, MismatchError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.exchange import ShardReader
+from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.checksums import sums_sent
 from hybridflow.core.rollouts.same_ranks import HybridEngine
 from hybridflow.core.rollouts.weight_sync import SyncCost
-from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics

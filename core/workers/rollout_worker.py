@@ -13,9 +13,9 @@ from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.worker import RankContext, register
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
+from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.checksums import wanted
 from hybridflow.core.rollouts.weight_sync import on_every_rank
-from hybridflow.core.serving.build import build_engine, start_engine
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.episodes import Episodes

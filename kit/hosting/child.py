@@ -133,7 +133,6 @@ class Child:
         import torch
 
         from hybridflow.core.contracts.worker import RankContext
-        from hybridflow.core.serving.stepper import Stepper
         from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
         # The engine drives all devices of its replica, as if it were rank 0 of a pool of its own.
@@ -145,7 +144,6 @@ class Child:
 
         self.engine = engine_class(model, config, context)
         self.engine.start()
-        self.stepper = Stepper(self.engine)
         self.readers: dict[int, Any] = {}
         self.on_join(0, bucket)
         # Later ranks connect when the first one says that this has started.
@@ -161,7 +159,7 @@ class Child:
         """
         from hybridflow.core.errors import HybridFlowError
 
-        while not self.stepper.busy or not self.inbox.empty() or self.engine.updating:
+        while not self.engine.busy or not self.inbox.empty() or self.engine.updating:
             place, (name, *arguments) = self.inbox.get()
             if name in OF_A_RANK:
                 arguments = [place, *arguments]
@@ -177,10 +175,10 @@ class Child:
 
         # After a failed step all requests end, and the process lives on.
         try:
-            done = self.stepper.step()
+            done = self.engine.step()
         except HybridFlowError as error:
             self.say("error", str(error))
-            self.stepper.abort()
+            self.engine.abort()
             return
 
         self.steps += 1
@@ -194,7 +192,7 @@ class Child:
 
         for request in requests:
             try:
-                self.stepper.add(request)
+                self.engine.add(request)
             except HybridFlowError as error:
                 self.say("error", str(error))
                 ids, logprobs, versions = request.prefix()
@@ -202,7 +200,7 @@ class Child:
 
     def on_abort(self, ids: Any) -> None:
         """End requests early; their completions come with a later step."""
-        self.stepper.abort(ids)
+        self.engine.abort(ids)
 
     def on_begin_update(self, version: int) -> None:
         """Tell the engine of the weights that come; from now on it generates nothing."""

@@ -1,7 +1,7 @@
 """A rollout engine in a process of its own, behind the contract of one in this process.
 
 first rank of the replica               engine's process
-HostedEngine  --  EngineProcess  ==  Child  --  Stepper  --  engine
+HostedEngine  --  EngineProcess  ==  Child  --  engine
                           socket: requests, completions
               --  Bucket         ==  BucketReader  --  engine.take
                           shared memory: this rank's weights

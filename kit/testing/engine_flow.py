@@ -1,6 +1,6 @@
 """EngineFlow: requests that join running ones, and weights that change while sequences run.
 
-Only engines that declare these abilities (`continuous`, `inflight`) are tested.
+Updates in flight are tested of engines that declare them (`inflight`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ class EngineFlow(EngineBase):
     def test_requests_join_those_that_run(self, start):
         """Requests added between steps are answered once, with the tokens that `submit` gives."""
         engine = self.speaking(start, next(self.references()))
-        if not engine.continuous:
-            pytest.skip("it takes requests by submit alone")
-
         lengths = (LONG, 3, 5, LONG)
         batch = [self._request(i, length) for i, length in enumerate(lengths)]
         expected = {c.id: c.response_ids.tolist() for c in engine.generate(batch)}
@@ -64,9 +61,6 @@ class EngineFlow(EngineBase):
     def test_what_a_request_has_made_so_far_is_part_of_its_completion(self, start):
         """The tokens of `partial` are the first ones of the completion, whenever it is asked."""
         engine = self.speaking(start, next(self.references()))
-        if not engine.continuous:
-            pytest.skip("it takes requests by submit alone")
-
         # Asked before each step, until it is over
         engine.add(self._request(0, LONG))
         parts: list[list[int]] = []

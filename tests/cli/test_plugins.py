@@ -32,7 +32,7 @@ def test_it_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr.strip()) == (0, "[]"), done.stderr
     assert re.search(r"algorithm +grpo +hybridflow +\S+ +ready", done.stdout)
-    fsdp = r"training_backend +fsdp +axes: dp, tp; models: policy, score, value; precisions: bf16, fp32"
+    fsdp = r"training_backend +fsdp +axes: dp, tp; models: policy, score, value; devices: cpu, cuda"
     assert re.search(fsdp, done.stdout)
 
 
@@ -79,10 +79,8 @@ def test_capabilities_in_words_leave_out_what_it_has_not():
     can = TrainingCapabilities(
         axes=frozenset({"tp", "dp"}),
         models=nothing,
-        precisions=nothing,
         devices=nothing,
-        offload=True,
     )
-    assert spell(can) == "axes: dp, tp; offload"
+    assert spell(can) == "axes: dp, tp"
     assert spell(RuntimeCapabilities(max_ranks=1)) == "processes; max_ranks: 1"
     assert spell(None) == ""

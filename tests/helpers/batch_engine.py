@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.contracts.rollout import RolloutEngine
+from hybridflow.kit import batches
 
 
-class BatchEngine(RolloutEngine):
+class BatchEngine(batches.BatchEngine):
     """An engine with `submit` alone, around one that can do more."""
 
     def __init__(self, inner: TransformersEngine):
@@ -34,5 +34,5 @@ class BatchEngine(RolloutEngine):
         self.inner.end_update()
         super().end_update()
 
-    def abort(self, ids=None):
+    def abort_batch(self, ids):
         self.inner.abort(ids)

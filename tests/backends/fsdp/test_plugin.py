@@ -13,9 +13,6 @@ from hybridflow.core.contracts.capabilities import TrainingCapabilities
 def test_the_default_training_backend_cuts_dp_and_tp():
     can = TrainingCapabilities(
         axes=frozenset({"dp", "tp"}),
-        precisions=frozenset({"fp32", "bf16"}),
-        adapters=True,
-        offload=True,
     )
     check_brought(
         plugin,

@@ -10,7 +10,7 @@ from hybridflow.core.contracts.capabilities import RuntimeCapabilities
 
 
 def test_one_runtime_without_processes_that_needs_nothing():
-    can = RuntimeCapabilities(processes=False, max_ranks=1, debugger=True)
+    can = RuntimeCapabilities(processes=False, max_ranks=1)
     check_brought(
         plugin,
         Brought("runtime", "inline", InlineRuntime, config=InlineConfig, capabilities=can),

@@ -12,9 +12,7 @@ from hybridflow.core.contracts.capabilities import TrainingCapabilities
 
 def test_it_cuts_tensors_and_pipelines_and_has_no_adapters():
     axes = frozenset({"dp", "tp", "pp"})
-    can = TrainingCapabilities(
-        axes=axes, precisions=frozenset({"fp32", "bf16"}), adapters=False, offload=True
-    )
+    can = TrainingCapabilities(axes=axes)
     expected = Brought(
         "training_backend",
         "megatron",

@@ -17,8 +17,7 @@ from hybridflow.core.plugins import Registry
 
 def test_it_takes_weights_while_sequences_run_in_a_process_of_its_own():
     can = EngineCapabilities(
-        tp=True, abort=True, sleeps_on=frozenset({"cuda"}), continuous=True, weights_in_flight=True,
-        traced_layout=True, process="own",
+        tp=True, process="own",
     )  # fmt: skip
     expected = {"config": SGLangConfig, "requires": ("sglang",), "capabilities": can}
     check_brought(plugin, Brought("rollout_engine", "sglang", SGLangEngine, **expected))

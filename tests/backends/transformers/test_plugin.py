@@ -13,10 +13,6 @@ from hybridflow.core.contracts.capabilities import EngineCapabilities
 def test_the_default_engine_sleeps_anywhere_and_takes_weights_while_sequences_run():
     can = EngineCapabilities(
         tp=True,
-        abort=True,
-        sleeps_on=frozenset({"cpu", "cuda"}),
-        continuous=True,
-        weights_in_flight=True,
         process="either",
     )
     check_brought(

@@ -17,8 +17,7 @@ from hybridflow.core.plugins import Registry
 
 def test_it_joins_requests_in_either_process_and_sleeps_on_gpus():
     can = EngineCapabilities(
-        tp=True, pp=True, abort=True, sleeps_on=frozenset({"cuda"}), continuous=True,
-        traced_layout=True, grouping="any", process="either",
+        tp=True, pp=True, grouping="any", process="either",
     )  # fmt: skip
     engine = Brought(
         "rollout_engine", "vllm", VLLMEngine, config=VLLMConfig, requires=("vllm",), capabilities=can

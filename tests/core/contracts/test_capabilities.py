@@ -14,15 +14,10 @@ from hybridflow.core.contracts.capabilities import (
 
 
 def test_sets_of_names_are_made_of_whatever_lists_them():
-    given = TrainingCapabilities(
-        axes=["dp", "tp", "dp"], precisions={"bf16"}, extras=(name for name in ("positions",))
-    )
+    given = TrainingCapabilities(axes=["dp", "tp", "dp"], extras=(name for name in ("positions",)))
     assert given.axes == frozenset({"dp", "tp"})
-    assert given.precisions == frozenset({"bf16"})
     assert given.extras == frozenset({"positions"})
-    assert given == TrainingCapabilities(
-        axes={"tp", "dp"}, precisions=["bf16"], extras=["positions"]
-    )
+    assert given == TrainingCapabilities(axes={"tp", "dp"}, extras=["positions"])
     assert given.models == frozenset({"policy", "value", "score"})
 
 

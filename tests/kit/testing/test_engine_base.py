@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers.faulty_engines import starter
 
-from hybridflow.core.contracts.rollout import RolloutEngine, SamplingParams
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.values.weights import Param, WeightLayout
+from hybridflow.kit.batches import BatchEngine
 from hybridflow.kit.testing.engine_base import PROMPTS, EngineBase, give_weights, requests
 from hybridflow.kit.testing.models import reference
 
@@ -20,7 +21,7 @@ PARAMETERS = {
 }
 
 
-class Keeps(RolloutEngine):
+class Keeps(BatchEngine):
     """Puts the boxes that it receives where they belong."""
 
     def __init__(self):

@@ -5,13 +5,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridflow.core import Completion, HybridFlowError, Param, RolloutEngine, WeightLayout
+from hybridflow.core import Completion, HybridFlowError, Param, WeightLayout
 from hybridflow.kit.arrivals import Arrivals
+from hybridflow.kit.batches import BatchEngine
 from strangers.settings import HalvesConfig, half_box
 from strangers.striped import TINTED
 
 
-class Halves(RolloutEngine):
+class Halves(BatchEngine):
     Config = HalvesConfig
 
     def start(self):

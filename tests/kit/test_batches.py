@@ -1,4 +1,4 @@
-"""One request after the other, for engines that admit them while others run and for those that take batches."""
+"""One request after the other, where an engine has batches alone; as where it admits them while others run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.serving.stepper import Stepper
 from hybridflow.kit.testing import give_weights, one_rank, reference
 
 PROMPT = np.array([1, 2, 3])
@@ -34,75 +33,70 @@ def asked(at: int, tokens: int) -> Request:
     return Request(at, PROMPT, SamplingParams(max_tokens=tokens), seed=at)
 
 
-def ended(stepper: Stepper) -> list:
+def ended(engine) -> list:
     """Completions until nobody waits for one."""
     found = []
-    while stepper.busy:
-        found += stepper.step()
+    while engine.busy:
+        found += engine.step()
     return found
 
 
 def test_every_request_is_answered_as_generate_answers_it(engine):
-    stepper = Stepper(engine)
     requests = [asked(at, 4 + at) for at in range(3)]
     expected = {done.id: done.response_ids.tolist() for done in engine.generate(requests)}
     for request in requests:
-        stepper.add(request)
-    assert {done.id: done.response_ids.tolist() for done in ended(stepper)} == expected
-    assert not stepper.busy
-    assert stepper.step() == []
+        engine.add(request)
+    assert {done.id: done.response_ids.tolist() for done in ended(engine)} == expected
+    assert not engine.busy
+    assert engine.step() == []
 
 
 def test_a_later_request_overtakes_where_the_engine_can_and_waits_where_it_cannot(continuous):
     orders = []
     for engine in (continuous, BatchEngine(continuous)):
-        stepper = Stepper(engine)
-        stepper.add(asked(1, 60))
-        stepper.add(asked(2, 2))
+        engine.add(asked(1, 60))
+        engine.add(asked(2, 2))
         first = []
         while not first:
-            first = stepper.step()
+            first = engine.step()
         assert [done.id for done in first] == [2]
-        stepper.add(asked(3, 2))
-        orders.append([done.id for done in ended(stepper)])
+        engine.add(asked(3, 2))
+        orders.append([done.id for done in ended(engine)])
     assert orders == [[3, 1], [1, 3]]
 
 
 def test_what_waits_and_what_runs_is_aborted_with_the_tokens_so_far(engine):
-    stepper = Stepper(engine)
     prefix = np.array([7, 8])
-    stepper.add(asked(1, 60))
-    stepper.add(asked(2, 2))
-    while not stepper.step():
+    engine.add(asked(1, 60))
+    engine.add(asked(2, 2))
+    while not engine.step():
         pass
-    stepper.add(Request(3, PROMPT, SamplingParams(max_tokens=60), prefix_ids=prefix))
-    stepper.abort([3])
-    stepper.abort([99])
-    done = {one.id: one for one in ended(stepper)}
+    engine.add(Request(3, PROMPT, SamplingParams(max_tokens=60), prefix_ids=prefix))
+    engine.abort([3])
+    engine.abort([99])
+    done = {one.id: one for one in ended(engine)}
     assert done[3].finish_reason == "abort" and done[3].response_ids.tolist() == [7, 8]
     assert done[1].finish_reason == "length" and len(done[1].response_ids) == 60
 
 
 def test_all_are_aborted_without_numbers(engine):
-    stepper = Stepper(engine)
-    stepper.add(asked(1, 60))
-    stepper.add(asked(2, 2))
-    while not stepper.step():
+    engine.add(asked(1, 60))
+    engine.add(asked(2, 2))
+    while not engine.step():
         pass
-    stepper.add(asked(3, 60))
-    stepper.abort()
-    done = ended(stepper)
+    engine.add(asked(3, 60))
+    engine.abort()
+    done = ended(engine)
     assert {one.id: one.finish_reason for one in done} == {1: "abort", 3: "abort"}
     assert all(len(one.response_ids) < 60 for one in done)
 
 
 def test_an_engine_without_its_weights_refuses_at_once(engine):
-    stepper = Stepper(engine)
     engine.begin_update(2)
     with pytest.raises(
         HybridFlowError, match="the weight update to version 2 was begun and not ended"
     ):
-        stepper.add(asked(1, 4))
-    give_weights(stepper.engine, reference().parameters, 1)
-    stepper.add(asked(1, 4))
-    assert len(ended(stepper)) == 1
+        engine.add(asked(1, 4))
+    give_weights(engine, reference().parameters, 1)
+    engine.add(asked(1, 4))
+    assert len(ended(engine)) == 1

@@ -11,7 +11,7 @@ import pytest
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.errors import ModelError, PluginError
-from hybridflow.core.serving.build import build_engine, start_engine
+from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.kit.hosting.hosted import HostedEngine
 from hybridflow.kit.testing import one_rank, tiny_config
@@ -21,7 +21,7 @@ SLOW = """
 import time
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.core.serving.build import start_engine
+from hybridflow.core.rollouts.build import start_engine
 
 class Slow(TransformersEngine):
     def start(self):
