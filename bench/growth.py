@@ -74,7 +74,7 @@ class Models(Worker):
     """Verbs that travel as the model worker's do, and compute nothing."""
 
     @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
-    def generate(self, batch: Batch, sampling, seed, max_tokens) -> Batch:
+    def generate(self, batch: Batch, sampling, seed) -> Batch:
         rows = batch.rows
         columns = {
             "response_ids": filled(rows, RESPONSE, 2, torch.int64),

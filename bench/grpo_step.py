@@ -99,6 +99,7 @@ def __getattr__(name: str):
     if name != "Forced":
         raise AttributeError(name)
     import attrs
+    import torch
 
     from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 
@@ -120,7 +121,8 @@ def __getattr__(name: str):
 
         def generate(self, prompts):
             sampling = attrs.evolve(self._ctx.sampling, ignore_stop=True)
-            return self._ctx.actor.generate(prompts, sampling=sampling, max_tokens=self._lengths)
+            limited = prompts.with_columns(max_tokens=torch.tensor(self._lengths))
+            return self._ctx.actor.generate(limited, sampling=sampling)
 
         def logprobs(self, batch):
             return self._ctx.actor.logprobs(batch)

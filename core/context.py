@@ -33,7 +33,7 @@ class RoleHandle:
     role: Role
     group: WorkerGroup
     _ctx: StepContext
-    rollout: Any
+    rollout: WorkerGroup | SeparateRollout
     """What generates: the group itself, or engines in a pool of their own."""
 
     def generate(
@@ -42,14 +42,13 @@ class RoleHandle:
         *,
         greedy: bool = False,
         sampling: SamplingParams | None = None,
-        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         """Generate a response to every prompt; the engine's weights are synced first if outdated.
 
         The result has the prompts' columns and response_ids, rollout_logprobs, loss_mask,
         weight_version, finish_reason and sample_id; with an environment also turn, episode_return,
         turn_rewards and turn_states. `greedy` takes the most likely token each time (the baseline
-        of ReMax). `max_tokens` holds a limit per `sample_id` modulo its length, in place of
+        of ReMax). A column `max_tokens` has each row's own limit, in place of
         sampling.max_tokens.
         """
         params = sampling or self._ctx.sampling
@@ -63,7 +62,7 @@ class RoleHandle:
         numbered = prompts.with_columns(sample_id=sample_ids)
 
         verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
-        responses = verb(numbered, params, self._ctx.seed, max_tokens)
+        responses = verb(numbered, params, self._ctx.seed)
         return numbered.join(self._watch(responses))
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:

@@ -39,7 +39,6 @@ class RoleHandle(Typing):
         *,
         greedy: bool = False,
         sampling: SamplingParams | None = None,
-        max_tokens: Sequence[int] | None = None,
     ) -> Batch:
         """Generate responses; first sync the engine if the trained weights are newer than its own.
 
@@ -48,8 +47,8 @@ class RoleHandle(Typing):
         and turn_states.
 
         greedy: take the most likely token each time (ReMax's baseline).
-        max_tokens: length limits of responses, in tokens; a row's limit is the one at index
-            `sample_id` modulo their number. By default sampling.max_tokens limits all of them.
+        Where the prompts have a column max_tokens, it limits each row's response, in tokens, in
+        place of sampling.max_tokens.
         """
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:

@@ -12,8 +12,6 @@ the engines fetch the one before:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.groups.group import Future, WorkerGroup
 from hybridflow.core.job.job import SyncSpec
@@ -66,27 +64,15 @@ class SeparateRollout(WeightSync):
             transport,
         )
 
-    def generate(
-        self,
-        batch: Batch,
-        sampling: SamplingParams,
-        seed: int,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Batch:
+    def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Sync the weights if there are newer ones, then generate (see RolloutWorker.generate)."""
         self.sync()
-        return self.engines.generate(batch, sampling, seed, max_tokens)
+        return self.engines.generate(batch, sampling, seed)
 
-    def episodes(
-        self,
-        batch: Batch,
-        sampling: SamplingParams,
-        seed: int,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Batch:
+    def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Sync the weights if there are newer ones, then run episodes."""
         self.sync()
-        return self.engines.episodes(batch, sampling, seed, max_tokens)
+        return self.engines.episodes(batch, sampling, seed)
 
     def sync(self) -> Future:
         """Bring the weights to the engines if they are newer; it has ended when this returns."""

@@ -17,6 +17,10 @@ from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.workers.episodes import Episodes, run_episodes
 
+GENERATE_READS = ("prompt_ids", "sample_id", "max_tokens")
+"""Columns that generation reads; max_tokens where the batch has it."""
+EPISODE_READS = (*GENERATE_READS, "meta")
+"""The same of episodes."""
 GENERATED = ("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason")
 """The columns that `generate` adds."""
 EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
@@ -28,13 +32,12 @@ def generate_rows(
     batch: Batch,
     sampling: SamplingParams,
     seed: int,
-    max_tokens: Sequence[int] | None,
     extras: Collection[str] = (),
 ) -> Batch:
     """Generate a response for each row's prompt: the columns GENERATED, in the rows' order."""
     started = time.perf_counter()
     # Some replicas have no rows in small batches.
-    requests = make_requests(batch, sampling, seed, max_tokens, extras)
+    requests = make_requests(batch, sampling, seed, extras)
     completions = engine.generate(requests) if requests else []
 
     # Every token is the model's, so every one counts in the loss.
@@ -57,7 +60,6 @@ def generate_episodes(
     batch: Batch,
     sampling: SamplingParams,
     seed: int,
-    max_tokens: Sequence[int] | None,
     episodes: Episodes,
     context: RankContext,
     extras: Collection[str] = (),
@@ -67,7 +69,7 @@ def generate_episodes(
     Raises EnvironmentFailure when an environment fails.
     """
     started = time.perf_counter()
-    requests = make_requests(batch, sampling, seed, max_tokens, extras)
+    requests = make_requests(batch, sampling, seed, extras)
     played = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
 
     # Only tokens that the model wrote count as generated.
@@ -82,23 +84,23 @@ def make_requests(
     batch: Batch,
     sampling: SamplingParams,
     seed: int,
-    max_tokens: Sequence[int] | None,
     extras: Collection[str] = (),
 ) -> list[Request]:
     """Return one request per row, whose id is the row's number.
 
-    max_tokens: a limit per `sample_id` modulo its length; None: sampling.max_tokens. extras:
-    columns that the engine declares; a row's values go along, where the batch has them.
+    extras: columns that the engine declares; a row's values go along, where the batch has them.
     """
-    # Seeds and limits follow the sample's number, which does not depend on ranks or batches.
+    # Seeds follow the sample's number, which does not depend on ranks or batches.
     samples = torch.as_tensor(batch["sample_id"].values).tolist()
     extra_columns = {name: list(batch[name]) for name in extras if name in batch}
+    limits = None
+    if "max_tokens" in batch:
+        limits = torch.as_tensor(batch["max_tokens"].values).tolist()
     requests = []
     for row, (prompt, sample) in enumerate(zip(batch["prompt_ids"], samples, strict=True)):
         row_sampling = sampling
-        if max_tokens is not None:
-            limit = max_tokens[sample % len(max_tokens)]
-            row_sampling = attrs.evolve(sampling, max_tokens=limit)
+        if limits is not None:
+            row_sampling = attrs.evolve(sampling, max_tokens=limits[row])
 
         request = Request(
             row,

@@ -41,6 +41,8 @@ from hybridflow.core.workers.agreement import disagreement
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.generation import (
     EPISODE_COLUMNS,
+    EPISODE_READS,
+    GENERATE_READS,
     GENERATED,
     generate_episodes,
     generate_rows,
@@ -285,33 +287,21 @@ class ModelWorker(PoolMember):
 
     # --- generation ---
 
-    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
-    def generate(
-        self,
-        batch: Batch,
-        sampling: SamplingParams,
-        seed: int,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Batch:
+    @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
+    def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Responses for the rows' prompts, with the trained weights of this moment.
 
-        The weights are synced first if the trainer's are newer. max_tokens: a limit per `sample_id`
-        modulo its length (benchmarks, curricula); the default is sampling.max_tokens.
+        The weights are synced first if the trainer's are newer. A column max_tokens has each row's
+        own limit; without it that is sampling.max_tokens.
         """
-        return self._generated(generate_rows, batch, sampling, seed, max_tokens)
+        return self._generated(generate_rows, batch, sampling, seed)
 
-    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
-    def episodes(
-        self,
-        batch: Batch,
-        sampling: SamplingParams,
-        seed: int,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Batch:
+    @register(Protocol.MICRO_DP, reads=EPISODE_READS, writes=EPISODE_COLUMNS)
+    def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """`generate` in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         verb = partial(generate_episodes, episodes=self.driver, context=self.context)
-        return self._generated(verb, batch, sampling, seed, max_tokens)
+        return self._generated(verb, batch, sampling, seed)
 
     def _generated(self, verb: Callable[..., Batch], batch: Batch, *how: Any) -> Batch:
         """Generate with the weights of this moment, then give the engine's memory back.

@@ -5,7 +5,7 @@ It generates, and fetches the actor's weights by tickets (core/rollouts/separate
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.core.contracts.protocol import Protocol
@@ -21,6 +21,8 @@ from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.generation import (
     EPISODE_COLUMNS,
+    EPISODE_READS,
+    GENERATE_READS,
     GENERATED,
     generate_episodes,
     generate_rows,
@@ -90,27 +92,15 @@ class RolloutWorker(PoolMember):
 
     # --- generation ---
 
-    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id", "meta"), writes=EPISODE_COLUMNS)
-    def episodes(
-        self,
-        batch: Batch,
-        sampling: SamplingParams,
-        seed: int,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Batch:
+    @register(Protocol.MICRO_DP, reads=EPISODE_READS, writes=EPISODE_COLUMNS)
+    def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """`generate` in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         return generate_episodes(
-            self.engine, batch, sampling, seed, max_tokens, self.driver, self.context, self._sends
+            self.engine, batch, sampling, seed, self.driver, self.context, self._sends
         )
 
-    @register(Protocol.MICRO_DP, reads=("prompt_ids", "sample_id"), writes=GENERATED)
-    def generate(
-        self,
-        batch: Batch,
-        sampling: SamplingParams,
-        seed: int,
-        max_tokens: Sequence[int] | None = None,
-    ) -> Batch:
+    @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
+    def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Responses for the rows' prompts, with the weights of the last sync."""
-        return generate_rows(self.engine, batch, sampling, seed, max_tokens, self._sends)
+        return generate_rows(self.engine, batch, sampling, seed, self._sends)

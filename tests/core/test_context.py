@@ -39,16 +39,16 @@ class Recited(Worker):
     """A model without a model: each verb answers with what it was asked."""
 
     @register(reads=("sample_id",))
-    def generate(self, batch: Batch, params, seed, max_tokens) -> Batch:
+    def generate(self, batch: Batch, params, seed) -> Batch:
         columns = {
             "temperature": torch.full((batch.rows,), params.temperature),
-            "asked": [(params, seed, max_tokens)] * batch.rows,
+            "asked": [(params, seed)] * batch.rows,
             "sampled": batch["sample_id"].values * 10,
         }
         return Batch(columns, Metrics({"tokens": (6.0, 2.0)}))
 
     @register()
-    def episodes(self, batch: Batch, params, seed, max_tokens) -> Batch:
+    def episodes(self, batch: Batch, params, seed) -> Batch:
         return Batch({"turns": torch.ones(batch.rows)})
 
     @register()
@@ -130,22 +130,21 @@ def test_roles_are_attributes_and_others_are_named(context):
 def test_samples_are_numbered_over_all_calls_of_a_run(context):
     ctx = context()
     first = ctx.actor.generate(numbered(3))
-    second = ctx.actor.generate(numbered(2), max_tokens=[5, 6])
+    second = ctx.actor.generate(numbered(2))
     assert first["sample_id"].values.tolist() == [0, 1, 2]
     assert second["sample_id"].values.tolist() == [3, 4]
     assert second["sampled"].values.tolist() == [30, 40]
     assert second["x"].values.tolist() == [0, 1]
-    assert first["asked"].values[0] == (SAMPLING, 17, None)
-    assert second["asked"].values[0] == (SAMPLING, 17, [5, 6])
+    assert first["asked"].values[0] == (SAMPLING, 17)
     assert ctx.counters["samples"] == 5
 
 
 def test_greedy_generation_takes_the_most_likely_token_of_the_same_response(context):
     ctx = context()
-    [(params, _, _)] = ctx.actor.generate(numbered(1), greedy=True)["asked"].values
+    [(params, _)] = ctx.actor.generate(numbered(1), greedy=True)["asked"].values
     assert params == SamplingParams(max_tokens=4, temperature=0.0, stop_token_ids=(2,))
     other = SamplingParams(max_tokens=9, temperature=2.0)
-    [(params, _, _)] = ctx.actor.generate(numbered(1), sampling=other)["asked"].values
+    [(params, _)] = ctx.actor.generate(numbered(1), sampling=other)["asked"].values
     assert params == other
 
 

@@ -27,7 +27,7 @@ ROWS = Batch(
 
 
 def test_each_row_gets_the_response_that_hugging_face_gives_it(speaker):
-    made = generate_rows(speaker[0], ROWS, SamplingParams(max_tokens=6, temperature=0.0), 3, None)
+    made = generate_rows(speaker[0], ROWS, SamplingParams(max_tokens=6, temperature=0.0), 3)
     assert tuple(made.names) == GENERATED
     for prompt, response, logprobs in zip(
         PROMPTS, made["response_ids"], made["rollout_logprobs"], strict=True
@@ -44,16 +44,16 @@ def test_each_row_gets_the_response_that_hugging_face_gives_it(speaker):
 def test_the_metrics_count_tokens_and_responses_that_were_cut(speaker):
     rare = SamplingParams(max_tokens=4, stop_token_ids=(2,), logit_bias={2: -1e9})
     often = SamplingParams(max_tokens=4, stop_token_ids=(2,), logit_bias={2: 1e9})
-    cut = generate_rows(speaker[0], ROWS, rare, 3, None).metrics
+    cut = generate_rows(speaker[0], ROWS, rare, 3).metrics
     assert cut.means["response_length"] == (12.0, 3.0) and cut.means["clipped"] == (3.0, 3.0)
-    stopped = generate_rows(speaker[0], ROWS, often, 3, None).metrics
+    stopped = generate_rows(speaker[0], ROWS, often, 3).metrics
     assert stopped.means["response_length"] == (3.0, 3.0) and stopped.means["clipped"] == (0.0, 3.0)
     assert cut.spreads["response_length"].tolist() == [4.0, 4.0, 4.0]
     assert cut.means["generate_seconds"][0] > 0 and cut.means["generate_seconds"][1] == 1.0
 
 
 def test_no_rows_give_empty_columns(speaker):
-    made = generate_rows(speaker[0], ROWS.take(slice(0, 0)), SamplingParams(max_tokens=4), 3, None)
+    made = generate_rows(speaker[0], ROWS.take(slice(0, 0)), SamplingParams(max_tokens=4), 3)
     assert made.rows == 0
     assert made["response_ids"].values.dtype == torch.int64
     assert made["rollout_logprobs"].values.dtype == torch.float32
@@ -61,7 +61,7 @@ def test_no_rows_give_empty_columns(speaker):
 
 def test_the_tokens_of_an_environment_are_no_part_of_the_response_length(speaker):
     sampling = SamplingParams(max_tokens=12, logit_bias={14: 3.0})
-    made = generate_episodes(speaker[0], ROWS, sampling, 3, None, echoing(char()), speaker[1])
+    made = generate_episodes(speaker[0], ROWS, sampling, 3, echoing(char()), speaker[1])
     assert set(made.names) == set(EPISODE_COLUMNS)
     each = [int(mask.sum()) for mask in made["loss_mask"]]
     own = sum(each)
@@ -71,9 +71,12 @@ def test_the_tokens_of_an_environment_are_no_part_of_the_response_length(speaker
     assert made.metrics.means["turns"][0] == sum(map(len, made["turn_rewards"].values))
 
 
-def test_a_limit_belongs_to_a_sample_whatever_its_row():
-    asked = make_requests(ROWS, SamplingParams(max_tokens=50), 3, [10, 20])
-    assert [request.sampling.max_tokens for request in asked] == [20, 10, 20]  # samples 7, 8 and 9
+def test_a_column_limits_each_row_s_response():
+    limited = ROWS.with_columns(max_tokens=torch.tensor([20, 10, 20]))
+    asked = make_requests(limited, SamplingParams(max_tokens=50), 3)
+    assert [request.sampling.max_tokens for request in asked] == [20, 10, 20]
+    free = make_requests(ROWS, SamplingParams(max_tokens=50), 3)
+    assert {request.sampling.max_tokens for request in free} == {50}
     assert [request.id for request in asked] == [0, 1, 2]
     assert [request.prompt_ids.tolist() for request in asked] == PROMPTS
     assert [request.seed for request in asked] == [row_seed(3, sample) for sample in (7, 8, 9)]
@@ -81,7 +84,7 @@ def test_a_limit_belongs_to_a_sample_whatever_its_row():
 
 def test_an_engine_gets_the_columns_that_it_declares_where_the_batch_has_them():
     rows = ROWS.with_columns(image=["a", "b", "c"], size=torch.tensor([1, 2, 3]))
-    asked = make_requests(rows, SamplingParams(max_tokens=5), 3, None, ("image", "sound"))
+    asked = make_requests(rows, SamplingParams(max_tokens=5), 3, ("image", "sound"))
     assert [request.extras for request in asked] == [{"image": "a"}, {"image": "b"}, {"image": "c"}]
 
 

@@ -187,7 +187,8 @@ def test_what_is_sampled_depends_on_seed_and_sample_alone(pool):
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     other = list(group.generate(batch, sampling, 4)["response_ids"])
     assert any(not torch.equal(a, b) for a, b in zip(whole, other, strict=True))
-    limited = group.generate(batch, sampling, 3, [1, 2])["response_ids"].lengths
+    short = batch.with_columns(max_tokens=torch.tensor([1, 2] * batch.rows)[: batch.rows])
+    limited = group.generate(short, sampling, 3)["response_ids"].lengths
     assert (limited <= np.array([1, 2] * 4)).all()
 
 

@@ -99,7 +99,8 @@ def test_it_generates_with_the_weights_that_were_sent(context):
     for prompt, response in zip(([5, 4], [1]), made["response_ids"], strict=True):
         assert response.tolist() == reference().greedy(np.array(prompt), 6)
     assert made["weight_version"].values.tolist() == [3] * 12
-    assert worker.generate(ROWS, GREEDY, 0, [2])["response_ids"].lengths.tolist() == [2, 2]
+    short = ROWS.with_columns(max_tokens=torch.tensor([2, 1]))
+    assert worker.generate(short, GREEDY, 0)["response_ids"].lengths.tolist() == [2, 1]
 
 
 def test_its_sums_are_those_of_what_was_sent(context):
