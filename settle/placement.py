@@ -8,12 +8,14 @@ from copy import deepcopy
 from typing import Any
 
 from hybridflow.core.contracts.planner import NotPlanned, Planner
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins.resolve import build_planner
 from hybridflow.settle.config.load import Provenance
-from hybridflow.settle.places import forget_places, says_auto
-from hybridflow.settle.resolve import resolve_jobs
+from hybridflow.settle.config.structure import Problem
+from hybridflow.settle.places import forget_places, replace_places, says_auto
+from hybridflow.settle.reader import sentences
+from hybridflow.settle.resolve import resolve_jobs, told
 from hybridflow.settle.stages import shadowed_overrides, stage_tables
 
 log = logging.getLogger(__name__)
@@ -34,21 +36,30 @@ def resolve_placed(
     """
     every, auto = without_places(tables)
     shadowed = shadowed_overrides(tables, provenance) if provenance is not None else []
+    # With placed stages, each stage has tables of its own: the common ones may differ by now.
+    unplaced = whole(every) if auto else tables
+    jobs = resolve_jobs(unplaced, name, problems=shadowed, unplaced=auto)
 
-    # What the planner chose is recorded, so that `hybridflow show` can say so.
-    def place_and_record(job: Job) -> Mapping[str, Any]:
-        settings = place(job)
+    # A plan takes its place in the tables, which are then resolved as if it stood there by hand.
+    found: dict[str | None, list[Problem]] = {}
+    for job in jobs:
+        if job.stage not in auto:
+            continue
+        try:
+            settings = place(job)
+        except HybridFlowError as error:
+            found[job.stage] = [Problem("placement", text) for text in sentences(error)]
+            continue
+        replace_places(every[job.stage], settings)
+        # What the planner chose is recorded, so that `hybridflow show` can say so.
         if provenance is not None:
             own = {key: dict(value) for key, value in settings.items()}
             provenance.record(own if job.stage is None else {"stages": {job.stage: own}}, PLACED)
-        return settings
-
-    # With placed stages, each stage has tables of its own: the common ones may differ by now.
-    unplaced = whole(every) if auto else tables
-    jobs = resolve_jobs(unplaced, name, problems=shadowed, unplaced=auto, place=place_and_record)
+    if auto and not found:
+        jobs = resolve_jobs(whole(every), name)
 
     # A planner's own placement fits; one by hand is checked against its cluster.
-    problems: dict[str, None] = {}
+    problems = dict.fromkeys(told(found))
     for job in jobs:
         if job.stage not in auto:
             problems |= dict.fromkeys(misfits(job))

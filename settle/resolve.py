@@ -21,8 +21,7 @@ to look at, and once more with those that the planner has found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,10 @@ from hybridflow.core.plugins.resolve import environment_class
 from hybridflow.settle.checks import cross_checks
 from hybridflow.settle.config.load import merge
 from hybridflow.settle.config.structure import Problem, structure
-from hybridflow.settle.places import replace_places
 from hybridflow.settle.reader import Choice, Reader, first_keys, salvage, sentences
 from hybridflow.settle.roles import RoleResolver
 from hybridflow.settle.schema import SamplingSection
 from hybridflow.settle.stages import stage_tables, tokenizer_folder
-
-Place = Callable[[Job], Mapping[str, Any]]
-"""Takes a job without pools and layouts, and returns a plan's settings (Plan in
-core/contracts/planner.py)."""
 
 
 def resolve_jobs(
@@ -64,13 +58,12 @@ def resolve_jobs(
     problems: Sequence[str] = (),
     elsewhere: bool = False,
     unplaced: Container[str | None] = (),
-    place: Place | None = None,
 ) -> list[Job]:
     """Resolve a configuration into its jobs, one for each run stage, in order.
 
     `problems` are those that the caller knows already. With `elsewhere` the jobs will run on
     another machine, and a plugin may lack its requirements here. `unplaced` are the stages whose
-    pools and layouts are still open; `place` finds them where it is given.
+    pools and layouts are still open.
 
     Raises ConfigError with the problems of all stages.
     """
@@ -94,38 +87,16 @@ def resolve_jobs(
         reader.unknown_tables(roles, all_known=len(algorithms) == len(chosen))
         job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
 
-        # A planner needs a job without problems; its placement is then resolved like one by hand.
-        if place is not None and stage in unplaced and job is not None and not reader.problems:
-            reader = _placed(reader, job, place)
-            if not reader.problems:
-                job = resolve_job(reader, name, stage, *chosen[stage], earlier=jobs)
-
         found[stage] = reader.problems
         jobs[stage or name] = None if reader.problems else job
 
     # All stages are read before anything is reported, so that one run shows every problem.
-    if sentences := [*problems, *_told(found)]:
+    if sentences := [*problems, *told(found)]:
         raise ConfigError(sentences)
     return [job for job in jobs.values() if job is not None]
 
 
-def _placed(reader: Reader, job: Job, place: Place) -> Reader:
-    """Return a reader of the same stage with the plan's pools and layouts.
-
-    Where there is no plan, the same reader is returned, with the reasons among its problems.
-    """
-    try:
-        settings = place(job)
-    except HybridFlowError as error:
-        reader.note("placement", *sentences(error))
-        return reader
-
-    tables = deepcopy(reader.tables)
-    replace_places(tables, settings)
-    return Reader(tables, reader.elsewhere)
-
-
-def _told(found: Mapping[str | None, list[Problem]]) -> list[str]:
+def told(found: Mapping[str | None, list[Problem]]) -> list[str]:
     """Return the problems of all stages as sentences, each once.
 
     A problem that every one of several stages has lies in the tables that they share: its sentence

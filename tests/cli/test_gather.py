@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.brute import check_plan, layout, mask, whole
+from helpers.lower_bound import lower_bound
 
-from hybridflow.cli.gather import gather_plan, lower_bound
+from hybridflow.cli.gather import gather_plan
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.values.weights import Box, WeightLayout

@@ -6,8 +6,9 @@ import attrs
 import pytest
 import torch
 from helpers.brute import check_plan, layout, mask
+from helpers.lower_bound import lower_bound
 
-from hybridflow.cli.gather import gather_plan, lower_bound
+from hybridflow.cli.gather import gather_plan
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout

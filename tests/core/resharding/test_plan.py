@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.brute import best_balance, check_plan, layout, mask, whole
+from helpers.lower_bound import lower_bound
 from helpers.random_layouts import layouts
 from hypothesis import given, settings, strategies as st
 
-from hybridflow.cli.gather import lower_bound
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard
 from hybridflow.core.values.weights import Box, Param, WeightLayout
 
