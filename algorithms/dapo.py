@@ -57,7 +57,12 @@ class DAPO(GRPO):
         while rows < full and draws < config.max_draws:
             prompts = ctx.prompts(config.prompts_per_step)
             batch = ctx.actor.generate(prompts.repeat(config.group_size))
-            batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
+            inferred = [ctx.reward.score(batch)]
+            if config.kl_coef:
+                inferred.append(ctx.ref.logprobs(batch))
+            if self.reads_old_logprobs:
+                inferred.append(ctx.actor.logprobs(batch))
+            batch = batch.join(*inferred)
             parts.append(batch.take(self.unequal(batch)))
             rows += parts[-1].rows
             draws += 1

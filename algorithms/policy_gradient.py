@@ -43,18 +43,6 @@ class PolicyGradient(Algorithm):
 
     # --- verbs of steps ---
 
-    def logprobs(self, ctx: StepContext, batch: Batch) -> list[Batch]:
-        """Compute the logprobs that the KL and the ratio need.
-
-        These are the reference's, and the policy's own before the update.
-        """
-        batches = self.kl.logprobs(ctx, batch)
-
-        # With one update per step the loss takes them from its own forward pass.
-        if not self.on_policy or self.kl.reads_old_logprobs:
-            batches.append(ctx.actor.logprobs(batch))
-        return batches
-
     def minibatches(self, ctx: StepContext, batch: Batch) -> Iterator[Batch]:
         """Yield the batch `epochs` times, `mini_batch_size` sequences per optimizer step."""
         return ctx.minibatches(batch, self.config.mini_batch_size or batch.rows, self.config.epochs)
@@ -111,6 +99,14 @@ class PolicyGradient(Algorithm):
         """Return the number of optimizer steps; the last of an epoch may have fewer sequences."""
         size = self.config.mini_batch_size or self.rows_per_step
         return -(-self.rows_per_step // size) * self.config.epochs
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether the policy's own logprobs are needed before the update.
+
+        With one update per step the ratio's come from the loss's own forward pass.
+        """
+        return not self.on_policy or self.kl.reads_old_logprobs
 
     @property
     def on_policy(self) -> bool:

@@ -13,7 +13,6 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.policy import PolicyConfig
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.values.batch import Batch
 
 
@@ -66,10 +65,6 @@ class ReferenceKL:
     def reads_old_logprobs(self) -> bool:
         """Whether the policy's own logprobs are needed before the update."""
         return bool(self.config.kl_coef and (self.config.kl_in == "reward" or self.adaptive))
-
-    def logprobs(self, ctx: StepContext, batch: Batch) -> list[Batch]:
-        """Compute the logprobs of the reference, where there is one."""
-        return [ctx.ref.logprobs(batch)] if self.config.kl_coef else []
 
     def penalty(
         self,

@@ -38,7 +38,12 @@ class ReinforcePP(PolicyGradient):
         # Generation and inference.
         prompts = ctx.prompts(config.prompts_per_step)
         batch = ctx.actor.generate(prompts.repeat(config.group_size))
-        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
+        inferred = [ctx.reward.score(batch)]
+        if config.kl_coef:
+            inferred.append(ctx.ref.logprobs(batch))
+        if self.reads_old_logprobs:
+            inferred.append(ctx.actor.logprobs(batch))
+        batch = batch.join(*inferred)
         advantages = ctx.compute(self.advantages, batch)
 
         # Training.

@@ -34,7 +34,12 @@ class ReMax(PolicyGradient):
         # Generation and inference of the sampled responses.
         prompts = ctx.prompts(config.prompts_per_step)
         batch = ctx.actor.generate(prompts.repeat(config.group_size))
-        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
+        inferred = [ctx.reward.score(batch)]
+        if config.kl_coef:
+            inferred.append(ctx.ref.logprobs(batch))
+        if self.reads_old_logprobs:
+            inferred.append(ctx.actor.logprobs(batch))
+        batch = batch.join(*inferred)
 
         # The baseline: one greedy response per prompt, which stays out of the step's metrics.
         with ctx.aside():

@@ -67,12 +67,20 @@ class SafeRLHF(PPO):
         # Generation and inference.
         prompts = ctx.prompts(config.prompts_per_step)
         batch = ctx.actor.generate(prompts.repeat(config.group_size))
-        batch = batch.join(ctx.reward.score(batch), *self.logprobs(ctx, batch))
-        batch = batch.join(
-            ctx.cost.score(batch), ctx.critic.values(batch), ctx.cost_critic.values(batch)
-        )
+        inferred = [
+            ctx.reward.score(batch),
+            ctx.cost.score(batch),
+            ctx.critic.values(batch),
+            ctx.cost_critic.values(batch),
+        ]
+        if config.kl_coef:
+            inferred.append(ctx.ref.logprobs(batch))
+        if self.reads_old_logprobs:
+            inferred.append(ctx.actor.logprobs(batch))
+        batch = batch.join(*inferred)
 
-        # Lambda moves first, so that the advantages are weighted by this step's costs.
+        # Lambda moves first, so that the advantages are weighted by this step's costs: the
+        # controller waits for them here.
         self.multiplier.update(torch.as_tensor(batch["costs"].values))
         advantages = ctx.compute(self.lagrangian_advantages, batch)
 
