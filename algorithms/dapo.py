@@ -6,6 +6,8 @@ full. The source is arXiv:2503.14476.
 
 from __future__ import annotations
 
+from functools import partial
+
 import attrs
 import numpy as np
 import torch
@@ -41,8 +43,6 @@ class DAPO(GRPO):
     """
 
     Config = DAPOConfig
-    limit = 0
-    """sampling.max_tokens of the run, which `advantages` reads."""
 
     def step(self, ctx: StepContext) -> None:
         """Draw prompts until the batch is full of groups of unequal scores, then update."""
@@ -74,8 +74,8 @@ class DAPO(GRPO):
         # The last draw may have given more than the batch needs.
         nonempty = [part for part in parts if part.rows]
         batch = Batch.concat(nonempty).take(slice(0, full))
-        self.limit = ctx.sampling.max_tokens
-        advantages = ctx.compute(self.advantages, batch)
+        of_limit = partial(self.advantages, limit=ctx.sampling.max_tokens)
+        advantages = ctx.compute(of_limit, batch)
 
         # Training.
         for mini in self.minibatches(ctx, batch.join(advantages)):
@@ -84,12 +84,15 @@ class DAPO(GRPO):
         # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
 
-    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
-        """Compute GRPO's advantages, of scores from which overlong responses lose."""
+    def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None, limit=0):
+        """Compute GRPO's advantages, of scores from which overlong responses lose.
+
+        limit: of a response, in tokens.
+        """
         # `unequal` looks at scores without this punishment: groups are chosen before it.
         cache = self.config.overlong_cache
         if cache:
-            scores = scores + F.overlong_punishment(loss_mask.sum(1), self.limit, cache)
+            scores = scores + F.overlong_punishment(loss_mask.sum(1), limit, cache)
         return super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
 
     def unequal(self, batch: Batch) -> np.ndarray:

@@ -159,7 +159,7 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
     outputs = function(**{name: _full(name, column) for name, column in columns.items()})
     if not isinstance(outputs, dict):
         raise TypeError(
-            f"{function.__name__} must return a dict of columns and metrics, "
+            f"{getattr(function, '__name__', function)} must return a dict of columns and metrics, "
             f"got {type(outputs).__name__}"
         )
 

@@ -34,9 +34,8 @@ def reward(name: str) -> dict:
 
 def test_dapo_punishes_what_is_too_long():
     algorithm = DAPO(DAPOConfig(scale="none", overlong_cache=2))
-    algorithm.limit = 3
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
-    found = algorithm.advantages(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), mask)
+    found = algorithm.advantages(torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), mask, limit=3)
     # lengths 1 and 3 of a limit of 3 with a cache of 2: 0 and (1 - 3) / 2; scores 1 and 0, centred
     close(found["advantages"], [[0.5, 0.0, 0.0], [-0.5, -0.5, -0.5]])
 
