@@ -389,7 +389,7 @@ class RoleResolver:
         reach the pool `apart`, where the engines have one of their own, is returned too, and
         noted in `problems`.
         """
-        spec = SyncSpec(bucket_mb=section.bucket_mb, alias=section.alias, verify=section.verify)
+        spec = SyncSpec(settings=section)
         name = section.transport.get("name", AUTO)
         if name == AUTO:
             problems += [

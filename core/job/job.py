@@ -31,6 +31,7 @@ from hybridflow.core.job.sections import (
     RewardPart,
     RoleSection,
     RunSection,
+    SyncConfig,
     ValidationSection,
 )
 from hybridflow.core.values.model import ModelSpec
@@ -48,17 +49,13 @@ class SyncSpec:
     """Name of a plugin of kind "transport", or "auto"."""
     transport_config: Any = None
     """The transport's settings, an instance of its config class; None for "auto"."""
-    bucket_mb: float = 64.0
-    """Limit of the memory for messages that are under way, per rank, in 10^6 bytes."""
-    alias: bool = True
-    """Whether trainer and engine share storage where their shards are identical."""
-    verify: bool = False
-    """Whether each sync compares the checksums of all values, not of a 32nd."""
+    settings: SyncConfig = attrs.field(factory=SyncConfig)
+    """What the role's table says."""
 
     @property
     def bucket_bytes(self) -> int:
         """The limit of messages under way, in bytes."""
-        return int(self.bucket_mb * 1e6)
+        return int(self.settings.bucket_mb * 1e6)
 
 
 @attrs.frozen

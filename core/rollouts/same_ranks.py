@@ -105,7 +105,7 @@ class HybridEngine(WeightSync):
         transport = self.transport  # one that cannot serve raises now
         plan = self.plan
         rank = self.context.rank
-        if self.spec.alias and self.resident and self.engine.lends:
+        if self.spec.settings.alias and self.resident and self.engine.lends:
             self._share()
 
         # Shared storage counts once.

@@ -53,7 +53,7 @@ class WeightSync(ABC):
         # A sync that fails leaves 0: the next one proves everything.
         count = self.proven
         self.proven = 0
-        part = None if self.spec.verify else count % PARTS or None
+        part = None if self.spec.settings.verify else count % PARTS or None
 
         # What raises here leaves the engines between `begin` and `end`: they do not generate.
         self.begin(version)

@@ -224,7 +224,7 @@ def test_a_transports_setting_needs_the_transports_name():
 
 
 def test_an_engine_that_gives_no_view_of_its_weights_cannot_be_compared(monkeypatch):
-    assert job("actor.sync.verify=true").models["actor"].spec.sync.verify
+    assert job("actor.sync.verify=true").models["actor"].spec.sync.settings.verify
     blind = EngineCapabilities(views=False)
     monkeypatch.setattr(Registry, "engine_capabilities", lambda self, name: blind)
     found = problem("actor.sync.verify=true")
