@@ -256,7 +256,7 @@ class Engine(Contestant):
 
         from hybridflow.core.contracts.worker import RankContext
         from hybridflow.core.plugins import registry
-        from hybridflow.core.serving.build import build_engine
+        from hybridflow.core.rollouts.build import build_engine
         from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -8,16 +8,15 @@ from pathlib import Path
 OURS = {
     "transformers": (
         "hybridflow.backends.transformers.engine:TransformersEngine",
-        'EngineCapabilities(tp=True, abort=True, continuous=True, weights_in_flight=True, process="either")',
+        'EngineCapabilities(tp=True, process="either")',
     ),
     "vllm": (
         "hybridflow.backends.vllm.engine:VLLMEngine",
-        'EngineCapabilities(tp=True, abort=True, continuous=True, traced_layout=True, process="either")',
+        'EngineCapabilities(tp=True, process="either")',
     ),
     "sglang": (
         "hybridflow.backends.sglang.engine:SGLangEngine",
-        "EngineCapabilities(tp=True, abort=True, continuous=True, weights_in_flight=True, traced_layout=True, "
-        'process="own")',
+        'EngineCapabilities(tp=True, process="own")',
     ),
     "fsdp": (
         "hybridflow.backends.fsdp.backend:FSDPBackend",
