@@ -29,11 +29,11 @@ from common import ROOT, Peer, emit, paired, timed
 
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.backends.ray.runtime import RayRuntime
-from hybridflow.core import run
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.values.batch import Batch
+from hybridflow.settle import run
 
 WORKERS = 2
 SMALL = (2, 128)
