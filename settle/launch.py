@@ -17,7 +17,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.folder import claim
 from hybridflow.core.running.run import goal_reached
-from hybridflow.core.running.session import prepare_all
+from hybridflow.core.running.session import prepare_all, try_rewards
 from hybridflow.core.values.files import BESIDE, MARK, SETTINGS
 from hybridflow.settle.changes import Change, check_changes, settings
 from hybridflow.settle.config.load import read_config
@@ -80,6 +80,10 @@ def run(
         changed = _changes(jobs)
         done = [_still_done(*stage) for stage in zip(jobs, following, strict=True)]
     prepared = prepare_all(jobs)
+    # The first stage's rewards are tried once it has workers; the others would wait for hours.
+    for job, ready, over in list(zip(jobs, prepared, done, strict=True))[1:]:
+        if over is None:
+            try_rewards(job, ready)
     if None in done:
         _note_spinning(jobs)
 

@@ -1,1 +1,1 @@
-"""Turns the tables of a configuration into jobs: every problem is found, and nothing is started."""
+"""Everything that a run is told, as values: a job, and the sections of its configuration."""

@@ -73,12 +73,7 @@ class Prepared:
 
 
 def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
-    """Prepare every run stage before the first one starts.
-
-    Rewards of later stages are tried here, in this process, unless workers are on other machines:
-    those of the first stage will be as soon as it has workers. Raises what `prepare` raises, and
-    RewardError.
-    """
+    """Prepare every run stage before the first one starts. Raises what `prepare` raises."""
     tokenizers: dict[str, Tokenizer] = {}
     prepared = []
     for job in jobs:
@@ -86,14 +81,16 @@ def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
         prepared.append(checked)
         # A later run stage reads this one's tokenizer from here, where it is not written yet.
         tokenizers[str(job.folder / "tokenizer")] = checked.tokenizer
-    for job, checked in list(zip(jobs, prepared, strict=True))[1:]:
-        if not runtime_settings(job.runtime_config).remote:
-            _try_rewards(job, checked)
     return prepared
 
 
-def _try_rewards(job: Job, prepared: Prepared) -> None:
-    """Try a job's reward functions in this process."""
+def try_rewards(job: Job, prepared: Prepared) -> None:
+    """Try a job's reward functions in this process, long before it has workers that will try them.
+
+    Nothing is tried where the workers are on other machines. Raises RewardError.
+    """
+    if runtime_settings(job.runtime_config).remote:
+        return
     for name, scorer in job.scorers.items():
         context = RankContext(name, 0, ParallelLayout(), torch.device("cpu"), job.run.seed)
         worker = RewardWorker(context, scorer.parts, prepared.tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 
 import pytest
@@ -64,6 +65,28 @@ def test_evaluate_takes_several_files_and_compares(model, tmp_path, capsys):
         "easy": 3,
         "validation": 5,
     }
+    # Each model that it is compared with has a folder of its own.
+    assert (tmp_path / "out/compared-sums-step-4/easy.jsonl").is_file()
+    other = shutil.copytree(f"{model}/export/actor", tmp_path / "other")
+    arguments[arguments.index("--compare") + 1] = str(other)
+    assert main(arguments) == 0
+    assert (tmp_path / "out/compared-other/easy.jsonl").is_file()
+
+
+def test_an_evaluation_that_failed_before_its_first_response_keeps_no_folder(
+    model, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "broken.py").write_text("def score(sample):\n    raise KeyError('unit')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = ["evaluate", model, "--out", str(tmp_path / "out"), "--reward"]
+    assert main([*asked, "broken:score"]) == 1
+    assert "raised KeyError: 'unit'" in capsys.readouterr().err
+    assert (tmp_path / "out/evaluation.json").is_file()
+    assert main([*asked, "exact_match"]) == 0
+
+    # With responses it is an evaluation, which another one does not replace.
+    assert main([*asked, "math"]) == 1
+    assert "has an evaluation of other settings" in capsys.readouterr().err
 
 
 def test_recorded_responses_are_scored_again_without_a_model(model, tmp_path, capsys, monkeypatch):
@@ -111,8 +134,6 @@ def test_evaluate_refuses_before_anything_starts(model, tmp_path, capsys, argume
 
 
 def test_a_folder_by_itself_needs_data_and_a_reward(sums, tmp_path, capsys):
-    import shutil
-
     folder = shutil.copytree(sums / "export/actor", tmp_path / "model")
     assert main(["evaluate", str(folder)]) == 1
     assert "--reward: this model is of no run" in capsys.readouterr().err
@@ -176,4 +197,31 @@ def test_export_writes_a_folder(model, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"sums, step 2: {out} (float32)\n")
     assert main(["export", model, "--out", str(out)]) == 1
     assert "is not empty; give a folder that is new" in capsys.readouterr().err
-    assert main(["generate", str(out), "--text", "1+1="]) == 0
+
+
+def test_an_exported_folder_answers_as_its_run(model, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["export", model, "--out", str(out)]) == 0
+    answers = []
+    for asked in (model, str(out)):
+        capsys.readouterr()
+        limit = "sampling.max_tokens=4"
+        assert main(["generate", asked, "--text", "12+34=", "--greedy", "--logprobs", limit]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["response_ids"] == answers[1]["response_ids"]
+    assert answers[0]["logprobs"] == answers[1]["logprobs"]  # bos counts in each
+
+
+def test_adapters_have_one_dtype(model, tmp_path, capsys):
+    asked = ["export", model, "--out", str(tmp_path / "out"), "--adapter"]
+    assert main([*asked, "--dtype", "bfloat16"]) == 1
+    assert "adapters are written in float32" in capsys.readouterr().err
+    assert main(asked) == 1
+    assert "has no adapters" in capsys.readouterr().err
+
+
+def test_a_text_that_is_put_into_a_template_is_told(model, capsys):
+    assert main(["generate", model, "--text", "1+1", "data.prompt={question}="]) == 0
+    printed = capsys.readouterr()
+    assert "each text is put into data.prompt, '{question}='" in printed.err
+    assert json.loads(printed.out)["prompt"] == "1+1="
