@@ -8,14 +8,14 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.algorithms.policy import AGGREGATIONS, PolicyLoss
+from hybridflow.algorithms.grpo import GRPO, GroupConfig
+from hybridflow.algorithms.policy import AGGREGATIONS, AggregationConfig, PolicyLoss
 from hybridflow.core.validators import positive
 
 
 @attrs.frozen
-class CISPOConfig(GRPOConfig):
-    """GRPO's settings, but the weight new/old is clipped, not the loss (arXiv:2506.13585)."""
+class CISPOConfig(GroupConfig, AggregationConfig):
+    """GRPO's settings, but that the weight new/old is clipped, not the loss (arXiv:2506.13585)."""
 
     clip_low: float = attrs.field(default=1.0, validator=positive)
     """The weight new/old is at least 1 - clip_low; 1 or more, as in the paper, sets no limit."""
@@ -38,11 +38,3 @@ class CISPO(GRPO):
 
     Config = CISPOConfig
     loss = CISPOLoss
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with the settings; a dual clip is."""
-        # It bounds a surrogate, which this loss has not.
-        problems = super().problems()
-        if self.config.dual_clip:
-            problems.append("dual_clip has no meaning in CISPO's loss; leave it out")
-        return problems

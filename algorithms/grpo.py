@@ -10,20 +10,33 @@ from typing import ClassVar
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import AGGREGATIONS, PolicyConfig, one_of
-from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.algorithms.policy import (
+    AGGREGATIONS,
+    ClippedConfig,
+    CorrectionConfig,
+    PolicyConfig,
+    one_of,
+)
+from hybridflow.algorithms.policy_gradient import PolicyGradient, PretrainConfig
+from hybridflow.algorithms.reference_kl import KLConfig
 from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least
 
 
-@attrs.frozen
-class GRPOConfig(PolicyConfig):
-    """Settings of group-relative policy optimisation."""
+@attrs.frozen(slots=False)
+class GroupConfig(PolicyConfig, CorrectionConfig, KLConfig, PretrainConfig):
+    """Settings of scores that are judged within their group."""
 
     group_size: int = attrs.field(default=8, validator=at_least(2))
     """Responses per prompt, G in the paper."""
     scale: str = attrs.field(default="std", validator=one_of(("std", "none")))
     """Whether a group's centred scores are divided by their standard deviation (std, none)."""
+
+
+@attrs.frozen(slots=False)
+class GRPOConfig(GroupConfig, ClippedConfig):
+    """Settings of group-relative policy optimisation."""
+
     how: str = attrs.field(default="seq-mean-token-mean", validator=AGGREGATIONS)
     """Mean over each response, then over responses (the paper's); or another."""
 

@@ -10,21 +10,22 @@ import torch
 
 from hybridflow.algorithms import functional as F
 from hybridflow.core.contracts.loss import Loss, Term
-from hybridflow.core.validators import at_least, non_negative, positive
+from hybridflow.core.validators import at_least, non_negative, positive, validator
 
 one_of = attrs.validators.in_
 AGGREGATIONS = one_of(
     ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 )
-KL_PLACES = one_of(("reward", "loss"))
-KL_KINDS = one_of(("k1", "abs", "k2", "k3"))
+
+# An algorithm's Config names what its page uses: PolicyConfig or ClippedConfig here, and
+# CorrectionConfig, KLConfig or RewardKLConfig (reference_kl.py), PretrainConfig
+# (policy_gradient.py). They have no slots, so that they combine.
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class PolicyConfig:
-    """Settings of the policy loss and of the KL to the reference."""
+    """Settings of every policy-gradient algorithm: sizes of a step, and the clipped ratio."""
 
-    # Sizes of a step
     prompts_per_step: int = attrs.field(default=64, validator=at_least(1))
     """Prompts drawn per step."""
     group_size: int = attrs.field(default=1, validator=at_least(1))
@@ -33,43 +34,44 @@ class PolicyConfig:
     """Sequences per optimizer step; 0: all of the step's."""
     epochs: int = attrs.field(default=1, validator=at_least(1))
     """Passes over the step's sequences."""
-
-    # The loss
     clip_low: float = attrs.field(default=0.2, validator=positive)
     """Lower limit: the ratio new/old is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: float = attrs.field(default=0.2, validator=positive)
     """Upper limit of the ratio new/old."""
-    dual_clip: float | None = None
+    entropy_coef: float = attrs.field(default=0.0, validator=non_negative)
+    """Weight of the entropy bonus."""
+
+
+@attrs.frozen(slots=False)
+class DualClipConfig:
+    """A bound of the loss for negative advantages."""
+
+    dual_clip: float | None = attrs.field(
+        default=None, validator=validator(lambda value: value > 1, "above 1", "give 3, say")
+    )
     """Bound of the loss for negative advantages, times |A|; above 1 (arXiv:1912.09729)."""
+
+
+@attrs.frozen(slots=False)
+class AggregationConfig:
+    """How the loss of tokens is averaged."""
+
     how: str = attrs.field(default="token-mean", validator=AGGREGATIONS)
     """How the loss is averaged: over all tokens; over each response, then over responses; or as
     sums over responses, which may be divided by `length`."""
     length: int = attrs.field(default=0, validator=non_negative)
     """The constant that seq-mean-token-sum-norm divides by, in tokens."""
-    entropy_coef: float = attrs.field(default=0.0, validator=non_negative)
-    """Weight of the entropy bonus."""
 
-    # The KL to the reference
-    kl_coef: float = attrs.field(default=0.0, validator=non_negative)
-    """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_in: str = attrs.field(default="loss", validator=KL_PLACES)
-    """Where that KL is paid: in each token's reward, or as a term of the loss."""
-    kl_kind: str = attrs.field(default="k3", validator=KL_KINDS)
-    """The estimator of that KL; k1 in the reward only."""
-    kl_target: float | None = attrs.field(default=None, validator=positive)
-    """KL per token that an adaptive beta aims at (arXiv:1909.08593, section 2.2); none: beta is
-    fixed."""
-    kl_horizon: float = attrs.field(default=10_000.0, validator=positive)
-    """Number of sequences over which the adaptive beta moves."""
 
-    # Pretraining mixed in
-    pretrain_coef: float = attrs.field(default=0.0, validator=non_negative)
-    """Weight of the next-token loss on rows of [pretrain] in each of the actor's updates (PPO-ptx,
-    arXiv:2203.02155); 0 needs no such rows."""
-    pretrain_batch_size: int = attrs.field(default=64, validator=at_least(1))
-    """Rows of [pretrain] per update."""
+@attrs.frozen(slots=False)
+class ClippedConfig(PolicyConfig, DualClipConfig, AggregationConfig):
+    """Settings of the clipped ratio loss as PPO has it."""
 
-    # Correction for a rollout policy that is not the trainer's
+
+@attrs.frozen(slots=False)
+class CorrectionConfig:
+    """Importance weights old/rollout, for an engine that computes otherwise than the trainer."""
+
     correction: str = attrs.field(default="none", validator=one_of(("none", "truncate", "mask")))
     """Importance weights old/rollout against differences between engine and trainer: none, limited
     (truncate), or dropped outside a range (mask)."""
@@ -81,45 +83,58 @@ class PolicyConfig:
     """truncate: the largest weight; mask: larger ones are dropped."""
 
 
-@attrs.frozen
-class RewardKLConfig(PolicyConfig):
-    """Settings of algorithms whose rewards pay the KL by default."""
-
-    kl_coef: float = attrs.field(default=0.05, validator=non_negative)
-    """beta: weight of the KL to the reference; 0 needs no reference."""
-    kl_in: str = attrs.field(default="reward", validator=KL_PLACES)
-    """Where that KL is paid: in each token's reward (the papers'), or as a term of the loss."""
-    kl_kind: str = attrs.field(default="k1", validator=KL_KINDS)
-    """The estimator of that KL; k1 in the reward only."""
-
-
 class PolicyLoss(Loss):
     """The clipped ratio loss (arXiv:1707.06347, eq. 7).
 
         mean(w L) - entropy_coef mean(entropy) + kl_coef mean(KL)
 
-    L is the surrogate and w the correction's weight. `on_policy` says that there is one update per
-    rollout, so that old_logprobs are this forward's own and need no pass of their own. `kl_coef` is
-    the weight of the KL in the loss, 0 where rewards pay it.
+    L is the surrogate and w the correction's weight. Terms and bounds that the config does not have
+    are left out.
     """
 
-    def __init__(self, config: PolicyConfig, on_policy: bool = False, kl_coef: float = 0.0):
+    how = "token-mean"
+    """The mean over the mini-batch, where the config has none (`Term.how`)."""
+    length: int | None = None
+    dual_clip: float | None = None
+    correction: CorrectionConfig | None = None
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        on_policy: bool = False,
+        kl_coef: float = 0.0,
+        kl_kind: str = "k3",
+    ):
+        """Read the settings.
+
+        on_policy: there is one update per rollout, so that old_logprobs are this forward's own and
+        need no pass of their own. kl_coef: the weight of the KL in the loss, 0 where rewards pay it
+        or where there is none; kl_kind: its estimator.
+        """
         self.config = config
         self.on_policy = on_policy
         self.kl_coef = kl_coef
+        self.kl_kind = kl_kind
+        if isinstance(config, AggregationConfig):
+            self.how = config.how
+            self.length = config.length or None
+        if isinstance(config, DualClipConfig):
+            self.dual_clip = config.dual_clip
+        if isinstance(config, CorrectionConfig) and config.correction != "none":
+            self.correction = config
 
         # Columns of the batch that the loss reads, and outputs of the model that it needs.
         self.reads = ["advantages"]
         self.reads += [] if on_policy else ["old_logprobs"]
         self.reads += ["ref_logprobs"] if kl_coef else []
-        self.reads += ["rollout_logprobs"] if config.correction != "none" else []
+        self.reads += ["rollout_logprobs"] if self.correction else []
         self.needs = ["logprobs", "entropy"]
 
     def surrogate(self, logprobs, old, advantages, mask) -> torch.Tensor:
         """Return the loss L per token; inputs and result are [B, T]."""
         config = self.config
         return F.policy_ratio_loss(
-            logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip
+            logprobs, old, advantages, config.clip_low, config.clip_high, self.dual_clip
         )
 
     def ratio(self, logprobs, old, mask) -> torch.Tensor:
@@ -134,22 +149,23 @@ class PolicyLoss(Loss):
         old = logprobs.detach() if self.on_policy else batch["old_logprobs"]
 
         value = self.surrogate(logprobs, old, batch["advantages"], mask)
-        if config.correction != "none":
+        if self.correction is not None:
+            limits = self.correction
             value = value * F.importance_weights(
                 old,
                 batch["rollout_logprobs"],
                 mask,
-                config.correction,
-                config.correction_low,
-                config.correction_high,
-                config.correction_level,
+                limits.correction,
+                limits.correction_low,
+                limits.correction_high,
+                limits.correction_level,
             )
 
         # Figures without weight: how often the ratio is clipped, and how far the policy has moved.
         ratio = self.ratio(logprobs.detach(), old, mask)
         clipped = (ratio < 1 - config.clip_low) | (ratio > 1 + config.clip_high)
         moved = F.kl_estimate(old, logprobs.detach(), "k3")
-        mean = {"mask": mask, "how": config.how, "length": config.length or None}
+        mean = {"mask": mask, "how": self.how, "length": self.length}
         terms = [
             Term("policy_loss", value, **mean),
             Term("clip_fraction", clipped.float(), mask, weight=0.0),
@@ -162,6 +178,6 @@ class PolicyLoss(Loss):
         if config.entropy_coef:
             terms.append(Term("entropy", outputs["entropy"], **mean, weight=-config.entropy_coef))
         if self.kl_coef:
-            kl = F.kl_estimate(logprobs, batch["ref_logprobs"], config.kl_kind, in_loss=True)
+            kl = F.kl_estimate(logprobs, batch["ref_logprobs"], self.kl_kind, in_loss=True)
             terms.append(Term("kl_loss", kl, **mean, weight=self.kl_coef))
         return terms

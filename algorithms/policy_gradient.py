@@ -5,20 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
-from hybridflow.algorithms.reference_kl import ReferenceKL
+import attrs
+
+from hybridflow.algorithms.policy import AggregationConfig, PolicyConfig, PolicyLoss
+from hybridflow.algorithms.reference_kl import KLConfig, ReferenceKL
 from hybridflow.algorithms.sft import NextTokenLoss
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.step import Pair, StepContext
+from hybridflow.core.validators import at_least, non_negative
 from hybridflow.core.values.batch import Batch
+
+
+@attrs.frozen(slots=False)
+class PretrainConfig:
+    """Settings of pretraining text that is mixed into the actor's updates."""
+
+    pretrain_coef: float = attrs.field(default=0.0, validator=non_negative)
+    """Weight of the next-token loss on rows of [pretrain] in each of the actor's updates (PPO-ptx,
+    arXiv:2203.02155); 0 needs no such rows."""
+    pretrain_batch_size: int = attrs.field(default=64, validator=at_least(1))
+    """Rows of [pretrain] per update."""
 
 
 class PolicyGradient(Algorithm):
     """An algorithm that samples responses, scores them and updates the actor by their advantages.
 
-    A subclass has the step, and `advantages`, a function of columns for ctx.compute.
+    A subclass has the step, and `advantages`, a function of columns for ctx.compute. Its Config
+    names what the step uses beside a PolicyConfig: without a KLConfig there is no KL and no
+    reference, without a PretrainConfig no [pretrain].
     """
 
     Config: ClassVar[type] = PolicyConfig
@@ -27,7 +43,7 @@ class PolicyGradient(Algorithm):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.kl = ReferenceKL(config)
+        self.kl = ReferenceKL(config if isinstance(config, KLConfig) else KLConfig())
 
     def roles(self) -> tuple[Role, ...]:
         """Return the actor, the reference if there is a KL, and the reward."""
@@ -39,7 +55,8 @@ class PolicyGradient(Algorithm):
 
     def losses(self) -> dict[str, Loss]:
         """Return the actor's loss, with the KL's coefficient as it is now."""
-        return {"actor": self.loss(self.config, self.on_policy, self.kl.in_loss)}
+        kl = self.kl
+        return {"actor": self.loss(self.config, self.on_policy, kl.in_loss, kl.config.kl_kind)}
 
     # --- verbs of steps ---
 
@@ -71,19 +88,18 @@ class PolicyGradient(Algorithm):
                 f"mini_batch_size {config.mini_batch_size} is larger than "
                 f"the {rows} sequences of a step"
             )
-        if config.dual_clip is not None and config.dual_clip <= 1:
-            problems.append(f"dual_clip must be above 1, got {config.dual_clip}")
         problems += self.kl.problems(rows)
-        if config.how == "seq-mean-token-sum-norm" and not config.length:
-            problems.append(
-                'how = "seq-mean-token-sum-norm" needs length, the constant it divides by'
-            )
+        by_length = isinstance(config, AggregationConfig) and config.how.endswith("-norm")
+        if by_length and not config.length:
+            problems.append(f'how = "{config.how}" needs length, the constant it divides by')
         return problems
 
     @property
     def data_sets(self) -> dict[str, tuple[str, ...]]:
         """Data beside the prompts -> the columns that it must have."""
-        return {"pretrain": ("response_ids",)} if self.config.pretrain_coef else {}
+        config = self.config
+        mixed = isinstance(config, PretrainConfig) and config.pretrain_coef
+        return {"pretrain": ("response_ids",)} if mixed else {}
 
     @property
     def rows_per_step(self) -> int:

@@ -12,8 +12,9 @@ import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import RewardKLConfig
-from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.algorithms.policy import ClippedConfig, CorrectionConfig
+from hybridflow.algorithms.policy_gradient import PolicyGradient, PretrainConfig
+from hybridflow.algorithms.reference_kl import RewardKLConfig
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.step import StepContext
@@ -21,7 +22,7 @@ from hybridflow.core.validators import at_least, fraction, positive
 
 
 @attrs.frozen
-class PPOConfig(RewardKLConfig):
+class PPOConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig):
     """Settings of proximal policy optimisation with a critic."""
 
     prompts_per_step: int = attrs.field(default=512, validator=at_least(1))

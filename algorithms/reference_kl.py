@@ -8,12 +8,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import PolicyConfig
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.validators import non_negative, positive
 from hybridflow.core.values.batch import Batch
+
+KL_PLACES = attrs.validators.in_(("reward", "loss"))
+KL_KINDS = attrs.validators.in_(("k1", "abs", "k2", "k3"))
+
+
+@attrs.frozen(slots=False)
+class KLConfig:
+    """Settings of the KL to the reference, a term of the loss by default."""
+
+    kl_coef: float = attrs.field(default=0.0, validator=non_negative)
+    """beta: weight of the KL to the reference; 0 needs no reference."""
+    kl_in: str = attrs.field(default="loss", validator=KL_PLACES)
+    """Where that KL is paid: in each token's reward, or as a term of the loss."""
+    kl_kind: str = attrs.field(default="k3", validator=KL_KINDS)
+    """The estimator of that KL; k1 in the reward only."""
+    kl_target: float | None = attrs.field(default=None, validator=positive)
+    """KL per token that an adaptive beta aims at (arXiv:1909.08593, section 2.2); none: beta is
+    fixed."""
+    kl_horizon: float = attrs.field(default=10_000.0, validator=positive)
+    """Number of sequences over which the adaptive beta moves."""
+
+
+@attrs.frozen(slots=False)
+class RewardKLConfig(KLConfig):
+    """Settings of the KL to the reference where rewards pay it, as in the papers."""
+
+    kl_coef: float = attrs.field(default=0.05, validator=non_negative)
+    """beta: weight of the KL to the reference; 0 needs no reference."""
+    kl_in: str = attrs.field(default="reward", validator=KL_PLACES)
+    """Where that KL is paid: in each token's reward (the papers'), or as a term of the loss."""
+    kl_kind: str = attrs.field(default="k1", validator=KL_KINDS)
+    """The estimator of that KL; k1 in the reward only."""
 
 
 class ReferenceKL:
@@ -22,7 +55,7 @@ class ReferenceKL:
     Without kl_coef there is no KL, and no reference.
     """
 
-    def __init__(self, config: PolicyConfig):
+    def __init__(self, config: KLConfig):
         self.config = config
         self.adaptive: F.AdaptiveKL | None = None
         if config.kl_coef and config.kl_target:

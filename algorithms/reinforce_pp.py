@@ -10,14 +10,15 @@ from typing import ClassVar
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import KL_KINDS, PolicyConfig, RewardKLConfig
-from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.algorithms.policy import ClippedConfig, CorrectionConfig
+from hybridflow.algorithms.policy_gradient import PolicyGradient, PretrainConfig
+from hybridflow.algorithms.reference_kl import KL_KINDS, KLConfig, RewardKLConfig
 from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, fraction, non_negative
 
 
 @attrs.frozen
-class ReinforcePPConfig(RewardKLConfig):
+class ReinforcePPConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig):
     """Settings of REINFORCE++, in which each token pays its KL."""
 
     gamma: float = attrs.field(default=1.0, validator=fraction)
@@ -69,7 +70,7 @@ class ReinforcePP(PolicyGradient):
 
 
 @attrs.frozen
-class ReinforcePPBaselineConfig(PolicyConfig):
+class ReinforcePPBaselineConfig(ClippedConfig, CorrectionConfig, KLConfig, PretrainConfig):
     """Settings of REINFORCE++ with a group's mean as the baseline and the KL in the loss."""
 
     group_size: int = attrs.field(default=8, validator=at_least(2))

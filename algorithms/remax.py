@@ -8,13 +8,14 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import AGGREGATIONS, RewardKLConfig
-from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.algorithms.policy import AGGREGATIONS, ClippedConfig, CorrectionConfig
+from hybridflow.algorithms.policy_gradient import PolicyGradient, PretrainConfig
+from hybridflow.algorithms.reference_kl import RewardKLConfig
 from hybridflow.core.contracts.step import StepContext
 
 
 @attrs.frozen
-class ReMaxConfig(RewardKLConfig):
+class ReMaxConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig):
     """Settings of a KL penalty in the reward, and the aggregation of the loss."""
 
     how: str = attrs.field(default="seq-mean-token-sum", validator=AGGREGATIONS)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import attrs
 
 from hybridflow.algorithms import functional as F
-from hybridflow.algorithms.policy import AGGREGATIONS, RewardKLConfig
-from hybridflow.algorithms.policy_gradient import PolicyGradient
+from hybridflow.algorithms.policy import AGGREGATIONS, ClippedConfig, CorrectionConfig
+from hybridflow.algorithms.policy_gradient import PolicyGradient, PretrainConfig
+from hybridflow.algorithms.reference_kl import RewardKLConfig
 from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least
 
 
 @attrs.frozen
-class RLOOConfig(RewardKLConfig):
+class RLOOConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig):
     """Settings of REINFORCE leave-one-out."""
 
     group_size: int = attrs.field(default=4, validator=at_least(2))

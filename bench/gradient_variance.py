@@ -20,7 +20,7 @@ import torch
 from common import ROOT, emit
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss
+from hybridflow.algorithms.policy import ClippedConfig, PolicyLoss
 from hybridflow.algorithms.policy_gradient import PolicyGradient
 from hybridflow.algorithms.reinforce_pp import ReinforcePP, ReinforcePPConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
@@ -86,7 +86,7 @@ def measure(warm: Path, batches: int) -> None:
         "actor": {"model": {"path": str(warm)}, "micro_batch_tokens": 8192}, "reward": {"function": "exact_match"},
         "data": {"limit": 0}, "tokenizer": {"path": str(warm)},
     }  # fmt: skip
-    loss = PolicyLoss(PolicyConfig(how="seq-mean-token-sum"), on_policy=True)
+    loss = PolicyLoss(ClippedConfig(how="seq-mean-token-sum"), on_policy=True)
     found: dict[str, list[torch.Tensor]] = {name: [] for name in ESTIMATORS}
     with TinyRun(
         RLOO(RLOOConfig(kl_coef=0.0, group_size=GROUP, prompts_per_step=PROMPTS)), tables

@@ -135,7 +135,7 @@ def register(
     *,
     same_rows: bool = True,
     reads: Sequence[str] | Callable[..., Sequence[str] | None] | None = None,
-    writes: Sequence[str] | None = None,
+    writes: Sequence[str] | Callable[..., Sequence[str]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a worker's method callable on its group.
 
@@ -145,7 +145,8 @@ def register(
         can be sent before this one returns. Pass False for a method that adds or drops rows.
     reads: the columns that the method needs, or a function of the call's arguments that returns
         them; only these are sent and waited for. None stands for all columns.
-    writes: the columns of the returned Batch, if they are always the same.
+    writes: the columns of the returned Batch where they are known before the call, or a function of
+        the call's arguments that returns them: what asks for the names does not wait then.
 
     Annotate the method's return type: a `-> Batch` stays on the workers and is passed on by
     reference; any other result is sent to the controller.
@@ -157,7 +158,7 @@ def register(
             protocol,
             same_rows,
             reads,
-            tuple(writes) if writes is not None else None,
+            writes,
         )
         return function
 

@@ -27,7 +27,7 @@ and the runtime delivers that reply before the call starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -150,13 +150,15 @@ class WorkerGroup:
         seed: int = 0,
         watch: Callable[[str, str, int, Reply], None] | None = None,
         extras: Sequence[str] = (),
+        writes: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ):
         """Build the workers, and wait until they stand; `args` and `kwargs` are their arguments.
 
         name: the role's name, by default the class's. watch: called as (role, method, rank,
         reply) for every reply that is read. extras: columns that these workers read beside those
-        that their methods name, where a batch has them.
+        that their methods name, where a batch has them. writes: method -> the columns of its
+        result, where these workers' arguments decide on them.
         """
         self.name = name or worker.__name__
         self.pool = pool
@@ -174,6 +176,8 @@ class WorkerGroup:
         self.runtime = pool.runtime
         self._watch = watch
         self._extras = tuple(extras)
+        for name, columns in (writes or {}).items():
+            self.methods[name] = attrs.evolve(self.methods[name], writes=columns)
         reserved = [
             method
             for method in self.methods
@@ -213,6 +217,7 @@ class WorkerGroup:
         protocol = method.protocol
 
         # Columns that the method does not read stay where they are.
+        promised = method.promised(args, kwargs)
         columns = method.columns(args, kwargs)
         if columns is not None:
             columns = [*columns, *self._extras]
@@ -247,7 +252,7 @@ class WorkerGroup:
             self.runtime.traffic.sent += len(message.blob)
             reference = self.pool.processes[rank].submit(message, label)
             pending[rank] = PendingReply(self.runtime, reference, self._watcher(method.name, rank))
-        return self._collect(method, pieces, pending, sources)
+        return self._collect(method, promised, pieces, pending, sources)
 
     def _messages(
         self, method: Method, pieces: dict[int, tuple], sources: set[int]
@@ -291,7 +296,12 @@ class WorkerGroup:
         return pieces
 
     def _collect(
-        self, method: Method, pieces: dict[int, tuple], pending: dict[int, PendingReply], sources
+        self,
+        method: Method,
+        promised: tuple[str, ...] | None,
+        pieces: dict[int, tuple],
+        pending: dict[int, PendingReply],
+        sources: Sequence[int],
     ) -> Any:
         """Return the call's result, of the sources' replies: a Batch of promises, or a Future."""
         if not method.returns_batch:
@@ -316,7 +326,7 @@ class WorkerGroup:
 
             peer_replies = [pending[peer] for peer in peers[rank]]
             result = partial(_read_batch, method.name, pending[rank], peer_replies)
-            table = PromisedTable(result, rows, method.writes, pending[rank])
+            table = PromisedTable(result, rows, promised, pending[rank])
             batches.append(Batch.of_views([View((table,))]))
         return method.protocol.collect(self, batches)
 

@@ -25,14 +25,20 @@ class Method:
     """Whether the method is annotated `-> Batch`: a call returns a promised Batch, no Future."""
     same_rows: bool
     """Whether the result has the rows of the first batch among the arguments."""
-    reads: tuple[str, ...] | Callable[..., Sequence[str] | None] | None
+    reads: Sequence[str] | Callable[..., Sequence[str] | None] | None
     """The columns that the method reads, or a function of its arguments that names them."""
-    writes: tuple[str, ...] | None
-    """The columns of the result, where they are known before the call."""
+    writes: Sequence[str] | Callable[..., Sequence[str]] | None
+    """The columns of the result where they are known before the call, or a function of its
+    arguments that names them."""
 
     def columns(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[str] | None:
         """Return the columns to send, or None for all."""
         return self.reads(*args, **kwargs) if callable(self.reads) else self.reads
+
+    def promised(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...] | None:
+        """Return the columns of the result, or None where they are not known before."""
+        names = self.writes(*args, **kwargs) if callable(self.writes) else self.writes
+        return None if names is None else tuple(names)
 
 
 def methods_of(worker: type[Worker]) -> dict[str, Method]:

@@ -49,7 +49,7 @@ from hybridflow.core.workers.device_memory import DeviceWorker
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.model_worker import Built, ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
-from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, example_batch
+from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, example_batch, reward_columns
 
 PATIENCE_S = (2.0, 8.0)
 """Seconds before the memory of devices is looked at again, where it is too little."""
@@ -249,8 +249,10 @@ class Session:
         """Build the models, their engines and the scorers, and report how weights are synced."""
         # A reward that cannot work is found before anything large is built.
         for name, scorer in self.job.scorers.items():
+            columns = reward_columns(scorer.role.column, scorer.parts)
+            tokenizer = self.prepared.tokenizer
             group = self.make_group(
-                RewardWorker, main, scorer.parts, self.prepared.tokenizer, name=name
+                RewardWorker, main, scorer.parts, tokenizer, name=name, writes={"score": columns}
             )
             self.groups[name] = (scorer.role, group)
             for data, row in _trials(self.job, self.prepared, scorer.role):

@@ -69,6 +69,15 @@ class Built:
     """What a weight sync to the rank's engine will cost; None without an engine."""
 
 
+def _logprob_columns(batch: Batch, columns: Mapping[str, str], topk: int = 0) -> Sequence[str]:
+    """Return the columns that `logprobs` writes."""
+    return (*columns.values(), *(("topk_ids", "topk_logprobs") if topk else ()))
+
+
+def _one_column(batch: Batch, column: str) -> Sequence[str]:
+    return (column,)
+
+
 class ModelWorker(PoolMember):
     """One rank of a model role.
 
@@ -135,7 +144,7 @@ class ModelWorker(PoolMember):
 
     # --- scoring ---
 
-    @register(Protocol.THREE_D, reads=BASE)
+    @register(Protocol.THREE_D, reads=BASE, writes=_logprob_columns)
     def logprobs(self, batch: Batch, columns: dict[str, str], topk: int = 0) -> Batch:
         """Per response token: the logprobs and the entropy of the policy.
 
@@ -148,13 +157,13 @@ class ModelWorker(PoolMember):
         outputs = self._forward(batch, needs)
         return Batch({columns.get(name, name): column for name, column in outputs.items()})
 
-    @register(Protocol.THREE_D, reads=BASE)
+    @register(Protocol.THREE_D, reads=BASE, writes=_one_column)
     def values(self, batch: Batch, column: str) -> Batch:
         """Return a critic's value at each response token, as `column`."""
         outputs = self._forward(batch, ["values"])
         return Batch({column: outputs["values"]} if outputs else {})
 
-    @register(Protocol.THREE_D, reads=BASE)
+    @register(Protocol.THREE_D, reads=BASE, writes=_one_column)
     def score(self, batch: Batch, column: str) -> Batch:
         """Return a reward model's score of each row, as `column` [rows].
 

@@ -195,6 +195,13 @@ def _answer_ids(meta: Mapping[str, Any], tokenizer: Tokenizer) -> np.ndarray:
     return np.append(ids, tokenizer.eos_id)
 
 
+def reward_columns(column: str, parts: Sequence[RewardPart]) -> tuple[str, ...]:
+    """Return the columns that RewardWorker.score writes."""
+    each = tuple(f"rewards/{part.name}" for part in parts) if len(parts) > 1 else ()
+    per_token = (f"token_{column}",) if any(part.per_token for part in parts) else ()
+    return (column, *each, *per_token)
+
+
 class RewardWorker(Worker):
     """Calls reward functions, on the rows of each data parallel rank."""
 

@@ -38,7 +38,6 @@ def test_cispo_keeps_the_gradient_of_every_token_with_a_bounded_weight():
     assert float(total.detach()) == pytest.approx((2.0 - 0.5) / 2)
     total.backward()
     assert logprobs.grad.tolist() == [[pytest.approx(-1.0), pytest.approx(0.25)]]
-    assert "no meaning" in CISPO(CISPOConfig(dual_clip=3.0)).problems()[0]
 
 
 def test_a_step_weighs_each_tokens_logprob_with_its_advantage():

@@ -57,8 +57,3 @@ def test_each_token_carries_the_geometric_mean_of_its_responses_ratios():
     terms["policy_loss"].value.sum().backward()
     # a token's own gradient, -A times its response's ratio, and none where it is clipped
     assert logprobs.grad.tolist() == [pytest.approx([-3.0, -3.0, 0.0]), [0.0] * 3]
-
-
-def test_gspo_has_one_mean():
-    with pytest.raises(ValueError, match="how"):
-        GSPOConfig(how="token-mean")

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import pytest
 import torch
 
-from hybridflow.algorithms.policy import PolicyConfig, PolicyLoss, RewardKLConfig
+from hybridflow.algorithms.policy import (
+    AggregationConfig,
+    ClippedConfig,
+    CorrectionConfig,
+    PolicyConfig,
+    PolicyLoss,
+)
+from hybridflow.algorithms.policy_gradient import PretrainConfig
+from hybridflow.algorithms.reference_kl import KLConfig
 from hybridflow.core.contracts.loss import Counts
 from hybridflow.core.workers.reduction import reduce_terms
+
+
+@attrs.frozen
+class Corrected(PolicyConfig, CorrectionConfig):
+    pass
 
 
 def terms(loss, batch: dict, outputs: dict) -> dict:
@@ -34,7 +48,7 @@ def terms(loss, batch: dict, outputs: dict) -> dict:
     ],
 )
 def test_the_policy_loss_is_clipped_as_by_hand(ratio, advantage, dual_clip, loss):
-    config = PolicyConfig(clip_low=0.3, clip_high=0.2, dual_clip=dual_clip)
+    config = ClippedConfig(clip_low=0.3, clip_high=0.2, dual_clip=dual_clip)
     batch = dict(old_logprobs=[[-1.0, -1.0]], advantages=[[advantage, 0.0]])
     found = terms(PolicyLoss(config), batch, dict(logprobs=[[-1.0 + math.log(ratio), -1.0]]))
     assert found["policy_loss"].value[0].tolist() == pytest.approx([loss, 0.0], abs=1e-6)
@@ -73,7 +87,7 @@ def test_the_correction_for_the_engine_multiplies_the_loss():
         old_logprobs=[[-1.0, -1.0]], advantages=[[1.0, 1.0]], rollout_logprobs=[[-1.5, -3.0]]
     )
     for mode, weights in (("truncate", [math.exp(0.5), 2.0]), ("mask", [math.exp(0.5), 0.0])):
-        loss = PolicyLoss(PolicyConfig(correction=mode, correction_high=2.0))
+        loss = PolicyLoss(Corrected(correction=mode, correction_high=2.0))
         assert "rollout_logprobs" in loss.reads
         value = terms(loss, batch, dict(logprobs=[[-1.0, -1.0]]))["policy_loss"].value
         assert value[0].tolist() == pytest.approx([-w for w in weights], rel=1e-5)
@@ -81,7 +95,7 @@ def test_the_correction_for_the_engine_multiplies_the_loss():
 
 @pytest.mark.parametrize(("kind", "kl"), [("k3", math.exp(-0.5) - 1 + 0.5), ("k2", 0.125)])
 def test_the_kl_term_is_the_estimate_computed_by_hand(kind, kl):
-    loss = PolicyLoss(PolicyConfig(kl_kind=kind), on_policy=True, kl_coef=0.2)
+    loss = PolicyLoss(PolicyConfig(), on_policy=True, kl_coef=0.2, kl_kind=kind)
     assert loss.reads == ["advantages", "ref_logprobs"]
     logprobs = torch.tensor([[-1.0]], requires_grad=True)
     batch = {
@@ -110,8 +124,8 @@ def test_the_kl_term_is_the_estimate_computed_by_hand(kind, kl):
 def test_every_term_of_the_policy_loss_has_the_chosen_mean(how, expected):
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0]])
     values = torch.tensor([[4.0, 0.0, 0.0], [1.0, 2.0, 3.0]])
-    config = PolicyConfig(how=how, length=5, entropy_coef=0.5, kl_kind="abs")
-    loss = PolicyLoss(config, on_policy=True, kl_coef=0.25)
+    config = ClippedConfig(how=how, length=5, entropy_coef=0.5)
+    loss = PolicyLoss(config, on_policy=True, kl_coef=0.25, kl_kind="abs")
     batch = {"loss_mask": mask, "advantages": -values, "ref_logprobs": -1.0 - values}
     outputs = {"logprobs": torch.full((2, 3), -1.0), "entropy": values}
     total, _ = reduce_terms(loss(batch, outputs), mask, Counts(4, 2, 2), Counts(4, 2, 2))
@@ -130,25 +144,18 @@ def test_on_policy_the_ratio_is_that_of_this_forward_and_its_gradient_is_not_los
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("cls", "setting", "value"),
     [
-        ("clip_low", 0.0),
-        ("how", "mean"),
-        ("kl_kind", "k4"),
-        ("kl_in", "both"),
-        ("correction", "clip"),
-        ("epochs", 0),
+        (PolicyConfig, "clip_low", 0.0),
+        (PolicyConfig, "epochs", 0),
+        (ClippedConfig, "dual_clip", 1.0),
+        (AggregationConfig, "how", "mean"),
+        (CorrectionConfig, "correction", "clip"),
+        (KLConfig, "kl_kind", "k4"),
+        (KLConfig, "kl_in", "both"),
+        (PretrainConfig, "pretrain_coef", -0.1),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_by_name(setting, value):
+def test_a_setting_that_cannot_be_is_refused_by_name(cls, setting, value):
     with pytest.raises(ValueError, match=setting):
-        PolicyConfig(**{setting: value})
-
-
-def test_the_kl_is_a_term_of_the_loss_unless_rewards_pay_it():
-    assert (PolicyConfig().kl_in, PolicyConfig().kl_coef) == ("loss", 0.0)
-    assert (RewardKLConfig().kl_in, RewardKLConfig().kl_kind, RewardKLConfig().kl_coef) == (
-        "reward",
-        "k1",
-        0.05,
-    )
+        cls(**{setting: value})

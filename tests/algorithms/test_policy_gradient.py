@@ -95,7 +95,6 @@ def test_a_missing_data_set_is_named():
     ("algorithm", "said"),
     [
         (GRPO(GRPOConfig(how="seq-mean-token-sum-norm")), "needs length"),
-        (GRPO(GRPOConfig(dual_clip=1.0)), "dual_clip must be above 1"),
         (ReMax(ReMaxConfig(mini_batch_size=65)), "larger than the 64 sequences"),
         (GRPO(attrs.evolve(SMALL, mini_batch_size=17)), "larger than the 16 sequences"),
         (GRPO(GRPOConfig(kl_target=0.1)), "kl_target needs kl_coef"),

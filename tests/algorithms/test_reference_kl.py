@@ -10,9 +10,8 @@ import torch
 from helpers.two_rows import MASK, OLD, REF
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
-from hybridflow.algorithms.policy import PolicyConfig, RewardKLConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
-from hybridflow.algorithms.reference_kl import ReferenceKL
+from hybridflow.algorithms.reference_kl import KLConfig, ReferenceKL, RewardKLConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
@@ -27,7 +26,7 @@ def test_each_token_of_the_policy_pays_beta_times_its_kl():
 
 
 def test_a_kl_in_the_loss_costs_no_reward_and_is_told():
-    kl = ReferenceKL(PolicyConfig(kl_coef=0.1))
+    kl = ReferenceKL(KLConfig(kl_coef=0.1))
     paid, figures = kl.penalty(MASK, OLD, REF)
     assert not paid.any() and kl.in_loss == 0.1
     # k3, d = 0.5, -1, 1, -1: e^-0.5 - 1 + 0.5, e - 2, e^-1, e - 2
@@ -37,7 +36,7 @@ def test_a_kl_in_the_loss_costs_no_reward_and_is_told():
 
 
 def test_without_a_coefficient_there_is_no_reference_and_no_penalty():
-    kl = ReferenceKL(PolicyConfig())
+    kl = ReferenceKL(KLConfig())
     paid, figures = kl.penalty(MASK)
     assert kl.roles() == () and not kl.reads_old_logprobs and kl.in_loss == 0.0
     assert paid.shape == MASK.shape and not paid.any() and figures == {}
@@ -106,9 +105,9 @@ def test_a_run_with_the_kl_begins_at_zero_kl_and_has_a_reference():
 @pytest.mark.parametrize(
     ("config", "rows", "said"),
     [
-        (PolicyConfig(kl_coef=0.1, kl_kind="k1"), 16, "k1"),
+        (KLConfig(kl_coef=0.1, kl_kind="k1"), 16, "k1"),
         (RewardKLConfig(kl_in="loss"), 16, "k1"),
-        (PolicyConfig(kl_target=0.1), 16, "kl_target needs kl_coef"),
+        (KLConfig(kl_target=0.1), 16, "kl_target needs kl_coef"),
         (
             RewardKLConfig(kl_target=0.1, kl_horizon=50.0),
             256,

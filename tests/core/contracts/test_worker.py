@@ -145,5 +145,5 @@ def test_what_is_registered_is_noted_and_the_method_stays_as_it_is():
     assert methods["plain"].columns((), {}) is None
     assert methods["one"].protocol is Protocol.RANK_ZERO
     assert not methods["one"].same_rows
-    assert methods["one"].writes == ("y",)
+    assert methods["one"].promised((), {}) == ("y",)
     assert list(methods["one"].columns((), {})) == ["x"]

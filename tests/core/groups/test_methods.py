@@ -74,6 +74,17 @@ def test_the_columns_to_send_are_all_or_named_or_follow_from_the_call():
     assert found["told"].columns([batch], {"column": "y"}) == ["y", "z"]
 
 
+def test_the_columns_of_a_result_are_promised_where_the_call_tells_them():
+    class Tells(Worker):
+        @register(writes=lambda batch, column: [column])
+        def score(self, batch: Batch, column: str) -> Batch: ...
+
+    batch = Batch({})
+    assert methods_of(Tells)["score"].promised([batch], {"column": "s"}) == ("s",)
+    assert methods_of(Base)["told"].promised([batch], {}) == ("y",)
+    assert methods_of(Base)["plain"].promised([batch], {}) is None
+
+
 def test_a_protocol_that_is_not_there_is_named_when_the_group_is_made():
     class Wrong(Worker):
         @register("THREE_DD")

@@ -101,6 +101,7 @@ def test_building_tells_the_parameters(pool):
 def test_columns_come_back_under_the_names_that_were_asked_for(pool):
     group, batch = make_group(pool), make_batch()
     made = group.logprobs(batch, {"logprobs": "old_logprobs", "entropy": "entropy"}, 2)
+    made["old_logprobs"]  # the names are promised; a result with others would raise
     assert set(made.names) == {"old_logprobs", "entropy", "topk_ids", "topk_logprobs"}
     assert np.array_equal(made["old_logprobs"].lengths, batch["response_ids"].lengths)
     assert made["topk_ids"].values.shape == (len(batch["response_ids"].values), 2)

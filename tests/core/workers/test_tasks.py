@@ -19,7 +19,7 @@ from hybridflow.core.job.sections import RewardPart
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, run_on_columns
+from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, reward_columns, run_on_columns
 from hybridflow.kit.testing import TinyRun
 
 DIGITS = char()
@@ -203,7 +203,9 @@ ANSWERS = Batch({
 
 
 def scored(batch: Batch, *parts: RewardPart) -> Batch:
-    return RewardWorker(CONTEXT, parts, DIGITS).score(batch, "scores")
+    made = RewardWorker(CONTEXT, parts, DIGITS).score(batch, "scores")
+    assert reward_columns("scores", parts) == made.names  # as its group promises
+    return made
 
 
 def test_a_function_sees_texts_and_its_options():
