@@ -12,6 +12,7 @@ from hybridflow.core.contracts.training import TrainingBackend
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.same_ranks import HybridEngine
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
@@ -45,7 +46,8 @@ def started(job: Job) -> Iterator[RolloutEngine]:
     engine = build_engine(role.engine, role.model, role.engine_config, context, logs)
     try:
         start_engine(engine)
-        HybridEngine(backend, engine, context, role.sync, resident=False).sync()
+        plan = plan_reshard(backend.layout(), engine.layout(), role.sync.bucket_bytes)
+        HybridEngine(backend, engine, context, plan, role.transport, share=False).sync()
         yield engine
     finally:
         engine.close()

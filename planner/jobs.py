@@ -240,7 +240,7 @@ def _engine(name: str, placed: PlacedModel, remarks: list[str], device: str) -> 
         # In a pool of its own an engine never sleeps.
         "keeps_engine": placed.section.generation.keep or placed.rollout_pool is not None,
     }
-    if spec.sync.settings.alias:
+    if spec.sync.alias:
         fields["lent_params"] = settings.lent_params(_shape(placed), device)
     if not can.tp:
         fields["max_rollout_tp"] = 1

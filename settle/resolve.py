@@ -34,7 +34,7 @@ from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.data.rows import data_problems
 from hybridflow.core.errors import ConfigError, HybridFlowError
-from hybridflow.core.job.job import Job, TrackerSpec
+from hybridflow.core.job.job import Chosen, Job
 from hybridflow.core.job.sections import (
     EnvironmentSection,
     PlacementSection,
@@ -239,7 +239,7 @@ def _planner(reader: Reader, placement: PlacementSection) -> Choice | None:
     return None
 
 
-def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
+def _trackers(reader: Reader, run: RunSection) -> tuple[Chosen, ...]:
     """Check the trackers' settings. The run leaves out those that are not installed."""
     specs = []
     for index, setting in enumerate(run.trackers):
@@ -258,9 +258,9 @@ def _trackers(reader: Reader, run: RunSection) -> tuple[TrackerSpec, ...]:
 
         # Settings of a tracker that is not installed cannot be checked.
         if missing:
-            specs.append(TrackerSpec(table["name"]))
+            specs.append(Chosen(table["name"]))
         elif choice := reader.plugin("tracker", table, path):
-            specs.append(TrackerSpec(choice.name, choice.config))
+            specs.append(Chosen(choice.name, choice.config))
     return tuple(specs)
 
 

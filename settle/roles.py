@@ -24,13 +24,12 @@ from hybridflow.core.contracts.rollout import EngineSettings, engine_settings
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.job.job import AUTO, Job, ModelRole, PlacedModel, Rewards, SyncSpec
+from hybridflow.core.job.job import AUTO, Chosen, Job, ModelRole, PlacedModel, Rewards
 from hybridflow.core.job.sections import (
     LayoutSection,
     RewardPart,
     RoleSection,
     RunSection,
-    SyncConfig,
 )
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
@@ -311,7 +310,7 @@ class RoleResolver:
             *_beyond(backend.name, layout, kind),
             *self._size_problems(spec, layout),
         ]
-        generation = sync = None
+        generation = transport = None
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
             problems += _heads_problems(spec, "generation.tp", section.generation.tp)
@@ -320,11 +319,11 @@ class RoleResolver:
             generation = self._generation(
                 section, engine.name, settings.own_process, layout, problems
             )
-            sync = self._sync(role.name, section.sync, apart, problems)
+            transport = self._transport(role.name, section.sync.transport, apart, problems)
         optimizer = self._optimizer(section.optimizer, problems) if role.trained else None
 
         self._note(role, problems)
-        if problems or (engine is not None and sync is None):
+        if problems or (engine is not None and transport is None):
             return None
 
         stop = math.inf
@@ -341,7 +340,8 @@ class RoleResolver:
             temperature=self.sampling.temperature or 1.0,
             mismatch_stop=stop,
             offload=section.offload,
-            sync=sync or SyncSpec(),
+            sync=section.sync,
+            transport=transport or Chosen(AUTO),
             keep_engine=section.generation.keep,
         )
         return PlacedModel(role, model, layout, section.pool, section, generation, apart)
@@ -380,27 +380,26 @@ class RoleResolver:
         pools = ", ".join(self.pools) or "none"
         return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {pools})"
 
-    def _sync(
-        self, role: str, section: SyncConfig, apart: str | None, problems: list[Problem]
-    ) -> SyncSpec | None:
+    def _transport(
+        self, role: str, table: Mapping[str, Any], apart: str | None, problems: list[Problem]
+    ) -> Chosen | None:
         """Choose the transport of the weights.
 
         None where no such plugin can be had or its settings are wrong. A transport that cannot
         reach the pool `apart`, where the engines have one of their own, is returned too, and
         noted in `problems`.
         """
-        spec = SyncSpec(settings=section)
-        name = section.transport.get("name", AUTO)
+        name = table.get("name", AUTO)
         if name == AUTO:
             problems += [
                 Problem(f"sync.transport.{key}", "belongs to a transport; give its name too")
-                for key in section.transport
+                for key in table
                 if key != "name"
             ]
-            return spec
+            return Chosen(AUTO)
 
         # A transport by name must reach from the trainer's pool to the engines'.
-        choice = self.reader.plugin("transport", section.transport, f"{role}.sync.transport")
+        choice = self.reader.plugin("transport", table, f"{role}.sync.transport")
         if choice is None or not choice.good:
             return None
         if apart is not None and not choice.found.crosses_pools:
@@ -409,7 +408,7 @@ class RoleResolver:
                 "out, or name another (auto takes what works)"
             )
             problems.append(Problem("sync.transport", text))
-        return attrs.evolve(spec, transport=choice.name, transport_config=choice.config)
+        return Chosen(choice.name, choice.config)
 
     def _generation(
         self,

@@ -4,7 +4,7 @@ Job
  |- models:  {role: PlacedModel}   a model on a pool, in a parallel layout
  |    `- spec: ModelRole           what each of its ranks must know
  |         |- model: ModelSpec     architecture and weights
- |         `- sync: SyncSpec       how weights come to the rollout engine
+ |         `- sync, transport      how weights come to the rollout engine
  |- scorers: {role: Rewards}       reward functions, which need no model
  |- pools:   {name: ResourcePool}  the devices that roles share
  `- run, data, sampling, ...       the sections of the configuration
@@ -42,28 +42,10 @@ AUTO = "auto"
 
 
 @attrs.frozen
-class SyncSpec:
-    """How a role's weights are sent to its rollout engine."""
-
-    transport: str = AUTO
-    """Name of a plugin of kind "transport", or "auto"."""
-    transport_config: Any = None
-    """The transport's settings, an instance of its config class; None for "auto"."""
-    settings: SyncConfig = attrs.field(factory=SyncConfig)
-    """What the role's table says."""
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The limit of messages under way, in bytes."""
-        return int(self.settings.bucket_mb * 1e6)
-
-
-@attrs.frozen
-class TrackerSpec:
-    """One of the places that a run logs to."""
+class Chosen:
+    """A plugin that the job has chosen, with its settings."""
 
     name: str
-    """Name of a plugin of kind "tracker"."""
     config: Any = None
     """An instance of its config class; None stands for the defaults."""
 
@@ -91,7 +73,10 @@ class ModelRole:
     """Softmax temperature of the policy: the same for its logprobs in training as in sampling."""
     offload: bool = False
     """Whether weights and optimizer leave the device while other roles of the pool work."""
-    sync: SyncSpec = attrs.field(factory=SyncSpec)
+    sync: SyncConfig = attrs.field(factory=SyncConfig)
+    """How weights come to the rollout engine, as the role's table says."""
+    transport: Chosen = Chosen(AUTO)
+    """What carries them: a plugin of kind "transport", or "auto"."""
     keep_engine: bool = True
     """Whether the engine's memory (cache and weights) stays between generations."""
     mismatch_stop: float = math.inf
@@ -157,7 +142,7 @@ class Job:
     """Name of the planner, "" where there is none."""
     planner_config: Any
     """The planner's settings, or None where it has none."""
-    trackers: tuple[TrackerSpec, ...]
+    trackers: tuple[Chosen, ...]
 
     models: dict[str, PlacedModel]
     """The roles with models, by name."""
@@ -214,8 +199,8 @@ class Job:
             plugins.append(("training_backend", model.spec.backend))
             if model.spec.engine is not None:
                 plugins.append(("rollout_engine", model.spec.engine))
-            if model.spec.sync.transport != AUTO:
-                plugins.append(("transport", model.spec.sync.transport))
+            if model.spec.transport.name != AUTO:
+                plugins.append(("transport", model.spec.transport.name))
 
         return [(kind, name) for kind, name in dict.fromkeys(plugins) if name and ":" not in name]
 

@@ -14,6 +14,7 @@ from hybridflow.core.contracts.reward import FailureRule
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.validators import at_least, non_negative, positive, setting
 from hybridflow.core.values.model import ModelConfig
+from hybridflow.core.values.units import BUCKET_MB
 
 
 @attrs.frozen
@@ -139,7 +140,7 @@ class SyncConfig:
     transport: dict[str, Any] = attrs.field(factory=lambda: {"name": "auto"})
     """`name` of a plugin of kind "transport", and its own settings. auto: the first transport that
     reaches all ranks."""
-    bucket_mb: float = setting(64.0, at_least(0.01))
+    bucket_mb: float = setting(BUCKET_MB, at_least(0.01))
     """Limit of the memory for all messages of a sync that are under way, per rank, in 10^6
     bytes."""
     alias: bool = True
@@ -149,6 +150,11 @@ class SyncConfig:
     verify: bool = False
     """Whether each sync compares the checksums of all values on both sides. Without it each one
     compares a 32nd of them, and all at the start, after a failure and every 32 syncs."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The limit of messages under way, in bytes."""
+        return int(self.bucket_mb * 1e6)
 
 
 @attrs.frozen

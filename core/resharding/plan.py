@@ -19,9 +19,10 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.resharding.boxes import disjoint
 from hybridflow.core.resharding.demands import Demand, common, deal, lacking
 from hybridflow.core.resharding.flows import Flow, Transfer, Transfers
+from hybridflow.core.values.units import BUCKET_MB
 from hybridflow.core.values.weights import Box, Shards, WeightLayout
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = int(BUCKET_MB * 1e6)
 """Default bytes for all message buffers of a rank together."""
 
 

@@ -10,11 +10,10 @@ import torch
 from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.contracts.transport import Link, Mailbox
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.job.job import SyncSpec
+from hybridflow.core.job.job import Chosen
 from hybridflow.core.resharding.exchange import Exchange, Read, Write
-from hybridflow.core.resharding.plan import plan_reshard
+from hybridflow.core.resharding.plan import ReshardPlan
 from hybridflow.core.rollouts.transports import connect
-from hybridflow.core.values.weights import WeightLayout
 
 
 class PoolSide:
@@ -25,28 +24,27 @@ class PoolSide:
 
     def __init__(
         self,
-        source: WeightLayout,
-        target: WeightLayout,
+        plan: ReshardPlan,
         rank: int,
         device: torch.device,
         nodes: Sequence[str],
         store: Store | None,
-        spec: SyncSpec,
+        transport: Chosen,
     ):
-        """Plan the transfer, and connect to the other ranks.
+        """Connect to the other ranks.
 
         rank: in the plan's numbering; nodes: the node of each rank. Raises HybridFlowError when no
         transport reaches the other pool.
         """
-        self.plan = plan_reshard(source, target, spec.bucket_bytes)
-        self.exchange = Exchange(self.plan, rank, device)
+        self.plan = plan
+        self.exchange = Exchange(plan, rank, device)
         link = Link(
-            rank, self.plan.ranks, device, grouped=False, nodes=dict(enumerate(nodes)), store=store
+            rank, plan.ranks, device, grouped=False, nodes=dict(enumerate(nodes)), store=store
         )
         # Messages to another pool are left and fetched: no process group joins the two.
-        mailbox = connect(spec, link)
+        mailbox = connect(transport, link)
         if not isinstance(mailbox, Mailbox):
-            raise HybridFlowError(f"the transport {spec.transport} does not reach another pool")
+            raise HybridFlowError(f"the transport {transport.name} does not reach another pool")
         self.mailbox = mailbox
         self.rank = rank
 

@@ -24,12 +24,12 @@ from hybridflow.core.contracts.training import TrainingBackend
 from hybridflow.core.contracts.transport import Link, Transport
 from hybridflow.core.contracts.worker import EVERY_AXIS, RankContext
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.job.job import AUTO, SyncSpec
+from hybridflow.core.job.job import AUTO, Chosen
 from hybridflow.core.resharding.exchange import Exchange, Moved, ShardReader, same_storage
-from hybridflow.core.resharding.plan import ReshardPlan, plan_reshard
+from hybridflow.core.resharding.plan import ReshardPlan
 from hybridflow.core.rollouts.checksums import differing, wanted
 from hybridflow.core.rollouts.transports import connect
-from hybridflow.core.rollouts.weight_sync import SyncCost, WeightSync, node_name, on_every_rank
+from hybridflow.core.rollouts.weight_sync import SyncCost, WeightSync, node_name
 from hybridflow.core.values.weights import Box
 
 
@@ -41,12 +41,19 @@ class HybridEngine(WeightSync):
         backend: TrainingBackend,
         engine: RolloutEngine,
         context: RankContext,
-        spec: SyncSpec,
-        resident: bool = True,
+        plan: ReshardPlan,
+        transport: Chosen,
+        verify: bool = False,
+        share: bool = True,
     ):
-        """resident: both sides keep their weights where they are, so that they may share them."""
-        super().__init__(spec)
-        self.resident = resident
+        """plan: from the trainer's layout to the engine's, which both stay as they are.
+
+        share: one storage may serve both sides, since they keep their weights where they are.
+        """
+        super().__init__(verify)
+        self.plan = plan
+        self.share = share
+        self.chosen = transport
         self.backend = backend
         self.engine = engine
         self.context = context
@@ -56,15 +63,6 @@ class HybridEngine(WeightSync):
         """Bytes that the last sync left where they were: one storage serves both sides."""
         self._shared: set[str] = set()
         """Parameters that the trainer keeps in the engine's storage."""
-
-    @cached_property
-    def plan(self) -> ReshardPlan:
-        """The plan from the trainer's layout to the engine's; both stay as they are.
-
-        Raises ReshardError with all that does not fit.
-        """
-        target = on_every_rank(self.engine.layout(), self.context)
-        return plan_reshard(self.backend.layout(), target, self.spec.bucket_bytes)
 
     @cached_property
     def _exchange(self) -> Exchange:
@@ -98,20 +96,20 @@ class HybridEngine(WeightSync):
     @cached_property
     def transport(self) -> Transport:
         """The transport that carries the messages. Raises HybridFlowError if none can."""
-        return connect(self.spec, self.link)
+        return connect(self.chosen, self.link)
 
     def prepare(self) -> SyncCost:
-        """Plan and connect, before the first step; return what a sync will cost this rank."""
+        """Connect, before the first step; return what a sync will cost this rank."""
         transport = self.transport  # one that cannot serve raises now
         plan = self.plan
         rank = self.context.rank
-        if self.spec.settings.alias and self.resident and self.engine.lends:
+        if self.share and self.engine.lends:
             self._share()
 
         # Shared storage counts once.
         source = ShardReader(self.backend.named_shards())
         shared = sum(values.nbytes for _, _, values in self._aliased(source))
-        name = self.spec.transport
+        name = self.chosen.name
         return SyncCost(
             received=plan.bytes_received[rank],
             peak=plan.source.nbytes(rank) + plan.target.nbytes(rank) - shared,
@@ -141,9 +139,6 @@ class HybridEngine(WeightSync):
         Raises on every rank if it failed on any.
         """
         started = time.perf_counter()
-        # Without `prepare` the plan is made here: before the engine is told, so that layouts that
-        # do not fit cost nothing.
-        self.plan  # noqa: B018
         self.run(self.backend.version)
         return time.perf_counter() - started
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.groups.group import Future, WorkerGroup
-from hybridflow.core.job.job import SyncSpec
+from hybridflow.core.job.sections import SyncConfig
 from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.checksums import Proofs, Sums, compare
 from hybridflow.core.rollouts.weight_sync import SyncCost, WeightSync
@@ -27,11 +27,11 @@ class SeparateRollout(WeightSync):
     It generates with the actor's newest weights.
     """
 
-    def __init__(self, actor: WorkerGroup, engines: WorkerGroup, spec: SyncSpec):
-        super().__init__(spec)
+    def __init__(self, actor: WorkerGroup, engines: WorkerGroup, sync: SyncConfig):
+        super().__init__(sync.verify)
         self.actor = actor
         self.engines = engines
-        self._version: int | None = None
+        self.bucket_bytes = sync.bucket_bytes
         self._rounds = 0
 
     def connect(self) -> SyncCost:
@@ -47,11 +47,11 @@ class SeparateRollout(WeightSync):
         # every rank.
         first = self.actor.layout.world
         target = engine_layout.renumbered(lambda rank: rank + first)
-        plan = plan_reshard(source, target, self.spec.bucket_bytes)
+        plan = plan_reshard(source, target, self.bucket_bytes)
 
         # Both sides connect at the same time.
         calls = [
-            group.connect(source, target, offset, nodes, self.spec)
+            group.connect(source, target, offset, nodes)
             for group, offset in ((self.actor, 0), (self.engines, first))
         ]
         connected = [call.result() for call in calls]
@@ -77,15 +77,9 @@ class SeparateRollout(WeightSync):
     def sync(self) -> Future:
         """Bring the weights to the engines if they are newer; it has ended when this returns."""
         version = self.actor.version().result()
-        if version != self._version:
-            self._version = None  # unknown while it runs, and if it fails
+        if version != self.version:
             self.run(version)
-            self._version = version
         return Future(lambda: None)
-
-    def forget(self) -> None:
-        """Sync at the next generation whatever the version: the actor has loaded other weights."""
-        self._version = None
 
     def begin(self, version: int) -> None:
         """Let every engine refuse to generate until `end`."""

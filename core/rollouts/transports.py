@@ -7,24 +7,24 @@ import logging
 from hybridflow.core.contracts.capabilities import TransportCapabilities
 from hybridflow.core.contracts.transport import Link, Transport
 from hybridflow.core.errors import HybridFlowError, PluginError
-from hybridflow.core.job.job import AUTO, SyncSpec
+from hybridflow.core.job.job import AUTO, Chosen
 from hybridflow.core.plugins import registry
 
 log = logging.getLogger(__name__)
 
 
-def connect(spec: SyncSpec, link: Link) -> Transport:
-    """Return the transport of the name in `spec`, or for "auto" the first that can serve.
+def connect(chosen: Chosen, link: Link) -> Transport:
+    """Return the transport that was chosen, or for "auto" the first that can serve.
 
     Raises HybridFlowError with the reasons where none can.
     """
     # A named transport is tried alone: no other takes its place.
     reasons = []
-    for name in automatic(link) if spec.transport == AUTO else [spec.transport]:
+    for name in automatic(link) if chosen.name == AUTO else [chosen.name]:
         transport: type[Transport] = registry().get("transport", name)
-        reason = transport.problem(link, spec.transport_config)
+        reason = transport.problem(link, chosen.config)
         if reason is None:
-            return transport(link, spec.transport_config)
+            return transport(link, chosen.config)
         reasons.append(f"{name}: {reason}")
     raise HybridFlowError("no transport can move the weights; " + "; ".join(reasons))
 

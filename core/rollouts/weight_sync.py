@@ -11,7 +11,6 @@ import attrs
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.job.job import SyncSpec
 from hybridflow.core.values.checksum import PARTS
 from hybridflow.core.values.units import amount
 from hybridflow.core.values.weights import WeightLayout
@@ -39,10 +38,18 @@ class WeightSync(ABC):
     (same_ranks.py), and engines in a pool of their own (separate.py).
     """
 
-    def __init__(self, spec: SyncSpec):
-        self.spec = spec
+    def __init__(self, verify: bool):
+        """verify: every sync proves all values."""
+        self.verify = verify
+        self.version: int | None = None
+        """The version of the weights that the engines hold; None before the first sync, and after
+        one that failed."""
         self.proven = 0
         """The number of syncs since the last one that failed, or the start."""
+
+    def forget(self) -> None:
+        """Sync next time whatever the version: the trainer has loaded other weights."""
+        self.version = None
 
     def run(self, version: int) -> None:
         """Bring the weights of `version` to the engines, and prove that they are there.
@@ -53,7 +60,8 @@ class WeightSync(ABC):
         # A sync that fails leaves 0: the next one proves everything.
         count = self.proven
         self.proven = 0
-        part = None if self.spec.settings.verify else count % PARTS or None
+        self.version = None
+        part = None if self.verify else count % PARTS or None
 
         # What raises here leaves the engines between `begin` and `end`: they do not generate.
         self.begin(version)
@@ -67,6 +75,7 @@ class WeightSync(ABC):
             )
         self.end()
         self.proven = count + 1
+        self.version = version
 
     def compared(self, version: int) -> dict[str, str]:
         """Compare all values that can be read back between two syncs (see `differing`)."""

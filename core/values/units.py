@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+BUCKET_MB = 64.0
+"""Limit of the messages of a weight transfer that are under way, per rank, in 10^6 bytes."""
+
 
 def amount(nbytes: float) -> str:
     """Format a number of bytes in decimal units, for example "1.50 GB"."""

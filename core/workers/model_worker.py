@@ -29,10 +29,11 @@ from hybridflow.core.errors import HybridFlowError, MismatchError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.exchange import ShardReader
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.checksums import sums_sent
 from hybridflow.core.rollouts.same_ranks import HybridEngine
-from hybridflow.core.rollouts.weight_sync import SyncCost
+from hybridflow.core.rollouts.weight_sync import SyncCost, on_every_rank
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
@@ -121,8 +122,16 @@ class ModelWorker(PoolMember):
             start_engine(self.engine)
 
             # Storage can be shared only while neither side moves its weights.
-            resident = role.keep_engine and not role.offload
-            self.hybrid = HybridEngine(self.backend, self.engine, self.context, role.sync, resident)
+            target = on_every_rank(self.engine.layout(), self.context)
+            self.hybrid = HybridEngine(
+                self.backend,
+                self.engine,
+                self.context,
+                plan_reshard(self.backend.layout(), target, role.sync.bucket_bytes),
+                role.transport,
+                verify=role.sync.verify,
+                share=role.sync.alias and role.keep_engine and not role.offload,
+            )
             cost = self.hybrid.prepare()
 
         if role.offload:
@@ -343,8 +352,7 @@ class ModelWorker(PoolMember):
     def _sync(self) -> float:
         if self.engine is None or self.hybrid is None:
             return 0.0
-        # A sync that was begun and not ended failed: it is repeated.
-        if self.engine.version == self.backend.version and not self.engine.updating:
+        if self.hybrid.version == self.backend.version:
             return 0.0
         # Neither the optimizer nor the engine's caches are needed, and both may not fit.
         self._resident("weights", alone=True)
@@ -361,7 +369,7 @@ class ModelWorker(PoolMember):
 
         It gives the parameters that differ, and how; the weights must not be newer than the sync.
         """
-        if self.engine is None or self.hybrid is None or self.engine.version is None:
+        if self.engine is None or self.hybrid is None or self.hybrid.version is None:
             return {}
         # An update that failed has left its optimizer on the device.
         backend = self._resident("weights", alone=True)
@@ -407,8 +415,8 @@ class ModelWorker(PoolMember):
         self._resident(*PARTS).load(Path(folder))
         self._brought = None
         # Weights of as many steps may be others.
-        if self.engine is not None:
-            self.engine.version = None
+        if self.hybrid is not None:
+            self.hybrid.forget()
 
     @register(Protocol.ONE_TO_ALL)
     def export(self, folder: str, dtype: str = "auto") -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.worker import Worker, register
-from hybridflow.core.job.job import SyncSpec
+from hybridflow.core.job.job import ModelRole
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.rollouts.weight_sync import node_name
 from hybridflow.core.values.weights import WeightLayout
@@ -13,6 +14,7 @@ from hybridflow.core.values.weights import WeightLayout
 class PoolMember(Worker):
     """A worker whose group sends weights to another pool, or takes them from one."""
 
+    role: ModelRole
     side: PoolSide
     """This rank's part of the transfer; `connect` makes it."""
 
@@ -28,7 +30,6 @@ class PoolMember(Worker):
         target: WeightLayout,
         first: int,
         nodes: list[str],
-        spec: SyncSpec,
     ) -> tuple[int, str]:
         """Plan the transfer and connect to the other pool.
 
@@ -38,7 +39,8 @@ class PoolMember(Worker):
         # Every rank makes the same plan from the same layouts.
         context = self.context
         rank = first + context.rank
-        self.side = PoolSide(source, target, rank, context.device, nodes, context.store, spec)
+        plan = plan_reshard(source, target, self.role.sync.bucket_bytes)
+        self.side = PoolSide(plan, rank, context.device, nodes, context.store, self.role.transport)
         return len(self.side.exchange.rounds), type(self.side.mailbox).__name__
 
     @register(Protocol.ONE_TO_ALL)

@@ -54,7 +54,7 @@ def test_each_rank_has_a_line_and_the_most_of_each_figure_stands_below():
 
 def test_the_totals_are_told():
     text = explain(gathered(2))
-    assert "38.40 kB over 2 transfers of 1 parameters, in buckets of at most 67.11 MB" in text
+    assert "38.40 kB over 2 transfers of 1 parameters, in buckets of at most 64.00 MB" in text
 
 
 def test_ranks_beyond_the_limit_are_left_out():

@@ -105,4 +105,4 @@ class EngineSettings:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "tiny.toml").write_text(GRPO.replace('"rewards:digits"', '"exact_match"'))
         [job] = load_config("tiny.toml", [f"rollout={self.package}", "actor.sync.verify=true"])
-        assert job.models["actor"].spec.sync.settings.verify
+        assert job.models["actor"].spec.sync.verify

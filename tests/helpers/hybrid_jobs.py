@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from helpers.syncs import hybrid_engine
 from helpers.training_jobs import Setup, make_worker, mine, parameters, said_by
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.rollout import SamplingParams
@@ -92,9 +93,6 @@ def corrupted(rank: int, world: int, setup: Setup, batch: Batch) -> tuple[str, s
 
 def misfit(rank: int, world: int, setup: Setup) -> tuple[str, bool]:
     """An engine of another model: what is said, and whether the engine was touched."""
-    import attrs
-
-    from hybridflow.core.rollouts.same_ranks import HybridEngine
     from hybridflow.core.values.weights import Param, WeightLayout
 
     worker = make_worker(rank, setup)
@@ -107,5 +105,4 @@ def misfit(rank: int, world: int, setup: Setup) -> tuple[str, bool]:
     other = WeightLayout(params, held, theirs.ties)
     worker.engine.layout = lambda: other
     worker.engine.version, worker.engine.updating = 0, False
-    hybrid = HybridEngine(worker.backend, worker.engine, worker.context, attrs.evolve(setup.sync))
-    return said_by(hybrid.sync), worker.engine.updating
+    return said_by(lambda: hybrid_engine(worker)), worker.engine.updating

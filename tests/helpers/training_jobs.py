@@ -13,7 +13,7 @@ from helpers.training_reference import make_batch, spec_of
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.training import PARTS, OptimizerConfig
 from hybridflow.core.contracts.worker import RankContext
-from hybridflow.core.job.job import ModelRole, SyncSpec
+from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
@@ -50,7 +50,8 @@ class Setup:
     logits_at_once: int = modeling.LOGITS_AT_ONCE
     generation_tp: int = 1
     generation_pp: int = 1
-    sync: SyncSpec = attrs.field(factory=SyncSpec)
+    sync: dict[str, Any] = attrs.field(factory=dict)
+    """The fields sync and transport of the ModelRole (helpers/syncs.py)."""
     engine_config: dict[str, Any] = attrs.field(factory=dict)
     keep_engine: bool = True
 
@@ -81,7 +82,7 @@ def make_worker(rank: int, setup: Setup) -> ModelWorker:
     role = ModelRole(
         setup.model or spec_of(setup.path, setup.kind), setup.backend, config, setup.micro_batch_tokens, setup.optimizer,
         setup.engine, engine_config, setup.temperature,
-        setup.offload, setup.sync, setup.keep_engine,
+        setup.offload, keep_engine=setup.keep_engine, **setup.sync,
     )  # fmt: skip
     worker = ModelWorker(context, role)
     worker.build()

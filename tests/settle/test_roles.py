@@ -186,8 +186,10 @@ def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
 def test_a_transport_must_exist_and_reach_the_engines():
     assert problem("actor.sync.transport=colective").startswith("actor.sync.transport: ")
     assert problem("actor.sync.transport=disk").startswith("actor.sync.transport.folder: ")
-    on_disk = job("actor.sync.transport={name='disk', folder='/tmp'}").models["actor"].spec.sync
-    assert on_disk.transport == "disk" and on_disk.transport_config.folder == "/tmp"
+    on_disk = (
+        job("actor.sync.transport={name='disk', folder='/tmp'}").models["actor"].spec.transport
+    )
+    assert on_disk.name == "disk" and on_disk.config.folder == "/tmp"
     apart = ("runtime=ray", "pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")
     found = problem(*apart, "actor.sync.transport=collective")
     assert found.startswith("actor.sync.transport: collective moves weights inside one pool")
@@ -224,7 +226,7 @@ def test_a_transports_setting_needs_the_transports_name():
 
 
 def test_an_engine_that_gives_no_view_of_its_weights_cannot_be_compared(monkeypatch):
-    assert job("actor.sync.verify=true").models["actor"].spec.sync.settings.verify
+    assert job("actor.sync.verify=true").models["actor"].spec.sync.verify
     blind = EngineCapabilities(views=False)
     monkeypatch.setattr(Registry, "engine_capabilities", lambda self, name: blind)
     found = problem("actor.sync.verify=true")

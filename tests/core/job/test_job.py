@@ -7,7 +7,7 @@ from helpers.job_texts import STAGES, WITHOUT_ALGORITHM, WITHOUT_REWARD
 from helpers.jobs import job, jobs
 
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.job.job import Rewards, SyncSpec
+from hybridflow.core.job.job import Rewards
 from hybridflow.core.job.sections import EnvironmentSection, RewardPart, SyncConfig
 
 
@@ -59,4 +59,4 @@ def test_the_rewards_are_those_of_reward_or_of_the_first_that_scores():
 
 
 def test_a_bucket_is_given_in_millions_of_bytes():
-    assert SyncSpec(settings=SyncConfig(bucket_mb=0.5)).bucket_bytes == 500_000
+    assert SyncConfig(bucket_mb=0.5).bucket_bytes == 500_000

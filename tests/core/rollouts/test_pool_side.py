@@ -7,12 +7,13 @@ import torch
 from helpers.batches import CountingStore
 from helpers.brute import layout
 from helpers.reshard_jobs import storage, value
-from helpers.syncs import sync
+from helpers.syncs import chosen
 
 from hybridflow.core.contracts.transport import Transport
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.plugins import Descriptor, Registry
 from hybridflow.core.resharding.exchange import ShardReader
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts import transports
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.values.weights import Box
@@ -28,18 +29,19 @@ BY_COLUMNS = {
     for rank in (2, 3)
 }
 SOURCE, TARGET = layout(SHAPES, BY_ROWS), layout(SHAPES, BY_COLUMNS, torch.bfloat16)
-BUCKET_MB = 0.0011
+BUCKET_BYTES = 1100
 """So small that `a` comes in several rounds."""
 
 
-def sides(spec) -> list[PoolSide]:
+def sides(*transport) -> list[PoolSide]:
     store, nodes = CountingStore(), ["here"] * 4
-    return [PoolSide(SOURCE, TARGET, rank, CPU, nodes, store, spec) for rank in range(4)]
+    plan = plan_reshard(SOURCE, TARGET, BUCKET_BYTES)
+    return [PoolSide(plan, rank, CPU, nodes, store, chosen(*transport)) for rank in range(4)]
 
 
 @pytest.mark.parametrize("transport", ["auto", "store", "disk"])
 def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
-    every = sides(sync(transport, str(tmp_path), bucket_mb=BUCKET_MB))
+    every = sides(transport, str(tmp_path))
     sources = [ShardReader(storage(SOURCE, rank, True)) for rank in range(2)]
     targets = {rank: storage(TARGET, rank, False) for rank in (2, 3)}
     moved = dict.fromkeys(targets, 0)
@@ -68,7 +70,7 @@ def test_round_by_round_the_other_pool_gets_its_boxes(transport, tmp_path):
 
 
 def test_messages_of_the_last_two_rounds_are_kept(tmp_path):
-    side, *_ = sides(sync("disk", str(tmp_path), bucket_mb=BUCKET_MB))
+    side, *_ = sides("disk", str(tmp_path))
     read, left = ShardReader(storage(SOURCE, 0, True)).read, []
     for at in range(4):
         left.append(set(side.post(at, read).values()))
@@ -89,4 +91,4 @@ def test_a_transport_that_leaves_no_messages_does_not_reach_another_pool(monkeyp
     theirs.add(Descriptor("transport", "pipe", f"{__name__}:Pipe"))
     monkeypatch.setattr(transports, "registry", lambda: theirs)
     with pytest.raises(HybridFlowError, match="the transport pipe does not reach another pool"):
-        sides(sync("pipe"))
+        sides("pipe")

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from helpers.hybrid_jobs import unequal
-from helpers.syncs import sync
+from helpers.syncs import hybrid_engine, sync
 from helpers.training_jobs import said_by
 
 from hybridflow.backends.fsdp.config import FSDPConfig
@@ -16,7 +16,6 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.resharding.plan import ReshardError
-from hybridflow.core.rollouts.same_ranks import HybridEngine
 from hybridflow.core.values.weights import Box, LazyShard, WeightLayout
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.kit.testing import one_rank, reference
@@ -45,7 +44,7 @@ def built(context):
             OptimizerConfig(),
             "transformers",
             engine,
-            sync=sync(**settings),
+            **sync(**settings),
         )
         worker = ModelWorker(context, role)
         worker.build()
@@ -105,18 +104,13 @@ def test_what_a_sync_takes_is_told_before_the_first_one(built, context):
     size = sum(tensor.numel() for tensor in reference().parameters.values()) * 4
     worker = built(alias=False)
 
-    def cost(resident: bool = True, **settings):
-        return HybridEngine(
-            worker.backend, worker.engine, context, sync(**settings), resident
-        ).prepare()
+    def cost(share: bool):
+        return hybrid_engine(worker, share=share).prepare()
 
-    apart = cost(alias=False)
+    apart = cost(share=False)
     assert (apart.received, apart.rounds, apart.transport) == (0, 0, "Collective")
     assert apart.peak == 2 * size
-    assert (
-        cost(resident=False).peak == 2 * size
-    )  # they come and go, so they have storage of their own
-    assert size < cost().peak < 2 * size
+    assert size < cost(share=True).peak < 2 * size
 
 
 def test_a_wrong_element_is_named_and_the_next_sync_mends_it(built, monkeypatch):
@@ -160,9 +154,8 @@ def test_an_engine_of_another_model_is_told_of_and_not_touched(built, context):
     params = {name: param for name, param in theirs.params.items() if name != NORM}
     params[DOWN] = attrs.evolve(params[DOWN], shape=(3, 3))
     worker.engine.layout = lambda: WeightLayout(params, {0: {}}, theirs.ties)
-    hybrid = HybridEngine(worker.backend, worker.engine, context, sync())
     with pytest.raises(ReshardError, match="2 problems, and nothing was moved") as caught:
-        hybrid.sync()
+        hybrid_engine(worker)
     assert f"{NORM} [32] of the source is not in the target" in str(caught.value)
     assert f"{DOWN} is [32, 48] in the source, [3, 3] in the target" in str(caught.value)
     assert not worker.engine.updating

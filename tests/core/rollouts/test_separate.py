@@ -40,16 +40,17 @@ def apart():
 
     def make(**settings):
         config = sync(bucket_mb=0.01, **settings)
+        trained, served = (attrs.evolve(each, **config) for each in (ROLE, WITH_ENGINE))
         actor = WorkerGroup(
-            ModelWorker, Pool.launch(ResourcePool("main"), runtime), ROLE, name="actor"
+            ModelWorker, Pool.launch(ResourcePool("main"), runtime), trained, name="actor"
         )
         engines = WorkerGroup(
-            RolloutWorker, Pool.launch(ResourcePool("engines"), runtime), WITH_ENGINE, name="engines",
+            RolloutWorker, Pool.launch(ResourcePool("engines"), runtime), served, name="engines",
             generation=generation_layout(ParallelLayout()),
         )  # fmt: skip
         for group in (actor, engines):
             group.build().result()
-        rollout = SeparateRollout(actor, engines, config)
+        rollout = SeparateRollout(actor, engines, config["sync"])
         rollout.connect()
         assert rollout._rounds > 2
         return rollout
@@ -108,7 +109,8 @@ def test_weights_move_only_when_there_are_newer_ones(apart, monkeypatch):
 
 def test_loaded_weights_of_as_many_steps_move_too(apart, monkeypatch):
     rollout, moved = apart(), []
-    monkeypatch.setattr(rollout, "run", moved.append)
+    begin = rollout.begin
+    monkeypatch.setattr(rollout, "begin", lambda version: moved.append(version) or begin(version))
     for _ in range(2):
         rollout.sync()
     rollout.forget()
@@ -118,7 +120,7 @@ def test_loaded_weights_of_as_many_steps_move_too(apart, monkeypatch):
 
 def test_what_engines_apart_said_is_asked_before_an_update(apart):
     rollout = apart()
-    strict = attrs.evolve(ROLE, mismatch_stop=1e-3)
+    strict = attrs.evolve(ROLE, mismatch_stop=1e-3, **sync(bucket_mb=0.01))
     rollout.actor = WorkerGroup(ModelWorker, rollout.actor.pool, strict, name="actor")
     rollout.actor.build().result()
     rollout.connect()

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from helpers.batches import CountingStore
-from helpers.syncs import sync
+from helpers.syncs import chosen
 
 from hybridflow.backends.transports.disk import Disk
 from hybridflow.backends.transports.shared_memory import SharedMemory
@@ -37,12 +37,12 @@ def test_within_a_group_what_needs_no_mailbox_comes_first():
 
 
 def test_by_itself_the_first_that_reaches_all_ranks_serves():
-    assert isinstance(connect(sync(), TWO_POOLS), SharedMemory)
-    assert isinstance(connect(sync(), TWO_NODES), ObjectStore)
+    assert isinstance(connect(chosen(), TWO_POOLS), SharedMemory)
+    assert isinstance(connect(chosen(), TWO_NODES), ObjectStore)
 
 
 def test_a_transport_that_is_named_gets_its_settings(tmp_path):
-    found = connect(sync("disk", str(tmp_path)), TWO_NODES)
+    found = connect(chosen("disk", str(tmp_path)), TWO_NODES)
     assert isinstance(found, Disk)
     assert found.config.folder == str(tmp_path)
     assert found.link is TWO_NODES
@@ -50,7 +50,7 @@ def test_a_transport_that_is_named_gets_its_settings(tmp_path):
 
 def test_all_reasons_are_told_where_none_can_serve():
     with pytest.raises(HybridFlowError, match=r"no transport can move the weights") as caught:
-        connect(sync(), attrs.evolve(TWO_NODES, store=None))
+        connect(chosen(), attrs.evolve(TWO_NODES, store=None))
     said = str(caught.value)
     for reason in (
         "shared_memory: the ranks are on 2 nodes",
@@ -66,6 +66,6 @@ def test_a_transport_that_is_named_is_not_replaced_by_another():
         HybridFlowError,
         match="the weights; collective: source and target are not in one process group",
     ):
-        connect(sync("collective"), TWO_POOLS)
+        connect(chosen("collective"), TWO_POOLS)
     with pytest.raises(PluginError, match="shared_memory"):
-        connect(sync("shared_memry"), TWO_POOLS)
+        connect(chosen("shared_memry"), TWO_POOLS)

@@ -7,7 +7,6 @@ import socket
 import pytest
 import torch
 from helpers.brute import layout, whole
-from helpers.syncs import sync
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
@@ -26,8 +25,8 @@ EMBEDDINGS = layout({"embed": (4, 2)}, {0: {"embed": whole((4, 2))}})
 class Road(WeightSync):
     """Writes down what happens."""
 
-    def __init__(self, wrong: tuple[str, ...] = (), **settings):
-        super().__init__(sync(**settings))
+    def __init__(self, wrong: tuple[str, ...] = (), verify: bool = False):
+        super().__init__(verify)
         self.wrong, self.steps = wrong, []
 
     def begin(self, version):

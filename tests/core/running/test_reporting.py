@@ -11,7 +11,7 @@ import torch
 from helpers.running import reporter
 
 from hybridflow.core.contracts.planner import Prediction
-from hybridflow.core.job.job import TrackerSpec
+from hybridflow.core.job.job import Chosen
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.settle.predictions import Comparison
 
@@ -135,7 +135,7 @@ def test_a_terminal_has_a_bar_instead(run_of, tiny):
 def test_trackers_get_steps_and_validations_and_one_that_is_not_there_is_left_out(run_of, tiny):
     run = run_of()
     run.job.folder.mkdir(exist_ok=True)
-    run.job = attrs.evolve(run.job, trackers=(TrackerSpec("jsonl"), TrackerSpec("no-such-tracker")))
+    run.job = attrs.evolve(run.job, trackers=(Chosen("jsonl"), Chosen("no-such-tracker")))
     report, out = reporter(run, tiny, steps=9)
     with report:
         report.begin(0, {"actor": 1})

@@ -227,7 +227,7 @@ def test_training_and_rollout_share_what_they_can_and_say_the_same_as_if_they_di
     batch, said, shared = make_batch(), [], []
     for alias in (True, False):
         group = make_group(
-            pool, attrs.evolve(WITH_ENGINE, sync=sync(alias=alias, verify=True), **changes)
+            pool, attrs.evolve(WITH_ENGINE, **sync(alias=alias, verify=True), **changes)
         )
         for seed in range(3):
             made = group.generate(batch, SamplingParams(max_tokens=4), seed)

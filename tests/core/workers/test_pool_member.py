@@ -8,6 +8,7 @@ from helpers.batches import CountingStore
 from helpers.brute import layout, whole
 from helpers.reshard_jobs import storage
 from helpers.syncs import sync
+from helpers.tiny_roles import role
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
@@ -25,21 +26,23 @@ SERVED = layout(SHAPES, {rank: {"a": whole((64, 8))} for rank in (2, 3)})
 NODES = ["here"] * 4
 
 
-def pool(store: CountingStore) -> list[PoolMember]:
+def pool(store: CountingStore, transport: dict) -> list[PoolMember]:
     """The workers of two ranks."""
     spread = ParallelLayout(dp=2)
-    return [
+    members = [
         PoolMember(RankContext("x", rank, spread, torch.device("cpu"), store=store))
         for rank in range(2)
     ]
+    for member in members:
+        member.role = role(lr=0.1, **transport)
+    return members
 
 
 def test_all_ranks_of_both_pools_have_the_same_rounds_and_their_own_place_in_the_plan():
     store = CountingStore()
-    actor, engines = pool(store), pool(store)
-    spec = sync("store", bucket_mb=0.004)
-    said = [worker.connect(TRAINED, SERVED, 0, NODES, spec) for worker in actor]
-    said += [worker.connect(TRAINED, SERVED, 2, NODES, spec) for worker in engines]
+    actor, engines = (pool(store, sync("store", bucket_mb=0.004)) for _ in range(2))
+    said = [worker.connect(TRAINED, SERVED, 0, NODES) for worker in actor]
+    said += [worker.connect(TRAINED, SERVED, 2, NODES) for worker in engines]
     assert set(said) == {
         (3, "ObjectStore")
     }  # every rank sends or gets 2,048 bytes, of which a round takes 1,000
@@ -47,12 +50,12 @@ def test_all_ranks_of_both_pools_have_the_same_rounds_and_their_own_place_in_the
 
 
 def test_a_member_tells_its_node():
-    assert [worker.node() for worker in pool(CountingStore())] == [node_name()] * 2
+    assert [worker.node() for worker in pool(CountingStore(), sync())] == [node_name()] * 2
 
 
 def test_messages_are_forgotten_when_all_have_fetched_them(tmp_path):
-    sender, _ = pool(CountingStore())
-    sender.connect(TRAINED, SERVED, 0, NODES, sync("disk", str(tmp_path)))
+    sender, _ = pool(CountingStore(), sync("disk", str(tmp_path)))
+    sender.connect(TRAINED, SERVED, 0, NODES)
     sender.side.post(0, ShardReader(storage(TRAINED, 0, True)).read)
     assert len(list(tmp_path.iterdir())) == 1  # both receivers get the same
     sender.forget_messages()
@@ -60,8 +63,6 @@ def test_messages_are_forgotten_when_all_have_fetched_them(tmp_path):
 
 
 def test_pools_that_nothing_reaches_are_told_why():
-    worker, _ = pool(CountingStore())
+    worker, _ = pool(CountingStore(), sync("shared_memory"))
     with pytest.raises(HybridFlowError, match="shared_memory: the ranks are on 2 nodes"):
-        worker.connect(
-            TRAINED, SERVED, 0, ["here", "here", "there", "there"], sync("shared_memory")
-        )
+        worker.connect(TRAINED, SERVED, 0, ["here", "here", "there", "there"])

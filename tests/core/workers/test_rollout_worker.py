@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.episodes import echoing
 from helpers.small_tokenizers import char
-from helpers.syncs import sync
+from helpers.syncs import chosen, sync
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.transformers.config import TransformersEngineConfig
@@ -16,6 +16,7 @@ from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.resharding.exchange import ShardReader
+from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.checksums import compare, sums_sent
 from hybridflow.core.rollouts.pool_side import PoolSide
 from hybridflow.core.rollouts.weight_sync import node_name
@@ -41,8 +42,9 @@ def context():
 
 def role() -> ModelRole:
     return ModelRole(
-        reference().spec, "fsdp", FSDPConfig(), 64, None, "transformers", TransformersEngineConfig()
-    )
+        reference().spec, "fsdp", FSDPConfig(), 64, None, "transformers",
+        TransformersEngineConfig(), **sync("shared_memory", bucket_mb=0.05),
+    )  # fmt: skip
 
 
 def built(context, driver=None) -> RolloutWorker:
@@ -71,9 +73,9 @@ def shards() -> ShardReader:
 def send(worker: RolloutWorker, version: int) -> PoolSide:
     """The weights of `reference`, from an actor in another pool; its side."""
     source, target = trained(), worker.weight_layout().renumbered(lambda rank: rank + 1)
-    nodes, spec = [node_name()] * 2, sync("shared_memory", bucket_mb=0.05)
-    actor = PoolSide(source, target, 0, worker.context.device, nodes, None, spec)
-    rounds, transport = worker.connect(source, target, 1, nodes, spec)
+    nodes, plan = [node_name()] * 2, plan_reshard(source, target, 50_000)
+    actor = PoolSide(plan, 0, worker.context.device, nodes, None, chosen("shared_memory"))
+    rounds, transport = worker.connect(source, target, 1, nodes)
     assert (rounds > 1, transport) == (True, "SharedMemory")
     worker.begin_update(version)
     moved = 0
