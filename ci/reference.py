@@ -6,7 +6,7 @@ python ci/reference.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -58,6 +58,8 @@ def reference() -> Iterator[str]:
     yield from section("[environment]", EnvironmentSection, "environment")
     yield "### [algorithm]\n"
     yield '* `algorithm.name` (a plugin of kind algorithm, or "package.module:Class"; required): What is learnt, how.\n'
+    yield "Settings that several algorithms have come first; where an algorithm has one of them with another default it stands"
+    yield "under the algorithm's name too.\n"
     yield from plugins("algorithm", "algorithm")
     yield from section(
         "Roles: [actor], [critic], [ref], [reward], ...", sections.RoleSection, "ROLE"
@@ -74,22 +76,35 @@ def reference() -> Iterator[str]:
     yield from capabilities()
 
 
-def section(title: str, cls: type, path: str, level: int = 3) -> Iterator[str]:
-    """A heading, what the class says about itself, and a line per field."""
+def section(
+    title: str, cls: type, path: str, level: int = 3, told: Sequence[type] = ()
+) -> Iterator[str]:
+    """A heading, what the class says about itself, and a line per field.
+
+    told: classes whose fields have lines already, under their own headings; a sentence names those that `cls` has.
+    """
     yield f"{'#' * level} {title}\n"
     said = re.sub(r"^\[\w+\]: ", "", " ".join((cls.__doc__ or "").split()))
     if said:
         yield escape(said[0].upper() + said[1:]) + "\n"
-    yield from settings(cls, path)
+    inherited = [base for base in cls.__mro__[1:] if base in told]
+    if inherited:
+        # What another one has already is not named again.
+        last = [
+            base for base in inherited if not any(base in other.__mro__[1:] for other in inherited)
+        ]
+        links = ", ".join(f"[{base.__name__}](#{base.__name__.lower()})" for base in last)
+        yield f"Also: {links}.\n"
+    yield from settings(cls, path, set(inherited))
     yield ""
 
 
-def settings(cls: type, path: str) -> Iterator[str]:
-    """A line per field; those of a table that may be left out follow it."""
+def settings(cls: type, path: str, told: Set[type] = frozenset()) -> Iterator[str]:
+    """A line per field that no class of `told` has; those of a table that may be left out follow it."""
     docs, hints = field_docs(cls), get_type_hints(cls)
     on_cuda = device_defaults(cls, "cuda", {})
     for field in attrs.fields(cls):
-        if not field.init:
+        if not field.init or owner(cls, field.name) in told:
             continue
         cuda = f", on CUDA `{render(on_cuda[field.alias])}`" if field.alias in on_cuda else ""
         meaning, key = escape(" ".join(docs.get(field.name, "").split())), f"{path}.{field.alias}"
@@ -101,8 +116,19 @@ def settings(cls: type, path: str) -> Iterator[str]:
                 yield from settings(inner, key)
 
 
+def owner(cls: type, name: str) -> type:
+    """The class that a field of `cls` was declared in last."""
+    return next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+
+
+def is_table(cls: type) -> bool:
+    """Whether a class declares settings of its own."""
+    return attrs.has(cls) and bool(vars(cls).get("__annotations__"))
+
+
 def plugins(kind: str, path: str) -> Iterator[str]:
-    """The settings of our own plugins of a kind."""
+    """The settings of our own plugins of a kind; those that several have stand first, once."""
+    classes: dict[str, type] = {}
     for entry in registry().entries():
         if entry.kind != kind or entry.package != "hybridflow":
             continue
@@ -111,7 +137,17 @@ def plugins(kind: str, path: str) -> Iterator[str]:
         except PluginError:  # its requirements are not installed here
             continue
         if cls is not None:
-            yield from section(f'{path}.name = "{entry.name}"', cls, path, level=4)
+            classes[entry.name] = cls
+
+    # Bases with fields of their own; those that most plugins have come first.
+    bases = [base for cls in classes.values() for base in cls.__mro__[1:] if is_table(base)]
+    shared = [base for base in dict.fromkeys(bases) if bases.count(base) > 1]
+    shared.sort(key=bases.count, reverse=True)
+    alone = [base for base in shared if base not in classes.values()]
+    for base in alone:
+        yield from section(base.__name__, base, path, level=4, told=alone)
+    for name, cls in classes.items():
+        yield from section(f'{path}.name = "{name}"', cls, path, level=4, told=alone)
 
 
 def capabilities() -> Iterator[str]:

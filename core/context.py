@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class RoleHandle:
-    """A role as a step sees it: its verbs.
+    """The verbs of a role (hybridflow.core.contracts.step.RoleHandle), as calls of its group.
 
-    Every verb returns at once with a reference to its result, a Batch or a Future. Three things
-    wait: a sync to engines in a pool of their own, the number of rows of fresh prompts, and the
-    units of a loss, by which `update` and `loss` order their rows.
+    Three things wait: a sync to engines in a pool of their own, the number of rows of fresh
+    prompts, and the units of a loss, by which `update` and `loss` order their rows.
     """
 
     role: Role
@@ -43,14 +42,6 @@ class RoleHandle:
         greedy: bool = False,
         sampling: SamplingParams | None = None,
     ) -> Batch:
-        """Generate a response to every prompt; the engine's weights are synced first if outdated.
-
-        The result has the prompts' columns and response_ids, rollout_logprobs, loss_mask,
-        weight_version, finish_reason and sample_id; with an environment also turn, episode_return,
-        turn_rewards and turn_states. `greedy` takes the most likely token each time (the baseline
-        of ReMax). A column `max_tokens` has each row's own limit, in place of
-        sampling.max_tokens.
-        """
         params = sampling or self._ctx.sampling
         if greedy:
             params = attrs.evolve(params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
@@ -66,40 +57,27 @@ class RoleHandle:
         return numbered.join(self._watch(responses))
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
-        """Compute the log-probability of each response token, float32.
-
-        The column is `role.column` (old_logprobs, ref_logprobs, ...). `entropy` adds the column
-        entropy, `topk` the columns topk_*.
-        """
         columns = {"logprobs": self.role.column} | ({"entropy": "entropy"} if entropy else {})
         return self._watch(self.group.logprobs(batch, columns, topk))
 
     def values(self, batch: Batch) -> Batch:
-        """Compute V of the state before each response token, float32.
-
-        The column is `role.column` (values, cost_values).
-        """
         return self._watch(self.group.values(batch, self.role.column))
 
     def score(self, batch: Batch) -> Batch:
-        """Compute one float32 per row, the column `role.column` (scores, costs)."""
         scores = self._watch(self.group.score(batch, self.role.column))
         self._ctx.remember(Scoring(self.role, batch, scores))
         return scores
 
     def update(self, pairs: Sequence[tuple[Batch, Loss]] | tuple[Batch, Loss]) -> Future:
-        """Take one optimizer step over one or more (mini-batch, loss) pairs; it gives Metrics."""
         pairs = [pairs] if isinstance(pairs, tuple) else list(pairs)
         # Rows that the loss compares with each other (a pair) must reach the same rank.
         pairs = [(self._ctx.whole_units(batch, loss), loss) for batch, loss in pairs]
         return self._watch(self.group.update(pairs))
 
     def loss(self, batch: Batch, loss: Loss) -> Future:
-        """Compute the loss without an update; it gives Metrics, which are not among the step's."""
         return self.group.loss((self._ctx.whole_units(batch, loss), loss))
 
     def sync(self) -> Future:
-        """Bring the trained weights to the rollout engine now; `generate` does so when it must."""
         return self._watch(self.rollout.sync())
 
     def _watch(self, result: Any) -> Any:
@@ -137,7 +115,7 @@ class Scoring:
 
 
 class StepContext:
-    """`ctx` of Algorithm.step. Roles are attributes: ctx.actor, ctx.critic, ctx.ref, ctx.reward."""
+    """`ctx` of Algorithm.step (hybridflow.core.contracts.step.StepContext) in a run."""
 
     def __init__(
         self,
@@ -178,32 +156,14 @@ class StepContext:
         )
 
     def prompts(self, count: int, data: str = "train") -> Batch:
-        """Draw the next `count` rows of the data, or of another of the algorithm's `data_sets`.
-
-        The columns are prompt_ids, group (a number per drawn row) and meta; with response templates
-        also response_ids and loss_mask. With data.rejected each draw gives two rows, and the
-        columns pair and preferred. An algorithm may call it again to draw more (DAPO).
-        """
         return self.tasks.draw(data, count)
 
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:
-        """Do numerical work on the complete batch, as one task on one worker.
-
-        The parameters of `function` are column names, and the worker pulls only these columns:
-        per-token columns arrive padded [B, T, ...] (0 on the right), per-row ones [B, ...], objects
-        as lists. A parameter with a default may be missing in the batch. `function` returns a dict:
-        [B, T, ...] tensors become per-token columns, [B] tensors per-row ones, numbers metrics.
-        """
         return self.watch("", self.tasks.compute(batch, function))
 
     def minibatches(
         self, batch: Batch, size: int, epochs: int = 1, unit: int = 1
     ) -> Iterator[Batch]:
-        """Yield every row once per epoch, in a new random order, `size` rows at a time.
-
-        The last mini-batch may be smaller. Runs of `unit` neighbouring rows stay together. A batch
-        that is one mini-batch keeps its order. Raises ValueError if `unit` does not divide `size`.
-        """
         if size % unit:
             raise ValueError(
                 f"the mini-batch size {size} must be a multiple of the unit of {unit} rows"
@@ -234,15 +194,10 @@ class StepContext:
         return batch.whole(units)
 
     def log(self, **values: float) -> None:
-        """Add figures to the metrics of this step."""
         self._logged = Metrics.merge([self._logged, Metrics.of(**values)])
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Leave the calls made within out of the step's metrics (as for a greedy baseline).
-
-        `finish` does not wait for them: their errors are raised where their results are read.
-        """
         outside = self._aside
         self._aside = True
         try:

@@ -52,7 +52,7 @@ class RoleHandle(Typing):
         """
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
-        """Compute column `role.column` (old_logprobs, ref_logprobs, ...): float32, per token.
+        """Compute column `role.column` (old_logprobs, ref_logprobs, ...): float32, [T] per row.
 
         `entropy` adds the column of that name; `topk` > 0 adds topk_ids and topk_logprobs.
         """
@@ -69,7 +69,7 @@ class RoleHandle(Typing):
         """Take one optimizer step over one or more (mini-batch, loss) pairs; gives Metrics."""
 
     def loss(self, batch: Batch, loss: Loss) -> Pending:
-        """Compute the loss without an update; gives Metrics."""
+        """Compute the loss without an update; gives Metrics, which are not among the step's."""
 
     def sync(self) -> Pending:
         """Bring the trained weights to the rollout engine now (`generate` does it when it must)."""
@@ -119,7 +119,7 @@ class StepContext(Typing):
         """Yield mini-batches of `size` rows (the last may be smaller), in a new order each epoch.
 
         Every row comes once per epoch. Runs of `unit` neighbouring rows stay together. A batch that
-        is one mini-batch keeps its order.
+        is one mini-batch keeps its order. Raises ValueError if `unit` does not divide `size`.
         """
 
     # --- metrics ---
@@ -128,4 +128,8 @@ class StepContext(Typing):
         """Report metrics of this step."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Leave the calls made in this context out of the step's metrics (a baseline's, say)."""
+        """Leave the calls made in this context out of the step's metrics (a baseline's, say).
+
+        The end of the step does not wait for them: their errors are raised where their results are
+        read.
+        """
