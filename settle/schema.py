@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.contracts.rollout import MAX_BIAS, SamplingParams
+from hybridflow.core.contracts.rollout import SamplingParams, check_biases
 from hybridflow.core.validators import at_least, fraction, non_negative, setting, share
 
 SECTIONS = (
@@ -34,18 +34,14 @@ USUAL_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost", "teach
 
 def _token_biases(instance: Any, attribute: attrs.Attribute, value: dict[str, float]) -> None:
     """Check that the keys are token ids and the biases in range. Raises ValueError."""
-    for token, bias in value.items():
+    for token in value:
         # "07" would be token 7 a second time.
         if not token.isdecimal() or str(int(token)) != token:
             raise ValueError(
                 f"{attribute.name}: keys are token ids, got {token!r}; "
                 "write a whole number, 0 or more"
             )
-        if not abs(bias) <= MAX_BIAS:
-            raise ValueError(
-                f"{attribute.name}: token {token} has the bias {bias}; "
-                f"give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
-            )
+    check_biases(instance, attribute, [(int(token), bias) for token, bias in value.items()])
 
 
 @attrs.frozen

@@ -20,6 +20,7 @@ from hybridflow.core.contracts.capabilities import EngineCapabilities
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.validators import fraction, non_negative, setting, share
 from hybridflow.core.values.checksum import checksum, totals
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
@@ -45,29 +46,47 @@ def _pairs(
     return tuple(sorted((operator.index(token), float(bias)) for token, bias in pairs))
 
 
+def check_biases(instance: Any, attribute: Any, pairs: Any) -> None:
+    """Check (token, bias) pairs in the order of tokens. Raises ValueError, as validators do."""
+    # A token that comes twice has itself for a neighbour.
+    tokens = [token for token, _ in pairs]
+    if repeated := [token for token, next_token in pairwise(tokens) if token == next_token]:
+        raise ValueError(
+            f"{attribute.name}: has the tokens {repeated[:5]} twice; give one bias for each"
+        )
+    for token, bias in pairs:
+        if not abs(bias) <= MAX_BIAS:  # false for a NaN, too
+            raise ValueError(
+                f"{attribute.name}: token {token} has the bias {bias}; "
+                f"give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            )
+
+
 @attrs.frozen
 class SamplingParams:
-    """How the response of one request is sampled.
+    """How the response of one request is sampled. Raises ValueError for what cannot be.
 
     The order is logit_bias, temperature, min_p, top_k, top_p. Each works on the renormalised rest
     that those before it leave, so the nucleus is top_p of what min_p and top_k leave.
     """
 
     # Length
-    max_tokens: int = 256
+    max_tokens: int = setting(256, non_negative)
     """Length limit of the response, in tokens; a response cut here has finish_reason "length"."""
 
     # The distribution that tokens are drawn from
-    temperature: float = 1.0
+    temperature: float = setting(1.0, non_negative)
     """Softmax temperature; 0 is greedy."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, fraction)
     """Nucleus: the smallest set of tokens whose probability reaches top_p; 1 is off."""
-    top_k: int = 0
+    top_k: int = setting(0, non_negative)
     """Only the k most likely tokens; 0 is off."""
-    min_p: float = 0.0
+    min_p: float = setting(0.0, share)
     """Only tokens whose probability, after bias and temperature, is at least min_p times that of
     the most likely one; 0 is off, 1 is the largest."""
-    logit_bias: tuple[tuple[int, float], ...] = attrs.field(default=(), converter=_pairs)
+    logit_bias: tuple[tuple[int, float], ...] = attrs.field(
+        default=(), converter=_pairs, validator=check_biases
+    )
     """(token, bias) pairs: each bias is added to its token's logit before the temperature, in
     greedy sampling too. Takes a mapping or pairs, and keeps pairs in the order of tokens. A bias is
     at most 1e9 either way: -1e9 rules a token out."""
@@ -476,7 +495,11 @@ def check_requests(requests: Sequence[Request], max_positions: int | None, vocab
         sampling = request.sampling
         problem = _problem(request, max_positions)
         if problem is None and sampling.logit_bias and id(sampling) not in checked_samplings:
-            problem = _bias_problem(sampling, vocab)
+            outside = [token for token, _ in sampling.logit_bias if not 0 <= token < vocab]
+            if outside:
+                problem = (
+                    f"logit_bias has the tokens {outside[:5]}, outside the vocabulary of {vocab}"
+                )
             checked_samplings.add(id(sampling))
         if request.id in seen_ids:
             problem = "its id is used twice in one call"
@@ -498,7 +521,7 @@ def _outside(ids: np.ndarray, vocab: int) -> bool:
 
 
 def _problem(request: Request, max_positions: int | None) -> str | None:
-    """Say why a request cannot be served, apart from its tokens and biases; None if it can."""
+    """Say why a request cannot be served, whatever its token ids; None if it can."""
     # Lengths
     sampling = request.sampling
     prompt_length = len(request.prompt_ids)
@@ -510,21 +533,6 @@ def _problem(request: Request, max_positions: int | None) -> str | None:
             f"model's max_position_embeddings {max_positions}"
         )
 
-    # Sampling
-    in_range = (
-        sampling.temperature >= 0
-        and 0 < sampling.top_p <= 1
-        and sampling.top_k >= 0
-        and 0 <= sampling.min_p <= 1
-        and sampling.max_tokens >= 0
-    )
-    if not in_range:
-        return (
-            f"temperature {sampling.temperature}, top_p {sampling.top_p}, top_k {sampling.top_k}, "
-            f"min_p {sampling.min_p}, max_tokens {sampling.max_tokens}; allowed are temperature "
-            ">= 0, 0 < top_p <= 1, top_k >= 0, 0 <= min_p <= 1, max_tokens >= 0"
-        )
-
     # The prefix
     prefix_length = 0 if request.prefix_ids is None else len(request.prefix_ids)
     for name, column in (
@@ -533,25 +541,4 @@ def _problem(request: Request, max_positions: int | None) -> str | None:
     ):
         if column is not None and len(column) != prefix_length:
             return f"{name} has {len(column)} entries, not one for each token of prefix_ids"
-    return None
-
-
-def _bias_problem(sampling: SamplingParams, vocab: int) -> str | None:
-    """Say why the biases cannot be used with a vocabulary of this size; None if they can."""
-    tokens = [token for token, _ in sampling.logit_bias]
-    if outside := [token for token in tokens if not 0 <= token < vocab]:
-        return (
-            f"logit_bias has the tokens {outside[:5]}, which lie outside the vocabulary of {vocab}"
-        )
-
-    # Biases are sorted, so a token that comes twice has itself for a neighbour.
-    if repeated := [token for token, next_token in pairwise(tokens) if token == next_token]:
-        return f"logit_bias has the tokens {repeated[:5]} twice; give one bias for each"
-
-    for token, bias in sampling.logit_bias:
-        if not abs(bias) <= MAX_BIAS:  # false for a NaN, too
-            return (
-                f"logit_bias of token {token} is {bias}; "
-                f"give a number from {-MAX_BIAS:g} to {MAX_BIAS:g}"
-            )
     return None

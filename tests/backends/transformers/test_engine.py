@@ -405,29 +405,9 @@ def test_a_sleeping_engine_shows_no_weights(tiny):
         ),
         (dict(prompt_ids=np.array([3, 48])), "outside the vocabulary of 48"),
         (dict(prefix_ids=np.array([-1])), "outside the vocabulary of 48"),
-        (dict(sampling=SamplingParams(max_tokens=4, temperature=-1.0)), "temperature -1.0"),
-        (dict(sampling=SamplingParams(max_tokens=4, top_p=0.0)), "top_p 0.0"),
-        (dict(sampling=SamplingParams(max_tokens=4, min_p=1.5)), "min_p 1.5, .* 0 <= min_p <= 1"),
-        (dict(sampling=SamplingParams(max_tokens=4, min_p=float("nan"))), "min_p nan"),
         (
             dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: 1.0, 48: 1.0})),
-            r"tokens \[48\], which lie outside .* of 48",
-        ),
-        (
-            dict(sampling=SamplingParams(max_tokens=4, logit_bias={-1: 1.0})),
-            r"tokens \[-1\], which lie outside",
-        ),
-        (
-            dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: float("nan")})),
-            "token 3 is nan; give a number from -1e",
-        ),
-        (
-            dict(sampling=SamplingParams(max_tokens=4, logit_bias={3: float("-inf")})),
-            "token 3 is -inf",
-        ),
-        (
-            dict(sampling=SamplingParams(max_tokens=4, logit_bias=[(3, 1.0), (3, 2.0)])),
-            r"tokens \[3\] twice",
+            r"tokens \[48\], outside .* of 48",
         ),
         (
             dict(prefix_ids=np.array([1]), prefix_logprobs=np.zeros(2)),

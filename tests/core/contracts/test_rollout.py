@@ -124,6 +124,19 @@ def test_a_prefix_that_is_a_whole_response_has_a_finish_reason(asked, reason):
     assert asked.ended_before() == reason
 
 
+@pytest.mark.parametrize(
+    "setting, value",
+    [
+        ("temperature", -1), ("temperature", float("nan")), ("top_p", 0), ("top_k", -1), ("min_p", 1.5),
+        ("max_tokens", -1), ("logit_bias", [(1, 1), (1, 2)]), ("logit_bias", {1: float("inf")}),
+        ("logit_bias", {1: float("nan")}),
+    ],
+)  # fmt: skip
+def test_sampling_that_cannot_be_is_refused_by_name(setting, value):
+    with pytest.raises(ValueError, match=f"{setting}: "):
+        SamplingParams(**{setting: value})
+
+
 def test_requests_that_can_be_served_pass():
     served = [
         request(0, max_tokens=6),
@@ -142,15 +155,6 @@ def test_requests_that_can_be_served_pass():
             request(5, max_tokens=7),
             "2 prompt tokens and max_tokens 7 exceed the model's max_position_embeddings 8",
         ),
-        (
-            request(5, temperature=-1, max_tokens=1),
-            "temperature -1, .* allowed are temperature >= 0",
-        ),
-        (request(5, temperature=float("nan"), max_tokens=1), "temperature nan"),
-        (request(5, top_p=0, max_tokens=1), "top_p 0"),
-        (request(5, top_k=-1, max_tokens=1), "top_k -1"),
-        (request(5, min_p=1.5, max_tokens=1), "min_p 1.5"),
-        (request(5, max_tokens=-1), "max_tokens -1"),
         (request(5, prompt=[1, 10], max_tokens=1), "a token id lies outside the vocabulary of 10"),
         (request(5, prefix=[-1], max_tokens=1), "a token id lies outside the vocabulary of 10"),
         (
@@ -159,17 +163,8 @@ def test_requests_that_can_be_served_pass():
         ),
         (
             request(5, logit_bias={10: 1}, max_tokens=1),
-            r"the tokens \[10\], which lie outside the vocabulary of 10",
+            r"the tokens \[10\], outside the vocabulary of 10",
         ),
-        (
-            request(5, logit_bias=[(1, 1), (1, 2)], max_tokens=1),
-            r"the tokens \[1\] twice; give one bias for each",
-        ),
-        (
-            request(5, logit_bias={1: float("inf")}, max_tokens=1),
-            "of token 1 is inf; give a number from -1e",
-        ),
-        (request(5, logit_bias={1: float("nan")}, max_tokens=1), "of token 1 is nan"),
         (request(4, max_tokens=1), "its id is used twice in one call"),
     ],
 )
