@@ -35,7 +35,7 @@ def test_a_float32_engine_is_the_trainer(tmp_path):
 def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engine_keeps_it(
     tmp_path,
 ):
-    """Below 0.02 nats in every step, as in docs/engines.md."""
+    """Below 0.02 nats in every step, of which 0.05 would be the limit."""
     write(tmp_path)
     done = hybridflow(
         tmp_path,
