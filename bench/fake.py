@@ -25,7 +25,7 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.values.model import ModelConfig
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.fakes.folder import write_hollow_folder
-from hybridflow.kit.fakes.rehearsal import Rehearser, Rows, rehearsed
+from hybridflow.kit.fakes.rehearsal import MicroBatches, Rehearser, rehearsed
 from hybridflow.kit.testing.fake_gpu import FIELDS
 from hybridflow.settle.models import resolve_model
 
@@ -68,9 +68,9 @@ def measure(name: str, folder: Path, full: bool) -> bool:
     spec = resolve_model(ModelConfig(path=str(folder)), "policy", "fake")
     started = time.process_time()
     with rehearsed(FSDPBackend, spec, config, OptimizerConfig(), layout) as run:
-        run.update("first", Rows())  # which makes the moments
-        run.update("one", Rows())
-        run.update("eight", Rows(count=8))
+        run.update("first", MicroBatches())  # which makes the moments
+        run.update("one", MicroBatches())
+        run.update("eight", MicroBatches(count=8))
         run.offload("away")
         record = run.result()
         return report(name, run, record.parameters, shards, full) & emit(

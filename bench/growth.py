@@ -27,7 +27,7 @@ from common import draw, emit
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.backends.inline.runtime import InlineRuntime, InlineStore
-from hybridflow.core.context import StepContext
+from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
@@ -157,7 +157,7 @@ class Step:
         layout = ParallelLayout(dp=ranks)
         group = WorkerGroup(Models, models, layout=layout, generation=generation_layout(layout))
         roles = [Role("actor", trained=True, generates=True), Role("reward", "reward")]
-        self.context = StepContext(
+        self.context = GroupStepContext(
             {role.name: (role, group) for role in roles},
             WorkerGroup(Tasks, tasks),
             SamplingParams(RESPONSE),

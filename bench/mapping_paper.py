@@ -20,7 +20,7 @@ from common import draw, emit
 from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
-from hybridflow.kit.footprints import Spread, ThreeD
+from hybridflow.kit.footprints import Spread, ThreeDSharding
 from hybridflow.kit.huggingface.shapes import PUBLISHED
 from hybridflow.planner import (
     Cluster,
@@ -48,7 +48,9 @@ WORK = Workload(
 class Paper(Spread):
     """3D parallelism with recomputation, and pipelines of at most so many stages."""
 
-    way: ThreeD = attrs.field(factory=lambda: ThreeD(recompute=True, shares_weights=True))
+    way: ThreeDSharding = attrs.field(
+        factory=lambda: ThreeDSharding(recompute=True, shares_weights=True)
+    )
     max_pp: int = 16
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:

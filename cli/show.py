@@ -59,7 +59,7 @@ class Value:
 
 
 @attrs.frozen
-class Block:
+class ShownSection:
     """Holds the values of one section and a note on it; either of them may be empty."""
 
     title: str
@@ -95,7 +95,7 @@ def show(
             print_line(console, f"note: {remark}", "yellow")
 
 
-def _print(console: Console, block: Block, docs: bool) -> None:
+def _print(console: Console, block: ShownSection, docs: bool) -> None:
     """Print a section; with `docs` the meaning of each value below it."""
     print_line(console, f"{block.title}{': ' if block.note else ''}{block.note}", "bold")
     if block.values:
@@ -231,28 +231,28 @@ def _is_given(tables: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def blocks(job: Job, provenance: Provenance) -> list[Block]:
+def blocks(job: Job, provenance: Provenance) -> list[ShownSection]:
     """Return a job's sections in the order of a file, then its roles, then what is not used."""
     sources = Sources(job, provenance)
     of = sources.values
 
     # What every job has.
     sections = [
-        Block("run", tuple(_run(job, of(job.run, "run")))),
-        Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
-        Block("placement", tuple(of(job.placement, "placement"))),
-        Block("pools", tuple(_pools(job, sources))),
-        Block("data", tuple(of(job.data, "data"))),
+        ShownSection("run", tuple(_run(job, of(job.run, "run")))),
+        ShownSection("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
+        ShownSection("placement", tuple(of(job.placement, "placement"))),
+        ShownSection("pools", tuple(_pools(job, sources))),
+        ShownSection("data", tuple(of(job.data, "data"))),
     ]
     for name, config in job.more_data.items():
-        sections.append(Block(name, tuple(of(config, name))))
+        sections.append(ShownSection(name, tuple(of(config, name))))
     sections += [
         _tokenizer(job, sources),
-        Block("sampling", tuple(of(_sampling(job.sampling), "sampling"))),
+        ShownSection("sampling", tuple(of(_sampling(job.sampling), "sampling"))),
         _rollout(job, sources),
     ]
     if job.environment:
-        sections.append(Block("environment", tuple(of(job.environment, "environment"))))
+        sections.append(ShownSection("environment", tuple(of(job.environment, "environment"))))
     sections.append(_algorithm(job, sources))
 
     # The algorithm's roles, then other scorers.
@@ -269,7 +269,7 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
     # Tables of roles that the algorithm does not have.
     roles = ", ".join(sorted(shown))
     unused = f"unused: algorithm {job.algorithm_name} has the roles {roles}"
-    return sections + [Block(name, note=unused) for name in job.unused]
+    return sections + [ShownSection(name, note=unused) for name in job.unused]
 
 
 def _run(job: Job, values: Iterable[Value]) -> Iterator[Value]:
@@ -286,7 +286,7 @@ def _pools(job: Job, sources: Sources) -> Iterator[Value]:
         yield Value(f"pools.{name}", list(pool.devices_per_node), source, "Devices per node.")
 
 
-def _algorithm(job: Job, sources: Sources) -> Block:
+def _algorithm(job: Job, sources: Sources) -> ShownSection:
     """Return the algorithm's settings, and a note that names unused tables of other algorithms."""
     # A file may have the tables of several algorithms, to choose from by name.
     values = sources.plugin("algorithm", job.algorithm_name, job.algorithm.config)
@@ -295,10 +295,10 @@ def _algorithm(job: Job, sources: Sources) -> Block:
         name for name in registry().names("algorithm") if isinstance(tables.get(name), Mapping)
     ]
     unused = ", ".join(f"[algorithm.{name}]" for name in others if name != job.algorithm_name)
-    return Block("algorithm", tuple(values), f"unused: {unused}" if unused else "")
+    return ShownSection("algorithm", tuple(values), f"unused: {unused}" if unused else "")
 
 
-def _rollout(job: Job, sources: Sources) -> Block:
+def _rollout(job: Job, sources: Sources) -> ShownSection:
     """Return the engine's settings, of the first model that has an engine."""
     for model in job.models.values():
         if model.spec.engine is not None:
@@ -308,8 +308,8 @@ def _rollout(job: Job, sources: Sources) -> Block:
             if config is not None:
                 fields = model.spec.model.hf_config
                 values = sources.on_devices(values, "rollout", config, fields)
-            return Block("rollout", tuple(values))
-    return Block("rollout", note="unused: no role generates")
+            return ShownSection("rollout", tuple(values))
+    return ShownSection("rollout", note="unused: no role generates")
 
 
 def _chosen(values: Iterable[Value], job: Job) -> Iterator[Value]:
@@ -331,13 +331,13 @@ def _sampling(params: SamplingParams) -> SamplingSection:
     return SamplingSection(**given, logit_bias=biases, stop_tokens=params.stop_token_ids)
 
 
-def _tokenizer(job: Job, sources: Sources) -> Block:
+def _tokenizer(job: Job, sources: Sources) -> ShownSection:
     if job.follows:
-        return Block("tokenizer", note=f"the earlier stage's, {job.tokenizer_path}")
-    return Block("tokenizer", tuple(sources.values(job.tokenizer, "tokenizer")))
+        return ShownSection("tokenizer", note=f"the earlier stage's, {job.tokenizer_path}")
+    return ShownSection("tokenizer", tuple(sources.values(job.tokenizer, "tokenizer")))
 
 
-def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
+def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> ShownSection:
     """Return the settings of a role; what it inherits has the source "actor"."""
     if isinstance(placed, Rewards):
         return _scorer(sources, placed)
@@ -364,10 +364,10 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
         fields = placed.spec.model.hf_config
         values = list(sources.on_devices(values, f"{name}.backend", config, fields))
     state = "trained" if placed.role.trained else "frozen, so without an optimizer"
-    return Block(name, tuple(values), f"{placed.role.kind} model, {state}")
+    return ShownSection(name, tuple(values), f"{placed.role.kind} model, {state}")
 
 
-def _scorer(sources: Sources, placed: Rewards) -> Block:
+def _scorer(sources: Sources, placed: Rewards) -> ShownSection:
     """Return a role that reward functions fill: the settings that a model has no use for."""
     name = placed.role.name
     # Of a role's settings, those that rewards have and that are set.
@@ -382,13 +382,13 @@ def _scorer(sources: Sources, placed: Rewards) -> Block:
     for value in sources.values(kept, name):
         doc = docs.get(value.key.split(".")[1], value.doc)
         values.append(attrs.evolve(value, doc=doc))
-    return Block(name, tuple(values), "reward")
+    return ShownSection(name, tuple(values), "reward")
 
 
-def _validation(job: Job, sources: Sources) -> Block:
+def _validation(job: Job, sources: Sources) -> ShownSection:
     """Return the settings of validation; those of its data that it does not give are the data's."""
     if job.validation is None:
-        return Block("validation", note="none: there is no [validation]")
+        return ShownSection("validation", note="none: there is no [validation]")
 
     # Its data was resolved apart, with what [data] says where it says nothing.
     every = sources.values(job.validation, "validation")
@@ -399,4 +399,4 @@ def _validation(job: Job, sources: Sources) -> Block:
         elif value.source == DEFAULT and sources.of(value.key.removeprefix("validation.")):
             value = attrs.evolve(value, source="data")
         values.append(value)
-    return Block("validation", tuple(values))
+    return ShownSection("validation", tuple(values))

@@ -12,7 +12,7 @@ from .contracts.command import Command as Command
 from .contracts.data_source import DataSource as DataSource
 from .contracts.environment import Answer as Answer, Environment as Environment
 from .contracts.footprint import (
-    Collective as Collective,
+    CollectiveCost as CollectiveCost,
     EngineLimits as EngineLimits,
     Execution as Execution,
     Footprint as Footprint,

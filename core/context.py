@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @attrs.define(eq=False)
-class RoleHandle:
+class GroupRoleHandle:
     """The verbs of a role (hybridflow.core.contracts.step.RoleHandle), as calls of its group.
 
     Three things wait: a sync to engines in a pool of their own, the number of rows of fresh
@@ -31,7 +31,7 @@ class RoleHandle:
 
     role: Role
     group: WorkerGroup
-    _ctx: StepContext
+    _ctx: GroupStepContext
     rollout: WorkerGroup | SeparateRollout
     """What generates: the group itself, or engines in a pool of their own."""
 
@@ -114,7 +114,7 @@ class Scoring:
         return Metrics({f"{self.role.name}/equal_groups": (equal, int(several.sum()))})
 
 
-class StepContext:
+class GroupStepContext:
     """`ctx` of Algorithm.step (hybridflow.core.contracts.step.StepContext) in a run."""
 
     def __init__(
@@ -131,7 +131,7 @@ class StepContext:
         self.seed = seed
         self.has_environment = has_environment
         self.roles = {
-            name: RoleHandle(role, group, self, (rollouts or {}).get(name, group))
+            name: GroupRoleHandle(role, group, self, (rollouts or {}).get(name, group))
             for name, (role, group) in groups.items()
         }
         self.counters = {"samples": 0, "shuffles": 0}
@@ -145,7 +145,7 @@ class StepContext:
         self._logged = Metrics()
         self._aside = False
 
-    def __getattr__(self, name: str) -> RoleHandle:
+    def __getattr__(self, name: str) -> GroupRoleHandle:
         roles = self.__dict__.get("roles", {})
         if name in roles:
             return roles[name]

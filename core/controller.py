@@ -56,7 +56,7 @@ from hybridflow.core.values.files import DONE
 
 
 @attrs.frozen
-class Outcome:
+class RunOutcome:
     """How a run ended."""
 
     state: str
@@ -75,7 +75,7 @@ def run_job(
     export: bool = False,
     mark: Mapping[str, Any] | None = None,
     observers: Sequence[Observer] = (),
-) -> Outcome:
+) -> RunOutcome:
     """Run one job to its end.
 
     resume: go on from the newest checkpoint in the run's folder; overwrite: remove an earlier run
@@ -105,7 +105,7 @@ def run_job(
     raise AssertionError("unreachable")
 
 
-def train(session: Session, report: Reporter, resume: bool, export: bool) -> Outcome:
+def train(session: Session, report: Reporter, resume: bool, export: bool) -> RunOutcome:
     """Train until run.steps, until the goal of the validation, or until SIGTERM asks for a stop."""
     job = session.job
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
@@ -145,13 +145,13 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Out
                     f"told to stop: the checkpoint of step {run.step} is written; "
                     "go on with --resume"
                 )
-                return Outcome("stopped", run.step, run.validations)
+                return RunOutcome("stopped", run.step, run.validations)
 
         # run.steps are over, or the goal is reached.
         validate_if_due(run, report, ended=True)
         keep(run, algorithm, export)
         report.ended()
-        return Outcome("finished", run.step, run.validations)
+        return RunOutcome("finished", run.step, run.validations)
 
 
 def keep(run: Run, algorithm, export: bool) -> None:

@@ -25,7 +25,7 @@ import attrs
 
 from hybridflow.core.contracts.footprint import (
     LOGITS_AT_ONCE,
-    Collective,
+    CollectiveCost,
     Execution,
     Footprint,
     Phase,
@@ -153,7 +153,7 @@ class Sharding(ABC):
 
     def reduction(
         self, size: ModelSize, layout: ParallelLayout, times: int = 1, gathers: bool = True
-    ) -> tuple[Collective, ...]:
+    ) -> tuple[CollectiveCost, ...]:
         """Return the collectives for the gradients of one update.
 
         Gradients are reduce-scattered over a replica's ranks (`times` in an update). Then they are
@@ -166,13 +166,15 @@ class Sharding(ABC):
         shards = self.shards(layout.dp)
         replicas = layout.dp // shards
 
-        inside = [Collective("reduce_scatter", learnt * self.gradient_bytes, shards, stride, times)]
+        inside = [
+            CollectiveCost("reduce_scatter", learnt * self.gradient_bytes, shards, stride, times)
+        ]
         if gathers:
-            inside.append(Collective("all_gather", learnt * self.compute_bytes, shards, stride))
+            inside.append(CollectiveCost("all_gather", learnt * self.compute_bytes, shards, stride))
 
         # Each rank sums its own part with the ranks that have that part in other replicas.
         shard_bytes = learnt / shards * self.gradient_bytes
-        between = Collective("all_reduce", shard_bytes, replicas, stride * shards)
+        between = CollectiveCost("all_reduce", shard_bytes, replicas, stride * shards)
         return (*inside, between)
 
     def step_traffic(self, size: ModelSize, layout: ParallelLayout, shards: int) -> float:
@@ -199,14 +201,14 @@ class Sharding(ABC):
         reduced = 2.0 * self.bucket(size) + unreduced / share
         return Phase(early, "forward"), Phase(early, "backward"), Phase(reduced)
 
-    def _weight_gather(self, size: ModelSize, layout: ParallelLayout) -> Collective:
+    def _weight_gather(self, size: ModelSize, layout: ParallelLayout) -> CollectiveCost:
         """Return the all-gather of one tp rank's weights over the ranks that share them."""
         nbytes = size.params / layout.tp * self.compute_bytes
-        return Collective("all_gather", nbytes, self.shards(layout.dp), layout.tp)
+        return CollectiveCost("all_gather", nbytes, self.shards(layout.dp), layout.tp)
 
 
 @attrs.frozen(kw_only=True, slots=False)
-class ThreeD(Sharding):
+class ThreeDSharding(Sharding):
     """Megatron's 3D parallelism (arXiv:2104.04473).
 
     Weights, gradients and optimizer are cut over tp and pp, and whole on every dp rank. Gradients
@@ -234,7 +236,7 @@ class ThreeD(Sharding):
             shards = self.shards(layout.dp)
         else:
             learnt = size.stage_params(layout.pp) / layout.tp * size.trained_share
-            update = (Collective("all_reduce", learnt * self.gradient_bytes, layout.dp, ranks),)
+            update = (CollectiveCost("all_reduce", learnt * self.gradient_bytes, layout.dp, ranks),)
             shards = 1
 
         return Footprint(
@@ -602,7 +604,7 @@ class KnownSettings(TrainingSettings, ABC):
 class Spread(KnownSettings):
     """One of the ways by itself, whatever the layout: for plans without a backend, and tests."""
 
-    way: Sharding = attrs.field(factory=ThreeD)
+    way: Sharding = attrs.field(factory=ThreeDSharding)
     """The way to spread the model."""
 
     def sharding(self, trained: bool) -> Sharding:

@@ -28,7 +28,7 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 
 @attrs.frozen
-class Place:
+class ModelPart:
     """The part of the model that a rank has: its pipeline stage, tensor and expert rank."""
 
     pp: int = 0
@@ -105,7 +105,7 @@ def stage_of_layer(layers: int, pp: int, vpp: int = 1) -> list[int]:
 def placed_layout(
     shape: ModelShape,
     params: Mapping[str, Param],
-    places: Mapping[int, Place],
+    places: Mapping[int, ModelPart],
     *,
     pp: int = 1,
     tp: int = 1,
@@ -127,7 +127,7 @@ def placed_layout(
 
     # Ranks at one place hold the same boxes, so shards are computed per place.
     stages = stage_of_layer(shape.layers, pp, vpp)
-    ranks_at: dict[Place, list[int]] = {}
+    ranks_at: dict[ModelPart, list[int]] = {}
     for rank, place in places.items():
         ranks_at.setdefault(place, []).append(rank)
 
@@ -186,7 +186,7 @@ def megatron_layout(
     places = {}
     for rank in range(layout.world):
         coords = layout.coords(rank)
-        places[rank] = Place(coords.pp, coords.tp, coords.ep)
+        places[rank] = ModelPart(coords.pp, coords.tp, coords.ep)
     return placed_layout(
         shape,
         params or shape.params(),
@@ -215,7 +215,7 @@ def engine_layout(
     for replica in generation.replicas:
         for stage, ranks in enumerate(replica):
             for position, rank in enumerate(ranks):
-                places[rank] = Place(stage, position)
+                places[rank] = ModelPart(stage, position)
     return placed_layout(
         shape,
         params or shape.params(),

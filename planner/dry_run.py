@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybridflow.core.contracts.planner import Block, Line, Table
+from hybridflow.core.contracts.planner import Block, Line, TextTable
 from hybridflow.kit.fakes.process import Asked, NotRehearsed, rehearse
 from hybridflow.planner.jobs import JobPlan
 from hybridflow.planner.memory import Bytes, Memory
-from hybridflow.planner.pools import Choice
+from hybridflow.planner.pools import LayoutChoice
 from hybridflow.planner.search import Mapping
 from hybridflow.planner.times import Simulator
 
@@ -50,7 +50,7 @@ def dry_run(plan: JobPlan, mapping: Mapping) -> Iterator[Block]:
     # What was found, and why a role is missing.
     yield Line()
     if rows:
-        yield Table(COLUMNS, tuple(rows))
+        yield TextTable(COLUMNS, tuple(rows))
     for note in notes:
         yield Line(f"note: {note}", "yellow")
 
@@ -58,7 +58,7 @@ def dry_run(plan: JobPlan, mapping: Mapping) -> Iterator[Block]:
 def _role(
     plan: JobPlan,
     simulator: Simulator,
-    choice: Choice,
+    choice: LayoutChoice,
     rows: list[tuple[str, ...]],
     notes: list[str],
 ) -> Iterator[Line]:
@@ -82,7 +82,7 @@ def _role(
     rows += _rows(asked, said, model.name, phases)
 
 
-def _asked(plan: JobPlan, simulator: Simulator, choice: Choice) -> Asked:
+def _asked(plan: JobPlan, simulator: Simulator, choice: LayoutChoice) -> Asked:
     """Return what to rehearse: the role's largest calls, in the plan's micro-batches."""
     model = choice.option.model
     layout = choice.option.layout

@@ -22,10 +22,10 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.planner.cluster import Cluster, RunsOn, read_cluster
 from hybridflow.planner.needs import Member, pool_memory
-from hybridflow.planner.pools import Choice, Entry, PoolPlanner, after
+from hybridflow.planner.pools import FilledPool, LayoutChoice, PoolPlanner, after
 from hybridflow.planner.search import (
     Mapping,
-    Pool,
+    PlannedPool,
     plan_mapping,
     slowest,
 )
@@ -283,7 +283,7 @@ def as_written(
         # Another kind may have the memory that this one lacks.
         try:
             entries = [
-                Pool(_pool_entry(planners[kind], job, name, work), kind)
+                PlannedPool(_pool_entry(planners[kind], job, name, work), kind)
                 for name, kind in zip(pools, kinds, strict=True)
             ]
         except Misfit as error:
@@ -309,7 +309,7 @@ def _enough_devices(
     return min(left) >= 0
 
 
-def _pool_entry(planner: PoolPlanner, job: PlannableJob, name: str, work: Plannable) -> Entry:
+def _pool_entry(planner: PoolPlanner, job: PlannableJob, name: str, work: Plannable) -> FilledPool:
     """Return a pool of the job, with its models as they are placed. Raises Misfit."""
     members = {role: placed for role, placed in job.models.items() if placed.pool == name}
     models = {model.name: model for model in work.models}
@@ -323,7 +323,7 @@ def _entry(
     members: dict[str, PlacedModel],
     models: dict[str, PlannedModel],
     device: str,
-) -> Entry:
+) -> FilledPool:
     """Return a pool whose layouts are given. Raises Misfit where its memory is not enough."""
     placed = [
         Member(models[role], planner.option(models[role], one.layout), one.generation)
@@ -343,7 +343,7 @@ def _entry(
     choices = []
     for member, option in zip(placed, options, strict=True):
         if not planner.generates(member.model) or member.engines is None:
-            choices.append(Choice(option))
+            choices.append(LayoutChoice(option))
             continue
         engine = planner.engine(option, devices, resident, member.engines, most)
         if engine is None:
@@ -358,7 +358,7 @@ def _entry(
     inference = sum(option.infer for option in options)
     training = sum(option.train for option in options)
     moved = planner.moved([option.model for option in options])
-    return Entry(devices, (seconds, *after(moved, inference, training)), tuple(choices))
+    return FilledPool(devices, (seconds, *after(moved, inference, training)), tuple(choices))
 
 
 def settings_of(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:

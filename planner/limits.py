@@ -21,7 +21,7 @@ from hybridflow.planner.cluster import Efficiency, Nodes
 from hybridflow.planner.jobs import JobPlan
 from hybridflow.planner.machine import Machine
 from hybridflow.planner.pools import PoolPlanner, after
-from hybridflow.planner.search import Mapping, Pool, slowest
+from hybridflow.planner.search import Mapping, PlannedPool, slowest
 from hybridflow.planner.tokens import trunk_flops
 
 WORK = (
@@ -86,7 +86,7 @@ def limits(plan: JobPlan, mapping: Mapping) -> dict[str, list[tuple[str, float]]
     return {verb: sorted(rows, key=lambda row: -row[1]) for verb, rows in found.items()}
 
 
-def _times(plan: JobPlan, pool: Pool, nodes: Nodes) -> tuple[float, float, float]:
+def _times(plan: JobPlan, pool: PlannedPool, nodes: Nodes) -> tuple[float, float, float]:
     """Return the seconds of a pool's stages on other nodes, with its layouts and caches."""
     planner = PoolPlanner(nodes, plan.work.workload, plan.work.models)
     generate = 0.0

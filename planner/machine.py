@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.contracts.footprint import Collective
+from hybridflow.core.contracts.footprint import CollectiveCost
 from hybridflow.planner.cluster import GB, Nodes
 
 US = 1e-6
@@ -94,7 +94,7 @@ class Machine:
         """
         return self.ring((ranks - 1) / ranks * size, ranks, step, 1.0)
 
-    def collectives(self, every: tuple[Collective, ...]) -> float:
+    def collectives(self, every: tuple[CollectiveCost, ...]) -> float:
         """Return the seconds of collectives, one after the other."""
         # A reduce-scatter moves as many bytes as an all-gather.
         seconds = 0.0

@@ -52,7 +52,7 @@ class Option:
 
 
 @attrs.frozen(eq=False)
-class Choice:
+class LayoutChoice:
     """A model's layout in a mapping, with its engine where it generates."""
 
     option: Option
@@ -97,13 +97,13 @@ class Candidate:
 
 
 @attrs.frozen(eq=False)
-class Entry:
+class FilledPool:
     """A pool in full: its models' choices on `devices` devices, and the seconds of its stages."""
 
     devices: int
     times: tuple[float, float, float]
     """Seconds of generation with the transition, of inference and of training."""
-    choices: tuple[Choice, ...]
+    choices: tuple[LayoutChoice, ...]
 
 
 @attrs.frozen(eq=False)
@@ -374,7 +374,7 @@ class PoolPlanner:
         resident: float,
         engines: GenerationLayout | None = None,
         most: float = 0.0,
-    ) -> Choice | None:
+    ) -> LayoutChoice | None:
         """Return the option with its fastest engine beside `resident` bytes of each device, and
         `most` more in the largest of the models' phases.
 
@@ -382,7 +382,7 @@ class PoolPlanner:
         """
         model = option.model
         # Generation and transition count together: the fastest engine may have a slow transition.
-        best: Choice | None = None
+        best: LayoutChoice | None = None
         cuts = rollouts(model, self.nodes, devices) if engines is None else [engines]
         for cut in cuts:
             weights = self.sizes.engine_weights(model, option.layout, cut)
@@ -392,7 +392,7 @@ class PoolPlanner:
             if model.limits.grows:
                 cache = min(cache, self.sizes.cache_needed(model, cut))
             working = self.sizes.generating(model, cut)
-            choice = Choice(option, cut, transition, generate, weights, cache, working)
+            choice = LayoutChoice(option, cut, transition, generate, weights, cache, working)
             if choice.generate < np.inf and (best is None or choice.seconds < best.seconds):
                 best = choice
         return best
@@ -484,7 +484,7 @@ class PoolPlanner:
             seconds = np.minimum(seconds, cut.transitions[picked] + generation)
         return seconds
 
-    def entry(self, members: tuple[PlannedModel, ...], candidate: Candidate) -> Entry:
+    def entry(self, members: tuple[PlannedModel, ...], candidate: Candidate) -> FilledPool:
         """Return a candidate in full, its models in the order of `members`."""
         devices = candidate.devices
         order = sorted(members, key=self.generates)
@@ -499,12 +499,12 @@ class PoolPlanner:
         choices = []
         for model in members:
             option = options[model.name]
-            choice: Choice | None = Choice(option)
+            choice: LayoutChoice | None = LayoutChoice(option)
             if self.generates(model):
                 choice = self.engine(option, devices, resident, most=most)
             assert choice is not None
             choices.append(choice)
-        return Entry(devices, candidate.times, tuple(choices))
+        return FilledPool(devices, candidate.times, tuple(choices))
 
 
 def after(moved: float, infer: float, train: float) -> tuple[float, float]:

@@ -11,14 +11,14 @@ from hybridflow.core.contracts.planner import (
     Block,
     Line,
     NotPlanned,
-    Table,
+    TextTable,
 )
 from hybridflow.core.values.units import seconds
 from hybridflow.planner.cluster import GB, Cluster
 from hybridflow.planner.jobs import JobPlan, Misfit, Plannable
 from hybridflow.planner.limits import generated, limits, utilisation
-from hybridflow.planner.pools import Choice
-from hybridflow.planner.search import Mapping, NothingFitsError, Pool, describe
+from hybridflow.planner.pools import LayoutChoice
+from hybridflow.planner.search import Mapping, NothingFitsError, PlannedPool, describe
 from hybridflow.planner.switches import Key, Switches, Trial
 
 STAGE_COLUMNS = tuple(STAGE_NAMES[verb] for verb in STAGES)
@@ -85,7 +85,7 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
             if fastest.seconds < min(start.seconds, helps[0] if helps else start.seconds):
                 helps = (fastest.seconds, what)
     if rows:
-        yield Table(SWITCH_COLUMNS, tuple(rows))
+        yield TextTable(SWITCH_COLUMNS, tuple(rows))
     if same:
         yield Line(f"less than {100 * LITTLE:g}% of the step: {', '.join(same)}")
 
@@ -137,9 +137,9 @@ def report(
     pool_rows: list[tuple[str, ...]] = []
     for pool in best.pools:
         pool_rows += _pool_rows(pool, cluster)
-    yield Table(POOL_COLUMNS, tuple(pool_rows))
+    yield TextTable(POOL_COLUMNS, tuple(pool_rows))
     yield Line()
-    yield Table(MEMORY_COLUMNS, tuple(_memory_row(pool, cluster) for pool in best.pools))
+    yield TextTable(MEMORY_COLUMNS, tuple(_memory_row(pool, cluster) for pool in best.pools))
     yield Line()
 
     # Other placements, the config's own among them.
@@ -228,7 +228,7 @@ def bars(mapping: Mapping) -> Iterator[Bar]:
                 started += own
 
 
-def scaling(plan: JobPlan, sizes: Sequence[int]) -> Table:
+def scaling(plan: JobPlan, sizes: Sequence[int]) -> TextTable:
     """Return the best mapping on other numbers of devices.
 
     Efficiency is the steps per second and device, as a share of those of the first size that fits.
@@ -252,7 +252,7 @@ def scaling(plan: JobPlan, sizes: Sequence[int]) -> Table:
         percent = f"{100 * efficiency:.0f}%"
         step = seconds(best.seconds)
         rows.append((str(size), step, *times, percent, describe(best)))
-    return Table(SCALING_COLUMNS, tuple(rows))
+    return TextTable(SCALING_COLUMNS, tuple(rows))
 
 
 def _room(plan: JobPlan, best: Mapping) -> Iterator[str]:
@@ -357,7 +357,7 @@ def _slowest(mapping: Mapping, verb: str) -> str:
     return f"{text}; {', '.join(waiting)} waits" if waiting else text
 
 
-def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
+def _pool_rows(pool: PlannedPool, cluster: Cluster) -> list[tuple[str, ...]]:
     """Return a row per model; the pool's name and devices stand in the first one alone."""
     devices = f"{pool.entry.devices} {cluster.nodes[pool.kind].device.name}"
     rows = []
@@ -380,7 +380,7 @@ def _pool_rows(pool: Pool, cluster: Cluster) -> list[tuple[str, ...]]:
     return rows
 
 
-def _engine(choice: Choice, devices: int) -> str:
+def _engine(choice: LayoutChoice, devices: int) -> str:
     """Return the number of engines and their sizes ("4 of pp 1 tp 2"), or "" without an engine."""
     if choice.engines is None:
         return ""
@@ -389,7 +389,7 @@ def _engine(choice: Choice, devices: int) -> str:
     return f"{devices // (pp * tp)} of pp {pp} tp {tp}"
 
 
-def _kept(pool: Pool) -> float:
+def _kept(pool: PlannedPool) -> float:
     """Return the bytes of a device that engines keep while models read and train."""
     return sum(
         choice.weights_bytes + choice.cache_bytes + 1e9 * choice.option.model.limits.graphs_gb
@@ -398,7 +398,7 @@ def _kept(pool: Pool) -> float:
     )
 
 
-def phases(pool: Pool) -> tuple[float, float, float]:
+def phases(pool: PlannedPool) -> tuple[float, float, float]:
     """Return the bytes of a pool's devices in generation, inference and training; 0 where nothing
     happens.
     """
@@ -418,7 +418,7 @@ def phases(pool: Pool) -> tuple[float, float, float]:
     return generation, inference, training
 
 
-def _memory_row(pool: Pool, cluster: Cluster) -> tuple[str, ...]:
+def _memory_row(pool: PlannedPool, cluster: Cluster) -> tuple[str, ...]:
     """Return the memory of a pool's devices, at rest and in each step stage."""
     nodes = cluster.nodes[pool.kind]
     sizes = {c.option.model.name: c.option.bytes for c in pool.entry.choices}

@@ -33,7 +33,7 @@ import numpy as np
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.planner.cluster import Cluster, gigabytes
-from hybridflow.planner.pools import Candidate, Entry, PoolPlanner, front, layouts
+from hybridflow.planner.pools import Candidate, FilledPool, PoolPlanner, front, layouts
 from hybridflow.planner.workload import PlannedModel, Workload
 
 
@@ -42,10 +42,10 @@ class NothingFitsError(ConfigError):
 
 
 @attrs.frozen
-class Pool:
+class PlannedPool:
     """Models that share devices."""
 
-    entry: Entry
+    entry: FilledPool
     kind: int
     """Index of the pool's kind of nodes in `Cluster.nodes`."""
 
@@ -59,7 +59,7 @@ class Pool:
 class Mapping:
     """A placement with its devices and layouts, and how long a step takes with it."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[PlannedPool, ...]
     seconds: float
     """Duration of one step."""
     stages: tuple[float, float, float]
@@ -223,7 +223,7 @@ class _Search:
             if chosen is not None:
                 stages = slowest([candidate.times for candidate in chosen])
                 pools = tuple(
-                    Pool(self.planners[kind].entry(members, candidate), kind)
+                    PlannedPool(self.planners[kind].entry(members, candidate), kind)
                     for members, candidate, kind in zip(placement, chosen, kinds, strict=True)
                 )
                 best = Mapping(pools, sum(stages), stages)

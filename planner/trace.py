@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.core.context import StepContext
+from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.contracts.role import Role
@@ -52,7 +52,7 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     for role in algorithm.roles():
         groups[role.name] = (role, _Model(role, recorder))
     drawn = _Tasks(recorder, algorithm)
-    ctx = StepContext(groups, drawn, SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
+    ctx = GroupStepContext(groups, drawn, SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
     ctx.step = 1
 
     # Whatever it raises, a run may do better with real results: the job is only not planned.

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from hybridflow.core.contracts.capabilities import RuntimeCapabilities
-from hybridflow.core.controller import Outcome, run_job
+from hybridflow.core.controller import RunOutcome, run_job
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.names import did_you_mean
@@ -54,7 +54,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     stage: str | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Run a config, a TOML file or its tables, and return how its last run stage ended.
 
     The last lines printed have the validation score after each run stage, and where the model is.
@@ -93,11 +93,11 @@ def run(
             with claim(job, resume, overwrite):
                 pass
 
-    outcomes: dict[str, Outcome] = {}
-    outcome = Outcome("finished", 0, {})
+    outcomes: dict[str, RunOutcome] = {}
+    outcome = RunOutcome("finished", 0, {})
     for index, job in enumerate(jobs):
         if (earlier := done[index]) is not None:
-            outcome = Outcome("finished", earlier.step, earlier.validations)
+            outcome = RunOutcome("finished", earlier.step, earlier.validations)
             reached = ""
             if goal_reached(job, earlier.validations):
                 assert job.validation is not None
@@ -263,7 +263,7 @@ def _refuse_lost_run(job: Job) -> None:
         )
 
 
-def summarise(jobs: list[Job], outcomes: dict[str, Outcome]) -> str | None:
+def summarise(jobs: list[Job], outcomes: dict[str, RunOutcome]) -> str | None:
     """Return a line such as "held-out exact match: warm-up 0.62, final 0.97".
 
     It is None where no run stage was validated.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridflow.backends.fsdp.gather import Piece, whole_parameters
+from hybridflow.backends.fsdp.gather import ShardedParameter, whole_parameters
 from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
@@ -395,13 +395,13 @@ class FSDPBackend(TrainingBackend):
         rank = self.context.rank
         device = self.context.device
 
-        def pieces() -> Iterator[Piece]:
+        def pieces() -> Iterator[ShardedParameter]:
             for name, parameter in parameters.items():
                 boxes = self._boxes[name]
                 local = self._local(parameter)
                 if adapters and self._adapters is not None:
                     local = self._adapters.merged(name, boxes[rank], local, adapters)
-                yield Piece(name, tuple(parameter.shape), local, boxes)
+                yield ShardedParameter(name, tuple(parameter.shape), local, boxes)
 
         # A single rank has whole parameters already.
         if self.context.layout.world == 1:

@@ -27,7 +27,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 @attrs.frozen(eq=False)
-class Piece:
+class ShardedParameter:
     """One parameter as a rank sees it: its own shard, and every rank's box."""
 
     name: str
@@ -41,7 +41,7 @@ class Piece:
 
 
 def whole_parameters(
-    pieces: Iterable[Piece],
+    pieces: Iterable[ShardedParameter],
     ranks: Sequence[int],
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -73,7 +73,7 @@ def whole_parameters(
 
 
 def _exchange(
-    bucket: Sequence[Piece],
+    bucket: Sequence[ShardedParameter],
     ranks: Sequence[int],
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -99,12 +99,12 @@ def _exchange(
     return list(received.view(len(ranks), length).unbind())
 
 
-def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _buckets(pieces: Iterable[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
     """Cut the sequence into runs of one dtype with at most BUCKET_BYTES.
 
     A larger parameter is a run of its own.
     """
-    bucket: list[Piece] = []
+    bucket: list[ShardedParameter] = []
     nbytes = 0
     for piece in pieces:
         size = Box.full(piece.shape).numel * piece.local.dtype.itemsize

@@ -48,14 +48,14 @@ class InlineStore:
 
     def put(self, block: list) -> Any:
         """Copy a block of arrays; return the copy's handle."""
-        return Block([np.array(array, copy=True) for array in block])
+        return ArrayHandle([np.array(array, copy=True) for array in block])
 
     def get(self, handle: Any) -> list:
         """Return the block behind a handle, without a copy."""
         return handle.arrays
 
 
-class Block:
+class ArrayHandle:
     """A handle, hashable by identity as lists are not."""
 
     __slots__ = ("arrays",)

@@ -12,7 +12,7 @@ from hybridflow.core.contracts.training import Packing
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import WeightLayout
-from hybridflow.kit.footprints import KnownSettings, ThreeD
+from hybridflow.kit.footprints import KnownSettings, ThreeDSharding
 from hybridflow.kit.layouts import megatron_layout
 
 
@@ -38,10 +38,10 @@ class MegatronConfig(KnownSettings):
     vocab_multiple: int = attrs.field(default=128, validator=attrs.validators.ge(1))
     """Each tp rank's part of the vocabulary is padded to a multiple of this."""
 
-    def sharding(self, trained: bool) -> ThreeD:
+    def sharding(self, trained: bool) -> ThreeDSharding:
         """Describe the backend's sharding with these settings for memory and time estimates."""
         wide = self.precision == "fp32"
-        return ThreeD(
+        return ThreeDSharding(
             distributed_optimizer=True,
             weight_bytes=4 if wide else 2,
             # Two moments of four bytes, and in bf16 a float32 master.

@@ -57,7 +57,7 @@ class Limits:
 
 
 @attrs.frozen
-class Outcome:
+class ProgramOutcome:
     """How a program ended, and what it wrote."""
 
     reason: str
@@ -75,7 +75,9 @@ class Outcome:
         return self.reason == "ended" and self.status == 0
 
 
-def run_program(program: str, given: str | None = None, limits: Limits | None = None) -> Outcome:
+def run_program(
+    program: str, given: str | None = None, limits: Limits | None = None
+) -> ProgramOutcome:
     """Run Python text with `given` as its standard input (None: empty).
 
     Raises RewardError where this machine cannot isolate the program.
@@ -113,7 +115,7 @@ def run_program(program: str, given: str | None = None, limits: Limits | None = 
             "needs Linux namespaces: run as root, or allow user namespaces (sysctl "
             "kernel.unprivileged_userns_clone=1, user.max_user_namespaces)"
         )
-    return Outcome(reason, status if status >= 0 else 128 - status, output, errors)
+    return ProgramOutcome(reason, status if status >= 0 else 128 - status, output, errors)
 
 
 def _jail_settings(

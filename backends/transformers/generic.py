@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hybridflow.backends.transformers.decoder import fill_holes
-from hybridflow.backends.transformers.weights import Place
+from hybridflow.backends.transformers.weights import StoredBox
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.huggingface.models import attention_of
@@ -35,7 +35,7 @@ class GenericDecoder:
     """Whether its forward takes position_ids."""
     ties: dict[str, str]
     """Tied parameter -> the one that it is tied to."""
-    places: dict[str, Place]
+    places: dict[str, StoredBox]
     """Canonical name -> where the parameter lies."""
 
     cache: Any
@@ -96,7 +96,7 @@ class GenericDecoder:
                 f"{self.config.model_type}: {name} is saved as one parameter and stored in many, "
                 "which the embedded engine cannot take; use rollout = vllm or sglang"
             )
-        self.places[name] = Place(values, None, shape, box)
+        self.places[name] = StoredBox(values, None, shape, box)
 
     def row_bytes(self, capacity: Any) -> Any:
         """Return the bytes of the KV cache for one sequence of `capacity` tokens, or for several's.

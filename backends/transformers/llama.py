@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from hybridflow.backends.transformers.parallel import WHOLE, Split
-from hybridflow.backends.transformers.weights import Place
+from hybridflow.backends.transformers.weights import StoredBox
 from hybridflow.core.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -145,7 +145,7 @@ class LlamaWeights:
 
     shape: LlamaShape
     """Sizes of this rank's part."""
-    places: dict[str, Place]
+    places: dict[str, StoredBox]
     """Canonical name -> where this rank's box of the parameter lies."""
     embed: torch.Tensor
     """Embedding of this rank's part of the vocabulary, [V / tp, H]."""
@@ -267,7 +267,7 @@ class LlamaWeights:
         """Note where this rank's box of a parameter lies."""
         shape = self._names[name]
         box = self.split.box(name, shape)
-        self.places[name] = Place(storage, rows, shape, box)
+        self.places[name] = StoredBox(storage, rows, shape, box)
 
     def _own(self, name: str, rows: torch.Tensor | None = None) -> Any:
         """Allocate a parameter with a storage of its own; None where the model has none."""

@@ -18,7 +18,7 @@ import torch
 from hybridflow.kit.sampling import addable, cumulate, invert, share, uniforms
 
 
-class Sampler:
+class TokenSampler:
     """The sampling parameters of a batch's rows, on the device.
 
     What no row asks for is None, and its step is left out. R are the rows, F those with top_k or

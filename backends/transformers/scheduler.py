@@ -26,7 +26,7 @@ import torch
 from hybridflow.backends.transformers.config import MAX_BURST, TransformersEngineConfig
 from hybridflow.backends.transformers.outputs import SPARE, Outputs
 from hybridflow.backends.transformers.parallel import WHOLE, Split
-from hybridflow.backends.transformers.sampler import Sampler
+from hybridflow.backends.transformers.sampler import TokenSampler
 from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.errors import HybridFlowError
@@ -238,16 +238,16 @@ class Scheduler:
         self.rows["stops"] = -1
         self.rows["stops"][:, : old["stops"].shape[1]] = old["stops"]
 
-    def _sampler(self, rows: np.ndarray) -> Sampler:
+    def _sampler(self, rows: np.ndarray) -> TokenSampler:
         """Return a sampler for these rows."""
         requests = [self.running.get(number) for number in rows["request"].tolist()]
         biases = [request.sampling.logit_bias if request else () for request in requests]
-        return Sampler(rows, self.device, biases)
+        return TokenSampler(rows, self.device, biases)
 
     @torch.inference_mode()
     def _sample(
         self,
-        sampler: Sampler,
+        sampler: TokenSampler,
         lengths: np.ndarray,
         logits: torch.Tensor,
     ):

@@ -26,7 +26,7 @@ BLOCK_ROWS = 64
 
 
 @attrs.frozen(eq=False)
-class Place:
+class StoredBox:
     """A box of a canonical parameter inside a storage tensor, which may hold others too."""
 
     storage: torch.Tensor
@@ -39,7 +39,7 @@ class Place:
     """The box of it that is here."""
 
     @classmethod
-    def whole(cls, storage: torch.Tensor) -> Place:
+    def whole(cls, storage: torch.Tensor) -> StoredBox:
         """Return the place of a whole parameter with a storage of its own."""
         return cls(storage, None, tuple(storage.shape), Box.full(storage.shape))
 
@@ -99,7 +99,7 @@ class WeightStore:
 
     def __init__(
         self,
-        places: Mapping[str, Place],
+        places: Mapping[str, StoredBox],
         ties: Mapping[str, str],
         split: Split = WHOLE,
     ):
@@ -166,7 +166,7 @@ class WeightStore:
         """Return the values of a box in canonical order; a copy where there is no view."""
         return self._place(name, box).read(box)
 
-    def _place(self, name: str, box: Box) -> Place:
+    def _place(self, name: str, box: Box) -> StoredBox:
         """Return where a parameter lies; raises HybridFlowError if `box` of it is not held here."""
         # Say whether the name is wrong, or the box for any rank, or only for this one.
         place = self.places.get(name)

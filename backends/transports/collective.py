@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.core.contracts.transport import Link, Pending, Transport
+from hybridflow.core.contracts.transport import Link, PendingRound, Transport
 
 
 class Collective(Transport):
@@ -22,7 +22,9 @@ class Collective(Transport):
         """Refuse ranks that are not in one process group."""
         return None if link.grouped else "source and target are not in one process group"
 
-    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:
+    def start(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]
+    ) -> PendingRound:
         """Post all sends and receives of a round as one batch."""
         buffers = {
             sender: torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
@@ -49,7 +51,7 @@ class Collective(Transport):
         return _Works(works, buffers, list(outgoing.values()))
 
 
-class _Works(Pending):
+class _Works(PendingRound):
     """A batch under way, its receive buffers by sender, and the sent tensors.
 
     The sent tensors are held until all sends are done, so that their memory is not used again.

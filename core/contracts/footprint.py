@@ -55,7 +55,7 @@ class Execution:
 
 
 @attrs.frozen
-class Collective:
+class CollectiveCost:
     """A collective operation in which a rank takes part."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
@@ -107,13 +107,13 @@ class Footprint:
     """Whether that copy is spread over dp ranks too, not only over tp and pp."""
 
     # Communication
-    call: tuple[Collective, ...] = ()
+    call: tuple[CollectiveCost, ...] = ()
     """Collectives once per call (a forward pass over all micro-batches, or an update)."""
-    forward: tuple[Collective, ...] = ()
+    forward: tuple[CollectiveCost, ...] = ()
     """Collectives in the forward pass of each micro-batch."""
-    backward: tuple[Collective, ...] = ()
+    backward: tuple[CollectiveCost, ...] = ()
     """Collectives in the backward pass of each micro-batch."""
-    update: tuple[Collective, ...] = ()
+    update: tuple[CollectiveCost, ...] = ()
     """Collectives for the gradients of an update; some overlap with the backward pass."""
 
     # Memory traffic

@@ -81,14 +81,14 @@ class Line:
 
 
 @attrs.frozen
-class Table:
+class TextTable:
     """A table of an explanation."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
 
-Block = Line | Table
+Block = Line | TextTable
 
 
 @attrs.frozen

@@ -19,7 +19,7 @@ Pair = tuple[Batch, Loss]
 """A mini-batch and the loss that is computed on it."""
 
 
-class Pending(Typing):
+class PendingResult(Typing):
     """The result of a call that returns no Batch."""
 
     def result(self) -> Any:
@@ -65,13 +65,13 @@ class RoleHandle(Typing):
 
     # --- verbs that work on the weights ---
 
-    def update(self, pairs: Sequence[Pair] | Pair) -> Pending:
+    def update(self, pairs: Sequence[Pair] | Pair) -> PendingResult:
         """Take one optimizer step over one or more (mini-batch, loss) pairs; gives Metrics."""
 
-    def loss(self, batch: Batch, loss: Loss) -> Pending:
+    def loss(self, batch: Batch, loss: Loss) -> PendingResult:
         """Compute the loss without an update; gives Metrics, which are not among the step's."""
 
-    def sync(self) -> Pending:
+    def sync(self) -> PendingResult:
         """Bring the trained weights to the rollout engine now (`generate` does it when it must)."""
 
 

@@ -18,7 +18,7 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.capabilities import TrainingCapabilities
-from hybridflow.core.contracts.footprint import Collective, Execution, Footprint, Phase
+from hybridflow.core.contracts.footprint import CollectiveCost, Execution, Footprint, Phase
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.values.columns import Column
@@ -304,7 +304,9 @@ class TrainingSettings:
         return Footprint(
             resident=weights + 2 * trained_weights,
             training=(Phase(trained_weights, "forward"), Phase(trained_weights, "backward")),
-            update=(Collective("all_reduce", trained_weights, layout.dp, layout.tp * layout.pp),),
+            update=(
+                CollectiveCost("all_reduce", trained_weights, layout.dp, layout.tp * layout.pp),
+            ),
             step_traffic=7 * trained_weights,
         )
 

@@ -44,7 +44,7 @@ class Link:
         return len(set(self.nodes.values())) <= 1
 
 
-class Pending(ABC):
+class PendingRound(ABC):
     """The messages of a round, on their way."""
 
     @abstractmethod
@@ -78,7 +78,9 @@ class Transport(ABC):
         return None
 
     @abstractmethod
-    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:
+    def start(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]
+    ) -> PendingRound:
         """Begin a round. At most two rounds are under way at a time.
 
         outgoing: receiver -> message (uint8 [n], contiguous, on the device). Several receivers may
@@ -144,7 +146,9 @@ class Mailbox(Transport):
             for ticket in self._left.pop(0):
                 self.drop(ticket)
 
-    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> Pending:
+    def start(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]
+    ) -> PendingRound:
         # Every rank tells all others where its messages lie.
         tickets = self.post(outgoing)
         all_tickets: list[Any] = [None] * len(self.link.ranks)
@@ -171,7 +175,7 @@ class Mailbox(Transport):
 
 
 @attrs.frozen
-class _Fetch(Pending):
+class _Fetch(PendingRound):
     """Messages that lie in a mailbox."""
 
     mailbox: Mailbox

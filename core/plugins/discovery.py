@@ -12,7 +12,7 @@ from hybridflow.core.plugins.hookspecs import PROJECT
 
 
 @attrs.frozen
-class Found:
+class FoundPlugin:
     """One entry point of the group `hybridflow`."""
 
     package: str
@@ -25,7 +25,7 @@ class Found:
     """Right side of the entry point: "module:Object", or "module"."""
 
 
-def entry_points() -> Iterator[Found | tuple[str, str, Exception]]:
+def entry_points() -> Iterator[FoundPlugin | tuple[str, str, Exception]]:
     """Yield every entry point of our group, sorted by name within its package.
 
     A package whose entry points cannot be read yields (package, version, error) instead:
@@ -53,7 +53,7 @@ def entry_points() -> Iterator[Found | tuple[str, str, Exception]]:
             continue
 
         for point in sorted(points, key=lambda point: point.name):
-            yield Found(package, version, point.name, point.value)
+            yield FoundPlugin(package, version, point.name, point.value)
 
 
 def _may_be_ours(distribution: importlib.metadata.Distribution) -> bool:

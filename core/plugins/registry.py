@@ -41,7 +41,7 @@ from hybridflow.core.plugins.descriptor import (
     check_descriptor,
     check_kind,
 )
-from hybridflow.core.plugins.discovery import Found, entry_points
+from hybridflow.core.plugins.discovery import FoundPlugin, entry_points
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Registry:
         if not self._loaded:
             self._loaded = True
             for point in entry_points():
-                if not isinstance(point, Found):
+                if not isinstance(point, FoundPlugin):
                     package, version, error = point
                     self._fail("module", "entry_points.txt", package, version, error)
                     continue
@@ -180,7 +180,7 @@ class Registry:
             except PluginError as error:
                 self._fail(descriptor.kind, descriptor.name, owner, version, error)
 
-    def _load_entry_point(self, found: Found) -> None:
+    def _load_entry_point(self, found: FoundPlugin) -> None:
         """Register an entry point: "kind.name" = "module:Object", or name = "module".
 
         Raises PluginError for a mixture of the two forms.

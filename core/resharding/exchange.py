@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import attrs
 import torch
 
-from hybridflow.core.contracts.transport import Pending, Transport
+from hybridflow.core.contracts.transport import PendingRound, Transport
 from hybridflow.core.resharding.plan import ReshardError, ReshardPlan
 from hybridflow.core.resharding.rounds import (
     IN_FLIGHT,
@@ -64,7 +64,7 @@ class Exchange:
         moved = Moved()
         started = time.perf_counter()
         failure: Exception | None = None
-        under_way: list[tuple[Pending, RankRound, int]] = []
+        under_way: list[tuple[PendingRound, RankRound, int]] = []
         held = 0  # bytes in the messages of these rounds
 
         def finish() -> None:

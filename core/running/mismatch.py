@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hybridflow.core.context import RoleHandle
+from hybridflow.core.context import GroupRoleHandle
 from hybridflow.core.errors import HybridFlowError, MismatchError
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.rollouts.weight_sync import first_of
 
 
-def explained(error: MismatchError, step: int, role: RoleHandle) -> MismatchError:
+def explained(error: MismatchError, step: int, role: GroupRoleHandle) -> MismatchError:
     """Return the error of an update of `role` with the step, and with what its weights say."""
     return MismatchError(
         f"step {step}: {error.message}; {_cause(role)}",
@@ -18,7 +18,7 @@ def explained(error: MismatchError, step: int, role: RoleHandle) -> MismatchErro
     )
 
 
-def _cause(role: RoleHandle) -> str:
+def _cause(role: GroupRoleHandle) -> str:
     """Compare all weights, and say which differ, or what else it may be."""
     rollout = role.rollout
     try:

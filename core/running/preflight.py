@@ -19,7 +19,7 @@ from hybridflow.core.errors import ConfigError, HybridFlowError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins.resolve import build_planner
 from hybridflow.core.values.units import amount
-from hybridflow.core.workers.device_memory import Found
+from hybridflow.core.workers.device_memory import RankMemory
 
 log = logging.getLogger(__name__)
 HINT = (
@@ -28,7 +28,7 @@ HINT = (
 )
 
 
-def devices_of(found: Mapping[str, Sequence[Found | None]]) -> dict[str, DeviceMemory]:
+def devices_of(found: Mapping[str, Sequence[RankMemory | None]]) -> dict[str, DeviceMemory]:
     """Return the least memory that a rank of each pool has; ranks of a node share the host's.
 
     found: pool -> what its ranks told. A pool whose ranks cannot tell is left out.

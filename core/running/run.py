@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from hybridflow.core.context import StepContext
+from hybridflow.core.context import GroupStepContext
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.session import Session
@@ -18,7 +18,7 @@ class Run:
     job: Job
     session: Session
     """The processes, worker groups and data of the run."""
-    ctx: StepContext
+    ctx: GroupStepContext
     """The context that the algorithm's steps get."""
     checkpoints: Checkpoints
 

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import torch
 
-from hybridflow.core.context import StepContext
+from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.planner import DeviceMemory
 from hybridflow.core.contracts.role import Role
@@ -323,10 +323,10 @@ class Session:
             worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options
         )
 
-    def context(self) -> StepContext:
+    def context(self) -> GroupStepContext:
         """Make the context of the algorithm's steps; its responses also stop at the eos token."""
         job = self.job
-        return StepContext(
+        return GroupStepContext(
             self.groups,
             self.tasks,
             attrs.evolve(job.sampling, stop_token_ids=self.stop_ids),

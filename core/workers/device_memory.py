@@ -21,7 +21,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 @attrs.frozen
-class Found:
+class RankMemory:
     """The memory of one rank's device, in bytes."""
 
     node: str
@@ -35,7 +35,7 @@ class DeviceWorker(Worker):
     """A worker that tells of its rank's device."""
 
     @register(Protocol.ONE_TO_ALL)
-    def memory(self) -> Found | None:
+    def memory(self) -> RankMemory | None:
         """Return the device's memory as it is now; None where the system does not tell."""
         device = self.context.device
         if device.type == "cuda":
@@ -43,9 +43,9 @@ class DeviceWorker(Worker):
             gc.collect()
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
-            return Found(node_name(), total, free, shared=False)
+            return RankMemory(node_name(), total, free, shared=False)
         host = host_memory()
-        return None if host is None else Found(node_name(), *host, shared=True)
+        return None if host is None else RankMemory(node_name(), *host, shared=True)
 
     @register(Protocol.ONE_TO_ALL)
     def grow_segments(self) -> None:

@@ -18,7 +18,7 @@ from hybridflow.settle.config.waiting import wait_briefly
 if TYPE_CHECKING:
     import numpy as np
 
-    from hybridflow.core.context import StepContext
+    from hybridflow.core.context import GroupStepContext
     from hybridflow.core.contracts.data_source import DataConfig
     from hybridflow.core.contracts.tokenizer import Tokenizer
 
@@ -108,7 +108,7 @@ def _say(text: str) -> None:
 
 
 def _lines(
-    ctx: StepContext, tokenizer: Tokenizer, prompts: list[Any], arguments: argparse.Namespace
+    ctx: GroupStepContext, tokenizer: Tokenizer, prompts: list[Any], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Generate responses to some prompts; return what is written of each."""
     import torch

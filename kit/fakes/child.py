@@ -14,7 +14,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.kit.fakes.device import NAME
 from hybridflow.kit.fakes.folder import write_hollow_folder
 from hybridflow.kit.fakes.process import SAID, Asked
-from hybridflow.kit.fakes.rehearsal import Rows, rehearsed
+from hybridflow.kit.fakes.rehearsal import MicroBatches, rehearsed
 
 
 def main(request: Path) -> None:
@@ -30,15 +30,15 @@ def main(request: Path) -> None:
     with rehearsed(backend_class, spec, asked.config, *place) as run:
         _say(run, "build")
         if asked.update is not None:
-            rows = Rows(**asked.update)
+            rows = MicroBatches(**asked.update)
 
             # The optimizer's state exists from the first update on, however small.
-            run.update("first", Rows(rows=1, tokens=8))
+            run.update("first", MicroBatches(rows=1, tokens=8))
             run.phases["rest"] = run.phases["first: step"]
             _say(run, "rest")
         # A pass beside the optimizer, as in a step.
         if asked.forward is not None:
-            run.forward("forward", Rows(**asked.forward))
+            run.forward("forward", MicroBatches(**asked.forward))
             _say(run, "forward")
         if asked.update is not None:
             run.update("update", rows)

@@ -23,7 +23,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from hybridflow.kit.fakes.memory import Memory
+from hybridflow.kit.fakes.memory import FakeMemory
 
 NAME = "fakegpu"
 """The device's type."""
@@ -232,7 +232,7 @@ class FakeGPU(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.device = fake_device()
-        self.memory = Memory(NAME)
+        self.memory = FakeMemory(NAME)
         self._fake = _Fake(allow_non_fake_inputs=True)
         self._flags: list[tuple[bool, contextlib.ExitStack]] = []
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _pytree
 
 
-class Memory:
+class FakeMemory:
     """Bytes on one device. All figures are of storages, without an allocator's rounding."""
 
     def __init__(self, device: str):

@@ -30,12 +30,12 @@ from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.fakes.device import FakeGPU, fake_device
-from hybridflow.kit.fakes.memory import Memory
+from hybridflow.kit.fakes.memory import FakeMemory
 from hybridflow.kit.fakes.ranks import FakeRank, fake_ranks
 
 
 @attrs.frozen
-class Phase:
+class PhaseMemory:
     """What one phase did to the device. All figures are bytes."""
 
     before: int
@@ -60,14 +60,14 @@ class Rehearsal:
     """The number of parameters of the whole model."""
     held: int
     """The number of parameters of this rank's shards."""
-    phases: dict[str, Phase]
+    phases: dict[str, PhaseMemory]
     """Phase by its name, in the order in which they ran."""
     devices: frozenset[str]
     """Types of the devices on which weights and buffers are."""
 
 
 @attrs.frozen
-class Rows:
+class MicroBatches:
     """The micro-batches of a rehearsal: `count` of `rows` rows with `tokens` tokens each."""
 
     rows: int = 2
@@ -126,10 +126,10 @@ def rehearsed(
 class Rehearser:
     """Runs phases of one backend and records them."""
 
-    def __init__(self, backend: TrainingBackend, memory: Memory):
+    def __init__(self, backend: TrainingBackend, memory: FakeMemory):
         self.backend = backend
         self.memory = memory
-        self.phases: dict[str, Phase] = {}
+        self.phases: dict[str, PhaseMemory] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Rehearser:
         self.memory.restart()
         before = self.memory.now
         yield
-        self.phases[name] = Phase(
+        self.phases[name] = PhaseMemory(
             before=before,
             peak=self.memory.peak,
             after=self.memory.now,
@@ -156,7 +156,7 @@ class Rehearser:
 
     # --- what a role does ---
 
-    def update(self, name: str, rows: Rows, step: bool = True) -> None:
+    def update(self, name: str, rows: MicroBatches, step: bool = True) -> None:
         """Take an optimizer step over micro-batches."""
         # One output is enough to run every layer.
         needs = [OUTPUTS[self.backend.model_spec.kind][0]]
@@ -167,7 +167,7 @@ class Rehearser:
             with self.phase(f"{name}: step"):
                 self.backend.optim_step()
 
-    def forward(self, name: str, rows: Rows) -> None:
+    def forward(self, name: str, rows: MicroBatches) -> None:
         """Compute outputs without gradients."""
         needs = [OUTPUTS[self.backend.model_spec.kind][0]]
         # As logprobs are asked for.

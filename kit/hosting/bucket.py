@@ -2,7 +2,7 @@
 
 worker                                      engine's process
 box -> Bucket.write -> [ memory ] -> BucketReader.take -> the engine's tensors
-               Load (list of Piece), over the socket
+               Load (list of BucketEntry), over the socket
 
 Each rank of a replica has a bucket of its own, on its own device.
 """
@@ -25,7 +25,7 @@ ALIGNED = 16
 
 
 @attrs.frozen
-class Piece:
+class BucketEntry:
     """A box of a parameter, and where its values lie in the bucket, row by row."""
 
     name: str
@@ -44,7 +44,7 @@ class Piece:
 class Load:
     """What a bucket holds, as its reader is told."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketEntry, ...]
     written: bytes | None = None
     """The handle of the event behind the writer's copies (see Fence)."""
 
@@ -62,7 +62,7 @@ class Bucket:
         self.fence = fence or Fence(device)
         self.fd = -1
         """The anonymous file's descriptor; -1 on a GPU."""
-        self._pieces: list[Piece] = []
+        self._pieces: list[BucketEntry] = []
         self._filled = 0
         if device.type == "cuda":
             self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -99,7 +99,7 @@ class Bucket:
 
             # As much as one box can hold: a part of a row, or whole rows.
             part = next(box.flat_range(start, min(start + room, box.numel)))
-            piece = Piece(name, part, dtype, self._filled)
+            piece = BucketEntry(name, part, dtype, self._filled)
             piece.of(self.memory).copy_(values[part.within(box)])
             self._pieces.append(piece)
             # Rounded up to where the next piece may begin.
@@ -140,7 +140,7 @@ class BucketReader:
             self._memory = _opened(self.handle)
         return self._memory
 
-    def take(self, load: Load) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def take(self, load: Load) -> Iterator[tuple[BucketEntry, torch.Tensor]]:
         """Yield the pieces with their values, which are the bucket's own until `done`."""
         self.fence.wait(load.written)
         for piece in load.pieces:

@@ -37,7 +37,7 @@ MOST_MASKED = 1 << 22
 
 
 @attrs.frozen(eq=False)
-class Block:
+class RowBlock:
     """Rows, or tails, that one call attends to, each padded at the right to the longest."""
 
     count: int
@@ -58,7 +58,7 @@ class Blocks:
     No token sees padding, which lies behind it, and what padding attends to is thrown away.
     """
 
-    blocks: list[Block]
+    blocks: list[RowBlock]
     at: torch.Tensor | None
     """The place of each token among the queries of all blocks, int64 [N]; None if it stays."""
     queries: torch.Tensor | None
@@ -153,7 +153,7 @@ class PackedRows:
         pieces[begins:, 1] = lengths[prompts]
         pieces[begins:, 3] = firsts[prompts]
 
-        blocks: list[Block] = []
+        blocks: list[RowBlock] = []
         queries = []
         keys = []
         rows, tails = (part.tolist() for part in np.split(pieces, [begins]))
@@ -166,7 +166,7 @@ class PackedRows:
             place = place[: own.max()]
             queries.append(np.where(place < own, first + place, -1))
             mask = _mask(before[:, 0], len(place)).to(self.device) if before.any() else None
-            blocks.append(Block(len(alike), len(place), keys[-1].shape[1], mask))
+            blocks.append(RowBlock(len(alike), len(place), keys[-1].shape[1], mask))
 
         query_tokens = np.concatenate([tokens.ravel() for tokens in queries])
         key_tokens = np.concatenate([tokens.ravel() for tokens in keys])

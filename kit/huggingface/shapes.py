@@ -36,7 +36,7 @@ HEAD = "lm_head.weight"
 
 
 @attrs.frozen
-class Layer:
+class LayerSizes:
     """The sizes and options that decide the parameters of one layer."""
 
     hidden: int
@@ -134,7 +134,7 @@ def llama_shape(
 
     `more` has further fields of Layer (qkv_bias, experts, ...).
     """
-    layer = Layer(hidden, heads, kv_heads, head_dim, intermediate, **more)
+    layer = LayerSizes(hidden, heads, kv_heads, head_dim, intermediate, **more)
 
     # A tied head has no parameter of its own.
     head: dict[str, Shape] = {}

@@ -15,7 +15,7 @@ from hybridflow.kit.testing.models import Reference, reference, tiny_config
 from hybridflow.kit.testing.passes import one_rank
 from hybridflow.kit.testing.planners import PlannerConformance
 from hybridflow.kit.testing.protocols import ProtocolConformance
-from hybridflow.kit.testing.random_columns import Shape
+from hybridflow.kit.testing.random_columns import RowShapes
 from hybridflow.kit.testing.rewards import RewardConformance, sample
 from hybridflow.kit.testing.rollout import RolloutEngineConformance
 from hybridflow.kit.testing.runs import TinyRun
@@ -36,8 +36,8 @@ __all__ = [
     "Reference",
     "RewardConformance",
     "RolloutEngineConformance",
+    "RowShapes",
     "RuntimeConformance",
-    "Shape",
     "TinyRun",
     "TokenizerConformance",
     "TrackerConformance",

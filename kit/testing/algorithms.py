@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
-from hybridflow.core.context import StepContext
+from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.role import Role
@@ -24,7 +24,7 @@ from hybridflow.settle.schema import SECTIONS
 
 TAKEN = {
     *SECTIONS,
-    *vars(StepContext),
+    *vars(GroupStepContext),
     "tasks",
     "sampling",
     "seed",

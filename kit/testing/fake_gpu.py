@@ -23,7 +23,7 @@ from hybridflow.core.values.model import ModelConfig
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.fakes.device import NAME
 from hybridflow.kit.fakes.folder import write_hollow_folder
-from hybridflow.kit.fakes.rehearsal import Phase, Rehearsal, Rows, rehearsed
+from hybridflow.kit.fakes.rehearsal import MicroBatches, PhaseMemory, Rehearsal, rehearsed
 from hybridflow.kit.testing.checks import require
 from hybridflow.settle.models import resolve_model
 
@@ -87,7 +87,7 @@ class Lived:
     case: FakeCase
     record: Rehearsal
 
-    def __getitem__(self, phase: str) -> Phase:
+    def __getitem__(self, phase: str) -> PhaseMemory:
         return self.record.phases[phase]
 
     @property
@@ -285,7 +285,7 @@ def live(backend: type[TrainingBackend], case: FakeCase, folder: Path) -> Rehear
     spec = resolve_model(ModelConfig(path=str(folder)), case.kind, "fake")
     optimizer = OptimizerConfig() if case.trained else None
     # Few tokens: activations are not what these tests look at.
-    few = Rows()
+    few = MicroBatches()
     with rehearsed(backend, spec, case.config, optimizer, case.layout) as run:
         if case.trained:
             run.update("one", few)

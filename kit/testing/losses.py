@@ -17,7 +17,7 @@ import torch
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.kit.testing.checks import missing_fixture, require, require_close
 from hybridflow.kit.testing.minibatch import MiniBatch, Result, Undeclared, evaluate
-from hybridflow.kit.testing.random_columns import Shape, standard_column
+from hybridflow.kit.testing.random_columns import RowShapes, standard_column
 
 NOT_READ = "masked tokens"
 GARBAGE = ((-3e3, 3e3), (7.0, -7.0), (2e4, float("nan")))
@@ -56,7 +56,7 @@ class LossConformance:
         """The losses to check, by role; by default only `loss`, under its class's name."""
         return {type(loss).__name__: loss}
 
-    def columns(self, name: str, shape: Shape) -> Any:
+    def columns(self, name: str, shape: RowShapes) -> Any:
         """Return random values for a column.
 
         They are shape.per_token(...), shape.per_row(...), a tensor [rows] or a list of objects.
@@ -226,7 +226,7 @@ class LossConformance:
                 # The number of rows is a multiple of the unit's size.
                 size = 1 if loss.unit == "row" else self.unit_size
                 rows = self.rows - self.rows % size
-                shape = Shape.random(rows, self.longest, size, loss.unit, seed)
+                shape = RowShapes.random(rows, self.longest, size, loss.unit, seed)
                 yield f"loss of {name}", loss, MiniBatch.make(loss, shape, self.columns)
 
     def _same(self, found: Result, whole: Result, what: str, likely: str) -> None:

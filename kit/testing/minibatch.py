@@ -20,7 +20,7 @@ from hybridflow.core.contracts.loss import Counts, Loss, Term
 from hybridflow.core.values.columns import Column, as_column
 from hybridflow.core.workers.gradients import padded_rows
 from hybridflow.core.workers.reduction import reduce_terms
-from hybridflow.kit.testing.random_columns import Shape, standard_output
+from hybridflow.kit.testing.random_columns import RowShapes, standard_output
 
 
 class Undeclared(Exception):
@@ -84,7 +84,7 @@ class Result:
 class MiniBatch:
     """The columns and outputs of one optimizer step."""
 
-    shape: Shape
+    shape: RowShapes
     columns: dict[str, Column]
     outputs: dict[str, list[torch.Tensor]]
     """Output -> one tensor per row without padding, [T, ...]; of scores, []."""
@@ -93,8 +93,8 @@ class MiniBatch:
     def make(
         cls,
         loss: Loss,
-        shape: Shape,
-        columns: Callable[[str, Shape], Any],
+        shape: RowShapes,
+        columns: Callable[[str, RowShapes], Any],
     ) -> MiniBatch:
         """Return random columns and outputs that the loss declares.
 

@@ -25,7 +25,7 @@ from hybridflow.kit.testing.checks import missing_fixture, require
 
 
 @attrs.define
-class Shape:
+class GroupShape:
     """A group of ranks as protocols see it: its layouts."""
 
     layout: ParallelLayout
@@ -110,24 +110,24 @@ class ProtocolConformance:
         """The author's protocol."""
         return missing_fixture(self, "protocol", "an instance of your TransferProtocol")
 
-    def argument(self, value: Any, shape: Shape) -> Any:
+    def argument(self, value: Any, shape: GroupShape) -> Any:
         """Return the argument with which a caller makes the ranks work on `value`.
 
         Override it where it is another one: ALL_TO_ALL wants a list with one entry per rank.
         """
         return value
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[GroupShape]:
         """Yield each layout with each generation layout that fits it."""
         for layout in self.layouts:
             for pp, tp in self.generations:
                 if layout.world % (pp * tp) == 0:
-                    yield Shape(layout, generation_layout(layout, pp, tp))
+                    yield GroupShape(layout, generation_layout(layout, pp, tp))
 
     def _splits(self, protocol: TransferProtocol) -> bool:
         return protocol.splits if self.splits is None else self.splits
 
-    def _cases(self, protocol: TransferProtocol) -> Iterator[tuple[Shape, int, Sequence[Any]]]:
+    def _cases(self, protocol: TransferProtocol) -> Iterator[tuple[GroupShape, int, Sequence[Any]]]:
         """Yield (shape, rows, pieces of a batch with so many rows), for every shape and size."""
         for shape in self.shapes():
             for rows in self.row_counts:

@@ -17,7 +17,7 @@ TOKEN_IDS = 50
 
 
 @attrs.frozen(eq=False)
-class Shape:
+class RowShapes:
     """The rows of a mini-batch: their lengths, and which of them form a unit.
 
     `per_token` and `per_row` make columns of random numbers for these rows.
@@ -40,7 +40,7 @@ class Shape:
         unit_size: int,
         unit: str,
         seed: int,
-    ) -> Shape:
+    ) -> RowShapes:
         """Return a shape with lengths from 1 to `longest`, which the first row has.
 
         Every `unit_size` neighbours are one unit.
@@ -80,7 +80,7 @@ class Shape:
         return low + (high - low) * torch.rand(size, generator=self.generator)
 
 
-def standard_column(name: str, shape: Shape) -> Any:
+def standard_column(name: str, shape: RowShapes) -> Any:
     """Return random values for one of the columns that docs/batch.md lists.
 
     Raises LookupError for other names.
@@ -136,7 +136,7 @@ def standard_column(name: str, shape: Shape) -> Any:
     )
 
 
-def standard_output(name: str, shape: Shape, columns: dict[str, Column]) -> list[torch.Tensor]:
+def standard_output(name: str, shape: RowShapes, columns: dict[str, Column]) -> list[torch.Tensor]:
     """Return a random output of the model: one tensor [T, ...] per row; of scores, one [].
 
     New logprobs lie around the old ones, so that some ratios are clipped and some are not. New

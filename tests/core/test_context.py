@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridflow.backends.inline.runtime import InlineRuntime
-from hybridflow.core.context import StepContext
+from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
@@ -105,8 +105,8 @@ def context(groups):
         Role("reward", "reward"),
     ]
 
-    def make(**settings) -> StepContext:
-        return StepContext(
+    def make(**settings) -> GroupStepContext:
+        return GroupStepContext(
             {role.name: (role, model) for role in roles}, tasks, SAMPLING, 17, **settings
         )
 

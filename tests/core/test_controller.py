@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny import learning, write
 from safetensors.torch import load_file
 
-from hybridflow.core.controller import Outcome, due, run_job
+from hybridflow.core.controller import RunOutcome, due, run_job
 from hybridflow.core.errors import ConfigError, WorkerDied
 from hybridflow.core.plugins import Registry, hookimpl
 from hybridflow.core.running.session import prepare
@@ -87,7 +87,7 @@ def observed(monkeypatch):
     return observe
 
 
-def go(*overrides: str, resume=False, overwrite=False, export=False) -> Outcome:
+def go(*overrides: str, resume=False, overwrite=False, export=False) -> RunOutcome:
     [job] = load_config("tiny.toml", [*SMALL, *overrides])
     return run_job(job, prepare(job), resume, overwrite, export)
 

@@ -17,7 +17,7 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.fakes.device import FakeGPU
 from hybridflow.kit.fakes.process import Asked, rehearse
 from hybridflow.kit.fakes.ranks import fake_ranks
-from hybridflow.kit.fakes.rehearsal import Rows, rehearsed
+from hybridflow.kit.fakes.rehearsal import MicroBatches, rehearsed
 from hybridflow.kit.testing.fake_gpu import FakeCase, live
 from hybridflow.kit.testing.models import reference
 
@@ -135,8 +135,8 @@ def rehearsal(folder: str) -> dict[str, Any]:
     spec = attributes(folder)
     config = FSDPConfig(precision="bf16")
     with rehearsed(FSDPBackend, spec, config, OptimizerConfig(), ParallelLayout(dp=2)) as run:
-        run.update("update", Rows(count=2))
-        run.forward("forward", Rows(rows=1))
+        run.update("update", MicroBatches(count=2))
+        run.forward("forward", MicroBatches(rows=1))
         run.sync("sync")
         run.offload("away")
         run.onload("back")

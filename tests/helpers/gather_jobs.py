@@ -19,7 +19,9 @@ def gathered(
 ) -> list[tuple[str, torch.Tensor]]:
     """In the order in which they come; each rank begins with its boxes alone."""
     pieces = [
-        gather.Piece(name, tuple(whole.shape), whole[boxes[rank].slices()].clone(), boxes)
+        gather.ShardedParameter(
+            name, tuple(whole.shape), whole[boxes[rank].slices()].clone(), boxes
+        )
         for name, (whole, boxes) in parameters.items()
     ]
     usual = gather.BUCKET_BYTES

@@ -16,7 +16,7 @@ from hybridflow.core.values.columns import Column, as_column, tokens
 from hybridflow.core.workers.gradients import LossPart, agree, loss_metrics
 from hybridflow.kit.testing.models import VOCAB, Reference, reference
 from hybridflow.kit.testing.passes import memoryless, whole_weights
-from hybridflow.kit.testing.random_columns import Shape, standard_column
+from hybridflow.kit.testing.random_columns import RowShapes, standard_column
 
 ROWS = 8
 SETTINGS: dict[str, dict[str, Any]] = {"safe_rlhf": {"cost_limit": 0.0}}
@@ -48,7 +48,7 @@ def batch_for(loss: Loss, logprobs: torch.Tensor, lengths: np.ndarray) -> Batch:
     logprobs: of the rows' response tokens, in order.
     """
     size = 1 if loss.unit == "row" else 2
-    shape = Shape(
+    shape = RowShapes(
         lengths,
         np.repeat(np.arange(ROWS // size), size),
         loss.unit,

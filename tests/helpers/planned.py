@@ -9,12 +9,12 @@ import attrs
 from hybridflow.core.contracts.footprint import EngineLimits
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
-from hybridflow.kit.footprints import FullyShardedLayers, Sharding, Spread, ThreeD, Zero
+from hybridflow.kit.footprints import FullyShardedLayers, Sharding, Spread, ThreeDSharding, Zero
 from hybridflow.planner import PlannedModel
 
 WAYS: dict[str, tuple[type[Sharding], dict[str, Any]]] = {
-    "3d": (ThreeD, {}),
-    "3d-zero1": (ThreeD, {"distributed_optimizer": True}),
+    "3d": (ThreeDSharding, {}),
+    "3d-zero1": (ThreeDSharding, {"distributed_optimizer": True}),
     "zero1": (Zero, {"stage": 1}),
     "zero2": (Zero, {"stage": 2}),
     "zero3": (Zero, {"stage": 3}),

@@ -6,14 +6,14 @@ import textwrap
 
 import pytest
 
-from hybridflow.backends.rewards.sandbox import Limits, Outcome, run_program
+from hybridflow.backends.rewards.sandbox import Limits, ProgramOutcome, run_program
 from hybridflow.core.errors import RewardError
 
 AMPLE = Limits(seconds=20.0)
 """More than a program needs, also beside other work."""
 
 
-def run(program: str, given: str | None = None, limits: Limits = AMPLE) -> Outcome:
+def run(program: str, given: str | None = None, limits: Limits = AMPLE) -> ProgramOutcome:
     """Skips the test where this machine does not let a program run apart from it."""
     try:
         return run_program(textwrap.dedent(program), given, limits)

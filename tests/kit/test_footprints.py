@@ -9,10 +9,10 @@ import torch
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.megatron.config import MegatronConfig
-from hybridflow.core.contracts.footprint import Collective, Phase
+from hybridflow.core.contracts.footprint import CollectiveCost, Phase
 from hybridflow.core.values.model_shape import ModelShape, ModelSize
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.kit.footprints import FullyShardedLayers, Sharding, Spread, ThreeD, Zero
+from hybridflow.kit.footprints import FullyShardedLayers, Sharding, Spread, ThreeDSharding, Zero
 from hybridflow.kit.huggingface.shapes import llama_shape
 
 LAYER, EMBEDDING = 144, 40
@@ -33,7 +33,7 @@ ZERO_MODEL = ModelSize(ModelShape(1, 1, 1, 1, 1, 1, 1, layer=MATRIX, ties={"head
 
 @pytest.mark.parametrize(
     ("way", "gigabytes"),
-    [(ThreeD, 120.0), ({"stage": 1}, 31.4), ({"stage": 2}, 16.6), ({"stage": 3}, 1.9)],
+    [(ThreeDSharding, 120.0), ({"stage": 1}, 31.4), ({"stage": 2}, 16.6), ({"stage": 3}, 1.9)],
     ids=str,
 )
 def test_at_rest_are_the_bytes_of_figure_1_of_zero(way, gigabytes):
@@ -49,10 +49,10 @@ def test_at_rest_are_the_bytes_of_figure_1_of_zero(way, gigabytes):
 def test_zero_3_moves_the_parameters_three_times():
     """arXiv:1910.02054, section 7.2.2: gathered in both passes, and the gradients scattered."""
     found = made(Zero(stage=3), DP4, micro_batches=2)
-    gather = Collective("all_gather", 2.0 * WHOLE, 4, 1)
+    gather = CollectiveCost("all_gather", 2.0 * WHOLE, 4, 1)
     assert found.forward == found.backward == (gather,)
     scatter, between = found.update
-    assert scatter == Collective("reduce_scatter", 4.0 * WHOLE, 4, 1, times=2)
+    assert scatter == CollectiveCost("reduce_scatter", 4.0 * WHOLE, 4, 1, times=2)
     assert between.ranks == 1
     assert found.weight_ranks == 4 and found.spread_over_dp
 
@@ -61,14 +61,14 @@ def test_stages_1_and_2_gather_the_weights_after_the_step():
     for stage, times in ((1, 1), (2, 3)):
         found = made(Zero(stage=stage), DP4, micro_batches=3)
         scatter, gather, _ = found.update
-        assert scatter == Collective("reduce_scatter", 4.0 * WHOLE, 4, 1, times=times)
-        assert gather == Collective("all_gather", 2.0 * WHOLE, 4, 1)
+        assert scatter == CollectiveCost("reduce_scatter", 4.0 * WHOLE, 4, 1, times=times)
+        assert gather == CollectiveCost("all_gather", 2.0 * WHOLE, 4, 1)
         assert found.forward == () and not found.spread_over_dp
 
 
 def test_the_optimizer_of_a_rank_reads_and_writes_its_own_part():
     """Moments and a master (12 bytes) and weights (2) both ways, gradients (4) once: 32 bytes."""
-    assert made(ThreeD()).step_traffic == 32 * WHOLE
+    assert made(ThreeDSharding()).step_traffic == 32 * WHOLE
     for spread in (Zero(stage=1), FullyShardedLayers()):
         assert made(spread, DP4).step_traffic == 8 * WHOLE
 
@@ -76,16 +76,19 @@ def test_the_optimizer_of_a_rank_reads_and_writes_its_own_part():
 def test_tensor_and_pipeline_ranks_hold_their_part_of_the_largest_stage():
     layout = ParallelLayout(pp=2, tp=2, dp=3)
     mine = (LAYER + EMBEDDING) / 2
-    plain, spread = made(ThreeD(), layout), made(ThreeD(distributed_optimizer=True), layout)
+    plain, spread = (
+        made(ThreeDSharding(), layout),
+        made(ThreeDSharding(distributed_optimizer=True), layout),
+    )
     assert plain.resident == mine * (2 + 4 + 12)
     assert spread.resident == mine * (2 + 4 + 12 / 3)
     assert plain.weight_ranks == spread.weight_ranks == 4
-    assert plain.update == (Collective("all_reduce", 4 * mine, 3, 4),)
+    assert plain.update == (CollectiveCost("all_reduce", 4 * mine, 3, 4),)
     assert [c.kind for c in spread.update[:2]] == ["reduce_scatter", "all_gather"]
 
 
 def test_a_frozen_model_has_weights_alone():
-    for way in (ThreeD(), Zero(stage=1), FullyShardedLayers(), Zero(stage=3)):
+    for way in (ThreeDSharding(), Zero(stage=1), FullyShardedLayers(), Zero(stage=3)):
         found = made(way, trained=False)
         assert found.resident == 2 * WHOLE
         assert found.training == () and found.update == () and found.step_traffic == 0.0
@@ -94,17 +97,17 @@ def test_a_frozen_model_has_weights_alone():
 def test_replicas_spread_inside_their_group_and_add_up_between_groups():
     found = made(FullyShardedLayers(replicas=2, optimizer_bytes=8), ParallelLayout(tp=2, dp=8))
     assert found.resident == WHOLE / 2 * (2 + 8) / 4
-    assert found.forward == (Collective("all_gather", 2.0 * WHOLE / 2, 4, 2),)
+    assert found.forward == (CollectiveCost("all_gather", 2.0 * WHOLE / 2, 4, 2),)
     scatter, between = found.update
-    assert scatter == Collective("reduce_scatter", 4.0 * WHOLE / 2, 4, 2)
-    assert between == Collective("all_reduce", 4.0 * WHOLE / 2 / 4, 2, 8)  # 2 * 4 ranks apart
+    assert scatter == CollectiveCost("reduce_scatter", 4.0 * WHOLE / 2, 4, 2)
+    assert between == CollectiveCost("all_reduce", 4.0 * WHOLE / 2 / 4, 2, 8)  # 2 * 4 ranks apart
 
 
 def test_adapters_alone_are_trained():
     """Rank 3 on 4 x 4 and 6 x 4 matrices of two layers: B and A have 3 * (rows + columns)."""
     adapters = 2 * 3 * (4 * (4 + 4) + 3 * (6 + 4))
     size = ModelSize(SMALL.shape, adapter_rank=3)
-    way = ThreeD(adapter_rank=3)
+    way = ThreeDSharding(adapter_rank=3)
     assert made(way, size=size).resident == pytest.approx(2 * WHOLE + 16 * adapters)
     assert way.execution(True).adapter_rank == 3
 
@@ -184,7 +187,7 @@ def test_fsdp_reduces_gradients_in_every_micro_batch():
     """All at once: those of the whole model are whole just then."""
     whole = 2.0 * WHOLE
     scatter, _ = made(FullyShardedLayers(), DP4, micro_batches=3).update
-    assert scatter == Collective("reduce_scatter", 4.0 * WHOLE, 4, 1, times=3)
+    assert scatter == CollectiveCost("reduce_scatter", 4.0 * WHOLE, 4, 1, times=3)
     way = FullyShardedLayers(whole_below=LAYER + 1)
     once = made(way, DP4)
     assert once.training == (
@@ -259,9 +262,9 @@ def test_the_example_model_is_one_that_transformers_builds():
 
 def test_bytes_cannot_be_negative():
     with pytest.raises(ValueError, match="optimizer_bytes: must be 0 or more, got -1"):
-        ThreeD(optimizer_bytes=-1)
+        ThreeDSharding(optimizer_bytes=-1)
     with pytest.raises(ValueError, match="weight_bytes: must be at least 1"):
-        attrs.evolve(ThreeD(), weight_bytes=0)
+        attrs.evolve(ThreeDSharding(), weight_bytes=0)
     with pytest.raises(ValueError, match="stage"):
         Zero(stage=4)
 

@@ -9,7 +9,7 @@ import re
 import pytest
 from helpers.configs import OWN_CLUSTER, tiny_run
 
-from hybridflow.core.contracts.planner import STAGES, Line, Table
+from hybridflow.core.contracts.planner import STAGES, Line, TextTable
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.units import seconds
 from hybridflow.planner.auto import AutoMapping
@@ -64,7 +64,7 @@ def test_problems_are_none_or_why_it_does_not_fit(job):
 
 def test_what_if_tables_the_best_plan_of_each_size(job):
     [table] = AutoMapping().scaling(job, CLUSTER, [2, 4, 8])
-    assert isinstance(table, Table)
+    assert isinstance(table, TextTable)
     steps = {row[0]: row[1] for row in table.rows}
     for size in ("2", "4", "8"):
         best = AutoMapping().plan(job, f"a100-80gb:1x{size}").prediction

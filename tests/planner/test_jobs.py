@@ -21,8 +21,8 @@ from hybridflow.planner.auto import AutoMapping
 from hybridflow.planner.cluster import RunsOn
 from hybridflow.planner.jobs import Misfit, plan_job, plannable, planned_model, settings_of
 from hybridflow.planner.memory import Bytes
-from hybridflow.planner.pools import Choice, Entry, Option
-from hybridflow.planner.search import Pool
+from hybridflow.planner.pools import FilledPool, LayoutChoice, Option
+from hybridflow.planner.search import PlannedPool
 from hybridflow.settle.launch import load_config
 
 
@@ -153,10 +153,12 @@ def test_pools_are_put_on_the_kinds_of_nodes_where_a_step_is_fastest(config, tmp
 def test_a_mapping_as_settings_has_a_table_for_each_pool_and_role():
     shape = llama_shape(64, 4, 4, 2, 16, 128, 64)
 
-    def pool(devices: int, layout, *names: str, engine=None) -> Pool:
+    def pool(devices: int, layout, *names: str, engine=None) -> PlannedPool:
         options = [Option(planned(name, shape), layout, 1.0, 1.0, Bytes(1.0)) for name in names]
         cuts = [engine] + [None] * (len(names) - 1)
-        return Pool(Entry(devices, (1.0, 1.0, 1.0), tuple(map(Choice, options, cuts))), 0)
+        return PlannedPool(
+            FilledPool(devices, (1.0, 1.0, 1.0), tuple(map(LayoutChoice, options, cuts))), 0
+        )
 
     cluster = Cluster.of("a100-80gb", 3, 8)
     large = pool(16, laid_out(2, 2, 4), "actor", "ref", engine=engines(16, 1, 4))

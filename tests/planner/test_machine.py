@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core.contracts.footprint import Collective
+from hybridflow.core.contracts.footprint import CollectiveCost
 from hybridflow.planner import Device, Nodes
 from hybridflow.planner.cluster import Efficiency
 from hybridflow.planner.machine import Machine
@@ -67,9 +67,9 @@ def test_a_fast_network_makes_a_link_no_faster():
 
 def test_collectives_one_after_the_other_add_up():
     every = (
-        Collective("all_gather", SIZE, 4, 1, times=3),
-        Collective("reduce_scatter", SIZE, 2, 2),
-        Collective("all_reduce", SIZE, 2, 4, times=2),
+        CollectiveCost("all_gather", SIZE, 4, 1, times=3),
+        CollectiveCost("reduce_scatter", SIZE, 2, 2),
+        CollectiveCost("all_reduce", SIZE, 2, 4, times=2),
     )
     gathers = 3 * MACHINE.gather(SIZE, 4) + MACHINE.gather(SIZE, 2, 2)
     assert MACHINE.collectives(every) == pytest.approx(gathers + 2 * MACHINE.all_reduce(SIZE, 2, 4))

@@ -14,16 +14,16 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.kit.huggingface.shapes import llama_shape
 from hybridflow.planner import Cluster, Mapping
 from hybridflow.planner.memory import Bytes
-from hybridflow.planner.pools import Choice, Entry, Option
+from hybridflow.planner.pools import FilledPool, LayoutChoice, Option
 from hybridflow.planner.report import bars, kinds_of
-from hybridflow.planner.search import Pool
+from hybridflow.planner.search import PlannedPool
 
 
-def choice(name: str, infer: float, train: float, generate: float = 0.0) -> Choice:
+def choice(name: str, infer: float, train: float, generate: float = 0.0) -> LayoutChoice:
     """A model on two devices, with these seconds."""
     model = planned(name, llama_shape(64, 2, 4, 2, 16, 128, 64))
     option = Option(model, laid_out(dp=2), infer, train, Bytes(1e9))
-    return Choice(option, engines(2) if generate else None, 0.0, generate)
+    return LayoutChoice(option, engines(2) if generate else None, 0.0, generate)
 
 
 def test_a_cluster_in_a_line():
@@ -35,9 +35,11 @@ def test_a_cluster_in_a_line():
 
 
 def test_models_of_a_pool_work_one_after_the_other_and_stages_begin_together():
-    shared = Entry(2, (5.0, 3.0, 4.0), (choice("actor", 1.0, 4.0, 5.0), choice("ref", 2.0, 0.0)))
-    alone = Entry(2, (0.0, 2.5, 6.0), (choice("critic", 2.5, 6.0),))
-    mapping = Mapping((Pool(shared, 0), Pool(alone, 0)), 14.0, (5.0, 3.0, 6.0))
+    shared = FilledPool(
+        2, (5.0, 3.0, 4.0), (choice("actor", 1.0, 4.0, 5.0), choice("ref", 2.0, 0.0))
+    )
+    alone = FilledPool(2, (0.0, 2.5, 6.0), (choice("critic", 2.5, 6.0),))
+    mapping = Mapping((PlannedPool(shared, 0), PlannedPool(alone, 0)), 14.0, (5.0, 3.0, 6.0))
     both, one = "actor+ref\non 2", "critic\non 2"
     assert [bar for bar in bars(mapping) if bar.seconds] == [
         Bar(both, "actor", 0.0, 5.0),

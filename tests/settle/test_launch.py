@@ -14,7 +14,7 @@ from helpers.job_texts import BASE, STAGES, WITHOUT_REWARD
 from helpers.jobs import jobs
 from helpers.tiny import REWARDS, learning
 
-from hybridflow.core.controller import Outcome
+from hybridflow.core.controller import RunOutcome
 from hybridflow.core.errors import ConfigError, HybridFlowError, RewardError
 from hybridflow.settle.launch import load_config, run, summarise
 
@@ -254,12 +254,12 @@ def test_of_a_run_that_is_replaced_no_stage_is_taken_for_done():
 # --- the last line ---
 
 
-def validated(**found: dict[int, float]) -> dict[str, Outcome]:
+def validated(**found: dict[int, float]) -> dict[str, RunOutcome]:
     """Outcomes of stages by the scores after steps."""
     outcomes = {}
     for stage, scores in found.items():
         values = {step: {"validation/score": score} for step, score in scores.items()}
-        outcomes[stage] = Outcome("finished", 9, values)
+        outcomes[stage] = RunOutcome("finished", 9, values)
     return outcomes
 
 
@@ -278,7 +278,7 @@ def test_a_reward_of_several_parts_is_called_a_score():
 
 def test_without_a_score_there_is_no_last_line():
     assert summarise(jobs(), validated(tiny={})) is None
-    loss_alone = {"tiny": Outcome("finished", 9, {9: {"validation/loss": 1.0}})}
+    loss_alone = {"tiny": RunOutcome("finished", 9, {9: {"validation/loss": 1.0}})}
     assert summarise(jobs("validation.every=1"), loss_alone) is None
 
 

@@ -8,15 +8,15 @@ import pytest
 from helpers.programs import run
 
 from hybridflow.backends.rewards import sandbox
-from hybridflow.backends.rewards.sandbox import Limits, Outcome, run_program
+from hybridflow.backends.rewards.sandbox import Limits, ProgramOutcome, run_program
 from hybridflow.core.errors import RewardError
 
 
 def test_a_program_was_good_if_it_ended_by_itself_with_status_0():
-    assert Outcome("ended", 0, "", "").good
-    assert not Outcome("ended", 1, "", "").good
-    assert not Outcome("time", 0, "", "").good
-    assert not Outcome("output", 0, "", "").good
+    assert ProgramOutcome("ended", 0, "", "").good
+    assert not ProgramOutcome("ended", 1, "", "").good
+    assert not ProgramOutcome("time", 0, "", "").good
+    assert not ProgramOutcome("output", 0, "", "").good
 
 
 def test_a_machine_that_cannot_isolate_a_program_is_told_what_it_lacks(tmp_path, monkeypatch):

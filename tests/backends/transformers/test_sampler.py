@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hybridflow.backends.transformers.sampler import Sampler, uniforms
+from hybridflow.backends.transformers.sampler import TokenSampler, uniforms
 
 ROW = np.dtype(
     [
@@ -27,7 +27,7 @@ def rows(*entries):
 def draw_many(logits, count, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, bias=None):
     """`count` tokens for one distribution, each with its own seed."""
     asked = rows(*[(i, temperature, top_p, top_k, min_p) for i in range(count)])
-    sampler = Sampler(asked, CPU, [tuple(bias.items())] * count if bias else ())
+    sampler = TokenSampler(asked, CPU, [tuple(bias.items())] * count if bias else ())
     uniform = sampler.uniforms(np.zeros(count, np.int64), 1)
     tokens, logprobs = sampler(logits.expand(count, -1), None if uniform is None else uniform[0])
     return tokens.numpy(), logprobs.numpy()
@@ -112,7 +112,7 @@ def test_a_row_draws_the_same_token_alone_and_among_rows_of_every_kind():
     biases = [(), (), ((3, 1.0),), (), (), ((2, 3.0), (4, -9.0)), (), ((1, 2.0),), (), ((5, 8.0),)]
 
     def draw(which):
-        sampler = Sampler(mixed[which], CPU, [biases[i] for i in which])
+        sampler = TokenSampler(mixed[which], CPU, [biases[i] for i in which])
         uniform = sampler.uniforms(np.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3])[which], 1)
         return sampler(logits[which], None if uniform is None else uniform[0])
 
@@ -125,7 +125,7 @@ def test_a_row_draws_the_same_token_alone_and_among_rows_of_every_kind():
 
 
 def test_numbers_made_ahead_are_those_of_single_steps():
-    sampler = Sampler(rows((5, 1, 1, 0), (6, 1, 1, 0)), torch.device("cpu"))
+    sampler = TokenSampler(rows((5, 1, 1, 0), (6, 1, 1, 0)), torch.device("cpu"))
     lengths = np.array([0, 10])
     single = torch.cat([sampler.uniforms(lengths + i, 1) for i in range(20)])
     assert torch.equal(
@@ -146,7 +146,7 @@ def drawn(uniform, bias=None, **sampling):
     """The token that each uniform number draws from the probabilities FOUR, and the logprobs."""
     s = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0} | sampling
     row = (0, s["temperature"], s["top_p"], s["top_k"], s["min_p"])
-    sampler = Sampler(
+    sampler = TokenSampler(
         rows(*[row] * len(uniform)), CPU, [tuple(bias.items())] * len(uniform) if bias else ()
     )
     tokens, logprobs = sampler(FOUR.log().expand(len(uniform), -1), torch.tensor(uniform))

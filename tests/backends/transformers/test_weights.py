@@ -8,7 +8,7 @@ import torch
 from helpers.tiny_engines import GREEDY, PROMPT, both, greedy
 
 from hybridflow.backends.transformers.parallel import Split
-from hybridflow.backends.transformers.weights import Place, WeightStore
+from hybridflow.backends.transformers.weights import StoredBox, WeightStore
 from hybridflow.core.contracts.rollout import Request
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box
@@ -17,7 +17,7 @@ from hybridflow.core.values.weights import Box
 def test_rows_of_a_fused_tensor_are_read_and_written_in_the_parameters_own_order():
     """Of a parameter of six rows 2, 3 and 4 lie in rows 5, 0 and 3 of a storage of seven."""
     storage = torch.zeros(7, 2)
-    place = Place(storage, torch.tensor([5, 0, 3]), (6, 2), Box((2, 0), (5, 2)))
+    place = StoredBox(storage, torch.tensor([5, 0, 3]), (6, 2), Box((2, 0), (5, 2)))
     values = torch.arange(6.0).view(3, 2)
     place.write(Box((2, 0), (5, 2)), values)
     assert storage[[5, 0, 3]].equal(values)
@@ -35,7 +35,7 @@ def test_rows_of_a_fused_tensor_are_read_and_written_in_the_parameters_own_order
 def test_boxes_reach_memory_that_is_that_of_the_transpose(rows):
     """In blocks of rows, the last one smaller, with a cast."""
     storage = torch.zeros(5, 150).t()
-    place = Place(storage, rows, (150, 5), Box((0, 0), (150, 5)))
+    place = StoredBox(storage, rows, (150, 5), Box((0, 0), (150, 5)))
     values = torch.arange(600, dtype=torch.float64).view(150, 4)
     place.write(Box((0, 1), (150, 5)), values)
     expected = torch.zeros(150, 5)
@@ -46,7 +46,7 @@ def test_boxes_reach_memory_that_is_that_of_the_transpose(rows):
 
 def test_a_parameter_of_its_own_gives_views_to_write_to():
     storage = torch.zeros(4, 3)
-    place = Place.whole(storage)
+    place = StoredBox.whole(storage)
     place.view(Box((1, 0), (3, 2))).fill_(1.0)
     assert storage.sum() == 4
     assert place.read(Box((0, 1), (2, 3))).tolist() == [[0.0, 0.0], [1.0, 0.0]]
@@ -54,7 +54,9 @@ def test_a_parameter_of_its_own_gives_views_to_write_to():
 
 def test_a_store_with_ties_and_lent_storage_counts_what_arrived():
     kept, lent = torch.ones(4, 2), torch.ones(3)
-    store = WeightStore({"a": Place.whole(kept), "b": Place.whole(lent)}, {"c": "a"}, Split())
+    store = WeightStore(
+        {"a": StoredBox.whole(kept), "b": StoredBox.whole(lent)}, {"c": "a"}, Split()
+    )
     store.lend("b")
     store.begin()
     store.receive("a", Box((0, 0), (4, 1)), torch.zeros(4, 1))

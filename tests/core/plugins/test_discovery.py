@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import sys
 
-from hybridflow.core.plugins.discovery import Found, entry_points
+from hybridflow.core.plugins.discovery import FoundPlugin, entry_points
 
 
 def of(*packages: str) -> list:
     """What is found of these packages; the others are really installed here."""
-    found = [point for point in entry_points() if isinstance(point, Found)]
+    found = [point for point in entry_points() if isinstance(point, FoundPlugin)]
     return [point for point in found if point.package.lower() in packages]
 
 
 def broken() -> list[tuple[str, str, Exception]]:
-    return [point for point in entry_points() if not isinstance(point, Found)]
+    return [point for point in entry_points() if not isinstance(point, FoundPlugin)]
 
 
 def test_every_entry_point_of_our_group_is_found_with_its_package(site):
     site("acme", {"reward.length": "acme_length:Length", "acme": "acme_plugin"}, version="1.2")
     assert of("acme") == [
-        Found("acme", "1.2", "acme", "acme_plugin"),
-        Found("acme", "1.2", "reward.length", "acme_length:Length"),
+        FoundPlugin("acme", "1.2", "acme", "acme_plugin"),
+        FoundPlugin("acme", "1.2", "reward.length", "acme_length:Length"),
     ]
 
 
@@ -43,7 +43,9 @@ def test_the_first_of_two_copies_of_a_distribution_counts(site, tmp_path, monkey
     site("the_acme", {"reward.length": "new:Length"}, version="2.0")
     site("The.Acme", {"reward.length": "old:Length"}, folder=tmp_path / "old")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "old")])
-    assert of("the_acme", "the.acme") == [Found("the_acme", "2.0", "reward.length", "new:Length")]
+    assert of("the_acme", "the.acme") == [
+        FoundPlugin("the_acme", "2.0", "reward.length", "new:Length")
+    ]
 
 
 def test_a_file_that_cannot_be_read_is_told_and_the_other_packages_are_found(site):
@@ -63,4 +65,4 @@ def test_a_file_that_cannot_be_read_is_told_and_the_other_packages_are_found(sit
 def test_a_package_without_a_name_is_found_as_unknown(site):
     info = site("acme", {"reward.length": "acme_length:Length"})
     (info / "METADATA").unlink()
-    assert of("unknown") == [Found("unknown", "", "reward.length", "acme_length:Length")]
+    assert of("unknown") == [FoundPlugin("unknown", "", "reward.length", "acme_length:Length")]

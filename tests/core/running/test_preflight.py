@@ -11,7 +11,7 @@ from hybridflow.core.contracts.footprint import EngineRoom
 from hybridflow.core.contracts.planner import DeviceMemory, NotPlanned, PoolMemory
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.preflight import devices_of, preflight, torch_allocates
-from hybridflow.core.workers.device_memory import Found
+from hybridflow.core.workers.device_memory import RankMemory
 
 DEVICES = {"main": DeviceMemory(total=80e9, free=79e9)}
 ROOM = EngineRoom(device=80e9, share=30e9, cache=20e9)
@@ -99,14 +99,14 @@ def test_that_nothing_was_checked_is_said(monkeypatch, tmp_path):
 
 
 def test_ranks_of_a_node_share_its_memory_and_the_least_counts():
-    host = [Found("a", 64, 48, shared=True)] * 3
-    other = [Found("b", 64, 16, shared=True)]
+    host = [RankMemory("a", 64, 48, shared=True)] * 3
+    other = [RankMemory("b", 64, 16, shared=True)]
     found = {"main": [*host, *other], "rollout": [host[0]], "unknown": [None]}
     devices = devices_of(found)
     assert devices["main"] == DeviceMemory(total=16.0, free=12.0)  # of node a, four ranks
     assert devices["rollout"] == DeviceMemory(total=16.0, free=12.0)
     assert set(devices) == {"main", "rollout"}
-    own = [Found("a", 80, 70, shared=False), Found("a", 80, 60, shared=False)]
+    own = [RankMemory("a", 80, 70, shared=False), RankMemory("a", 80, 60, shared=False)]
     assert devices_of({"main": own})["main"] == DeviceMemory(total=80, free=60)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.core.values.weights import Box
-from hybridflow.kit.hosting.bucket import ALIGNED, Bucket, BucketReader, Load, Piece
+from hybridflow.kit.hosting.bucket import ALIGNED, Bucket, BucketEntry, BucketReader, Load
 from hybridflow.kit.hosting.fence import Fence
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_a_part_of_a_parameter_arrives_in_the_reader_s_dtype(bucket):
     values = torch.tensor([[1.0, 2.5], [3.0, 1 / 3]])
     assert list(bucket.write("a", box, values, torch.bfloat16)) == []
     load = bucket.taken()
-    assert load.pieces == (Piece("a", box, torch.bfloat16, 0),)
+    assert load.pieces == (BucketEntry("a", box, torch.bfloat16, 0),)
     [(_, found)] = BucketReader(bucket.handle(), CPU).take(load)
     assert found.dtype == torch.bfloat16 and torch.equal(found, values.to(torch.bfloat16))
 
@@ -79,10 +79,10 @@ def test_pieces_say_what_they_are_and_begin_at_aligned_places(bucket):
     # 16 + 48 bytes are full: six rows of two, and then the last one.
     [first] = bucket.write("b", Box.full((7, 2)), torch.arange(14.0).view(7, 2), torch.float32)
     assert first.pieces == (
-        Piece("a", Box.full((3,)), torch.int8, 0),
-        Piece("b", Box((0, 0), (6, 2)), torch.float32, ALIGNED),
+        BucketEntry("a", Box.full((3,)), torch.int8, 0),
+        BucketEntry("b", Box((0, 0), (6, 2)), torch.float32, ALIGNED),
     )
-    assert bucket.taken().pieces == (Piece("b", Box((6, 0), (7, 2)), torch.float32, 0),)
+    assert bucket.taken().pieces == (BucketEntry("b", Box((6, 0), (7, 2)), torch.float32, 0),)
     assert bucket.taken() == Load(())
 
 

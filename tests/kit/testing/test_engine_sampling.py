@@ -11,7 +11,7 @@ from helpers.faulty_engines import Broken, NoTemperature, caught_in_engine, with
 
 from hybridflow.backends.transformers import scheduler
 from hybridflow.backends.transformers.engine import TransformersEngine
-from hybridflow.backends.transformers.sampler import Sampler
+from hybridflow.backends.transformers.sampler import TokenSampler
 from hybridflow.kit.testing.engine_sampling import EngineSampling
 
 
@@ -68,12 +68,12 @@ class OwnSampler(Broken):
 
     def submit(self, requests):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler, "Sampler", self.sampler)
+            patch.setattr(scheduler, "TokenSampler", self.sampler)
             yield from super().submit(requests)
 
 
 class MinPAfterTheNucleus(OwnSampler):
-    class sampler(Sampler):
+    class sampler(TokenSampler):
         def _filtered(self, logp, uniform):
             probs, order = logp.exp().sort(-1, descending=True)
             outside = (probs.cumsum(-1) - probs >= self.top_p).gather(1, order.argsort(-1))
@@ -82,7 +82,7 @@ class MinPAfterTheNucleus(OwnSampler):
 
 
 class BiasesAfterTopK(OwnSampler):
-    class sampler(Sampler):
+    class sampler(TokenSampler):
         def _with_biases(self, logp):
             self.plain = logp
             return super()._with_biases(logp)

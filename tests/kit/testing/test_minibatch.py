@@ -9,7 +9,7 @@ import torch
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.values.columns import tokens
 from hybridflow.kit.testing.minibatch import Declared, MiniBatch, Undeclared, count, evaluate
-from hybridflow.kit.testing.random_columns import Shape, standard_column
+from hybridflow.kit.testing.random_columns import RowShapes, standard_column
 
 
 class Policy(Loss):
@@ -48,11 +48,11 @@ def three_rows():
             torch.tensor([-3.0, -0.5, -8.0]),
         ]
     }
-    return MiniBatch(Shape(LENGTHS, np.arange(3), "row", torch.Generator()), columns, outputs)
+    return MiniBatch(RowShapes(LENGTHS, np.arange(3), "row", torch.Generator()), columns, outputs)
 
 
 def random_rows(loss, unit="row", size=1, rows=8):
-    return MiniBatch.make(loss, Shape.random(rows, 5, size, unit, seed=2), standard_column)
+    return MiniBatch.make(loss, RowShapes.random(rows, 5, size, unit, seed=2), standard_column)
 
 
 @pytest.mark.parametrize("plan", [[[0, 1, 2]], [[2], [0, 1]], [[1], [2], [0]]])

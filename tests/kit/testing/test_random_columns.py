@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from hybridflow.kit.testing.random_columns import K, Shape, standard_column, standard_output
+from hybridflow.kit.testing.random_columns import K, RowShapes, standard_column, standard_output
 
 
 def pairs():
-    return Shape.random(rows=40, longest=9, unit_size=2, unit="pair", seed=3)
+    return RowShapes.random(rows=40, longest=9, unit_size=2, unit="pair", seed=3)
 
 
 def values_of(name, shape):
@@ -26,7 +26,7 @@ def test_rows_have_lengths_up_to_the_longest_which_comes_and_units_of_neighbours
 
 
 def test_a_seed_gives_the_same_rows_and_numbers_and_another_seed_others():
-    one, again, other = (Shape.random(12, 9, 1, "row", seed) for seed in (5, 5, 6))
+    one, again, other = (RowShapes.random(12, 9, 1, "row", seed) for seed in (5, 5, 6))
     assert one.lengths.tolist() == again.lengths.tolist() != other.lengths.tolist()
     assert torch.equal(one.per_row(), again.per_row())
 
@@ -74,7 +74,7 @@ def test_units_and_which_of_a_pair_is_preferred_go_by_the_shape():
 
 
 def test_a_unit_of_the_losss_own_has_a_column():
-    shape = Shape.random(9, 4, 3, "episode_part", 0)
+    shape = RowShapes.random(9, 4, 3, "episode_part", 0)
     assert standard_column("episode_part", shape).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 

@@ -51,7 +51,7 @@ class ScrambledRuntime(BrokenRuntime):
 
 class SharingStore(inline.InlineStore):
     def put(self, block):
-        return inline.Block(list(block))
+        return inline.ArrayHandle(list(block))
 
 
 class SharedMemory(InlineProcess):

@@ -3,7 +3,7 @@
 import attrs
 
 from hybridflow.core import HybridFlowError, Plan, Planner, Prediction
-from hybridflow.core.contracts.planner import Line, Table
+from hybridflow.core.contracts.planner import Line, TextTable
 
 
 @attrs.frozen
@@ -36,7 +36,7 @@ class First(Planner):
             cluster=f"cluster: {devices} first devices",
             explanation=(
                 Line("all on the first devices", "bold"),
-                Table(("role",), tuple((name,) for name in job.models)),
+                TextTable(("role",), tuple((name,) for name in job.models)),
             ),
         )
 

@@ -5,7 +5,7 @@ from strange_kernels import half, stripes
 
 from hybridflow.core import (
     Box,
-    Collective,
+    CollectiveCost,
     EngineLimits,
     EngineSettings,
     Execution,
@@ -49,7 +49,7 @@ class StripedConfig(TrainingSettings):
     def footprint(self, size, layout, trained, micro_batches):
         """Float32 weights, and AdamW's two moments, dealt out; whole weights come for every call and go after it."""
         whole = 4.0 * size.params
-        gather = Collective("all_gather", whole, layout.dp, 1)
+        gather = CollectiveCost("all_gather", whole, layout.dp, 1)
         if not trained:
             return Footprint(
                 resident=whole / layout.dp,
@@ -65,7 +65,7 @@ class StripedConfig(TrainingSettings):
             weight_ranks=layout.dp,
             spread_over_dp=True,
             call=(gather,),
-            update=(Collective("all_reduce", whole, layout.dp, 1),),
+            update=(CollectiveCost("all_reduce", whole, layout.dp, 1),),
             step_traffic=7 * whole / layout.dp,
         )
 
