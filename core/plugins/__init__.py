@@ -2,6 +2,6 @@
 
 from hybridflow.core.plugins.descriptor import KINDS, Descriptor
 from hybridflow.core.plugins.hookspecs import hookimpl
-from hybridflow.core.plugins.registry import Entry, Registry, registry
+from hybridflow.core.plugins.lookup import Entry, Registry, registry
 
 __all__ = ["KINDS", "Descriptor", "Entry", "Registry", "hookimpl", "registry"]

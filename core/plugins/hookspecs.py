@@ -9,7 +9,7 @@ A plugin module marks its functions with `hookimpl` and takes the arguments that
         return [Descriptor("reward", "length", "acme.length:LengthReward")]
 
 Hooks are called on the controller, never for a micro-batch. docs/plugins.md has a page for each of
-them, and tests/core/plugins/test_registry.py a test.
+them, and tests/core/plugins/test_lookup.py a test.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hybridflow.core.contracts.protocol import BUILT_IN, TransferProtocol
 from hybridflow.core.contracts.reward import FunctionReward, Reward
 from hybridflow.core.contracts.tokenizer import Tokenizer, TokenizerConfig, Tokenizers
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.plugins.registry import registry
+from hybridflow.core.plugins.lookup import registry
 
 FOREIGN = {"completions": "TRL", "solution_str": "verl"}
 """Parameters of other libraries' reward functions -> the library."""

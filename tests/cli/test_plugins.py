@@ -13,7 +13,7 @@ from hybridflow.cli.main import main
 from hybridflow.cli.plugins import list_plugins, spell, state_of
 from hybridflow.core.contracts.capabilities import RuntimeCapabilities, TrainingCapabilities
 from hybridflow.core.errors import PluginError
-from hybridflow.core.plugins.registry import Entry
+from hybridflow.core.plugins.lookup import Entry
 
 
 def listed(kind: str | None = None, capabilities: bool = False, **screen: int | bool) -> str:

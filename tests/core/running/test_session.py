@@ -16,7 +16,7 @@ from hybridflow.core.contracts.capabilities import EngineCapabilities, TrainingC
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.errors import ConfigError, DataError, HybridFlowError, ModelError
 from hybridflow.core.plugins import Descriptor
-from hybridflow.core.plugins.registry import Registry
+from hybridflow.core.plugins.lookup import Registry
 from hybridflow.core.running import session as session_module
 from hybridflow.core.running.session import Session, extras, prepare, prepare_all
 from hybridflow.kit.testing.runs import MODEL
