@@ -13,7 +13,7 @@ import uuid
 import pytest
 from helpers.matrix import EVERY, matrix
 from helpers.shared_memory import in_shared_memory, mapped_by
-from helpers.tiny import GRPO, hybridflow, killing, learning, marked, write
+from helpers.tiny import hybridflow, killing, learning, marked, write
 
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
 ENGINES = {
@@ -129,7 +129,3 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     if end == "exception":
         assert "no such unit" in text and metrics.exists(), text
     assert _wait_gone(mark, before, mapped, 30 if end == "kill" else 10) == ([], set()), text
-
-
-def test_the_config_of_the_tiny_run_is_what_these_tests_change():
-    assert all(old in GRPO for old in WIDER)

@@ -43,12 +43,3 @@ def test_a_death_beyond_the_restarts_ends_the_run_with_the_cause(tmp_path):
     )
     assert kills == 2 and code not in (0, -9)
     assert "was killed by SIGKILL" in out and "rollout.restarts are used up" in out
-
-
-def test_restarts_without_a_process_of_its_own_are_refused(tmp_path):
-    write(tmp_path)
-    refused = hybridflow(tmp_path, "run", "tiny.toml", "rollout.restarts=1")
-    assert (
-        refused.returncode != 0
-        and "set rollout.own_process = true" in refused.stderr + refused.stdout
-    )

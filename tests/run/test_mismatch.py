@@ -25,13 +25,6 @@ def test_a_run_ends_before_the_step_that_passes_the_limit(tmp_path):
     assert not list((tmp_path / "runs/tiny").glob("checkpoints/*"))
 
 
-def test_a_float32_engine_is_the_trainer(tmp_path):
-    write(tmp_path)
-    done = hybridflow(tmp_path, "run", "tiny.toml", "run.mismatch_stop=1e-5", "run.steps=2")
-    assert done.returncode == 0, done.stderr
-    assert "mismatch_warn" not in done.stdout
-
-
 def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engine_keeps_it(
     tmp_path,
 ):

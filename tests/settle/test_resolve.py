@@ -34,13 +34,6 @@ def test_a_small_config_becomes_a_job():
     assert made.rewards[0].function == "exact_match" and made.folder == Path("runs/tiny")
 
 
-def test_a_stage_is_the_common_tables_with_its_own_on_top():
-    first, second = jobs(text=STAGES)
-    assert (first.algorithm_name, second.algorithm_name) == ("sft", "grpo")
-    assert first.data.response == "{answer}" and second.data.response is None
-    assert first.folder == Path("runs/tiny/first") and second.folder == Path("runs/tiny/second")
-
-
 def test_the_order_of_rows_follows_the_seed_of_the_run_unless_it_is_given():
     validated = ("validation.every=1", "validation.data.options={ split = 'held-out' }")
     made = job("run.seed=7", *validated)

@@ -238,13 +238,6 @@ def test_what_an_engine_cannot_do_it_says_by_its_name(engine):
         engine.lend("w")
 
 
-def test_what_an_engine_need_not_do_does_nothing(engine):
-    for verb in (engine.sleep, engine.wake, engine.disown, engine.close, engine.close):
-        verb()
-    assert engine.figures() == {}
-    assert Last.environment(CPU) == {}
-
-
 # --- settings ---
 
 SHAPE = ModelShape(

@@ -123,13 +123,6 @@ def test_shapes_that_do_not_fit_are_refused_with_the_term_named(term, message):
     assert "term 'x'" in str(error.value)
 
 
-def test_a_constant_length_is_demanded_where_it_is_used():
-    with pytest.raises(ValueError, match="needs length"):
-        Term("x", VALUE, how="seq-mean-token-sum-norm")
-    with pytest.raises(ValueError, match="must be in"):
-        Term("x", VALUE, how="mean")
-
-
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 4))
 def test_shares_and_figures_add_up_however_rows_are_split(seed, parts):
