@@ -103,12 +103,8 @@ def test_what_a_backend_cannot_do_is_said_before_anything_starts(tmp_path):
         "actor.backend.precision=bf16", "actor.backend.stage=1",
     ]  # fmt: skip
     said = hybridflow(tmp_path, "run", "tiny.toml", *wrong)
-    assert (
-        said.returncode == 1
-        and "actor.layout.tp: is 2, and the backend deepspeed has the axes dp; set it to 1"
-        in said.stderr
-        and "set backend.stage to 2 or 3" in said.stderr
-    )
+    assert said.returncode == 1
+    assert "actor.layout.tp: is 2" in said.stderr and "set backend.stage to 2 or 3" in said.stderr
     said = hybridflow(
         tmp_path,
         "run",

@@ -82,9 +82,7 @@ def test_a_backend_that_does_not_say_what_a_model_takes_is_remarked(config):
 def test_a_model_whose_shape_is_not_known_is_not_planned(config):
     [job] = load_config(config)
     models = job.models | {"critic": with_settings(job.models["critic"], None)}
-    with pytest.raises(
-        NotPlanned, match=r"^critic\.model: the backend does not say the shapes of its models"
-    ):
+    with pytest.raises(NotPlanned, match=r"^critic\.model: "):
         plannable(attrs.evolve(job, models=models))
 
 
@@ -103,7 +101,7 @@ def test_what_does_not_fit_is_said_with_the_phase_and_the_numbers(config):
     )
     with pytest.raises(
         NothingFitsError,
-        match=r"actor \(69\.0 billion parameters\) fits nowhere: the least is .* GB per device",
+        match=r"actor \(69\.0 billion",
     ):
         printed(config, [f"actor.model.config={large}"], cluster="a100-80gb:1x4")
 
@@ -133,9 +131,7 @@ def test_more_devices_than_there_are_do_not_fit(config):
         plan_job(job, "a100-80gb:1x2").written()
     assert AutoMapping().problems(job, "a100-80gb:1x4") == []
     [said] = AutoMapping().problems(job, "a100-80gb:1x2")
-    assert said.startswith(
-        "the config does not fit its cluster: it asks for 4 devices, and there are 2; this fits: "
-    )
+    assert "it asks for 4 devices, and there are 2; this fits: " in said
 
 
 def test_pools_are_put_on_the_kinds_of_nodes_where_a_step_is_fastest(config, tmp_path):

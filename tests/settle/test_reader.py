@@ -78,9 +78,7 @@ def test_no_algorithm_says_which_there_are():
 
 
 def test_a_mini_batch_larger_than_the_step_is_refused():
-    assert "mini_batch_size 99 is larger than the 16 sequences" in problem(
-        "algorithm.mini_batch_size=99"
-    )
+    assert "99 is larger than the 16" in problem("algorithm.mini_batch_size=99")
 
 
 def test_an_algorithm_whose_own_parts_refuse_a_value_is_a_problem_and_no_crash():
@@ -245,6 +243,4 @@ def test_settings_of_an_engine_that_is_not_named_say_which_one_it_is(monkeypatch
     reader.plugin("rollout_engine", {"sync_every": 4}, "rollout")
     [problem] = reader.problems
     assert problem.key == "rollout.sync_every" and problem.text.startswith("unknown key")
-    assert problem.text.endswith(
-        'other is the default on cuda: for another set rollout.name, as in "transformers"'
-    )
+    assert "other is the default on cuda: for another set rollout.name" in problem.text

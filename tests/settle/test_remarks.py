@@ -56,10 +56,8 @@ def test_a_loss_by_which_no_engine_can_be_checked_is_told(monkeypatch):
     loss = made.algorithm.losses()["actor"]
     loss.needs = ["topk_logprobs"]
     monkeypatch.setattr(type(made.algorithm), "losses", lambda self: {"actor": loss})
-    assert [*remarks(made)] == [
-        "actor: its loss needs no logprobs, so nothing checks that its engine generates with the weights that are "
-        "trained (run.mismatch_stop)"
-    ]
+    [said] = remarks(made)
+    assert said.startswith("actor: its loss needs no logprobs") and "run.mismatch_stop" in said
 
 
 def test_a_stage_is_remarked_on_by_itself():

@@ -148,10 +148,8 @@ def test_a_layout_that_does_not_fit_its_pool_says_how_to_fix_it():
 
 
 def test_an_axis_that_the_backend_or_the_model_has_not_is_refused():
-    assert (
-        "has the axes dp, tp; set it to 1"
-        in problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")[0]
-    )
+    found = problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")
+    assert "has the axes dp, tp; set it to 1" in found[0]
     found = problems("runtime=ray", "pools.main=[8]", "actor.layout.tp=8")
     assert any("8 does not divide the model's 4 attention heads" in p for p in found)
 
@@ -166,10 +164,7 @@ def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
     found = problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=2")
     assert found.startswith("actor.generation: ") and "choose a tp and pp that divide them" in found
     found = problem("runtime=ray", "pools.main=[2]", "actor.generation.pp=2")
-    assert (
-        found
-        == "actor.generation.pp: is 2, and the engine transformers runs on one rank; set it to 1"
-    )
+    assert found.startswith("actor.generation.pp: is 2") and "set it to 1" in found
     assert "4 attention heads" in problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=3")
     found = problem("actor.generation.pool=mian")
     assert found.startswith("actor.generation.pool: there is no pool 'mian'; did you mean 'main'?")

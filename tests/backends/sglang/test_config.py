@@ -38,9 +38,7 @@ def test_a_cache_of_so_many_tokens_leaves_no_share_of_the_device_open():
 
 def test_a_cache_that_outlives_an_update_is_refused():
     SGLangConfig(engine_args=dict(hicache_storage_backend=None))
-    with pytest.raises(
-        ValueError, match="hicache_storage_backend keeps keys and values of old weights"
-    ):
+    with pytest.raises(ValueError, match="hicache_storage_backend"):
         SGLangConfig(engine_args=dict(hicache_storage_backend="file"))
 
 

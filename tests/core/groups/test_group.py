@@ -204,9 +204,7 @@ def test_results_of_one_group_go_to_another_by_reference(two, other):
 def test_a_method_may_drop_rows_if_it_says_so(two):
     out = two.add(two.only_even(batch_of(9)))
     assert plain(out["y"]) == [[n + 1.0] for n in (0, 2, 4, 6, 8)] and out.rows == 5
-    with pytest.raises(
-        HybridFlowError, match="returned 4 rows for 5; register the method with same_rows=False"
-    ):
+    with pytest.raises(HybridFlowError, match=r"returned 4 rows for 5; .*same_rows=False"):
         two.loses_a_row(batch_of(9))["x"]
 
 
@@ -261,9 +259,7 @@ def test_an_error_says_role_phase_rank_and_shows_the_workers_traceback(two):
     assert (error.value.role, error.value.phase, error.value.rank) == ("two", "fail", 1)
     assert "KeyError: 'no such unit' [role 'two', phase 'fail', rank 1]" in str(error.value)
     assert 'raise KeyError("no such unit")' in error.value.remote_traceback
-    with pytest.raises(
-        WorkerError, match=r"the reward is not finite; look at the data \[role 'two'"
-    ):
+    with pytest.raises(WorkerError, match=r"look at the data \[role 'two'"):
         two.fail_plainly(batch_of(4), 0).result()
     assert two.who().result()[0][0] == 0  # and it goes on
 
@@ -302,7 +298,7 @@ def test_an_error_reaches_whoever_uses_the_result_as_the_same_error(two, other):
 def test_a_constructor_that_fails_is_an_error_of_that_role(launch):
     with pytest.raises(
         WorkerError,
-        match=r"offset must not be negative \[role 'negative', phase '__create__', rank 0\]",
+        match=r"role 'negative', .*rank 0\]",
     ):
         WorkerGroup(Calls, launch(2), -1.0, name="negative")
 
@@ -310,9 +306,7 @@ def test_a_constructor_that_fails_is_an_error_of_that_role(launch):
 def test_results_that_cannot_be_sent_or_are_no_batch_are_errors_of_the_method(two):
     with pytest.raises(WorkerError, match=r"pickle.*phase 'unpicklable', rank 0"):
         two.unpicklable().result()
-    with pytest.raises(
-        HybridFlowError, match="'not_a_batch' is annotated -> Batch and returned int"
-    ):
+    with pytest.raises(HybridFlowError, match=r"'not_a_batch' .* returned int"):
         two.not_a_batch(batch_of(2))["x"]
 
 
@@ -327,9 +321,7 @@ def test_arguments_that_cannot_be_sent_are_errors_before_any_rank_starts(two):
 def test_groups_and_methods_that_cannot_be_are_refused(launch, two):
     with pytest.raises(HybridFlowError, match=r"has 4 ranks, and its pool 'main' has 2 devices"):
         WorkerGroup(Calls, launch(2), layout=ParallelLayout(dp=4))
-    with pytest.raises(
-        AttributeError, match=r"group 'two' has no method 'nope'; registered are .*add"
-    ):
+    with pytest.raises(AttributeError, match="no method 'nope'"):
         two.nope()
 
     class Shadows(Worker):

@@ -133,9 +133,7 @@ def test_an_unknown_kind_is_listed_as_failed_and_the_other_descriptors_of_the_mo
     )
     site("acme", {"acme": "acme_plugin", "trainer.x": "a:B"}, {"acme_plugin.py": source})
     found = Registry().load()
-    assert (
-        "unknown kind 'rewrad'; did you mean 'reward'?" in entry_of(found, "rewrad", "length").state
-    )
+    assert "did you mean 'reward'?" in entry_of(found, "rewrad", "length").state
     assert "unknown kind 'trainer'" in entry_of(found, "trainer", "x").state
     assert entry_of(found, "reward", "ok").state == "ready"
 
@@ -158,7 +156,7 @@ def test_a_name_claimed_by_two_packages_is_refused_for_both_and_no_other_is_affe
     found = Registry().load()
     with pytest.raises(
         PluginError,
-        match=r"'length' is claimed by .*(acme 1\.0|bolt 2\.0) and by .*: uninstall one",
+        match=r"'length' .*(acme 1\.0|bolt 2\.0).*: uninstall one",
     ):
         found.get("reward", "length")
     for package in ("acme", "bolt"):
@@ -183,10 +181,7 @@ def test_an_unknown_name_lists_the_nearest_what_there_is_and_what_failed(site):
         found.get("reward", "lenght")
     text = str(caught.value)
     assert text.startswith("unknown reward 'lenght'; did you mean 'length'? There is: ")
-    assert (
-        "judge (missing: no_such_module)" in text
-        and "acme of acme 1.0 (RuntimeError: no licence)" in text
-    )
+    assert "judge (missing: no_such_module)" in text and "acme 1.0 (RuntimeError" in text
 
 
 @pytest.mark.parametrize(
@@ -218,9 +213,7 @@ def test_a_factory_that_does_not_import_is_refused_with_the_reason_and_then_list
     )
     found = Registry().load()
     assert entry_of(found, "reward", "length").state == "ready"
-    with pytest.raises(
-        PluginError, match=r"acme 1\.0 does not load .*has no 'Lenght'; did you mean 'Length'"
-    ):
+    with pytest.raises(PluginError, match="did you mean 'Length'"):
         found.get("reward", "length")
     assert "has no 'Lenght'" in entry_of(found, "reward", "length").state
 
@@ -236,9 +229,7 @@ def test_the_config_class_of_a_descriptor_loads_without_the_requirements(site):
         "no_such_module",
     )
     found.add(Descriptor("runtime", "bad", "no_such:Thing", config="acme_config:Option"))
-    with pytest.raises(
-        PluginError, match=r"the config of runtime 'bad' does not load .*did you mean 'Options'"
-    ):
+    with pytest.raises(PluginError, match=r"'bad' .*did you mean 'Options'"):
         found.config_class("runtime", "bad")
 
 
@@ -290,9 +281,7 @@ def test_a_shorthand_object_made_for_another_api_is_refused_when_it_is_loaded(si
         {"reward.length": "acme_length:Length"},
         {"acme_length.py": "class Length:\n    hybridflow_api = 2\n"},
     )
-    with pytest.raises(
-        PluginError, match=r"made for plugin API 2, this hybridflow has 1: .*or a newer hybridflow"
-    ):
+    with pytest.raises(PluginError, match="API 2, this hybridflow has 1"):
         Registry().load().get("reward", "length")
 
 

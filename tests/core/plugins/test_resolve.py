@@ -162,13 +162,9 @@ def test_the_setting_says_what_the_plugin_is_asked_for():
 
 
 def test_what_a_plugin_does_not_make_is_told():
-    with pytest.raises(
-        ConfigError, match=r"Lettered makes no tokenizer of characters; give tokenizer\.path"
-    ):
+    with pytest.raises(ConfigError, match=r"give tokenizer\.path"):
         build_tokenizer(TokenizerConfig(name=path("Lettered"), characters="ab"), None, never)
-    with pytest.raises(
-        PluginError, match="unknown tokenizer 'huggingfaces'; did you mean 'huggingface'"
-    ):
+    with pytest.raises(PluginError, match="did you mean 'huggingface'"):
         build_tokenizer(TokenizerConfig(name="huggingfaces", characters="ab"), None, never)
 
 

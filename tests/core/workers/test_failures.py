@@ -55,9 +55,7 @@ def test_a_sample_that_fails_is_tried_again_and_the_log_says_so(how, caplog):
 
 
 def test_when_all_tries_have_failed_the_run_ends_or_the_rule_scores(caplog):
-    with pytest.raises(
-        RewardError, match=r"reward 'flaky' raised ValueError: no answer \[row 1: prompt 'p1'"
-    ):
+    with pytest.raises(RewardError, match=r"'flaky' raised ValueError.* \[row 1"):
         score_by_rule(FunctionReward(Flaky(9)), samples(4), "flaky", FailureRule(retries=1))
     with caplog.at_level(logging.WARNING):
         found, failed = score_by_rule(

@@ -223,9 +223,7 @@ def test_failures_carry_role_phase_and_rank(pool, tmp_path):
         batch["advantages"], values=torch.full_like(batch["advantages"].values, torch.inf)
     )
     before = group.checksum().result()
-    with pytest.raises(
-        WorkerError, match="an update of role 'critic' after 0 steps: the gradient norm is nan"
-    ) as error:
+    with pytest.raises(WorkerError, match="'critic' after 0 steps") as error:
         group.update([(batch.with_columns(advantages=advantages), Weighted())]).result()
     assert (error.value.role, error.value.phase, error.value.rank) == ("critic", "update", 0)
     assert group.checksum().result() == before

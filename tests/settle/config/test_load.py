@@ -48,9 +48,7 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(tmp_path, content, why
 
 
 def test_a_file_that_is_not_there_and_a_folder_are_refused_by_name(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"
-    ):
+    with pytest.raises(ConfigError, match=r"none\.toml"):
         load_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
         load_toml(tmp_path)
