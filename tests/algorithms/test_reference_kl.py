@@ -7,7 +7,7 @@ import math
 import attrs
 import pytest
 import torch
-from helpers.two_rows import MASK, OLD, REF
+from helpers.steps import MASK, OLD, REF
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import PolicyConfig, RewardKLConfig

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.consoles import console
+from helpers.configs import console
 
 from hybridflow.cli.main import main
 from hybridflow.cli.plugins import list_plugins, spell, state_of

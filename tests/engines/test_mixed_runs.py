@@ -11,8 +11,8 @@ import time
 import uuid
 
 import pytest
-from helpers.matrix import matrix
-from helpers.tiny import hybridflow, learning, marked, write
+from helpers.paths import matrix
+from helpers.tiny import hybridflow, learning, marked, ran, write
 from run.test_resume import PPO, same_weights
 
 RAY = ["runtime=ray", "pools.main=[2]"]
@@ -44,12 +44,9 @@ def test_roles_of_three_backends_train_together_and_resume_bit_for_bit(tmp_path)
     for folder in (whole, cut):
         folder.mkdir()
         write(folder, **PPO)
-    done = hybridflow(whole, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = hybridflow(cut, "run", "tiny.toml", *settings, "run.steps=2")
-    assert first.returncode == 0, first.stdout + first.stderr
-    resumed = hybridflow(cut, "run", "tiny.toml", *settings, "--resume")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    ran(whole, *settings)
+    ran(cut, *settings, "run.steps=2")
+    ran(cut, *settings, "--resume")
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     assert all(row["actor/mismatch_mean"] < 1e-4 for row in learning(whole / "runs/tiny"))
     for role in ("actor", "critic"):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from helpers.same_tensors import assert_equal
-from helpers.training_check import check, output_ranks
+from helpers.training_check import assert_equal, check, output_ranks
 from helpers.training_jobs import (
     Setup,
     export,

@@ -5,8 +5,7 @@ from itertools import product
 import attrs
 import pytest
 import torch
-from helpers.brute import check_plan, layout, mask
-from helpers.lower_bound import lower_bound
+from helpers.brute import check_plan, layout, lower_bound, mask
 
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.errors import ConfigError

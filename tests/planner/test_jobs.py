@@ -7,9 +7,8 @@ from typing import Any
 
 import attrs
 import pytest
-from helpers.configs import CONFIG, LLAMA
+from helpers.configs import CONFIG, LLAMA, printed
 from helpers.planned import engines, laid_out, planned
-from helpers.plans import printed
 
 from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.contracts.training import TrainingSettings

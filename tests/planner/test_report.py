@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from helpers.configs import LLAMA
+from helpers.configs import LLAMA, printed
 from helpers.planned import engines, laid_out, planned
-from helpers.plans import printed
 
 from hybridflow.core.contracts.planner import Bar
 from hybridflow.core.errors import ConfigError

@@ -6,7 +6,7 @@ import time
 import uuid
 
 import pytest
-from helpers.tiny import hybridflow, marked, write
+from helpers.tiny import hybridflow, marked, ran, write
 
 
 def refused(folder, *arguments):
@@ -40,8 +40,7 @@ def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path
         assert "the checkpoint of step 2 could not be written" in result.stderr
         assert "the checkpoint of step 1 is whole" in result.stderr
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        resumed = hybridflow(tmp_path, "run", "tiny.toml", *settings, "--resume")
-        assert resumed.returncode == 0, resumed.stderr
+        resumed = ran(tmp_path, *settings, "--resume")
         assert "resuming after step 1" in resumed.stdout
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -80,10 +79,7 @@ def test_a_run_whose_worker_was_killed_restarts_from_its_checkpoint_when_it_may(
     flag = f'reward.options={{flag="{tmp_path}/flag", at=40}}'
     pools = ("pools.main=[1]", "pools.engines=[1]", "actor.generation.pool=engines")
     settings = ("run.restarts=1", "run.checkpoint_every=1", "run.steps=4", "runtime=ray", *pools)
-    result = hybridflow(
-        tmp_path, "run", "tiny.toml", *settings, "reward.function=rewards:kills_itself", flag
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = ran(tmp_path, *settings, "reward.function=rewards:kills_itself", flag)
     assert "restart 1 of 1" in result.stdout and "resuming after step 2" in result.stdout
     steps = [
         json.loads(line)["step"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.tiny import hybridflow, killing, learning, write
+from helpers.tiny import killing, learning, ran, write
 
 
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
@@ -12,8 +12,7 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
     for folder in (whole, hit):
         folder.mkdir()
         write(folder)
-    done = hybridflow(whole, "run", "tiny.toml", *own)
-    assert done.returncode == 0, done.stderr
+    ran(whole, *own)
     code, out, kills = killing(hit, 2, "run", "tiny.toml", *own)
     assert code == 0 and kills == 2, out
     undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.episodes import Echo
-from helpers.watched import Watched, column
+from helpers.steps import Watched, column
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.kit.testing import TinyRun

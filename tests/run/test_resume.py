@@ -1,6 +1,6 @@
 """A run that is cut off goes on bit for bit."""
 
-from helpers.tiny import hybridflow, learning, write
+from helpers.tiny import hybridflow, learning, ran, write
 from safetensors.torch import load_file
 
 PPO = {
@@ -21,8 +21,7 @@ def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path):
         folder.mkdir()
         config = write(folder, **PPO)
     settings = ["run.checkpoint_every=2", "run.export=true"]
-    done = hybridflow(whole, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stderr
+    ran(whole, *settings)
 
     # 16 rows are scored per step: row 70 is in step 5, after the checkpoint of step 4
     settings.append("reward.function=rewards:kills_itself")  # once
@@ -46,7 +45,6 @@ def test_sigterm_writes_a_checkpoint_at_the_end_of_the_step_and_resume_finishes(
     assert stopped.returncode == 3, stopped.stderr
     assert "go on with --resume" in stopped.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3]
-    resumed = hybridflow(tmp_path, "run", "tiny.toml", once, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = ran(tmp_path, once, "--resume")
     assert "tiny: going on from step 3; changed: nothing" in resumed.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]

@@ -6,7 +6,7 @@ import json
 
 import attrs
 import pytest
-from helpers.running import job_of
+from helpers.jobs import job_of
 
 from hybridflow.core.job.sections import ValidationSection
 from hybridflow.core.running.checkpoint import checkpoints_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.shapes import LLAMA, QWEN, counted
+from helpers.random_layouts import LLAMA, QWEN, counted
 
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.core.values.model_shape import ModelSize

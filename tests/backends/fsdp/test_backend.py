@@ -9,8 +9,7 @@ import attrs
 import pytest
 import torch
 from helpers import training_reference
-from helpers.same_tensors import assert_equal
-from helpers.training_check import check, close
+from helpers.training_check import assert_equal, check, close
 from helpers.training_jobs import (
     OPTIMIZER,
     Setup,

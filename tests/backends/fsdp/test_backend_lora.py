@@ -15,7 +15,7 @@ from helpers.lora_check import (
     dtypes,
     with_lora,
 )
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 from helpers.training_jobs import Setup, failing_build, failing_load, outputs, save_after
 from helpers.training_reference import Blend, make_batch
 

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.hybrid_jobs import train_and_sync
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 from helpers.training_jobs import Setup
 from helpers.training_reference import Blend, make_batch
 

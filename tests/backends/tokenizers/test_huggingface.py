@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.small_tokenizers import TEXTS, bpe, char
+from helpers.sources import TEXTS, bpe, char
 
 from hybridflow.backends.tokenizers.huggingface import (
     HFTokenizer,

@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-from helpers.small_tokenizers import TEXTS, bpe, char
+from helpers.sources import TEXTS, bpe, char
 from hypothesis import given, strategies as st
 
 from hybridflow.backends.tokenizers.small import load_small_tokenizer, train_tokenizer

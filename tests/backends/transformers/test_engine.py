@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_engines import GREEDY, KINDS, PROMPT, both, greedy
+from helpers.decoders import GREEDY, KINDS, PROMPT, both, greedy
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_engines import GREEDY, PROMPT, both, greedy
+from helpers.decoders import GREEDY, PROMPT, both, greedy
 
 from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.weights import Place, WeightStore

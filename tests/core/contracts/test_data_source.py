@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.listed import ListSource
+from helpers.sources import ListSource
 
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.errors import ConfigError

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.small_tokenizers import char
+from helpers.sources import char
 
 from hybridflow.core.errors import ModelError
 

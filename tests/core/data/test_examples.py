@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.listed import ListSource, sums
+from helpers.sources import ListSource, sums
 
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.tokenizer import TokenizerConfig

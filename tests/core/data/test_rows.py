@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.listed import ListSource, sums
+from helpers.sources import ListSource, sums
 
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.data.rows import Rows, data_problems

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.brute import best_balance, check_plan, layout, whole
-from helpers.lower_bound import lower_bound
+from helpers.brute import best_balance, check_plan, layout, lower_bound, whole
 from helpers.random_layouts import layouts
 from hypothesis import given, settings, strategies as st
 

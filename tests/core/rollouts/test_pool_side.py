@@ -7,7 +7,7 @@ import torch
 from helpers.batches import CountingStore
 from helpers.brute import layout
 from helpers.reshard_jobs import storage, value
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 
 from hybridflow.core.contracts.transport import Transport
 from hybridflow.core.errors import HybridFlowError

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from helpers.hybrid_jobs import unequal
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 from helpers.training_jobs import said_by
 
 from hybridflow.backends.fsdp.config import FSDPConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from helpers.syncs import sync
-from helpers.tiny_roles import ENGINE, NextToken, role
+from helpers.tiny_roles import ENGINE, NextToken, role, sync
 
 from hybridflow.backends.inline.runtime import InlineRuntime
 from hybridflow.core.contracts.rollout import SamplingParams

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from helpers.batches import CountingStore
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 
 from hybridflow.backends.transports.disk import Disk
 from hybridflow.backends.transports.shared_memory import SharedMemory

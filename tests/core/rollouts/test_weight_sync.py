@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch
 from helpers.brute import layout, whole
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError

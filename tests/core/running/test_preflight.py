@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from helpers.running import job_of
+from helpers.jobs import job_of
 
 import hybridflow.core.running.preflight as module
 from hybridflow.core.contracts.footprint import EngineRoom

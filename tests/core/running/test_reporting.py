@@ -8,7 +8,7 @@ import math
 import attrs
 import pytest
 import torch
-from helpers.running import reporter
+from helpers.jobs import reporter
 
 from hybridflow.core.contracts.planner import Prediction
 from hybridflow.core.job.job import TrackerSpec

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.running import HELD_OUT, job_of
+from helpers.jobs import HELD_OUT, job_of
 from safetensors.torch import load_file
 
 from hybridflow.core.contracts.capabilities import EngineCapabilities, TrainingCapabilities

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import episode_jobs as jobs
 from helpers.episodes import Echo, echoing
-from helpers.small_tokenizers import char
+from helpers.sources import char
 from helpers.training_jobs import Setup
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start

@@ -6,8 +6,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from helpers.syncs import sync
-from helpers.tiny_roles import ENGINE, MODEL, NextToken, role
+from helpers.tiny_roles import ENGINE, MODEL, NextToken, role, sync
 from safetensors.torch import load_file
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig

@@ -7,7 +7,7 @@ import torch
 from helpers.batches import CountingStore
 from helpers.brute import layout, whole
 from helpers.reshard_jobs import storage
-from helpers.syncs import sync
+from helpers.tiny_roles import sync
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError

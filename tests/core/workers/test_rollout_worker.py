@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.episodes import echoing
-from helpers.small_tokenizers import char
-from helpers.syncs import sync
+from helpers.sources import char
+from helpers.tiny_roles import sync
 
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.transformers.config import TransformersEngineConfig

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers.small_tokenizers import char
+from helpers.sources import char
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig

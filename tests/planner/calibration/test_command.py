@@ -7,10 +7,8 @@ import tomllib
 
 import attrs
 import pytest
-from helpers.configs import tiny_run
-from helpers.consoles import console
+from helpers.configs import console, printed, tiny_run
 from helpers.planned import engines, laid_out, planned
-from helpers.plans import printed
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.huggingface.shapes import llama_shape
