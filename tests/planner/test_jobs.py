@@ -176,19 +176,3 @@ def test_a_runtime_of_one_rank_is_planned_on_one_device(config):
         printed(config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x8")
     with pytest.raises(ConfigError, match=said):
         load_config(config, ["runtime=inline", "placement=auto", "placement.cluster=h100-80gb:1x8"])
-
-
-def test_an_engines_own_limits_count(config):
-    free = printed(config, cluster="a100-80gb:1x8")
-    few = printed(config, ["rollout.max_sequences=1"], cluster="a100-80gb:1x8")
-    step = r"generation +([\d.]+) s"
-    assert float(re.search(step, few)[1]) > 2 * float(re.search(step, free)[1])
-
-
-def test_offloading_takes_time(config):
-    with_it = printed(
-        config, ["actor.offload=true", "critic.offload=true"], cluster="a100-80gb:1x8"
-    )
-    without = printed(config, cluster="a100-80gb:1x8")
-    step = r"training +([\d.]+) s"
-    assert float(re.search(step, with_it)[1]) > float(re.search(step, without)[1])

@@ -9,7 +9,6 @@ from helpers.configs import LLAMA, printed
 from helpers.planned import engines, laid_out, planned
 
 from hybridflow.core.contracts.planner import Bar
-from hybridflow.core.errors import ConfigError
 from hybridflow.kit.huggingface.shapes import llama_shape
 from hybridflow.planner import Cluster, Mapping
 from hybridflow.planner.memory import Bytes
@@ -64,15 +63,6 @@ def test_the_plan_names_pools_times_memory_and_the_next_best(config):
     assert "of it weights" in text and "of it cache" in text and "% while" in text
     assert len(re.findall(r"^next: .* s \(\+[\d.]+%\): ", text, re.M)) == 3
     assert re.search(r"^as the config says it: [\d.]+ s \(\+\d+.\d%\): generation", text, re.M)
-
-
-def test_other_numbers_of_devices_are_tabled(config):
-    text = printed(config, cluster="h100-80gb:1x8", what_if=[1, 2, 8, 16])
-    rows = [line.split() for line in text.splitlines() if re.match(r"(1|2|8|16) ", line)]
-    assert [row[0] for row in rows] == ["1", "2", "8", "16"]
-    assert "100%" in text
-    with pytest.raises(ConfigError, match="12 devices are not whole nodes of 8"):
-        printed(config, cluster="h100-80gb:1x8", what_if=[12])
 
 
 def test_a_number_of_devices_that_is_too_small_is_told_with_what_lacks(config):

@@ -210,13 +210,6 @@ def test_one_that_hangs_counts_as_dead(speaking):
     assert same(sorted(done, key=lambda c: c.id), expected)
 
 
-def test_one_that_does_not_start_in_time_is_given_up(make):
-    engine = make(Counting, start_timeout_s=0.2)
-    with pytest.raises(EngineDied, match="gave no answer to start within 0 s"):
-        engine.start()
-    assert engine.process is not None and engine.process.process.poll() is not None
-
-
 def test_closing_ends_the_process(make):
     engine = make(Counting)
     engine.start()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from helpers.expect import caught, each_fault
 
 from hybridflow.algorithms.sft import SFT, NextTokenLoss, SFTConfig
 from hybridflow.core.contracts.role import Role
-from hybridflow.kit.testing import AlgorithmConformance, LossConformance
+from hybridflow.kit.testing import AlgorithmConformance
 
 
 class Plain:
@@ -121,15 +120,3 @@ def test_the_fault_is_noticed(fault, method, tmp_path):
     fixtures = {"tmp_path": tmp_path} if "resumed" in method else {}
     algorithm = fault(SFTConfig(batch_size=4))
     caught(AlgorithmConformance, method, algorithm=algorithm, **fixtures)
-
-
-def test_its_losses_are_tested_by_the_suite_of_losses():
-    assert issubclass(AlgorithmConformance, LossConformance)
-
-
-def test_a_class_inside_a_function_cannot_be_run():
-    class Local(SFT):
-        pass
-
-    with pytest.raises(ValueError, match="top level"):
-        AlgorithmConformance().test_it_trains(Local(SFTConfig(batch_size=4)))
