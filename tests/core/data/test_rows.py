@@ -69,11 +69,6 @@ def test_a_field_that_is_null_or_does_not_fit_the_template_is_an_error_and_not_t
         rows_of([{"prompt": "p", "a": {"b": 1}}], answer="{a[c]}")[0]
 
 
-def test_a_row_that_is_no_mapping_is_named():
-    with pytest.raises(DataError, match="row 0 of data source 'jsonl' is a str"):
-        rows_of(["1+1="])[0]
-
-
 def test_every_match_of_a_pattern_is_a_row_over_the_fields_of_its_own():
     given = [
         {"id": 1, "text": "<<1+2=3>> and <<3*4=12>>"},
@@ -129,11 +124,6 @@ def test_a_chat_that_is_none_is_named(row, words):
         rows_of([row], messages="chat")[0]
 
 
-def test_two_responses_for_one_chat_are_refused():
-    with pytest.raises(DataError, match=r"remove data.response"):
-        rows_of([{"chat": [QUESTION, REPLY]}], messages="chat", response="3")[0]
-
-
 @pytest.mark.parametrize(
     "config, words",
     [
@@ -153,6 +143,24 @@ def test_two_responses_for_one_chat_are_refused():
 def test_settings_that_cannot_work_are_reported(config, words):
     with pytest.raises(ConfigError, match=words):
         rows_of(sums(1), **config)
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "words"),
+    [
+        ("1+1=", {}, "row 0 of data source 'jsonl' is a str"),
+        ({"chat": [QUESTION, REPLY]}, dict(messages="chat", response="3"), "remove data.response"),
+        (
+            {"prompt": "1+1", "completion": [REPLY]},
+            dict(response="{completion}"),
+            "row 0: .* is a chat and data.prompt is a text",
+        ),
+        ({"prompt": [QUESTION]}, dict(bos=True), "two bos tokens"),
+    ],
+)
+def test_a_row_that_the_settings_do_not_fit_is_told(row, config, words):
+    with pytest.raises(DataError, match=words):
+        rows_of([row], **config)[0]
 
 
 def test_all_problems_of_the_settings_are_reported_at_once():
@@ -186,14 +194,3 @@ def test_a_list_or_a_table_in_a_text_is_refused_with_row_and_key(value, words):
 def test_what_is_in_a_list_or_written_on_purpose_is_a_text():
     rows = rows_of([{"q": ["a", "b"]}], prompt="{q[1]} of {q!r}")
     assert rows[0].prompt == "b of ['a', 'b']"
-
-
-def test_a_chat_as_response_needs_a_chat_as_prompt():
-    row = {"prompt": "1+1", "completion": [REPLY]}
-    with pytest.raises(DataError, match=r"row 0: .* is a chat and data.prompt is a text, .*1\+1"):
-        rows_of([row], response="{completion}")[0]
-
-
-def test_bos_before_a_chat_is_refused():
-    with pytest.raises(DataError, match="two bos tokens"):
-        rows_of([{"prompt": [QUESTION]}], bos=True)[0]
