@@ -25,24 +25,12 @@ def test_every_setting_of_sampling_is_explained_and_has_a_default():
         ("temperature", -0.5, "must be 0 or more"),
         ("top_p", 0.0, "must be above 0 and at most 1"),
         ("top_k", -1, "must be 0 or more"),
-        (
-            "min_p",
-            1.5,
-            "must be from 0 to 1, got 1.5; give 0 to turn it off",
-        ),
+        ("min_p", 1.5, "got 1.5; give 0 to turn it off"),
         ("min_p", -0.1, "must be from 0 to 1"),
-        (
-            "logit_bias",
-            {"the": 1.0},
-            "keys are token ids, got 'the'; write a whole number",
-        ),
+        ("logit_bias", {"the": 1.0}, "got 'the'; write a whole number"),
         ("logit_bias", {"07": 1.0}, "keys are token ids, got '07'"),
         ("logit_bias", {"-1": 1.0}, "keys are token ids, got '-1'"),
-        (
-            "logit_bias",
-            {"7": float("nan")},
-            "token 7 has the bias nan; give a number from -1e",
-        ),
+        ("logit_bias", {"7": float("nan")}, "token 7 has the bias nan"),
         ("logit_bias", [17], "expected a table"),
     ],
 )

@@ -138,14 +138,8 @@ def test_requests_that_can_be_served_pass():
     "bad, why",
     [
         (request(5, prompt=[]), "the prompt is empty"),
-        (
-            request(5, max_tokens=7),
-            "2 prompt tokens and max_tokens 7 exceed the model's max_position_embeddings 8",
-        ),
-        (
-            request(5, temperature=-1, max_tokens=1),
-            "temperature -1, .* allowed are temperature >= 0",
-        ),
+        (request(5, max_tokens=7), "max_tokens 7 exceed .* 8"),
+        (request(5, temperature=-1, max_tokens=1), "temperature -1, .* >= 0"),
         (request(5, temperature=float("nan"), max_tokens=1), "temperature nan"),
         (request(5, top_p=0, max_tokens=1), "top_p 0"),
         (request(5, top_k=-1, max_tokens=1), "top_k -1"),
@@ -153,22 +147,10 @@ def test_requests_that_can_be_served_pass():
         (request(5, max_tokens=-1), "max_tokens -1"),
         (request(5, prompt=[1, 10], max_tokens=1), "a token id lies outside the vocabulary of 10"),
         (request(5, prefix=[-1], max_tokens=1), "a token id lies outside the vocabulary of 10"),
-        (
-            request(5, prefix_versions=np.array([1]), max_tokens=1),
-            "prefix_versions has 1 entries, not one for each",
-        ),
-        (
-            request(5, logit_bias={10: 1}, max_tokens=1),
-            r"the tokens \[10\], which lie outside the vocabulary of 10",
-        ),
-        (
-            request(5, logit_bias=[(1, 1), (1, 2)], max_tokens=1),
-            r"the tokens \[1\] twice; give one bias for each",
-        ),
-        (
-            request(5, logit_bias={1: float("inf")}, max_tokens=1),
-            "of token 1 is inf; give a number from -1e",
-        ),
+        (request(5, prefix_versions=np.array([1]), max_tokens=1), "prefix_versions has 1"),
+        (request(5, logit_bias={10: 1}, max_tokens=1), r"\[10\], .* vocabulary of 10"),
+        (request(5, logit_bias=[(1, 1), (1, 2)], max_tokens=1), r"the tokens \[1\] twice"),
+        (request(5, logit_bias={1: float("inf")}, max_tokens=1), "of token 1 is inf"),
         (request(5, logit_bias={1: float("nan")}, max_tokens=1), "of token 1 is nan"),
         (request(4, max_tokens=1), "its id is used twice in one call"),
     ],

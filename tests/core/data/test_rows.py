@@ -177,10 +177,7 @@ def test_dots_reach_into_tables_as_in_verl_s_data():
 @pytest.mark.parametrize(
     "value, words",
     [
-        (
-            ["a", "b"],
-            r"'q' is a list, .* and no text; name what is in it \(\{q\[0\]\}\)",
-        ),
+        (["a", "b"], r"'q' is a list, .*\(\{q\[0\]\}\)"),
         ({"text": "a"}, r"'q' is a table, .*\(\{q\.text\}\)"),
         ((1, 2), "'q' is a list"),
         ([QUESTION], "'q' is a list"),  # a chat inside of a text

@@ -245,11 +245,7 @@ def test_a_path_to_code_stands_for_a_name(site, kind):
 @pytest.mark.parametrize(
     "kind, path, why",
     [
-        (
-            "runtime",
-            "my_code:Mine",
-            "give a registered name; paths to code are for algorithm, data_source",
-        ),
+        ("runtime", "my_code:Mine", "give a registered name"),
         ("reward", "my_code:", "neither a name nor of the form"),
         ("reward", "my_code:Min", "my_code has no 'Min'; did you mean 'Mine'"),
         ("reward", "no_such_code:Mine", "No module named 'no_such_code'.*current folder"),

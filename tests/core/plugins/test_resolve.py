@@ -93,11 +93,7 @@ def test_a_reward_is_a_function_or_a_class_with_its_options():
         (Constant, {}, r"options \{\} do not fit reward 'mine'\(value\): missing .* 'value'"),
         (3, {}, "reward 'mine' is 3; it must be a function of one sample, or a class derived from"),
         (Echo, {}, "reward 'mine' is <class .*Echo'>; it must be a function"),
-        (
-            of_trl,
-            {},
-            r"reward 'mine'\(prompts, completions, \*\*.*has TRL's form; .*def of_trl\(sample\)",
-        ),
+        (of_trl, {}, r"has TRL's form; .*def of_trl\(sample\)"),
         (of_verl, {}, "has verl's form"),
     ],
     ids=["unknown option", "missing option", "a number", "another class", "TRL's", "verl's"],

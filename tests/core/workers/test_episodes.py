@@ -112,10 +112,7 @@ class Wrong(Environment):
         (Answer("1", reward=float("nan")), "gave the reward nan; it must be a finite number"),
         (Answer("1", reward="1"), "gave the reward '1'; it must be a finite number"),
         (Answer(""), "answered '' and the episode is not done"),
-        (
-            Answer("1="),
-            "answered '1=' and the episode is not done; an answer needs a text that does not end as a turn",
-        ),
+        (Answer("1="), "answered '1=' and the episode is not done"),
     ],
 )
 def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):

@@ -189,20 +189,14 @@ HERE = "tests.core.workers.test_failures"
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (
-            {"function": f"{HERE}:sometimes", "on_failure": {"retries": -1}},
-            r"reward\.on_failure\.retries",
-        ),
-        (
-            {"function": f"{HERE}:sometimes", "on_failure": {"tries": 1}},
-            r"reward\.on_failure\.tries: unknown key",
-        ),
+        ({"function": f"{HERE}:sometimes", "on_failure": {"retries": -1}}, r"on_failure\.retries"),
+        ({"function": f"{HERE}:sometimes", "on_failure": {"tries": 1}}, r"on_failure\.tries"),
         (
             {
                 "parts": [{"name": "a", "function": f"{HERE}:sometimes"}],
                 "on_failure": {"score": 0.0},
             },
-            r"reward\.on_failure: belongs to one function",
+            r"reward\.on_failure: ",
         ),
     ],
 )

@@ -121,10 +121,7 @@ def test_each_sample_gets_a_number_per_token_where_that_is_asked_for():
     ("given", "said"),
     [
         ([1.0, 2.0], "returned 2 numbers for 3 response tokens; return one for each"),
-        (
-            1.0,
-            "returned 1.0; with per_token = true return a list with one number for each of the 3 tokens",
-        ),
+        (1.0, "one number for each of the 3 tokens"),
         ("abc", "returned 'abc'; with per_token = true return a list"),
         ([1.0, float("nan"), 2.0], "returned nan; return a finite float32 number"),
     ],

@@ -33,10 +33,7 @@ def test_a_file_is_read_as_tables(tmp_path):
     "content, why",
     [
         (b"a = 1\nb = = 2\n", r"x\.toml, line 2, column 5: Invalid value; the line is: b = = 2"),
-        (
-            b"a = 1\na = 2\n",
-            r"x\.toml, line 2, column 6: Cannot overwrite a value; the line is: a = 2",
-        ),
+        (b"a = 1\na = 2\n", r"x\.toml, line 2, column 6: .*: a = 2"),
         (b"a = [1,", r"x\.toml: .*at end of document"),
         (b"a = 1\nb = '\xff'\n", r"x\.toml, line 2: not UTF-8 text"),
     ],
