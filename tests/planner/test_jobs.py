@@ -167,6 +167,13 @@ def test_a_mapping_as_settings_has_a_table_for_each_pool_and_role():
     assert alone["pools"] == {"main": [4]} and alone["critic"]["pool"] == "main"
 
 
+def test_an_engines_own_limits_count(config):
+    free = printed(config, cluster="a100-80gb:1x8")
+    few = printed(config, ["rollout.max_sequences=1"], cluster="a100-80gb:1x8")
+    step = r"generation +([\d.]+) s"
+    assert float(re.search(step, few)[1]) > 2 * float(re.search(step, free)[1])
+
+
 def test_a_runtime_of_one_rank_is_planned_on_one_device(config):
     assert "on 1 devices" in printed(
         config, ["runtime=inline", "pools.main=[1]"], cluster="h100-80gb:1x1"

@@ -8,9 +8,8 @@ import pytest
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.settle.config.field_docs import field_docs
-from hybridflow.settle.config.load import SHORTHAND
 from hybridflow.settle.config.structure import structure
-from hybridflow.settle.schema import SECTIONS, USUAL_ROLES, SamplingSection
+from hybridflow.settle.schema import SamplingSection
 
 
 def test_every_setting_of_sampling_is_explained_and_has_a_default():
@@ -39,11 +38,6 @@ def test_a_value_that_cannot_be_says_what_was_got_and_what_to_give(field, value,
         structure({field: value}, SamplingSection, "sampling")
     [problem] = error.value.problems
     assert problem.startswith(f"sampling.{field}: ") and said in problem, problem
-
-
-def test_shorthand_and_sections_agree():
-    assert {"algorithm", "runtime", "rollout"} <= SHORTHAND & set(SECTIONS)
-    assert not set(USUAL_ROLES) & set(SECTIONS)
 
 
 def test_a_sampling_section_is_the_parameters_of_requests():

@@ -57,12 +57,6 @@ def test_a_frozen_model_has_weights_alone_and_its_adapters_are_none():
     assert (config.execution(True).adapter_rank, config.execution(False).adapter_rank) == (4, 0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_model_leaves_the_device_in_every_stage(stage, trained):
-    assert DeepSpeedConfig(stage=stage).execution(trained).offloads
-
-
 @pytest.mark.parametrize(
     ("layout", "takes"),
     [

@@ -150,6 +150,17 @@ def test_an_entry_point_that_mixes_the_two_forms_says_how_to_write_it(site, name
     assert why in entry_of(Registry().load(), "module", name).state
 
 
+def test_a_malformed_entry_points_file_is_listed_and_the_other_packages_load(site, tmp_path):
+    site("acme", {"reward.length": "acme_length:Length"})
+    site("broken", {})
+    (tmp_path / "broken-1.0.dist-info" / "entry_points.txt").write_text(
+        "[hybridflow]\nno equals sign\n"
+    )
+    found = Registry().load()
+    assert entry_of(found, "reward", "length").state == "ready"
+    assert entry_of(found, "module", "entry_points.txt", "broken").state.startswith("failed: ")
+
+
 def test_a_name_claimed_by_two_packages_is_refused_for_both_and_no_other_is_affected(site):
     site("acme", {"reward.length": "a:A", "reward.other": "json:loads"})
     site("bolt", {"reward.length": "b:B"}, version="2.0")
