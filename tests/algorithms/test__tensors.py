@@ -61,17 +61,13 @@ def test_a_mask_of_any_type_says_where_it_is_not_zero(dtype):
 
 
 def test_a_mask_that_would_be_broadcast_is_refused():
-    with pytest.raises(
-        ValueError, match=r"must have the shape of its tensor: got \(2, 1\) for \(2, 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"got \(2, 1\) for \(2, 3\)"):
         _tensors.as_bool(torch.ones(2, 1), torch.ones(2, 3))
 
 
 def test_shapes_that_differ_are_refused_with_every_name():
     _tensors.same_shape("f", a=torch.ones(2), b=torch.zeros(2))
-    with pytest.raises(
-        ValueError, match=r"f: the tensors must have one shape, got a \[2\], b \[2, 1\]"
-    ):
+    with pytest.raises(ValueError, match=r"got a \[2\], b \[2, 1\]"):
         _tensors.same_shape("f", a=torch.ones(2), b=torch.ones(2, 1))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from helpers.two_rows import close
-from helpers.watched import Watched, column
+from helpers.steps import Watched, close, column
 
 from hybridflow.algorithms.dapo import DAPO, DAPOConfig
 from hybridflow.core.contracts.reward import RewardSample

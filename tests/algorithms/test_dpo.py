@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.pair_rows import DATA, log_sigmoid, values
-from helpers.watched import column
+from helpers.steps import column
 
 from hybridflow.algorithms.dpo import DPO, DPOConfig, DPOLoss
 from hybridflow.core.errors import ConfigError

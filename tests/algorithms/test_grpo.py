@@ -8,9 +8,7 @@ import attrs
 import pytest
 import torch
 from helpers.batches import plain
-from helpers.steps import members, minus_mean
-from helpers.two_rows import close, scored
-from helpers.watched import Watched
+from helpers.steps import Watched, close, members, minus_mean, scored
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.core.contracts.loss import Counts

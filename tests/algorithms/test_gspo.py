@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.watched import Watched
+from helpers.steps import Watched
 
 from hybridflow.algorithms.gspo import GSPO, GSPOConfig
 from hybridflow.kit.testing import TinyRun

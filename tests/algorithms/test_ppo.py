@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from helpers.batches import plain
-from helpers.watched import Watched
+from helpers.steps import Watched
 
 from hybridflow.algorithms.ppo import PPO, PPOConfig, ValueLoss
 from hybridflow.kit.testing import TinyRun

@@ -7,9 +7,7 @@ import statistics
 import pytest
 import torch
 from helpers.batches import plain
-from helpers.steps import members, minus_mean
-from helpers.two_rows import MASK, close, scored
-from helpers.watched import Watched
+from helpers.steps import MASK, Watched, close, members, minus_mean, scored
 
 from hybridflow.algorithms.reinforce_pp import (
     ReinforcePP,

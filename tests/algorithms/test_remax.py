@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.batches import plain
-from helpers.steps import minus_mean, rewind
-from helpers.two_rows import close, scored
-from helpers.watched import Watched
+from helpers.steps import Watched, close, minus_mean, rewind, scored
 
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
 from hybridflow.kit.testing import TinyRun

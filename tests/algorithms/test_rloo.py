@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.batches import plain
-from helpers.steps import members, minus_mean
-from helpers.two_rows import close, scored
-from helpers.watched import Watched
+from helpers.steps import Watched, close, members, minus_mean, scored
 
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.kit.testing import TinyRun

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.watched import Watched, column
+from helpers.steps import Watched, column
 
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.kit.testing import TinyRun

@@ -1,6 +1,6 @@
 """Figures of the documentation are what the code draws."""
 
-from helpers.scripts import script
+from helpers.paths import script
 
 
 def test_the_grouping_figure_is_up_to_date():

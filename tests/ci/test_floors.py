@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.paths import ROOT
-from helpers.scripts import script
+from helpers.paths import ROOT, script
 
 FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
 ARROWS = {

@@ -1,6 +1,6 @@
 """docs/configuration.md: its reference is of the config classes as they are."""
 
-from helpers.scripts import script
+from helpers.paths import script
 
 
 def test_the_reference_is_up_to_date():

@@ -1,7 +1,7 @@
 """The page of the zoo has every architecture, and says what came of each cell."""
 
 import pytest
-from helpers.scripts import script
+from helpers.paths import script
 from helpers.zoo import LIMITS, TWO_RANKS, ZOO
 from helpers.zoo_cells import Outcome, reason
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from helpers.plans import ppo_config
+from helpers.configs import ppo_config
 from helpers.shown import write_shown
 from helpers.tiny import write
 

@@ -7,7 +7,7 @@ import re
 import sys
 
 import torch
-from helpers.consoles import console
+from helpers.configs import console
 
 from hybridflow.cli import doctor
 from hybridflow.core.plugins import Descriptor, Registry

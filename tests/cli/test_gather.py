@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.brute import check_plan, layout, mask, whole
-from helpers.lower_bound import lower_bound
+from helpers.brute import check_plan, layout, lower_bound, mask, whole
 
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.resharding.plan import ReshardError, plan_reshard

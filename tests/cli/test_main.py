@@ -55,20 +55,6 @@ def test_arguments_that_it_does_not_take_end_with_2(arguments, said, capsys, pat
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_an_override_that_every_stage_replaces_is_refused(capsys, path):
-    for name in ("run", "show"):
-        assert main([name, CONFIG, "algorithm=ppo"]) == 1
-        assert (
-            "algorithm.name: given on the command line, and every stage has its own"
-            in capsys.readouterr().err
-        )
-
-
-def test_an_override_of_another_form_is_refused(capsys, path):
-    assert main(["show", CONFIG, "run.steps"]) == 1
-    assert "there is no '='" in capsys.readouterr().err
-
-
 def test_the_current_folder_is_searched_last(path, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     sys.path[:] = [p for p in sys.path if p not in ("", str(tmp_path))]

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from helpers.plans import printed
+from helpers.configs import printed
 
 from hybridflow.cli.pictures import draw_steps
 from hybridflow.core.contracts.planner import Bar, Plan, Prediction

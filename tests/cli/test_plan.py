@@ -6,9 +6,8 @@ import json
 import tomllib
 
 import pytest
-from helpers.configs import CONFIG, LLAMA
+from helpers.configs import CONFIG, LLAMA, printed
 from helpers.paths import ROOT
-from helpers.plans import printed
 
 from hybridflow.cli.main import main
 from hybridflow.cli.plan import read_sizes

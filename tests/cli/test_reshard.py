@@ -21,20 +21,8 @@ def rows(text):
 
 
 def test_it_prints_the_papers_table_the_groups_and_who_talks(capsys):
-    assert (
-        main(
-            [
-                "reshard",
-                "--from",
-                "backend=megatron,tp=4,dp=2",
-                "--to",
-                "tp=2",
-                "--model",
-                "llama-7b",
-            ]
-        )
-        == 0
-    )
+    sides = ["--from", "backend=megatron,tp=4,dp=2", "--to", "tp=2"]
+    assert main(["reshard", *sides, "--model", "llama-7b"]) == 0
     text = capsys.readouterr().out
     assert "llama-7b: 6.74 billion parameters, 13.48 GB in bfloat16" in text
     assert (

@@ -33,9 +33,3 @@ def test_a_run_that_is_there_is_gone_on_with_or_replaced_as_asked(tiny, capsys):
     assert "there is a run in runs/tiny already" in capsys.readouterr().err
     assert run("run.steps=2", "--resume") == 0 and steps(tiny) == [1, 2]
     assert run("run.steps=1", "--overwrite") == 0 and steps(tiny) == [1]
-
-
-def test_a_run_that_is_told_to_stop_ends_with_3(tiny, capsys):
-    assert run("reward.function=rewards:asks_to_stop") == 3
-    assert "go on with --resume" in capsys.readouterr().out
-    assert steps(tiny) == [1, 2, 3]  # 16 rows are scored per step, and the 40th asks

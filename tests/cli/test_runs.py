@@ -72,13 +72,6 @@ def test_runs_are_listed_with_what_they_reached_and_what_they_keep(here, capsys)
     ]
 
 
-def test_a_finished_run_that_goes_on_is_running(here, capsys):
-    with open(here / "runs/a/.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert main(["runs", "runs/a", "--delete", "--yes"]) == 1
-    assert "runs/a is running" in capsys.readouterr().err and (here / "runs/a").exists()
-
-
 def test_a_run_that_is_held_is_running_and_is_not_deleted(here, capsys):
     with open(here / "runs/demo/grpo/.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

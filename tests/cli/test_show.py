@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.consoles import console
+from helpers.configs import console
 from helpers.shown import resolved
 
 from hybridflow.cli.show import render, show

@@ -23,6 +23,7 @@ from hybridflow.algorithms.reward_model import RewardModel, RewardModelConfig
 from hybridflow.algorithms.rloo import RLOO, RLOOConfig
 from hybridflow.algorithms.safe_rlhf import SafeRLHF, SafeRLHFConfig
 from hybridflow.algorithms.sft import SFT, SFTConfig
+from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.kit.testing import AlgorithmConformance
 from hybridflow.kit.testing.runs import TABLES
 
@@ -39,89 +40,43 @@ COSTS = {
 }
 
 
-class TestPPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return PPO(
-            PPOConfig(
-                prompts_per_step=8, mini_batch_size=4, epochs=2, kl_target=0.1, entropy_coef=0.01
-            )
-        )
+EVERYTHING = dict(
+    prompts_per_step=4, group_size=4, mini_batch_size=8, kl_coef=0.1, dual_clip=3.0, entropy_coef=0.01, how="token-mean",
+    correction_level="sequence",
+)  # fmt: skip
+"""Off-policy, with the KL to a reference, dual clip and the correction for the rollout engine."""
+GROUPS = dict(prompts_per_step=4, group_size=4)
+OFF_POLICY = dict(prompts_per_step=4, group_size=4, mini_batch_size=8)
+OURS = [
+    PPO(
+        PPOConfig(prompts_per_step=8, mini_batch_size=4, epochs=2, kl_target=0.1, entropy_coef=0.01)
+    ),
+    PPO(PPOConfig(prompts_per_step=8, kl_coef=0.0)),
+    GRPO(GRPOConfig(**GROUPS)),
+    GRPO(GRPOConfig(**EVERYTHING, correction="truncate")),
+    GRPO(GRPOConfig(**EVERYTHING, correction="mask")),
+    SFT(SFTConfig(batch_size=8)),
+    RLOO(RLOOConfig(prompts_per_step=4, kl_target=0.01, kl_horizon=100.0)),
+    ReMax(ReMaxConfig(prompts_per_step=8, group_size=1, epochs=2)),
+    ReMax(ReMaxConfig(prompts_per_step=8, group_size=2, epochs=2)),
+    ReinforcePP(ReinforcePPConfig(prompts_per_step=8, mini_batch_size=4)),
+    ReinforcePPBaseline(ReinforcePPBaselineConfig(**GROUPS)),
+    DrGRPO(DrGRPOConfig(**GROUPS, length=4)),
+    DAPO(DAPOConfig(**OFF_POLICY, overlong_cache=2)),
+    GSPO(GSPOConfig(**OFF_POLICY)),
+    CISPO(CISPOConfig(**OFF_POLICY)),
+]
 
 
-class TestGRPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return GRPO(GRPOConfig(prompts_per_step=4, group_size=4))
+def anew(algorithm: Algorithm) -> Algorithm:
+    """One that has no state of another test."""
+    return type(algorithm)(algorithm.config)
 
 
-class TestGRPOWithEverything(AlgorithmConformance):
-    """Off-policy, with the KL to a reference, dual clip and the correction for the rollout engine."""
-
-    @pytest.fixture(params=["truncate", "mask"])
+class TestOurs(AlgorithmConformance):
+    @pytest.fixture(params=OURS, ids=lambda algorithm: type(algorithm).__name__)
     def algorithm(self, request):
-        return GRPO(
-            GRPOConfig(
-                prompts_per_step=4, group_size=4, mini_batch_size=8, kl_coef=0.1, dual_clip=3.0, entropy_coef=0.01,
-                how="token-mean", correction=request.param, correction_level="sequence",
-            )
-        )  # fmt: skip
-
-
-class TestSFT(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return SFT(SFTConfig(batch_size=8))
-
-
-class TestRLOO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return RLOO(RLOOConfig(prompts_per_step=4, kl_target=0.01, kl_horizon=100.0))
-
-
-class TestReMax(AlgorithmConformance):
-    @pytest.fixture(params=[1, 2])
-    def algorithm(self, request):
-        return ReMax(ReMaxConfig(prompts_per_step=8, group_size=request.param, epochs=2))
-
-
-class TestReinforcePP(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return ReinforcePP(ReinforcePPConfig(prompts_per_step=8, mini_batch_size=4))
-
-
-class TestReinforcePPBaseline(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return ReinforcePPBaseline(ReinforcePPBaselineConfig(prompts_per_step=4, group_size=4))
-
-
-class TestDrGRPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return DrGRPO(DrGRPOConfig(prompts_per_step=4, group_size=4, length=4))
-
-
-class TestDAPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return DAPO(
-            DAPOConfig(prompts_per_step=4, group_size=4, mini_batch_size=8, overlong_cache=2)
-        )
-
-
-class TestGSPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return GSPO(GSPOConfig(prompts_per_step=4, group_size=4, mini_batch_size=8))
-
-
-class TestCISPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return CISPO(CISPOConfig(prompts_per_step=4, group_size=4, mini_batch_size=8))
+        return anew(request.param)
 
 
 class TestSafeRLHF(AlgorithmConformance):
@@ -137,34 +92,20 @@ class TestSafeRLHF(AlgorithmConformance):
         return {**COSTS, "pretrain": TABLES["data"]}
 
 
-class TestPPOWithoutAReference(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return PPO(PPOConfig(prompts_per_step=8, kl_coef=0.0))
-
-
-class TestDPO(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return DPO(DPOConfig(pairs_per_step=4, mini_batch_size=4))
-
-    def tables(self):
-        return PAIRS
-
-
-class TestRewardModel(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return RewardModel(RewardModelConfig(pairs_per_step=4, margin=0.5))
+class TestPairs(AlgorithmConformance):
+    @pytest.fixture(
+        params=[
+            DPO(DPOConfig(pairs_per_step=4, mini_batch_size=4)),
+            RewardModel(RewardModelConfig(pairs_per_step=4, margin=0.5)),
+            CostModel(CostModelConfig(pairs_per_step=4)),
+        ],
+        ids=lambda algorithm: type(algorithm).__name__,
+    )
+    def algorithm(self, request):
+        self.models = {"RewardModel": ["reward"], "CostModel": ["cost"]}.get(
+            type(request.param).__name__, []
+        )
+        return anew(request.param)
 
     def tables(self):
-        return {**PAIRS, "reward": TABLES["actor"]}
-
-
-class TestCostModel(AlgorithmConformance):
-    @pytest.fixture
-    def algorithm(self):
-        return CostModel(CostModelConfig(pairs_per_step=4))
-
-    def tables(self):
-        return {**PAIRS, "cost": TABLES["actor"]}
+        return {**PAIRS, **dict.fromkeys(self.models, TABLES["actor"])}

@@ -12,8 +12,6 @@ from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.backends.inline.runtime import InlineRuntime
 from hybridflow.backends.rewards.exact_match import ExactMatch
 from hybridflow.backends.rewards.math import MathReward
-from hybridflow.backends.transformers.config import TransformersEngineConfig
-from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.reward import FunctionReward
@@ -22,7 +20,6 @@ from hybridflow.kit.testing import (
     DataSourceConformance,
     ProtocolConformance,
     RewardConformance,
-    RolloutEngineConformance,
     RuntimeConformance,
     TrainingBackendConformance,
     one_rank,
@@ -31,10 +28,13 @@ from hybridflow.kit.testing import (
 from hybridflow.kit.testing.runs import even_tokens
 
 
-class TestOneToAll(ProtocolConformance):
-    @pytest.fixture
-    def protocol(self):
-        return Protocol.ONE_TO_ALL
+class TestProtocols(ProtocolConformance):
+    @pytest.fixture(
+        params=[Protocol.ONE_TO_ALL, Protocol.THREE_D, Protocol.PP_ONLY, Protocol.PP_AS_DP],
+        ids=lambda protocol: protocol.name,
+    )
+    def protocol(self, request):
+        return request.param
 
 
 class TestAllToAll(ProtocolConformance):
@@ -62,30 +62,12 @@ class TestDP(ProtocolConformance):
         return Protocol.DP
 
 
-class TestThreeD(ProtocolConformance):
-    @pytest.fixture
-    def protocol(self):
-        return Protocol.THREE_D
-
-
 class TestMicroDP(ProtocolConformance):
     generations = ((1, 1), (1, 2), (2, 1), (2, 2))
 
     @pytest.fixture
     def protocol(self):
         return Protocol.MICRO_DP
-
-
-class TestPPOnly(ProtocolConformance):
-    @pytest.fixture
-    def protocol(self):
-        return Protocol.PP_ONLY
-
-
-class TestPPAsDP(ProtocolConformance):
-    @pytest.fixture
-    def protocol(self):
-        return Protocol.PP_AS_DP
 
 
 class TestFSDP(TrainingBackendConformance):
@@ -103,22 +85,6 @@ class TestFSDP(TrainingBackendConformance):
 class TestFSDPWithExperts(TestFSDP):
     architectures = ("qwen3_moe",)
     kinds = ("policy",)
-
-
-class TestTransformers(RolloutEngineConformance):
-    @pytest.fixture
-    def start(self):
-        def make(spec):
-            engine = TransformersEngine(spec, TransformersEngineConfig(), context)
-            engine.start()
-            return engine
-
-        with one_rank() as context:
-            yield make
-
-
-class TestTransformersWithExperts(TestTransformers):
-    architectures = ("qwen3_moe",)
 
 
 class TestInline(RuntimeConformance):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from helpers.watched import column
+from helpers.steps import column
 
 from hybridflow.algorithms.sft import NextTokenLoss
 from hybridflow.core.contracts.algorithm import Algorithm

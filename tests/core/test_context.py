@@ -120,9 +120,7 @@ def numbered(rows: int) -> Batch:
 def test_roles_are_attributes_and_others_are_named(context):
     ctx = context()
     assert ctx.critic.role.column == "values"
-    with pytest.raises(
-        AttributeError, match=r"no role 'ref' \(roles: actor, critic, reward\); declare it in"
-    ):
+    with pytest.raises(AttributeError, match="no role 'ref'"):
         _ = ctx.ref
     assert not hasattr(ctx, "refs")
 
@@ -274,13 +272,9 @@ def test_neighbours_stay_together_in_mini_batches(context):
     minis = [mini["x"].values.tolist() for mini in context().minibatches(numbered(12), 6, unit=3)]
     runs = [mini[start : start + 3] for mini in minis for start in (0, 3)]
     assert sorted(runs) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
-    with pytest.raises(
-        ValueError, match="the mini-batch size 4 must be a multiple of the unit of 3 rows"
-    ):
+    with pytest.raises(ValueError, match="size 4 must be a multiple of the unit of 3"):
         next(context().minibatches(numbered(12), 4, unit=3))
-    with pytest.raises(
-        ValueError, match="a batch of 11 rows has a part of a unit of 3 rows at its end"
-    ):
+    with pytest.raises(ValueError, match=r"11 rows .* unit of 3"):
         next(context().minibatches(numbered(11), 6, unit=3))
 
 

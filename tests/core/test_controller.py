@@ -11,7 +11,7 @@ from helpers.tiny import learning, write
 from safetensors.torch import load_file
 
 from hybridflow.core.controller import RunOutcome, due, run_job
-from hybridflow.core.errors import ConfigError, WorkerDied
+from hybridflow.core.errors import WorkerDied
 from hybridflow.core.plugins import Registry, hookimpl
 from hybridflow.core.running.session import prepare
 from hybridflow.settle.launch import load_config
@@ -162,13 +162,3 @@ def test_a_run_restarts_from_its_checkpoint_as_often_as_it_may(here, capsys):
     assert said.count("restart 1 of 1, from the newest checkpoint") == 2
     state = json.loads(Path("runs/tiny/checkpoints/step-00000003/state.json").read_text())
     assert state["algorithm"]["steps"] == 3  # the step that failed is not counted twice
-
-
-def test_a_folder_with_a_run_is_left_alone_unless_asked(here):
-    go("run.steps=1")
-    before = Path("runs/tiny/metrics.jsonl").read_text()
-    with pytest.raises(ConfigError, match=r"there is a run in runs/tiny already"):
-        go("run.steps=1")
-    assert Path("runs/tiny/metrics.jsonl").read_text() == before
-    go("run.steps=2", overwrite=True)
-    assert [row["step"] for row in learning(here / "runs/tiny")] == [1, 2]

@@ -28,10 +28,8 @@ def test_a_failed_worker_is_named_with_its_own_traceback_behind():
     assert str(error) == (
         "boom [role 'actor', phase 'update', rank 3]\n--- traceback of the worker ---\nFile x.py"
     )
-    assert (
-        str(WorkerError("gone", role="ref", phase="start", rank=None))
-        == "gone [role 'ref', phase 'start']"
-    )
+    started = WorkerError("gone", role="ref", phase="start", rank=None)
+    assert str(started) == "gone [role 'ref', phase 'start']"
 
 
 @pytest.mark.parametrize("kind", [WorkerError, WorkerDied])

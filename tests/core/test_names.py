@@ -71,9 +71,7 @@ def test_an_object_is_found_by_its_path_inside_classes_too():
 
 
 def test_an_object_that_is_not_there_is_told_with_the_nearest():
-    with pytest.raises(
-        ImportError, match=r"collections has no 'OrderdDict'; did you mean 'OrderedDict'\?"
-    ):
+    with pytest.raises(ImportError, match="did you mean 'OrderedDict'"):
         import_object("collections:OrderdDict")
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         import_object("no_such_module:X")
@@ -84,9 +82,7 @@ def test_an_object_that_is_not_there_is_told_with_the_nearest():
 def test_a_module_that_exits_is_an_import_error_and_other_failures_are_its_own(module):
     module("import sys\nsys.exit(3)\n")
     for path in ("made_for_names", "made_for_names:X"):
-        with pytest.raises(
-            ImportError, match=r"made_for_names.* called sys.exit\(3\) when imported"
-        ):
+        with pytest.raises(ImportError, match=r"made_for_names.*sys.exit\(3\)"):
             import_named(path)
     module("1 / 0\n")
     with pytest.raises(ZeroDivisionError):

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 from helpers.hybrid_jobs import train_and_sync
-from helpers.matrix import EVERY
+from helpers.paths import EVERY
 from helpers.training_check import output_ranks
 from helpers.training_jobs import Setup, outputs
 from helpers.training_reference import ReplayedPPO, make_batch

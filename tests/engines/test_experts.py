@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from helpers.matrix import EVERY, matrix
-from helpers.tiny import hybridflow, learning, write
+from helpers.paths import EVERY, matrix
+from helpers.tiny import learning, ran, write
 from helpers.zoo_cells import check_cells
 
 EXPERTS = (
@@ -32,11 +32,9 @@ def test_the_engine_speaks_with_the_weights_that_were_trained(tmp_path, backend,
     pytest.importorskip(engine)
     pytest.importorskip(backend if backend == "deepspeed" else "torch")
     write(tmp_path)
-    done = hybridflow(
-        tmp_path, "run", "tiny.toml", "runtime=ray", "pools.main=[2]", "actor.generation.tp=2",
-        f"actor.backend.name={backend}", EXPERTS, "run.steps=3", *ENGINES[engine],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    ranks = ["runtime=ray", "pools.main=[2]", "actor.generation.tp=2"]
+    settings = [*ranks, f"actor.backend.name={backend}", EXPERTS, "run.steps=3"]
+    ran(tmp_path, *settings, *ENGINES[engine])
     rows = learning(tmp_path / "runs/tiny")
     assert len(rows) == 3
     assert [row["actor/mismatch_mean"] for row in rows] == pytest.approx([0.0] * 3, abs=1e-4)

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers.matrix import matrix
-from helpers.tiny import hybridflow, write
+from helpers.paths import matrix
+from helpers.tiny import hybridflow, ran, write
 
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
 ENGINES = {
@@ -22,8 +22,7 @@ def trained(tmp_path_factory):
     """The current folder of a run of two steps."""
     folder = tmp_path_factory.mktemp("inference")
     write(folder, **WIDER)
-    done = hybridflow(folder, "run", "tiny.toml", "run.steps=2", "actor.optimizer.lr=0.003")
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(folder, "run.steps=2", "actor.optimizer.lr=0.003")
     return folder
 
 

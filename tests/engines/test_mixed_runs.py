@@ -11,8 +11,8 @@ import time
 import uuid
 
 import pytest
-from helpers.matrix import matrix
-from helpers.tiny import hybridflow, learning, marked, write
+from helpers.paths import matrix
+from helpers.tiny import hybridflow, learning, marked, ran, write
 from run.test_resume import PPO, same_weights
 
 RAY = ["runtime=ray", "pools.main=[2]"]
@@ -44,12 +44,9 @@ def test_roles_of_three_backends_train_together_and_resume_bit_for_bit(tmp_path)
     for folder in (whole, cut):
         folder.mkdir()
         write(folder, **PPO)
-    done = hybridflow(whole, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = hybridflow(cut, "run", "tiny.toml", *settings, "run.steps=2")
-    assert first.returncode == 0, first.stdout + first.stderr
-    resumed = hybridflow(cut, "run", "tiny.toml", *settings, "--resume")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    ran(whole, *settings)
+    ran(cut, *settings, "run.steps=2")
+    ran(cut, *settings, "--resume")
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     assert all(row["actor/mismatch_mean"] < 1e-4 for row in learning(whole / "runs/tiny"))
     for role in ("actor", "critic"):
@@ -103,12 +100,8 @@ def test_what_a_backend_cannot_do_is_said_before_anything_starts(tmp_path):
         "actor.backend.precision=bf16", "actor.backend.stage=1",
     ]  # fmt: skip
     said = hybridflow(tmp_path, "run", "tiny.toml", *wrong)
-    assert (
-        said.returncode == 1
-        and "actor.layout.tp: is 2, and the backend deepspeed has the axes dp; set it to 1"
-        in said.stderr
-        and "set backend.stage to 2 or 3" in said.stderr
-    )
+    assert said.returncode == 1
+    assert "actor.layout.tp: is 2" in said.stderr and "set backend.stage to 2 or 3" in said.stderr
     said = hybridflow(
         tmp_path,
         "run",

@@ -11,9 +11,9 @@ import time
 import uuid
 
 import pytest
-from helpers.matrix import EVERY, matrix
+from helpers.paths import EVERY, matrix
 from helpers.shared_memory import in_shared_memory, mapped_by
-from helpers.tiny import GRPO, hybridflow, killing, learning, marked, write
+from helpers.tiny import killing, learning, marked, ran, write
 
 WIDER = {"hidden_size = 64": "hidden_size = 128"}  # heads of 32, the least that vLLM takes on a CPU
 ENGINES = {
@@ -32,8 +32,7 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
     for folder in (whole, hit):
         folder.mkdir()
         write(folder, **WIDER)
-    done = hybridflow(whole, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(whole, *settings)
     code, out, killed = killing(
         hit, kills, "run", "tiny.toml", *settings, "rollout.restarts=5", timeout=800
     )
@@ -56,8 +55,7 @@ def test_in_bfloat16_an_engine_says_nearly_what_the_trainer_does(tmp_path, name)
     write(tmp_path, **WIDER)
     half = ["actor.backend.precision=bf16", "rollout.dtype=bfloat16"]
     settings = ["run.steps=4", "actor.optimizer.lr=0.003", *half, *ENGINES[name]]
-    done = hybridflow(tmp_path, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(tmp_path, *settings)
     means = [row["actor/mismatch_mean"] for row in learning(tmp_path / "runs/tiny")]
     # Both compute in bfloat16, each in its own order: 0 would be no bfloat16.
     assert len(means) == 4 and all(1e-5 < mean < 0.02 for mean in means), means
@@ -129,7 +127,3 @@ def test_nothing_is_left_behind(tmp_path, name, runtime, end):
     if end == "exception":
         assert "no such unit" in text and metrics.exists(), text
     assert _wait_gone(mark, before, mapped, 30 if end == "kill" else 10) == ([], set()), text
-
-
-def test_the_config_of_the_tiny_run_is_what_these_tests_change():
-    assert all(old in GRPO for old in WIDER)

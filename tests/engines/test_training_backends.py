@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from helpers.same_tensors import assert_equal
-from helpers.training_check import check
+from helpers.training_check import assert_equal, check
 from helpers.training_jobs import Setup, disagreeing_update, moved, train
 from helpers.training_reference import Blend, make_batch
 

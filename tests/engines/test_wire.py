@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import wire
-from helpers.matrix import EVERY
+from helpers.paths import EVERY
 from helpers.training_jobs import Setup
 from helpers.training_reference import ReplayedPPO, load, make_batch
 from safetensors.torch import load_file

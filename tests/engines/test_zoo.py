@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.matrix import EVERY, matrix
+from helpers.paths import EVERY, matrix
 from helpers.zoo import ENGINES, ZOO
 from helpers.zoo_cells import TESTS, check_cells, write_model
 from safetensors.torch import load_file

@@ -8,40 +8,13 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.contracts.capabilities import Capabilities
 
-
-@attrs.frozen
-class Brought:
-    """One plugin that is expected."""
-
-    kind: str
-    name: str
-    target: Any
-    """What its factory must be."""
-    config: type | None = None
-    requires: tuple[str, ...] = ()
-    extra: str | None = None
-    default: bool = False
-    capabilities: Capabilities | None = None
-
-
-def check_brought(module: ModuleType, *expected: Brought) -> None:
-    """The module brings these plugins and no others, and the names in them lead there."""
-    found = [
-        Brought(
-            kind=descriptor.kind,
-            name=descriptor.name,
-            target=loaded(descriptor.factory),
-            config=loaded(descriptor.config) if descriptor.config is not None else None,
-            requires=descriptor.requires,
-            extra=descriptor.extra,
-            default=descriptor.default,
-            capabilities=descriptor.capabilities,
-        )
-        for descriptor in module.hybridflow_plugins()
-    ]
-    assert found == list(expected)
+def check_brought(module: ModuleType, **targets: type) -> None:
+    """The module brings these classes by these names, in this order; configs are classes of settings."""
+    descriptors = module.hybridflow_plugins()
+    found = [(descriptor.name, loaded(descriptor.factory)) for descriptor in descriptors]
+    assert found == list(targets.items())
+    assert all(attrs.has(loaded(d.config)) for d in descriptors if d.config is not None)
 
 
 def loaded(path: str) -> Any:

@@ -1,10 +1,15 @@
-"""Configs and clusters that several tests plan with."""
+"""Configs and clusters that several tests plan with, and consoles that keep what is printed."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from helpers.tiny import MODEL
+from hybridflow.cli.plan import plan
 
 LLAMA = (
     '{ model_type = "llama", vocab_size = 32000, hidden_size = 2048, intermediate_size = 5504, num_hidden_layers = 8, '
@@ -61,3 +66,25 @@ data = {{ source = "arithmetic", max_prompt_tokens = 8, answer = "{{answer}}" }}
 sampling.max_tokens = 3
 actor.model.config = {MODEL}
 """
+
+
+def ppo_config(folder: Path) -> Path:
+    """The file of a config that plans well."""
+    path = folder / "ppo.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def printed(*arguments: Any, **options: Any) -> str:
+    """Of `plan` with these arguments."""
+    out = io.StringIO()
+    plan(*arguments, **options, console=Console(file=out, width=200, highlight=False, markup=False))
+    return out.getvalue()
+
+
+def console(width: int = 100, terminal: bool | None = None) -> tuple[Console, io.StringIO]:
+    """A console, and what it has printed so far; plain text unless it is a terminal."""
+    out = io.StringIO()
+    return Console(
+        file=out, markup=False, highlight=False, width=width, force_terminal=terminal
+    ), out

@@ -1,11 +1,14 @@
-"""What both decoders are held to: Hugging Face's logits of each whole sequence alone."""
+"""What both decoders are held to: Hugging Face's logits of each whole sequence alone; the request of most tests."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+
+from hybridflow.core.contracts.rollout import Completion, Request, SamplingParams
 
 
 def logits_of(model: Any, sequences: list[list[int]]) -> torch.Tensor:
@@ -48,3 +51,15 @@ def append(decoder: Any, rows: list[list[int]], draw: np.random.Generator) -> to
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+KINDS = ["qwen2", "gpt2"]
+"""Our decoder and Hugging Face's code make the same promises."""
+PROMPT = np.array([3, 1, 4, 1, 5])
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+both = pytest.mark.parametrize("case", KINDS, indirect=True)
+
+
+def greedy(case) -> Completion:
+    return case.engine.generate([Request(0, PROMPT, GREEDY)])[0]

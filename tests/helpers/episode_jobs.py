@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from helpers.episodes import Echo, echoing
-from helpers.small_tokenizers import char
+from helpers.sources import char
 from helpers.training_jobs import Setup, make_worker, said_by
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.workers.episodes import run_episodes

@@ -25,7 +25,7 @@ def builder(backend: type[FSDPBackend] = FSDPBackend) -> Iterator[Any]:
         yield build
 
 
-def caught_in_backend(part: type, backend: type, method: str, says: str, **fixtures: Any) -> None:
+def caught_in_backend(part: type, backend: type, method: str, **fixtures: Any) -> None:
     """The method of a part of TrainingBackendConformance notices what is wrong with the backend."""
 
     class Kit(part):
@@ -33,4 +33,4 @@ def caught_in_backend(part: type, backend: type, method: str, says: str, **fixtu
         kinds = ("policy",)
 
     with builder(backend) as build:
-        caught(Kit, method, says, build=build, **fixtures)
+        caught(Kit, method, build=build, **fixtures)

@@ -54,11 +54,11 @@ def starter(engine: type[RolloutEngine] = TransformersEngine) -> Iterator[Any]:
         yield start
 
 
-def caught_in_engine(part: type, engine: type[RolloutEngine], method: str, says: str) -> None:
+def caught_in_engine(part: type, engine: type[RolloutEngine], method: str) -> None:
     """The method of a part of RolloutEngineConformance notices what is wrong with the engine."""
 
     class Kit(part):
         architectures = ("llama",)
 
     with starter(engine) as start:
-        caught(Kit, method, says, start=start)
+        caught(Kit, method, start=start)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from helpers.syncs import hybrid_engine
-from helpers.training_jobs import Setup, make_worker, mine, parameters, said_by
+from helpers.training_jobs import Setup, make_worker, mine, parameters
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.values.batch import Batch
@@ -69,40 +68,3 @@ def train_and_sync(
     found["lacking"], found["parameters"] = lacking(worker), parameters(worker)
     worker.close()
     return found
-
-
-def corrupted(rank: int, world: int, setup: Setup, batch: Batch) -> tuple[str, str, list[str]]:
-    """One element of one parameter arrives wrong on the last rank: what is said, what generation says, what mends it."""
-    worker = make_worker(rank, setup)
-    engine = worker.engine
-    names = [n for n in engine.layout().params if "layers.1.mlp.up_proj" in n]
-    receive = engine.receive
-
-    def flip(name, box, tensor):
-        if name == names[0] and rank == world - 1:
-            tensor = tensor.clone()
-            tensor.view(-1)[3] += 1e-3
-        receive(name, box, tensor)
-
-    engine.receive = flip
-    said = [said_by(worker.sync), said_by(lambda: engine.generate([]))]
-    engine.receive = receive
-    worker.sync()
-    return said[0], said[1], unequal(worker)
-
-
-def misfit(rank: int, world: int, setup: Setup) -> tuple[str, bool]:
-    """An engine of another model: what is said, and whether the engine was touched."""
-    from hybridflow.core.values.weights import Param, WeightLayout
-
-    worker = make_worker(rank, setup)
-    theirs = worker.engine.layout()
-    params = dict(theirs.params)
-    del params["model.norm.weight"]
-    params["model.embed_tokens.weight"] = Param((7, 64), torch.float32)
-    params["model.extra"] = Param((3,), torch.float32)
-    held = {r: {n: b for n, b in h.items() if n in params} for r, h in theirs.held.items()}
-    other = WeightLayout(params, held, theirs.ties)
-    worker.engine.layout = lambda: other
-    worker.engine.version, worker.engine.updating = 0, False
-    return said_by(lambda: hybrid_engine(worker)), worker.engine.updating

@@ -1,12 +1,16 @@
-"""Random layouts: boxes cut anywhere, held by any ranks."""
+"""Random layouts: boxes cut anywhere, held by any ranks; and shapes of small models."""
 
 from __future__ import annotations
+
+from math import prod
 
 import torch
 from hypothesis import strategies as st
 
 from helpers.brute import layout, whole
+from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.weights import Box
+from hybridflow.kit.huggingface.shapes import llama_shape
 
 SHAPES = st.lists(
     st.sampled_from([(), (1,), (7,), (12,), (5, 4), (8, 3), (3, 4, 5), (2, 1, 6)]),
@@ -51,3 +55,15 @@ def layouts(draw):
             want[r][name] = tuple(b for b in parts if draw(st.booleans()))
     dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in range(2)]
     return layout(shapes, have, dtypes[0]), layout(shapes, want, dtypes[1])
+
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB = 32, 4, 8, 2, 4, 48, 209
+LLAMA = llama_shape(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB)
+"""A vocabulary that no number of ranks divides."""
+QWEN = llama_shape(HIDDEN, LAYERS, HEADS, 4, HEAD_DIM, INTERMEDIATE, 211, tied=True, qkv_bias=True)
+QWEN3 = llama_shape(HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, qk_norm=True)
+
+
+def counted(shape: ModelShape) -> int:
+    """Its parameters; a tied head is none."""
+    return sum(prod(sizes) for sizes in shape.parameters().values())

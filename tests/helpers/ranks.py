@@ -1,4 +1,4 @@
-"""A few long-lived gloo processes that run functions as the ranks of a group."""
+"""A few long-lived gloo processes that run functions as the ranks of a group; and a fresh one for a call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -118,3 +120,9 @@ def _serve(rank: int, world: int, pipe: Any, store: str) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def fresh(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, of a module of tests/helpers or of ours."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result(timeout=200)

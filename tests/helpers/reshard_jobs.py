@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.syncs import transport_config
+from hybridflow.backends.fsdp import gather as fsdp_gather
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.contracts.transport import Link
 from hybridflow.core.plugins import registry
@@ -141,3 +142,30 @@ def run(plan, rank: int, world: int, transport: str, folder: str):
         if not torch.equal(tensor, expected[box.slices()].to(plan.wire[name]).to(tensor.dtype)):
             wrong.append(name)
     return moved, (plan.bytes_received[rank], plan.bytes_sent[rank]), wrong, traffic
+
+
+Boxes = dict[int, Box]
+
+
+def gathered(
+    rank: int,
+    world: int,
+    parameters: dict[str, tuple[torch.Tensor, Boxes]],
+    bucket_bytes: int,
+) -> list[tuple[str, torch.Tensor]]:
+    """In the order in which they come; each rank begins with its boxes alone."""
+    pieces = [
+        fsdp_gather.ShardedParameter(
+            name, tuple(whole.shape), whole[boxes[rank].slices()].clone(), boxes
+        )
+        for name, (whole, boxes) in parameters.items()
+    ]
+    usual = fsdp_gather.BUCKET_BYTES
+    fsdp_gather.BUCKET_BYTES = bucket_bytes
+    try:
+        found = fsdp_gather.whole_parameters(
+            pieces, range(world), dist.group.WORLD, torch.device("cpu")
+        )
+        return [(name, whole.clone()) for name, whole in found]
+    finally:
+        fsdp_gather.BUCKET_BYTES = usual

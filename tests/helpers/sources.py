@@ -1,4 +1,4 @@
-"""What the tests of data sources share."""
+"""What the tests of data sources share: a source of given rows, and small tokenizers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hybridflow.backends.tokenizers.small import char_tokenizer, train_tokenizer
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.errors import DataError
 
@@ -33,3 +34,39 @@ def check_refuses_wrong_paths(kind: type[DataSource], name: str, ending: str, fo
     ]:
         with pytest.raises(DataError, match=words):
             kind(config(name, path))
+
+
+DIGITS = "0123456789+="
+TEXTS = [
+    "Natalia sold 48/2 = 24 clips in May.\n\nIt's 1,000!",
+    "Weng earns $12 an hour; she'd worked 50 minutes.\n",
+] * 20
+
+
+def char(characters=DIGITS):
+    return char_tokenizer(characters)
+
+
+def bpe(vocab_size=320):
+    return train_tokenizer("bpe", vocab_size, lambda: TEXTS)
+
+
+class ListSource(DataSource):
+    """Counts in `reads` how often a row was asked for."""
+
+    def __init__(self, config: DataConfig, rows: list[Any]):
+        super().__init__(config)
+        self.rows = rows
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads += 1
+        return self.rows[i]
+
+
+def sums(count: int) -> list[dict[str, Any]]:
+    """0+7=, 1+7=, ..."""
+    return [{"a": a, "b": 7, "text": f"{a}+7=", "answer": str(a + 7)} for a in range(count)]

@@ -1,9 +1,12 @@
-"""What a step of a run must come to, from the batch that its updates were made of, with loops over plain numbers."""
+"""What a step must come to, from the batch that its updates were made of, with loops over plain numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from hybridflow.core.values.batch import Batch
 from hybridflow.kit.testing import TinyRun
 
 Rows = Sequence[Sequence[float]]
@@ -30,3 +33,35 @@ def rewind(run: TinyRun) -> None:
     """Draw the training data from the beginning again."""
     state = run.session.tasks.state().result()
     run.session.tasks.set_state({**state, "train": {**state["train"], "position": 0}}).result()
+
+
+class Watched:
+    """Before a policy-gradient algorithm: keeps what its updates were made of, in `batch`."""
+
+    def minibatches(self, ctx, batch):
+        self.batch = batch
+        return super().minibatches(ctx, batch)
+
+
+def column(batch: Batch, name: str) -> torch.Tensor:
+    """Padded, on this process."""
+    found = batch[name]
+    return found.padded() if found.lengths is not None else torch.as_tensor(found.values)
+
+
+MASK = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0]])
+OLD = torch.tensor([[-1.0, -2.0, 0.0], [-1.0, -9.0, -3.0]])
+REF = torch.tensor([[-1.5, -1.0, 0.0], [-2.0, -1.0, -2.0]])
+"""k1 per token: 0.5, -1 and 1, (hole), -1: sums -0.5 and 0."""
+
+
+def scored(algorithm, scores, group=(0, 0), **columns):
+    """What the algorithm's `advantages` gives for these scores; group None: it has none."""
+    if group is not None:
+        columns["group"] = torch.tensor(group)
+    given = {"loss_mask": MASK, "old_logprobs": OLD, "ref_logprobs": REF, **columns}
+    return algorithm.advantages(scores=torch.tensor(scores), **given)
+
+
+def close(found: torch.Tensor, want) -> None:
+    torch.testing.assert_close(found, torch.tensor(want), atol=1e-5, rtol=1e-5)

@@ -112,6 +112,13 @@ def hybridflow(
     )
 
 
+def ran(folder: Path, *settings: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """A run of the folder's tiny.toml that ends well."""
+    done = hybridflow(folder, "run", "tiny.toml", *settings, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

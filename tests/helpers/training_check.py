@@ -1,4 +1,4 @@
-"""Training over ranks against single-process Hugging Face and torch's own AdamW."""
+"""Training over ranks against single-process Hugging Face and torch's own AdamW; tensors by name."""
 
 from __future__ import annotations
 
@@ -72,3 +72,9 @@ def check(ranks, folder, name, setup: Setup, loss, rows=7, steps=3, wide=1e-5):
             close(answer["grads"][parameter], want, wide, f"gradient of {parameter}")
             close(answer["parameters"][parameter], after[parameter].detach(), 5 * wide, parameter)
             assert torch.equal(answer["parameters"][parameter], got[0]["parameters"][parameter])
+
+
+def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert set(got) == set(want)
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name

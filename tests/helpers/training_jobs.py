@@ -288,64 +288,6 @@ def disagreeing_update(
     return text, unchanged, alike
 
 
-def synced_training(
-    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss, steps: int
-) -> list[float]:
-    """The largest difference of trainer and engine logprobs, before training and after each update."""
-    from hybridflow.core.contracts.rollout import SamplingParams
-
-    worker = make_worker(rank, setup)
-    rows = mine(worker, batch)
-    ask = (
-        rows.take(slice(0, 4))
-        .select(["prompt_ids"])
-        .with_columns(sample_id=torch.arange(min(4, rows.rows)))
-    )
-    worst = []
-    for step in range(steps + 1):
-        made = ask.join(
-            worker.generate(
-                ask, SamplingParams(max_tokens=8, temperature=setup.temperature), seed=step
-            )
-        )
-        again = worker.logprobs(made, {"logprobs": "logprobs"})["logprobs"].values
-        versions = made["weight_version"].values
-        assert (versions == worker.backend.version).all(), versions
-        worst.append(float((again - made["rollout_logprobs"].values).abs().max()))
-        worker.update([(rows, loss)])
-    return worst
-
-
-def broken_transfer(
-    rank: int, world: int, setup: Setup, batch: Batch, loss: Loss
-) -> dict[str, Any]:
-    """A transfer that fails on rank 0 alone, what the engines say then, and the next one."""
-    from hybridflow.core.contracts.rollout import SamplingParams
-
-    worker = make_worker(rank, setup)
-    engine = worker.engine
-    rows = mine(worker, batch)
-    ask = rows.take(slice(0, 2)).select(["prompt_ids"]).with_columns(sample_id=torch.arange(2))
-    sampling = SamplingParams(max_tokens=4)
-    worker.generate(ask, sampling, seed=0)
-    worker.update([(rows, loss)])
-    receive, seen = engine.receive, []
-
-    def fail(name, box, tensor):
-        seen.append(name)
-        if rank == 0 and len(seen) == 5:
-            raise OSError("the link is down")
-        receive(name, box, tensor)
-
-    engine.receive = fail
-    said = [said_by(worker.sync), said_by(lambda: engine.generate([]))]
-    engine.receive = receive
-    worker.sync()
-    made = ask.join(worker.generate(ask, sampling, seed=1))
-    again = worker.logprobs(made, {"logprobs": "x"})["x"].values
-    return {"said": said, "worst": float((again - made["rollout_logprobs"].values).abs().max())}
-
-
 def step_without(rank: int, world: int, setup: Setup, pairs: list, patch: str) -> None:
     """A build and a step of Megatron without one of its patches for the CPU."""
     import functools

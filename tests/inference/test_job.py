@@ -9,7 +9,6 @@ import attrs
 import pytest
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.session import Session, prepare
 from hybridflow.inference.job import (
     inference_tables,
     on_one_device,
@@ -192,12 +191,3 @@ def test_rows_of_preferences_are_asked_once(found, tmp_path):
     assert made["data"] == {"prompt": "{prompt}"} and made["validation"] == {"data": {"limit": 3}}
     # The reward's model of an earlier stage lies beside the run.
     assert made["reward"]["model"] == {"path": str(tmp_path.parent / "reward/export/reward")}
-
-
-def test_its_memory_is_added_up_as_a_run_s(sums, tmp_path):
-    said: list[str] = []
-    job = resolve(inference_tables(find_model(str(sums)), tmp_path / "out"))
-    with Session(job, prepare(job, sets={}), said.append):
-        pass
-    [memory] = [line for line in said if line.startswith("memory:")]
-    assert "pool main holds at most" in memory

@@ -30,9 +30,7 @@ def test_a_step_is_its_checkpoint(sums):
 
 
 def test_a_step_that_is_not_kept_names_those_that_are(sums):
-    with pytest.raises(
-        ModelError, match=r"step 3 of role 'actor' is not kept; there is step 2, step 4"
-    ):
+    with pytest.raises(ModelError, match=r"step 3 .*there is step 2, step 4"):
         find_model(str(sums), step=3)
 
 

@@ -93,9 +93,7 @@ def test_all_are_aborted_without_numbers(engine):
 
 def test_an_engine_without_its_weights_refuses_at_once(engine):
     engine.begin_update(2)
-    with pytest.raises(
-        HybridFlowError, match="the weight update to version 2 was begun and not ended"
-    ):
+    with pytest.raises(HybridFlowError, match="version 2 was begun"):
         engine.add(asked(1, 4))
     give_weights(engine, reference().parameters, 1)
     engine.add(asked(1, 4))

@@ -85,9 +85,7 @@ def test_copies_are_written_once_and_read_by_all(tmp_path):
 def test_what_is_missing_or_shaped_otherwise_is_named(tmp_path):
     whole = torch.randn(4, 2)
     save_state(parts(whole), 0, tmp_path, 0)
-    with pytest.raises(
-        CheckpointError, match=r"role 'critic' cannot be read: ValueError: it has no model\.other"
-    ):
+    with pytest.raises(CheckpointError, match=r"'critic' .* no model\.other"):
         load_state(
             [StatePart("model.other", (1,), Box.full((1,)), torch.zeros(1))], tmp_path, "critic"
         )

@@ -6,7 +6,7 @@ import os
 import re
 
 import pytest
-from helpers.consoles import console
+from helpers.configs import console
 
 from hybridflow.kit.console import WIDEST, make_console, print_line, print_table
 

@@ -5,8 +5,7 @@ from itertools import product
 import attrs
 import pytest
 import torch
-from helpers.brute import check_plan, layout, mask
-from helpers.lower_bound import lower_bound
+from helpers.brute import check_plan, layout, lower_bound, mask
 
 from hybridflow.cli.gather import gather_plan
 from hybridflow.core.errors import ConfigError
@@ -70,10 +69,6 @@ CASES = [
     for pg, tg in product((1, 2, 4), (1, 2, 4, 8))
     if p * t > 1 and p % pg == 0 and t % tg == 0 and (p, t) != (pg, tg) and p * t * d <= 64
 ]
-
-
-def test_there_are_at_least_thirty_layouts_in_both_orders():
-    assert len(CASES) > 60 and len({c[0].order for c in CASES}) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ config  the file of a PPO config that plans well.
 from __future__ import annotations
 
 import pytest
-from helpers.plans import ppo_config
+from helpers.configs import ppo_config
 
 
 @pytest.fixture

@@ -122,11 +122,6 @@ def test_other_sizes_are_whole_nodes_or_a_part_of_one():
         Cluster((*cluster.nodes, *cluster.nodes)).sized(8)
 
 
-def test_a_cluster_without_nodes_is_none():
-    with pytest.raises(ConfigError, match="the cluster has no device"):
-        Cluster(())
-
-
 def test_measured_figures_say_with_what():
     text = """
         [[nodes]]

@@ -3,8 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.configs import CONFIG
-from helpers.plans import printed
+from helpers.configs import CONFIG, printed
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.fakes.process import NotRehearsed

@@ -165,12 +165,8 @@ def test_a_model_larger_than_everything_is_named_with_the_numbers():
     huge = attrs.evolve(SMALL, layers=200)
     with pytest.raises(NothingFitsError) as caught:
         plan_mapping(cluster(0.1), ONE, [planned("actor", huge, trained=True)])
-    said = str(caught.value)
-    assert "actor (0.2 billion parameters) fits nowhere: the least is" in said
-    assert (
-        "GB per device, on 2 small with pp" in said
-        and "and 0.1 GB are usable; give it more" in said
-    )
+    for part in ("actor (0.2 billion parameters)", "on 2 small with pp", "0.1 GB are usable"):
+        assert part in str(caught.value)
 
 
 def test_a_backend_that_takes_no_layout_and_an_engine_without_room_are_told_so():
@@ -190,9 +186,7 @@ def test_models_that_fit_alone_and_not_together_are_told_so():
     work = Workload((*ONE.tasks, Task("critic", "train", 8)), 16, 16)
     one = cluster(0.085, per_node=1)
     plan_mapping(one, ONE, models[:1])
-    with pytest.raises(
-        NothingFitsError, match="each model fits alone, and no placement of all 2 does"
-    ):
+    with pytest.raises(NothingFitsError, match="placement of all 2"):
         plan_mapping(one, work, models)
 
 

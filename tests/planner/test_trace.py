@@ -122,7 +122,7 @@ class Odd(Algorithm):
 def test_a_step_that_cannot_be_followed_says_why():
     with pytest.raises(
         TraceError,
-        match=r"Odd\.step could not be followed with made-up results: KeyError: 'answer'",
+        match=r"Odd\.step .* KeyError: 'answer'",
     ):
         trace_step(Odd(None))
 

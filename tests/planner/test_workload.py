@@ -38,11 +38,7 @@ def test_a_task_has_a_stage_and_something_to_do():
 @pytest.mark.parametrize(
     ("tasks", "models", "said"),
     [
-        (
-            (Task("cost", "infer", 8),),
-            (ACTOR,),
-            "asks 'cost' to infer, and there is no such model (models: actor)",
-        ),
+        ((Task("cost", "infer", 8),), (ACTOR,), "(models: actor)"),
         ((Task("critic", "train", 8),), (CRITIC,), "trains 'critic', which is frozen"),
         ((), (ACTOR, ACTOR), "two models are called 'actor'"),
         ((), (), "there is no model to place"),

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers.tiny import hybridflow, killing, learning, write
+from helpers.tiny import killing, learning, ran, write
 
 
 def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
@@ -12,8 +12,7 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path):
     for folder in (whole, hit):
         folder.mkdir()
         write(folder)
-    done = hybridflow(whole, "run", "tiny.toml", *own)
-    assert done.returncode == 0, done.stderr
+    ran(whole, *own)
     code, out, kills = killing(hit, 2, "run", "tiny.toml", *own)
     assert code == 0 and kills == 2, out
     undisturbed, disturbed = learning(whole / "runs/tiny"), learning(hit / "runs/tiny")
@@ -43,12 +42,3 @@ def test_a_death_beyond_the_restarts_ends_the_run_with_the_cause(tmp_path):
     )
     assert kills == 2 and code not in (0, -9)
     assert "was killed by SIGKILL" in out and "rollout.restarts are used up" in out
-
-
-def test_restarts_without_a_process_of_its_own_are_refused(tmp_path):
-    write(tmp_path)
-    refused = hybridflow(tmp_path, "run", "tiny.toml", "rollout.restarts=1")
-    assert (
-        refused.returncode != 0
-        and "set rollout.own_process = true" in refused.stderr + refused.stdout
-    )

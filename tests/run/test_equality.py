@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tiny import hybridflow, learning, write
+from helpers.tiny import learning, ran, write
 from safetensors.torch import load_file
 
 WARM = {
@@ -21,8 +21,7 @@ def policy(tmp_path_factory):
         "run.export=true",
         "actor.optimizer.lr=3e-3",
     )
-    done = hybridflow(folder, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stderr
+    ran(folder, *settings)
     return folder / "runs/tiny/export/actor"
 
 
@@ -53,8 +52,7 @@ def trained(folder, policy, *settings, algorithm="grpo"):
         .replace('[tokenizer]\ncharacters = "0123456789+="', "[tokenizer]")
     )
     (folder / "tiny.toml").write_text(text)
-    done = hybridflow(folder, "run", "tiny.toml", *arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(folder, *arguments)
     return folder / "runs/tiny"
 
 

@@ -1,14 +1,13 @@
 """Rollout and trainer logprobs that differ are noticed: a bfloat16 engine beside a float32 trainer."""
 
-from helpers.tiny import hybridflow, metrics, write
+from helpers.tiny import hybridflow, metrics, ran, write
 
 BF16 = ("rollout.dtype=bfloat16", "run.checkpoint_every=1")
 
 
 def test_a_run_says_once_that_the_engine_is_not_the_trainer(tmp_path):
     write(tmp_path)
-    done = hybridflow(tmp_path, "run", "tiny.toml", *BF16, "run.mismatch_warn=1e-5", "run.steps=3")
-    assert done.returncode == 0, done.stderr
+    done = ran(tmp_path, *BF16, "run.mismatch_warn=1e-5", "run.steps=3")
     assert done.stdout.count("more than 1e-05 (run.mismatch_warn)") == 1
     assert all(1e-5 < row["actor/mismatch_mean"] < 0.1 for row in metrics(tmp_path / "runs/tiny"))
 
@@ -17,19 +16,9 @@ def test_a_run_ends_before_the_step_that_passes_the_limit(tmp_path):
     write(tmp_path)
     done = hybridflow(tmp_path, "run", "tiny.toml", *BF16, "run.mismatch_stop=1e-5")
     assert done.returncode == 1
-    assert (
-        "step 1: an update after 0 steps: logprobs of the rollout engine" in done.stderr
-        and "run.mismatch_stop = 1e-05; no weights have changed; the checksums" in done.stderr
-        and "Traceback" not in done.stderr
-    )
+    assert "step 1: an update after 0 steps: " in done.stderr and "Traceback" not in done.stderr
+    assert "run.mismatch_stop = 1e-05; no weights have changed; the checksums" in done.stderr
     assert not list((tmp_path / "runs/tiny").glob("checkpoints/*"))
-
-
-def test_a_float32_engine_is_the_trainer(tmp_path):
-    write(tmp_path)
-    done = hybridflow(tmp_path, "run", "tiny.toml", "run.mismatch_stop=1e-5", "run.steps=2")
-    assert done.returncode == 0, done.stderr
-    assert "mismatch_warn" not in done.stdout
 
 
 def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engine_keeps_it(
@@ -37,13 +26,5 @@ def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engin
 ):
     """Below 0.02 nats in every step, of which 0.05 would be the limit."""
     write(tmp_path)
-    done = hybridflow(
-        tmp_path,
-        "run",
-        "tiny.toml",
-        "rollout.dtype=bfloat16",
-        "actor.backend.precision=bf16",
-        "run.steps=3",
-    )
-    assert done.returncode == 0, done.stderr
+    ran(tmp_path, "rollout.dtype=bfloat16", "actor.backend.precision=bf16", "run.steps=3")
     assert all(0 < row["actor/mismatch_mean"] < 0.02 for row in metrics(tmp_path / "runs/tiny"))

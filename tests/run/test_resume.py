@@ -1,6 +1,6 @@
 """A run that is cut off goes on bit for bit."""
 
-from helpers.tiny import hybridflow, learning, write
+from helpers.tiny import hybridflow, learning, ran, write
 from safetensors.torch import load_file
 
 PPO = {
@@ -21,8 +21,7 @@ def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path):
         folder.mkdir()
         config = write(folder, **PPO)
     settings = ["run.checkpoint_every=2", "run.export=true"]
-    done = hybridflow(whole, "run", "tiny.toml", *settings)
-    assert done.returncode == 0, done.stderr
+    ran(whole, *settings)
 
     # 16 rows are scored per step: row 70 is in step 5, after the checkpoint of step 4
     settings.append("reward.function=rewards:kills_itself")  # once
@@ -46,33 +45,6 @@ def test_sigterm_writes_a_checkpoint_at_the_end_of_the_step_and_resume_finishes(
     assert stopped.returncode == 3, stopped.stderr
     assert "go on with --resume" in stopped.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3]
-    resumed = hybridflow(tmp_path, "run", "tiny.toml", once, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = ran(tmp_path, once, "--resume")
     assert "tiny: going on from step 3; changed: nothing" in resumed.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    write(tmp_path)
-    done = hybridflow(
-        tmp_path,
-        "run",
-        "tiny.toml",
-        "run.checkpoint_every=1",
-        "run.keep_checkpoints=2",
-        "run.steps=4",
-    )
-    assert done.returncode == 0, done.stderr
-    kept = sorted(p.name for p in (tmp_path / "runs/tiny/checkpoints").iterdir())
-    assert kept == ["step-00000003", "step-00000004"]
-
-
-def test_resume_of_a_finished_run_does_nothing_again(tmp_path):
-    write(tmp_path)
-    assert hybridflow(tmp_path, "run", "tiny.toml", "run.steps=2").returncode == 0
-    before = (tmp_path / "runs/tiny/metrics.jsonl").read_text()
-    again = hybridflow(tmp_path, "run", "tiny.toml", "run.steps=2", "--resume")
-    assert again.returncode == 0, again.stderr
-    assert "tiny: finished already, at step 2" in again.stdout
-    assert "the model is in runs/tiny/export/actor" in again.stdout.splitlines()[-1]
-    assert (tmp_path / "runs/tiny/metrics.jsonl").read_text() == before

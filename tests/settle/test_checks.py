@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import pytest
 import torch
 from helpers.job_texts import BASE, MODEL, WITHOUT_ALGORITHM, WITHOUT_REWARD
 from helpers.jobs import job, problem, problems
@@ -13,22 +14,32 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.settle.checks import cross_checks
 
 
-def test_only_synchronous_training_is_accepted_so_far():
-    assert problem("run.max_staleness=1").startswith("run.max_staleness: is 1; 0 (synchronous)")
+@pytest.mark.parametrize(
+    ("overrides", "text", "key", "said"),
+    [
+        (["run.max_staleness=1"], BASE, "run.max_staleness", "is 1; 0 (synchronous)"),
+        (["pools.main=[2]"], BASE, "pools", "pools.main = [1]"),
+        (["pools={main=[1], spare=[1]}"], BASE, "pools.spare", "no role uses it"),
+        (["sampling.stop_tokens=[3, 16]"], BASE, "sampling.stop_tokens", "[16]"),
+        (["algorithm={name='sft', batch_size=4}"], WITHOUT_ALGORITHM, "data.response", "'sft'"),
+        (["algorithm.pretrain_coef=0.1"], BASE, "pretrain", "give [pretrain], as [data]"),
+        (
+            ["validation.data.source=jsonll", "validation.every=1"],
+            BASE,
+            "validation.data.source",
+            "did you mean 'jsonl'?",
+        ),
+        (["tokenizer.name=huggingfac"], BASE, "tokenizer.name", "did you mean 'huggingface'?"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_key_with_what_to_do(overrides, text, key, said):
+    found = problem(*overrides, text=text)
+    assert found.startswith(key) and said in found
 
 
 def test_a_run_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "taken").write_text("")
     assert "is a file" in problem("run.folder=taken")
-
-
-def test_the_inline_runtime_takes_pools_of_one_device():
-    found = problem("pools.main=[2]")
-    assert (
-        "runtime inline runs models on one rank" in found
-        and "pools.main = [1]" in found
-        and "ray" in found
-    )
 
 
 def test_more_than_one_node_needs_a_cluster():
@@ -63,9 +74,7 @@ def test_a_step_or_a_mini_batch_smaller_than_dp_is_refused():
     assert "dp is 8, and a step has 4 sequences" in problem(*eight, "algorithm={name='grpo', prompts_per_step=2, "
         "group_size=2}", text=WITHOUT_ALGORITHM)  # fmt: skip
     found = problem(*eight, "algorithm.mini_batch_size=4")
-    assert (
-        "algorithm.mini_batch_size: is 4, and actor has dp 8" in found and "set 8 or more" in found
-    )
+    assert found.startswith("algorithm.mini_batch_size: is 4") and "set 8 or more" in found
     job(*eight, "algorithm.mini_batch_size=8")
 
 
@@ -76,35 +85,17 @@ def test_prompts_and_responses_must_fit_the_models_positions():
     assert "validation.data.max_prompt_tokens" in longer
 
 
-def test_stop_tokens_are_ids_of_the_model():
-    assert "sampling.stop_tokens: [16]" in problem("sampling.stop_tokens=[3, 16]")
-
-
 def test_biases_are_of_tokens_of_the_model():
-    assert job("sampling.logit_bias.3=-100", "sampling.min_p=0.1").sampling.logit_bias == (
-        (3, -100.0),
-    )
-    assert job('sampling.logit_bias={"3" = 1, "15" = 0.5}').sampling.logit_bias == (
-        (3, 1.0),
-        (15, 0.5),
-    )
+    two = job('sampling.logit_bias={"3" = 1, "15" = 0.5}').sampling
+    assert two.logit_bias == ((3, 1.0), (15, 0.5))
     found = problem('sampling.logit_bias={"3" = 1, "16" = 2}')
-    assert found.startswith(
-        "sampling.logit_bias: [16] are no ids of actor's model, which has 0 to 15"
-    ), found
-
-
-def test_supervised_training_needs_responses():
-    found = problem("algorithm={name='sft', batch_size=4}", text=WITHOUT_ALGORITHM)
-    assert found.startswith("data.response: algorithm 'sft' trains on responses")
+    assert found.startswith("sampling.logit_bias: [16] ") and "0 to 15" in found
 
 
 def test_the_tokenizer_must_come_from_somewhere():
     text = BASE.replace('tokenizer.characters = "0123456789+="', "")
     assert problem(text=text).startswith("tokenizer: the models have no folder to take one from")
-    assert "tokenizer.path: there is no folder 'nowhere'" in problem(
-        "tokenizer.path=nowhere", text=text
-    )
+    assert problem("tokenizer.path=nowhere", text=text).startswith("tokenizer.path: ")
     assert "tokenizer: path and characters are given" in problems("tokenizer.path=nowhere")[0]
 
 
@@ -120,10 +111,6 @@ def test_validation_needs_something_to_measure():
     assert job("validation.stop_at=0.9", "validation.every=1").validation.stop_at == 0.9
     found = problem("validation.data.sourc=jsonl")
     assert found.startswith("validation.data.sourc: unknown key")
-
-
-def test_a_pool_that_no_role_uses_is_named():
-    assert problem("pools={main=[1], spare=[1]}").startswith("pools.spare: no role uses it")
 
 
 def test_a_model_that_generates_has_no_context_parallelism():
@@ -147,21 +134,3 @@ def test_pairs_need_a_worse_response_and_cost_models_what_is_unsafe():
     assert found.startswith("data.rejected: algorithm 'dpo' learns from pairs")
     found = problems("algorithm={name='cost_model', pairs_per_step=4}", cost, answers, text=text)
     assert any(said.startswith("data.unsafe: algorithm 'cost_model' must know") for said in found)
-
-
-def test_a_data_set_that_the_algorithm_adds_must_be_given():
-    found = problem("algorithm.pretrain_coef=0.1")
-    assert found.startswith("pretrain: algorithm 'grpo' needs this data set too")
-    assert found.endswith("give [pretrain], as [data]")
-
-
-def test_a_source_of_any_data_set_must_exist():
-    found = problem("validation.data.source=jsonll", "validation.every=1")
-    assert found.startswith("validation.data.source: unknown data_source 'jsonll'")
-    assert "did you mean 'jsonl'?" in found
-
-
-def test_a_tokenizer_plugin_must_exist():
-    assert problem("tokenizer.name=huggingfac").startswith(
-        "tokenizer.name: unknown tokenizer 'huggingfac'; did you mean"
-    )

@@ -122,10 +122,7 @@ def test_a_stage_begins_with_what_the_one_before_it_wrote_and_neither_is_done_tw
     assert done["step"] == 1 and list(done["validations"]) == ["1"]
     score, where = capsys.readouterr().out.splitlines()[-2:]
     assert score.startswith("validation exact match: first 0.") and ", final 0." in score
-    assert where == (
-        "the model is in runs/two/second/export/actor; "
-        "--resume with more run.steps goes on from step 1"
-    )
+    assert "runs/two/second/export/actor; --resume with more run.steps goes on from step 1" in where
 
     before = written()
     again = run("two.toml", TINY, resume=True)
@@ -135,9 +132,7 @@ def test_a_stage_begins_with_what_the_one_before_it_wrote_and_neither_is_done_tw
 
 
 def test_a_stage_is_run_alone_from_what_the_one_before_has_left():
-    with pytest.raises(
-        ConfigError, match=r"begins with the model of first, which has not finished"
-    ):
+    with pytest.raises(ConfigError, match="the model of first"):
         run("two.toml", TINY, stage="second")
     assert not Path("runs/two").exists()
     run("two.toml", TINY, stage="first")
@@ -208,9 +203,7 @@ def test_a_finished_run_is_exported_when_it_is_asked_for_later(capsys):
 def test_a_run_that_keeps_nothing_says_so_and_cannot_go_on(capsys):
     nothing = [*ONE, "run.export=false", "run.final_checkpoint=false"]
     run("one.toml", nothing)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "nothing of the model is kept: run.export and run.final_checkpoint are false"
-    )
+    assert "run.export and run.final_checkpoint are false" in capsys.readouterr().out
     for more in ("run.steps=2", "run.export=true"):
         before = written()
         with pytest.raises(ConfigError, match=r"nothing to go on from in runs/one: .*--overwrite"):

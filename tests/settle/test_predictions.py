@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from helpers.running import job_of
+from helpers.jobs import job_of
 
 from hybridflow.core.contracts.planner import NotPlanned, Prediction
 from hybridflow.settle.placement import planner_of

@@ -25,21 +25,12 @@ def test_a_usual_job_has_none():
         (["run.restarts=1"], "run.restarts: without checkpoints"),
         (["run.checkpoint_every=160"], "run.checkpoint_every: is 160 and the run has 100 steps"),
         (["sampling.temperature=0.0"], "0 is greedy"),
-        (
-            ["actor.optimizer={schedule='cosine', total_steps=10}"],
-            "actor.optimizer.total_steps: is 10, and the run has 100",
-        ),
-        (
-            ["actor.optimizer={schedule='constant', warmup_steps=900}"],
-            "actor.optimizer.warmup_steps: is 900",
-        ),
+        (["actor.optimizer={schedule='cosine', total_steps=10}"], "total_steps: is 10"),
+        (["actor.optimizer={schedule='constant', warmup_steps=900}"], "warmup_steps: is 900"),
         (KEPT_NOTHING, "nothing of the trained model will be kept"),
         ([*KEPT_NOTHING, "run.checkpoint_every=160"], "nothing of the trained model will be kept"),
         # 4 prompts of 4 responses each
-        (
-            ["algorithm.mini_batch_size=12"],
-            "12 sequences of an optimizer step do not divide the 16 of a step: the last one has 4",
-        ),
+        (["algorithm.mini_batch_size=12"], "the last one has 4"),
     ],
 )
 def test_what_is_hardly_meant_is_remarked(overrides, words):
@@ -56,10 +47,8 @@ def test_a_loss_by_which_no_engine_can_be_checked_is_told(monkeypatch):
     loss = made.algorithm.losses()["actor"]
     loss.needs = ["topk_logprobs"]
     monkeypatch.setattr(type(made.algorithm), "losses", lambda self: {"actor": loss})
-    assert [*remarks(made)] == [
-        "actor: its loss needs no logprobs, so nothing checks that its engine generates with the weights that are "
-        "trained (run.mismatch_stop)"
-    ]
+    [said] = remarks(made)
+    assert said.startswith("actor: its loss needs no logprobs") and "run.mismatch_stop" in said
 
 
 def test_a_stage_is_remarked_on_by_itself():

@@ -59,11 +59,6 @@ def test_another_model_is_not_mixed_with_the_actors(tmp_path):
     assert made.models["ref"].section.model.config is None
 
 
-def test_another_backend_does_not_inherit_the_settings_of_the_actors():
-    found = problem("algorithm.kl_coef=0.1", "actor.backend.precision=bf16", "ref.backend=nope")
-    assert found.startswith("ref.backend: unknown training_backend 'nope'")
-
-
 def test_a_problem_of_the_actor_is_not_repeated_for_the_roles_that_inherit_it():
     found = problems("algorithm.kl_coef=0.1", "actor.optimizer.lr=-1", "actor.model.path=nowhere")
     assert len(found) == 2 and all(p.startswith("actor.") for p in found)
@@ -86,10 +81,26 @@ def test_a_model_and_a_function_contradict_each_other(tmp_path):
     assert found == "actor.function: is for rewards, and actor is a policy model; remove it"
 
 
-def test_a_reward_function_that_does_not_exist_or_does_not_take_its_options_is_refused():
-    assert "did you mean 'exact_match'?" in problem("reward.function=exact_mtch")
-    assert "does not load" in problem("reward.function=no_such_module:reward")
-    assert "do not fit reward 'exact_match'" in problem("reward.options={colour='red'}")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["algorithm.kl_coef=0.1", "actor.backend.precision=bf16", "ref.backend=nope"],
+            "ref.backend: unknown training_backend 'nope'",
+        ),
+        (["reward.function=exact_mtch"], "did you mean 'exact_match'?"),
+        (["reward.function=no_such_module:reward"], "does not load"),
+        (["reward.options={colour='red'}"], "do not fit reward 'exact_match'"),
+        (["runtime=ray", "pools.main=[2]", "actor.layout.pp=2"], "the axes dp, tp; set it to 1"),
+        (["runtime=ray", "pools.main=[8]", "actor.layout.tp=8"], "the model's 4 attention heads"),
+        (["runtime=ray", "pools.main=[4]", "actor.layout.pp=4"], "has 2 layers; make it smaller"),
+        (["actor.pool=mian"], "did you mean 'main'?"),
+        (["pools.main=[0]"], "expected devices per node"),
+        (["actor.sync.transport={folder='/tmp'}"], "actor.sync.transport.folder: "),
+    ],
+)
+def test_what_a_role_cannot_have_is_refused_with_what_it_can(overrides, said):
+    assert any(said in found for found in problems(*overrides))
 
 
 def test_a_reward_needs_something_to_score_by():
@@ -147,29 +158,12 @@ def test_a_layout_that_does_not_fit_its_pool_says_how_to_fix_it():
     assert "order must name each of" in problem("actor.layout.order=tp-dp")
 
 
-def test_an_axis_that_the_backend_or_the_model_has_not_is_refused():
-    assert (
-        "has the axes dp, tp; set it to 1"
-        in problems("runtime=ray", "pools.main=[2]", "actor.layout.pp=2")[0]
-    )
-    found = problems("runtime=ray", "pools.main=[8]", "actor.layout.tp=8")
-    assert any("8 does not divide the model's 4 attention heads" in p for p in found)
-
-
-def test_an_unknown_pool_is_named():
-    assert "there is no pool 'mian'; did you mean 'main'?" in problem("actor.pool=mian")
-    assert "expected devices per node" in problem("pools.main=[0]")  # and nothing of the actor
-
-
 def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
     assert "tp 2" in problem("actor.generation.tp=2")
     found = problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=2")
     assert found.startswith("actor.generation: ") and "choose a tp and pp that divide them" in found
     found = problem("runtime=ray", "pools.main=[2]", "actor.generation.pp=2")
-    assert (
-        found
-        == "actor.generation.pp: is 2, and the engine transformers runs on one rank; set it to 1"
-    )
+    assert found.startswith("actor.generation.pp: is 2") and "set it to 1" in found
     assert "4 attention heads" in problem("runtime=ray", "pools.main=[3]", "actor.generation.tp=3")
     found = problem("actor.generation.pool=mian")
     assert found.startswith("actor.generation.pool: there is no pool 'mian'; did you mean 'main'?")
@@ -213,16 +207,6 @@ def test_what_is_of_models_is_not_of_functions_and_parts_have_their_own_options(
     parts = "reward={parts=[{name='a', function='math'}], options={x=1}}"
     found = problem(parts, text=WITHOUT_REWARD)
     assert found == "reward.options: belongs to one function; with parts each has its own"
-
-
-def test_a_model_has_a_layer_for_each_of_its_stages():
-    found = problems("runtime=ray", "pools.main=[4]", "actor.layout.pp=4")
-    assert "actor.layout.pp: is 4, and the model has 2 layers; make it smaller" in found
-
-
-def test_a_transports_setting_needs_the_transports_name():
-    found = problem("actor.sync.transport={folder='/tmp'}")
-    assert found == "actor.sync.transport.folder: belongs to a transport; give its name too"
 
 
 def test_an_engine_that_gives_no_view_of_its_weights_cannot_be_compared(monkeypatch):

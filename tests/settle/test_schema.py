@@ -8,9 +8,8 @@ import pytest
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.settle.config.field_docs import field_docs
-from hybridflow.settle.config.load import SHORTHAND
 from hybridflow.settle.config.structure import structure
-from hybridflow.settle.schema import SECTIONS, USUAL_ROLES, SamplingSection
+from hybridflow.settle.schema import SamplingSection
 
 
 def test_every_setting_of_sampling_is_explained_and_has_a_default():
@@ -25,24 +24,12 @@ def test_every_setting_of_sampling_is_explained_and_has_a_default():
         ("temperature", -0.5, "must be 0 or more"),
         ("top_p", 0.0, "must be above 0 and at most 1"),
         ("top_k", -1, "must be 0 or more"),
-        (
-            "min_p",
-            1.5,
-            "must be from 0 to 1, got 1.5; give 0 to turn it off",
-        ),
+        ("min_p", 1.5, "got 1.5; give 0 to turn it off"),
         ("min_p", -0.1, "must be from 0 to 1"),
-        (
-            "logit_bias",
-            {"the": 1.0},
-            "keys are token ids, got 'the'; write a whole number",
-        ),
+        ("logit_bias", {"the": 1.0}, "got 'the'; write a whole number"),
         ("logit_bias", {"07": 1.0}, "keys are token ids, got '07'"),
         ("logit_bias", {"-1": 1.0}, "keys are token ids, got '-1'"),
-        (
-            "logit_bias",
-            {"7": float("nan")},
-            "token 7 has the bias nan; give a number from -1e",
-        ),
+        ("logit_bias", {"7": float("nan")}, "token 7 has the bias nan"),
         ("logit_bias", [17], "expected a table"),
     ],
 )
@@ -51,11 +38,6 @@ def test_a_value_that_cannot_be_says_what_was_got_and_what_to_give(field, value,
         structure({field: value}, SamplingSection, "sampling")
     [problem] = error.value.problems
     assert problem.startswith(f"sampling.{field}: ") and said in problem, problem
-
-
-def test_shorthand_and_sections_agree():
-    assert {"algorithm", "runtime", "rollout"} <= SHORTHAND & set(SECTIONS)
-    assert not set(USUAL_ROLES) & set(SECTIONS)
 
 
 def test_a_sampling_section_is_the_parameters_of_requests():

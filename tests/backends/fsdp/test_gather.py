@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gather_jobs import gathered
+from helpers.reshard_jobs import gathered
 
 from hybridflow.core.values.weights import Box
 

@@ -1,7 +1,7 @@
 """The HybridEngine: FSDP2's weights in the embedded engine, in any layout of the same ranks, bit for bit."""
 
 import pytest
-from helpers.hybrid_jobs import corrupted, misfit, train_and_sync
+from helpers.hybrid_jobs import train_and_sync
 from helpers.syncs import sync
 from helpers.training_jobs import Setup
 from helpers.training_reference import Blend, make_batch
@@ -70,37 +70,3 @@ def test_hsdp_replicas_and_dropped_engines_generate_alike(ranks, folder):
     check(both)
     assert kept[0]["tokens"] == dropped[0]["tokens"] == both[0]["tokens"]
     assert both[0]["moved"] == (0, 0)  # every rank has everything
-
-
-def test_a_wrong_element_is_found_by_its_parameters_name_and_the_next_sync_mends_it(ranks, folder):
-    found = ranks(corrupted, 2, setup(folder("llama"), sync=sync(verify=True)), make_batch(8))
-    for said, refused, wrong in found:
-        assert "1 parameters differ" in said and "model.layers.1.mlp.up_proj.weight" in said
-        assert "was begun and not ended" in refused
-        assert wrong == []
-
-
-def test_a_model_that_does_not_fit_is_listed_whole_and_the_engine_is_not_touched(ranks, folder):
-    for said, touched in ranks(misfit, 2, setup(folder("llama"))):
-        assert "3 problems, and nothing was moved" in said
-        assert "model.embed_tokens.weight is [68, 64] in the source, [7, 64] in the target" in said
-        assert (
-            "model.extra [3] is not in the source" in said
-            and "model.norm.weight [64] of the source" in said
-        )
-        assert not touched
-
-
-def test_a_transport_that_cannot_serve_says_why(ranks, folder):
-    with pytest.raises(
-        RuntimeError,
-        match=r"no transport can move the weights; disk: .* set sync\.transport\.folder",
-    ):
-        ranks(
-            train_and_sync,
-            2,
-            setup(folder("llama"), sync=sync(transport="disk")),
-            make_batch(8),
-            Blend(),
-            0,
-        )

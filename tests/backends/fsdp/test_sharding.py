@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from helpers.same_tensors import assert_equal
+from helpers.training_check import assert_equal
 from helpers.training_jobs import Setup, export, failing_build, holdings, load_and_train, save_after
 from helpers.training_reference import MODELS, Blend, Nothing, load, make_batch
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from helpers.brought import Brought, check_brought
+from helpers.brought import check_brought
 
 from hybridflow.backends.inline import plugin
-from hybridflow.backends.inline.runtime import InlineConfig, InlineRuntime
-from hybridflow.core.contracts.capabilities import RuntimeCapabilities
+from hybridflow.backends.inline.runtime import InlineRuntime
 
 
-def test_one_runtime_without_processes_that_needs_nothing():
-    can = RuntimeCapabilities(processes=False, max_ranks=1)
-    check_brought(
-        plugin,
-        Brought("runtime", "inline", InlineRuntime, config=InlineConfig, capabilities=can),
-    )
+def test_the_runtime_is_brought_under_its_name():
+    check_brought(plugin, inline=InlineRuntime)

@@ -42,9 +42,7 @@ class TestBfloat16(InBfloat16, Megatron):
 @needs("megatron.core")
 def test_a_model_that_megatron_does_not_have_is_refused(alone):
     spec = ModelSpec({"model_type": "gpt2", "vocab_size": 32}, None, 0)
-    with pytest.raises(
-        ModelError, match=r"backend megatron builds qwen2, .*; got 'gpt2': choose backend fsdp"
-    ):
+    with pytest.raises(ModelError, match="'gpt2': choose backend fsdp"):
         MegatronBackend(spec, MegatronConfig(), None, alone).build()
 
 

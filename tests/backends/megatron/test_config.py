@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from helpers.shapes import HIDDEN, LLAMA, VOCAB, counted
+from helpers.random_layouts import HIDDEN, LLAMA, VOCAB, counted
 
 from hybridflow.backends.megatron.config import MegatronConfig
 from hybridflow.core.values.model_shape import ModelSize

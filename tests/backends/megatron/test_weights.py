@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.shapes import LLAMA, QWEN, QWEN3
+from helpers.random_layouts import LLAMA, QWEN, QWEN3
 
 from hybridflow.backends.megatron.weights import RoleShape
 from hybridflow.core.values.parallel import ParallelLayout

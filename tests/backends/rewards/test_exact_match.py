@@ -33,7 +33,7 @@ def test_a_row_without_an_answer_says_what_to_set():
     samples = [RewardSample("17+05=", "022", np.zeros(1, np.int64), {"solution": "022"})]
     with pytest.raises(
         RewardError,
-        match=r"row has no answer.*its fields are solution.*set data\.answer.*row 0: prompt",
+        match=r"set data\.answer.*row 0",
     ):
         score_samples(ExactMatch(), samples, "exact_match")
 

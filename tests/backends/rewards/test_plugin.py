@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.brought import Brought, check_brought
+from helpers.brought import check_brought
 
 from hybridflow.backends.rewards import plugin
 from hybridflow.backends.rewards.code import CodeReward
@@ -12,13 +12,13 @@ from hybridflow.backends.rewards.foreign import TRLReward, VerlReward
 from hybridflow.backends.rewards.math import MathReward
 
 
-def test_four_rewards_of_which_math_needs_math_verify():
+def test_six_rewards_are_brought_under_their_names():
     check_brought(
         plugin,
-        Brought("reward", "exact_match", ExactMatch),
-        Brought("reward", "code", CodeReward),
-        Brought("reward", "environment", EnvironmentReward),
-        Brought("reward", "trl", TRLReward),
-        Brought("reward", "verl", VerlReward),
-        Brought("reward", "math", MathReward, requires=("math_verify",), extra="math"),
+        exact_match=ExactMatch,
+        code=CodeReward,
+        environment=EnvironmentReward,
+        trl=TRLReward,
+        verl=VerlReward,
+        math=MathReward,
     )

@@ -121,9 +121,7 @@ def test_adapters_of_a_checkpoint_are_merged_as_the_trainer_merges_them(
     base = values(saved(spec, context, dtype=dtype))
     assert any(not torch.equal(whole, base[name]) for name, whole in values(backend).items())
 
-    with pytest.raises(
-        ModelError, match=r"checkpoint of adapters .*set backend.lora as in the run"
-    ):
+    with pytest.raises(ModelError, match=r"set backend.lora"):
         saved(spec, context, checkpoint=str(tmp_path / "actor"))
 
 
@@ -172,9 +170,7 @@ def test_it_computes_nothing(tmp_path, context):
 def test_a_checkpoint_of_a_critic_is_refused(tmp_path, context):
     spec = ModelSpec(MODEL, None, 0, "value")
     trained(spec, context, tmp_path / "critic")
-    with pytest.raises(
-        ModelError, match=r"has score.weight, which this model does not: only a policy"
-    ):
+    with pytest.raises(ModelError, match=r"score.weight"):
         saved(ModelSpec(MODEL, None, 0), context, checkpoint=str(tmp_path / "critic"))
 
 

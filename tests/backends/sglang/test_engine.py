@@ -8,7 +8,7 @@ import torch
 from helpers import engine_jobs as jobs
 from helpers.installed import needs
 from helpers.kept_engines import KeptOnCPU, kept_engines
-from helpers.matrix import matrix
+from helpers.paths import matrix
 
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine, _checked, _shares

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.small_tokenizers import TEXTS, bpe, char
+from helpers.sources import TEXTS, bpe, char
 
 from hybridflow.backends.tokenizers.huggingface import (
     HFTokenizer,
@@ -84,9 +84,7 @@ def test_a_folder_without_a_tokenizer_or_with_a_broken_one_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer.path: there is no folder"):
         load_tokenizer(str(tmp_path / "no"), "tokenizer.path")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        ModelError, match=r"actor's model.path.*no tokenizer.json \(it has config.json\)"
-    ):
+    with pytest.raises(ModelError, match=r"actor's model.path"):
         load_tokenizer(str(tmp_path), "the actor's model.path")
     (tmp_path / "tokenizer_config.json").write_text("{broken")
     with pytest.raises(ModelError, match="cannot be read"):

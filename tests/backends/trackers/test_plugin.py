@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.brought import Brought, check_brought
+from helpers.brought import check_brought
 
 pytest.importorskip("tensorboard")
 
@@ -12,10 +12,5 @@ from hybridflow.backends.trackers.jsonl import JsonlTracker
 from hybridflow.backends.trackers.tensorboard import TensorBoardTracker
 
 
-def test_two_trackers_of_which_one_needs_tensorboard():
-    needs = ("tensorboard",)
-    check_brought(
-        plugin,
-        Brought("tracker", "jsonl", JsonlTracker),
-        Brought("tracker", "tensorboard", TensorBoardTracker, requires=needs, extra="tensorboard"),
-    )
+def test_two_trackers_are_brought_under_their_names():
+    check_brought(plugin, jsonl=JsonlTracker, tensorboard=TensorBoardTracker)

@@ -77,8 +77,3 @@ def test_the_planned_layout_cuts_heads_and_vocabulary_over_the_ranks_of_a_replic
     assert planned.held[second][f"{attention}k_proj.weight"] == (Box((8, 0), (16, 32)),)
     assert planned.held[second][f"{attention}o_proj.weight"] == (Box((0, 16), (32, 32)),)
     assert planned.held[second]["model.norm.weight"] == (Box((0,), (32,)),)
-
-
-def test_on_cuda_it_generates_in_bfloat16():
-    assert TransformersEngineConfig.defaults_on("cuda", {}) == {"dtype": "bfloat16"}
-    assert TransformersEngineConfig.defaults_on("cpu", {}) == {}

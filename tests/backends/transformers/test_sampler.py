@@ -38,31 +38,6 @@ def chi_square(tokens, probs):
     return float(((np.bincount(tokens, minlength=len(probs)) - expected) ** 2 / expected).sum())
 
 
-def test_uniform_numbers_are_even_over_seeds_and_over_positions():
-    for seeds, positions in (
-        (torch.arange(40000), torch.zeros(1, dtype=torch.int64)),
-        (torch.tensor([7]), torch.arange(40000)),
-    ):
-        values = uniforms(seeds, positions)
-        assert (
-            values.dtype == torch.float32 and float(values.min()) >= 0 and float(values.max()) < 1
-        )
-        counts = np.bincount((values * 50).long().numpy(), minlength=50)
-        assert (
-            (counts - 800) ** 2 / 800
-        ).sum() < 110  # 49 degrees of freedom: mean 49, deviation 10
-
-
-def test_uniform_numbers_of_neighbouring_seeds_and_positions_are_uncorrelated():
-    values = uniforms(torch.arange(300)[:, None], torch.arange(300)).numpy()
-    for a, b in (
-        (values[1:], values[:-1]),
-        (values[:, 1:], values[:, :-1]),
-        (values[1:, :-1], values[:-1, 1:]),
-    ):
-        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
-
-
 def test_tokens_follow_the_softmax():
     logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)) * 2
     for temperature in (1.0, 0.6, 1.7):
@@ -70,37 +45,6 @@ def test_tokens_follow_the_softmax():
         expected = (logits / temperature).log_softmax(-1)[0].numpy()
         assert chi_square(tokens, np.exp(expected)) < 31 + 5 * np.sqrt(2 * 31)
         np.testing.assert_allclose(logprobs, expected[tokens], atol=1e-6)
-
-
-def test_top_k_and_top_p_keep_their_support_and_its_proportions():
-    logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(1)) * 2
-    probs = logits.softmax(-1)[0].numpy()
-    order = np.argsort(-probs)
-    before = np.cumsum(probs[order]) - probs[order]
-    top_k, top_p = set(order[:5]), set(order[before < 0.8])
-    both_p = probs[order[:5]] / probs[order[:5]].sum()
-    both = set(order[:5][np.cumsum(both_p) - both_p < 0.8])
-    for options, support in (
-        ({"top_k": 5}, top_k),
-        ({"top_p": 0.8}, top_p),
-        ({"top_k": 5, "top_p": 0.8}, both),
-    ):
-        tokens, logprobs = draw_many(logits, 8000, **options)
-        assert set(tokens) == support, options
-        kept = sorted(support)
-        share = probs[kept] / probs[kept].sum()
-        assert chi_square(np.searchsorted(kept, tokens), share) < len(kept) + 5 * np.sqrt(
-            2 * len(kept)
-        )
-        np.testing.assert_allclose(
-            logprobs, np.log(probs[tokens]), atol=1e-5
-        )  # before top-k and top-p
-
-
-def test_a_tiny_top_p_and_a_top_k_of_one_are_greedy():
-    logits = torch.randn(1, 32, generator=torch.Generator().manual_seed(2))
-    for options in ({"top_p": 1e-6}, {"top_k": 1}):
-        assert set(draw_many(logits, 200, **options)[0]) == {int(logits.argmax())}
 
 
 def test_a_row_draws_the_same_token_alone_and_among_rows_of_every_kind():

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_engines import GREEDY, PROMPT, both, greedy
+from helpers.decoders import both, greedy
 
 from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.weights import StoredBox, WeightStore
-from hybridflow.core.contracts.rollout import Request
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.weights import Box
 
@@ -60,9 +59,7 @@ def test_a_store_with_ties_and_lent_storage_counts_what_arrived():
     store.lend("b")
     store.begin()
     store.receive("a", Box((0, 0), (4, 1)), torch.zeros(4, 1))
-    with pytest.raises(
-        HybridFlowError, match=r"lacks 1 of 1 parameters: a \(4 of 8 elements came\)"
-    ):
+    with pytest.raises(HybridFlowError, match=r"a \(4 of 8"):
         store.end()
     store.receive("a", Box((0, 1), (4, 2)), torch.zeros(4, 1))
     store.end()
@@ -97,18 +94,6 @@ def test_the_layout_has_the_names_and_shapes_that_hugging_face_saves(
 
 
 @both
-def test_outputs_follow_a_second_update(case):
-    before = greedy(case)
-    other = case.random_model(seed=1)
-    case.update(2, model=other)
-    after = greedy(case)
-    assert not np.array_equal(before.response_ids, after.response_ids)
-    assert set(before.weight_version) == {1} and set(after.weight_version) == {2}
-    expected = case.hf_logprobs(PROMPT, after.response_ids, model=other)
-    np.testing.assert_array_equal(after.response_ids, expected.argmax(-1))
-
-
-@both
 def test_boxes_of_any_cut_make_up_the_weights(case):
     expected, weights, engine = greedy(case), case.model.state_dict(), case.bare_engine()
     draw = np.random.default_rng(0)
@@ -125,42 +110,6 @@ def test_boxes_of_any_cut_make_up_the_weights(case):
     case.engine = engine
     np.testing.assert_array_equal(greedy(case).response_ids, expected.response_ids)
     assert set(greedy(case).weight_version) == {7}
-
-
-@both
-def test_generation_is_refused_without_weights_and_inside_an_update(case):
-    engine = case.bare_engine()
-    with pytest.raises(HybridFlowError, match="no weights yet"):
-        engine.submit([Request(0, PROMPT, GREEDY)])
-    case.engine.begin_update(2)
-    with pytest.raises(HybridFlowError, match="version 2 was begun and not ended"):
-        greedy(case)
-
-
-@both
-def test_a_first_update_that_lacks_weights_lists_them_and_leaves_generation_refused(case):
-    engine, weights = case.bare_engine(), case.model.state_dict()
-    names = list(engine.layout().params)
-    engine.begin_update(1)
-    for name in names[2:]:
-        engine.receive(name, Box.full(weights[name].shape), weights[name])
-    half = Box((0, 0), (1, weights[names[0]].shape[1]))
-    engine.receive(names[0], half, weights[names[0]][:1])
-    with pytest.raises(HybridFlowError) as error:
-        engine.end_update()
-    of = f"{half.numel} of {weights[names[0]].numel()} elements came"
-    assert f"lacks 2 of {len(names)} parameters: {names[0]} ({of}), {names[1]}" in str(error.value)
-    with pytest.raises(HybridFlowError, match="not ended"):
-        engine.submit([Request(0, PROMPT, GREEDY)])
-
-
-@both
-def test_a_later_update_brings_all_too(case):
-    name = next(n for n in case.engine.layout().params if "norm" in n or "ln_" in n)
-    with pytest.raises(HybridFlowError, match=f"lacks {len(case.engine.layout().params) - 1} of"):
-        case.update(2, model=case.random_model(seed=1), names=[name])
-    case.update(3)
-    np.testing.assert_array_equal(greedy(case).response_ids, case.hf_greedy(PROMPT, 8))
 
 
 @both

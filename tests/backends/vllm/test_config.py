@@ -39,11 +39,6 @@ def test_a_cache_that_outlives_an_update_is_refused():
         VLLMConfig(engine_args=dict(kv_transfer_config={"kv_connector": "LMCacheConnectorV1"}))
 
 
-def test_on_cuda_it_generates_in_bfloat16():
-    assert VLLMConfig.defaults_on("cuda", {}) == {"dtype": "bfloat16", "eager": False}
-    assert VLLMConfig.defaults_on("cpu", {}) == {}
-
-
 def test_a_room_limits_a_cache_of_a_given_size():
     room = EngineRoom(device=80e9, share=24e9, cache=20e9)
     assert VLLMConfig(kv_memory_gb=40.0).within(room).kv_memory_gb == 20.0

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from helpers.installed import needs
-from helpers.scripts import script
+from helpers.paths import script
 
 RUNNER = "v1/worker/gpu_model_runner.py"
 contract = script("contract")

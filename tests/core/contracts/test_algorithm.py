@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import attrs
-import pytest
 
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
@@ -48,12 +47,3 @@ def test_what_keeps_nothing_resumes_from_nothing():
     assert algorithm.state_dict() == {}
     algorithm.load_state_dict({})
     assert algorithm.state_dict() == {}
-
-
-def test_without_a_step_there_is_no_algorithm():
-    class Stepless(Algorithm):
-        def roles(self):
-            return ()
-
-    with pytest.raises(TypeError, match="step"):
-        Stepless(None)

@@ -22,9 +22,7 @@ def test_sets_of_names_are_made_of_whatever_lists_them():
 
 
 def test_a_text_is_no_set_of_names():
-    with pytest.raises(
-        TypeError, match=r"expected a set of names, got the string 'cuda'; write \{'cuda'\}"
-    ):
+    with pytest.raises(TypeError, match=r"write \{'cuda'\}"):
         EngineCapabilities(devices="cuda")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
 
@@ -21,8 +20,3 @@ def test_an_episode_begins_with_the_prompt_alone_and_ends_when_the_answer_says_s
     assert (answer.reward, answer.done) == (2.0, True)
     assert environment.stops == ()
     environment.close()
-
-
-def test_without_a_step_there_is_no_environment():
-    with pytest.raises(TypeError, match="step"):
-        Environment()

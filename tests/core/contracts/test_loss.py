@@ -5,21 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.core.contracts.loss import REDUCTIONS, Loss, Term
+from hybridflow.core.contracts.loss import REDUCTIONS, Term
 
 VALUE = torch.ones(2, 3)
-
-
-def test_a_term_is_by_default_the_mean_over_tokens_with_weight_one():
-    term = Term("policy", VALUE)
-    assert (term.how, term.weight, term.mask) == ("token-mean", 1.0, None)
 
 
 def test_a_maximum_is_reported_and_not_trained_on():
     assert Term("ratio_max", VALUE, how="max", weight=0).how == "max"
     with pytest.raises(
         ValueError,
-        match=r"term 'ratio_max': a maximum can be reported \(weight=0\), not trained on",
+        match=r"'ratio_max': .*\(weight=0\)",
     ):
         Term("ratio_max", VALUE, how="max")
 
@@ -36,14 +31,3 @@ def test_a_reduction_of_another_name_is_refused():
         Term("policy", VALUE, how="mean")
     for how in REDUCTIONS:
         assert Term("policy", VALUE, how=how, weight=0, length=1).how == how
-
-
-def test_a_loss_asks_for_logprobs_and_keeps_no_rows_together_unless_it_says_so():
-    class Plain(Loss):
-        def __call__(self, batch, outputs):
-            return Term("policy", -outputs["logprobs"])
-
-    loss = Plain()
-    assert (tuple(loss.needs), tuple(loss.reads), loss.unit) == (("logprobs",), (), "row")
-    with pytest.raises(TypeError, match="__call__"):
-        Loss()

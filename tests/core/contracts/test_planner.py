@@ -26,13 +26,6 @@ class Fixed(Planner):
         return []
 
 
-def test_a_planner_has_the_settings_that_it_was_made_with():
-    planner = Fixed(Fixed.Config(seconds=3.0))
-    plan = planner.plan(None, "here")
-    assert plan.prediction == Prediction(3.0)
-    assert (plan.explanation, plan.bars, plan.ends) == ((), (), ())
-
-
 def test_a_planner_without_a_what_if_says_so():
     with pytest.raises(NotPlanned, match="the planner Fixed has no what-if") as caught:
         Fixed(Fixed.Config()).scaling(None, "here", [8, 16])

@@ -151,20 +151,11 @@ def test_requests_that_can_be_served_pass():
     "bad, why",
     [
         (request(5, prompt=[]), "the prompt is empty"),
-        (
-            request(5, max_tokens=7),
-            "2 prompt tokens and max_tokens 7 exceed the model's max_position_embeddings 8",
-        ),
+        (request(5, max_tokens=7), "max_tokens 7 exceed .* 8"),
         (request(5, prompt=[1, 10], max_tokens=1), "a token id lies outside the vocabulary of 10"),
         (request(5, prefix=[-1], max_tokens=1), "a token id lies outside the vocabulary of 10"),
-        (
-            request(5, prefix_versions=np.array([1]), max_tokens=1),
-            "prefix_versions has 1 entries, not one for each",
-        ),
-        (
-            request(5, logit_bias={10: 1}, max_tokens=1),
-            r"the tokens \[10\], outside the vocabulary of 10",
-        ),
+        (request(5, prefix_versions=np.array([1]), max_tokens=1), "prefix_versions has 1"),
+        (request(5, logit_bias={10: 1}, max_tokens=1), r"\[10\], .* vocabulary of 10"),
         (request(4, max_tokens=1), "its id is used twice in one call"),
     ],
 )
@@ -191,14 +182,10 @@ def test_generated_completions_come_in_the_order_of_the_requests(engine):
 def test_without_weights_or_in_the_middle_of_an_update_it_is_not_ready(engine):
     with pytest.raises(HybridFlowError, match="has no weights yet; sync the actor"):
         engine.generate([request()])
-    with pytest.raises(
-        HybridFlowError, match="w came outside an update of the rollout engine; call begin_update"
-    ):
+    with pytest.raises(HybridFlowError, match="call begin_update"):
         engine.receive("w", Box.full((2,)), torch.zeros(2))
     engine.begin_update(1)
-    with pytest.raises(
-        HybridFlowError, match="the weight update to version 1 was begun and not ended"
-    ):
+    with pytest.raises(HybridFlowError, match="version 1 was begun"):
         engine.generate([request()])
     engine.end_update()
     engine.check_ready()
@@ -231,13 +218,6 @@ def test_a_proof_is_of_what_can_be_read_and_believes_in_the_version(engine):
 def test_what_an_engine_cannot_do_it_says_by_its_name(engine):
     with pytest.raises(NotImplementedError, match=r"^Last lends no storage"):
         engine.lend("w")
-
-
-def test_what_an_engine_need_not_do_does_nothing(engine):
-    for verb in (engine.sleep, engine.wake, engine.disown, engine.close, engine.close):
-        verb()
-    assert engine.figures() == {}
-    assert Last.environment(CPU) == {}
 
 
 # --- settings ---

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hybridflow.core.contracts.tracker import Tracker, remove_later_lines
 
 
@@ -24,11 +22,6 @@ def test_a_tracker_keeps_its_settings_and_needs_no_end(tmp_path):
     assert tracker.config is settings
     assert tracker.steps == {1: {"loss": 0.5}}
     assert Kept().config is None
-
-
-def test_without_a_place_to_log_to_there_is_no_tracker():
-    with pytest.raises(TypeError, match="log"):
-        Tracker()
 
 
 def test_later_lines_and_half_written_ones_are_removed(tmp_path):

@@ -99,9 +99,7 @@ def test_a_rank_alone_needs_no_group_and_sums_its_own():
 
 def test_groups_where_the_runtime_gives_none_are_an_error_that_says_what_to_use():
     assert not dist.is_initialized()
-    with pytest.raises(
-        RuntimeError, match=r"role 'actor' needs process groups of 2 ranks.* use runtime=ray"
-    ):
+    with pytest.raises(RuntimeError, match=r"'actor' .* use runtime=ray"):
         context(dp=2).sum([1.0])
 
 

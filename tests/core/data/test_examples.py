@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers.listed import ListSource, sums
-from helpers.paths import GSM8K
+from helpers.sources import ListSource, sums
 
-from hybridflow.backends.data.jsonl import JsonlSource
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.data.examples import ExampleSet
-from hybridflow.core.data.rows import Rows
 from hybridflow.core.errors import ConfigError, DataError
 from hybridflow.core.plugins.resolve import build_tokenizer
 
@@ -88,7 +85,7 @@ def test_a_row_is_tokenised_when_it_is_first_asked_for_and_only_then():
 def test_an_overlong_prompt_is_named_with_its_length_the_limit_and_the_way_out():
     rows = [{"prompt": "1"}, {"prompt": "1+2+3"}]
     with pytest.raises(
-        DataError, match=r'row 1: the prompt has 5 tokens.*max_prompt_tokens = 4.*overlong = "drop"'
+        DataError, match=r'row 1.* 5 tokens.*max_prompt_tokens = 4.*overlong = "drop"'
     ):
         examples(rows, max_prompt_tokens=4).check()
     with pytest.raises(DataError, match="has 6 tokens"):
@@ -212,40 +209,9 @@ def test_tools_and_template_options_of_the_row_reach_the_template():
     data = examples([row, {"prompt": ASKED}], ChatTokenizer(), chat_template_kwargs={"lead": "5-"})
     assert DIGITS.decode(data[0].prompt_ids) == "1.71+1=*"
     assert DIGITS.decode(data[1].prompt_ids) == "5-1+1=*"
-    for name in ("tools", "chat_template_kwargs"):
-        with pytest.raises(DataError, match=f"row 0: the field '{name}' must be a"):
-            examples([{"prompt": ASKED, name: 3}], ChatTokenizer())[0]
 
 
 def test_a_template_that_opens_a_turn_otherwise_than_it_writes_it_is_refused():
     row = {"prompt": ASKED, "completion": [reply("2")], "chat_template_kwargs": {"opening": "/"}}
     with pytest.raises(DataError, match=r"row 0: the chat template does not write the answer"):
         examples([row], ChatTokenizer(), response="{completion}")[0]
-
-
-def test_a_tokenizer_can_be_trained_on_prompts_responses_and_answers():
-    config = DataConfig(prompt="{text}", response="r{a}", answer="z{answer}")
-    rows = Rows(ListSource(config, sums(2)), config)
-    assert list(rows.texts()) == ["0+7=", "r0", "z7", "1+7=", "r1", "z8"]
-    tokenizer = build_tokenizer(TokenizerConfig(train="char"), None, rows.texts)
-    assert tokenizer.characters == "+0178=rz"
-
-
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not on this machine")
-def test_the_calculations_of_gsm8k_are_rows_of_their_own():
-    config = DataConfig(
-        path=str(GSM8K / "train.jsonl"),
-        pattern=r"<<(?P<left>[0-9.+*/ -]+)=(?P<right>[0-9.]+)>>",
-        pattern_field="answer",
-        prompt="{left}=",
-        response="{right}",
-        answer="{right}",
-        max_prompt_tokens=24,
-        overlong="drop",
-    )
-    data = ExampleSet(JsonlSource(config), config, DIGITS)
-    data.check()
-    assert len(data) > 20_000 and data.dropped > 0
-    assert DIGITS.decode(data[0].prompt_ids) == "48/2="
-    assert data[0].meta["answer"] == "24"
-    assert data[0].meta["question"].startswith("Natalia")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.listed import ListSource, sums
+from helpers.sources import ListSource, sums
 
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.data.rows import Rows, data_problems
@@ -43,9 +43,7 @@ def test_the_row_says_of_both_responses_whether_they_are_unsafe():
     given = [{"prompt": "p", "good": "g", "bad": "b", "u": False, "v": True}]
     settings = dict(response="{good}", rejected="{bad}", unsafe=("u", "v"))
     assert rows_of(given, **settings)[0].unsafe == (False, True)
-    with pytest.raises(
-        DataError, match=r"row 0: the field 'v' of data\.unsafe must be true or false, got 1"
-    ):
+    with pytest.raises(DataError, match=r"row 0.*'v' of data\.unsafe"):
         rows_of([{**given[0], "v": 1}], **settings)[0]
     with pytest.raises(DataError, match=r"row 0 has no field 'w', which data\.unsafe names"):
         rows_of(given, **{**settings, "unsafe": ("u", "w")})[0]
@@ -54,8 +52,7 @@ def test_the_row_says_of_both_responses_whether_they_are_unsafe():
 def test_a_template_that_names_a_missing_field_lists_those_that_there_are():
     with pytest.raises(
         DataError,
-        match=r"row 0 has no field 'txt', which data.prompt = '\{txt\}' names; did you mean 'text'\? "
-        r"\(its fields: a, b, text, answer\)",
+        match=r"row 0 .*data.prompt = '\{txt\}' .*did you mean 'text'",
     ):
         rows_of(sums(2), prompt="{txt}")[0]
     rows = rows_of([*sums(3), {"other": 1}], prompt="{text}")
@@ -66,19 +63,10 @@ def test_a_template_that_names_a_missing_field_lists_those_that_there_are():
 def test_a_field_that_is_null_or_does_not_fit_the_template_is_an_error_and_not_the_text_none():
     with pytest.raises(DataError, match=r"row 0: data.prompt = '\{a\}'.*'a' is null"):
         rows_of([{"a": None}], prompt="{a}")[0]
-    with pytest.raises(
-        DataError, match=r"row 0: data.response.*cannot be filled in: Unknown format code"
-    ):
+    with pytest.raises(DataError, match=r"row 0: data.response"):
         rows_of([{"a": "1"}], prompt="{a}", response="{a:02d}")[0]
-    with pytest.raises(
-        DataError, match=r"row 0: data.answer.*cannot be filled in: 'c'; its fields are prompt, a"
-    ):
+    with pytest.raises(DataError, match=r"row 0: data.answer"):
         rows_of([{"prompt": "p", "a": {"b": 1}}], answer="{a[c]}")[0]
-
-
-def test_a_row_that_is_no_mapping_is_named():
-    with pytest.raises(DataError, match="row 0 of data source 'jsonl' is a str"):
-        rows_of(["1+1="])[0]
 
 
 def test_every_match_of_a_pattern_is_a_row_over_the_fields_of_its_own():
@@ -107,13 +95,9 @@ def test_a_pattern_searches_numbers_too():
 
 
 def test_a_pattern_without_a_match_or_field_says_where_it_looked():
-    with pytest.raises(
-        DataError, match=r"matches nothing in the field 'text' of any of the 2 rows.*'0\+7='"
-    ):
+    with pytest.raises(DataError, match="'text' of any of the 2 rows"):
         rows_of(sums(2), pattern="(?P<x>z)", pattern_field="text")
-    with pytest.raises(
-        DataError, match=r"no field 'tex', which data.pattern_field names; did you mean 'text'"
-    ):
+    with pytest.raises(DataError, match=r"data.pattern_field .*'text'"):
         rows_of(sums(2), pattern="(?P<x>z)", pattern_field="tex")
     assert len(rows_of([], pattern="(?P<x>z)", pattern_field="text")) == 0
 
@@ -140,11 +124,6 @@ def test_a_chat_that_is_none_is_named(row, words):
         rows_of([row], messages="chat")[0]
 
 
-def test_two_responses_for_one_chat_are_refused():
-    with pytest.raises(DataError, match=r"remove data.response"):
-        rows_of([{"chat": [QUESTION, REPLY]}], messages="chat", response="3")[0]
-
-
 @pytest.mark.parametrize(
     "config, words",
     [
@@ -166,6 +145,24 @@ def test_settings_that_cannot_work_are_reported(config, words):
         rows_of(sums(1), **config)
 
 
+@pytest.mark.parametrize(
+    ("row", "config", "words"),
+    [
+        ("1+1=", {}, "row 0 of data source 'jsonl' is a str"),
+        ({"chat": [QUESTION, REPLY]}, dict(messages="chat", response="3"), "remove data.response"),
+        (
+            {"prompt": "1+1", "completion": [REPLY]},
+            dict(response="{completion}"),
+            "row 0: .* is a chat and data.prompt is a text",
+        ),
+        ({"prompt": [QUESTION]}, dict(bos=True), "two bos tokens"),
+    ],
+)
+def test_a_row_that_the_settings_do_not_fit_is_told(row, config, words):
+    with pytest.raises(DataError, match=words):
+        rows_of([row], **config)[0]
+
+
 def test_all_problems_of_the_settings_are_reported_at_once():
     assert len(data_problems(DataConfig(prompt="{", unsafe=("a",), messages="m"))) == 3
 
@@ -180,10 +177,7 @@ def test_dots_reach_into_tables_as_in_verl_s_data():
 @pytest.mark.parametrize(
     "value, words",
     [
-        (
-            ["a", "b"],
-            r"'q' is a list, .* and no text; name what is in it \(\{q\[0\]\}\)",
-        ),
+        (["a", "b"], r"'q' is a list, .*\(\{q\[0\]\}\)"),
         ({"text": "a"}, r"'q' is a table, .*\(\{q\.text\}\)"),
         ((1, 2), "'q' is a list"),
         ([QUESTION], "'q' is a list"),  # a chat inside of a text
@@ -197,14 +191,3 @@ def test_a_list_or_a_table_in_a_text_is_refused_with_row_and_key(value, words):
 def test_what_is_in_a_list_or_written_on_purpose_is_a_text():
     rows = rows_of([{"q": ["a", "b"]}], prompt="{q[1]} of {q!r}")
     assert rows[0].prompt == "b of ['a', 'b']"
-
-
-def test_a_chat_as_response_needs_a_chat_as_prompt():
-    row = {"prompt": "1+1", "completion": [REPLY]}
-    with pytest.raises(DataError, match=r"row 0: .* is a chat and data.prompt is a text, .*1\+1"):
-        rows_of([row], response="{completion}")[0]
-
-
-def test_bos_before_a_chat_is_refused():
-    with pytest.raises(DataError, match="two bos tokens"):
-        rows_of([{"prompt": [QUESTION]}], bos=True)[0]

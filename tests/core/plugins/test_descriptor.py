@@ -8,12 +8,9 @@ from hybridflow.core.contracts.capabilities import EngineCapabilities, RuntimeCa
 from hybridflow.core.errors import PluginError
 from hybridflow.core.plugins.descriptor import (
     API_VERSION,
-    BY_PATH,
-    KINDS,
     Descriptor,
     check_api,
     check_descriptor,
-    check_kind,
 )
 
 FINE = {"kind": "reward", "name": "x", "factory": "json:loads"}
@@ -44,12 +41,6 @@ def test_a_descriptor_that_cannot_work_is_refused(change, why):
 )
 def test_a_descriptor_is_taken_though_nothing_of_it_is_there(change):
     check_descriptor(Descriptor(**FINE | {"factory": "no_such_module:Thing"} | change), "acme")
-
-
-def test_every_kind_is_known():
-    for kind in KINDS:
-        check_kind(kind)
-    assert set(KINDS) >= BY_PATH
 
 
 def test_what_is_missing_is_what_cannot_be_imported():

@@ -25,11 +25,6 @@ def test_every_entry_point_of_our_group_is_found_with_its_package(site):
     ]
 
 
-def test_ours_are_among_them():
-    ours = {point.name: point.value for point in of("hybridflow")}
-    assert ours and all(value.startswith("hybridflow.") for value in ours.values())
-
-
 def test_other_groups_are_left_out(site):
     info = site("acme", {"length": "acme_length"})
     (info / "entry_points.txt").write_text("[console_scripts]\nhybridflow-more = acme:main\n")

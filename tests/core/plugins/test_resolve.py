@@ -93,11 +93,7 @@ def test_a_reward_is_a_function_or_a_class_with_its_options():
         (Constant, {}, r"options \{\} do not fit reward 'mine'\(value\): missing .* 'value'"),
         (3, {}, "reward 'mine' is 3; it must be a function of one sample, or a class derived from"),
         (Echo, {}, "reward 'mine' is <class .*Echo'>; it must be a function"),
-        (
-            of_trl,
-            {},
-            r"reward 'mine'\(prompts, completions, \*\*.*has TRL's form; .*def of_trl\(sample\)",
-        ),
+        (of_trl, {}, r"has TRL's form; .*def of_trl\(sample\)"),
         (of_verl, {}, "has verl's form"),
     ],
     ids=["unknown option", "missing option", "a number", "another class", "TRL's", "verl's"],
@@ -162,13 +158,9 @@ def test_the_setting_says_what_the_plugin_is_asked_for():
 
 
 def test_what_a_plugin_does_not_make_is_told():
-    with pytest.raises(
-        ConfigError, match=r"Lettered makes no tokenizer of characters; give tokenizer\.path"
-    ):
+    with pytest.raises(ConfigError, match=r"give tokenizer\.path"):
         build_tokenizer(TokenizerConfig(name=path("Lettered"), characters="ab"), None, never)
-    with pytest.raises(
-        PluginError, match="unknown tokenizer 'huggingfaces'; did you mean 'huggingface'"
-    ):
+    with pytest.raises(PluginError, match="did you mean 'huggingface'"):
         build_tokenizer(TokenizerConfig(name="huggingfaces", characters="ab"), None, never)
 
 

@@ -87,9 +87,7 @@ def test_the_parts_of_a_box_follow_one_another_and_leave_nothing_out():
 
 def test_a_bucket_in_which_no_piece_fits_is_refused_with_what_would_do():
     plan = one_to_one({"a": (100,)}, bucket_bytes=16)
-    with pytest.raises(
-        ReshardError, match=r"bucket_bytes 16 is too small: a comes in 1 pieces"
-    ) as caught:
+    with pytest.raises(ReshardError, match="bucket_bytes 16") as caught:
         plan_rounds(plan)
     enough = int(str(caught.value).split()[-1])
     assert plan_rounds(attrs.evolve(plan, bucket_bytes=enough))

@@ -174,8 +174,6 @@ def test_a_wrong_element_is_named_by_verify_and_the_next_transfer_mends_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(PoolSide, "fetch", flips)
-        with pytest.raises(
-            HybridFlowError, match=r"1 parameters differ.*model\.layers\.0\.mlp\.down_proj\.weight"
-        ):
+        with pytest.raises(HybridFlowError, match=r"1 parameters .*layers\.0\.mlp\.down_proj"):
             rollout.sync()
     assert responses(rollout.generate(PROMPTS, GREEDY, 0)) == expected[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from helpers.running import ALGORITHM, TABLES
+from helpers.jobs import ALGORITHM, TABLES
 
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.run import Run

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.small_tokenizers import char
+from helpers.sources import char
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from hybridflow.backends.tokenizers.small import load_small_tokenizer

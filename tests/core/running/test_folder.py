@@ -11,7 +11,7 @@ import threading
 from importlib.metadata import version
 
 import pytest
-from helpers.running import job_of
+from helpers.jobs import job_of
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.folder import StopSignal, claim, versions

@@ -8,7 +8,7 @@ import math
 import attrs
 import pytest
 import torch
-from helpers.running import reporter
+from helpers.jobs import reporter
 
 from hybridflow.core.contracts.planner import Prediction
 from hybridflow.core.job.job import Chosen
@@ -40,13 +40,12 @@ def test_it_begins_with_what_runs_where_and_on_how_many_rows(run_of, tiny):
     with report:
         report.begin(0, {"actor": 1_500_000})
         report.begin(4, {"actor": 1_500_000, "ref": 250_000})
-    assert out.getvalue().splitlines() == [
-        f"conformance: grpo on 256 train rows, 6 validation rows; folder {run.job.folder}",
-        "3 train rows are left out: their prompts are longer than data.max_prompt_tokens",
-        "note: few tokens",
-        "parameters: actor 1.5M",
-        "parameters: actor 1.5M, ref 0.2M; resuming after step 4",
-    ]
+    first, dropped, *rest = out.getvalue().splitlines()
+    rows = "grpo on 256 train rows, 6 validation rows; folder"
+    assert first == f"conformance: {rows} {run.job.folder}"
+    assert dropped.startswith("3 train rows ") and "data.max_prompt_tokens" in dropped
+    resumed = "parameters: actor 1.5M, ref 0.2M; resuming after step 4"
+    assert rest == ["note: few tokens", "parameters: actor 1.5M", resumed]
 
 
 def test_a_step_s_figures_are_counted_out(run_of, tiny):
@@ -196,11 +195,9 @@ def test_the_warning_begins_at_a_fifth_of_the_limit_and_knows_nan_beside_numbers
         means = {"actor/mismatch_mean": actor, "other/mismatch_mean": other}
         report.step(run, Metrics.of(**means), 0.5)
     said = [line for line in out.getvalue().splitlines() if "mismatch_warn" in line]
-    assert [
-        "actor's by 0.0101 nats on average, more than 0.01 (" in said[0],
-        "other's by nan nats" in said[1],
-    ] == [True, True]
     assert len(said) == 2
+    assert "actor's by 0.0101 nats on average, more than 0.01 (" in said[0]
+    assert "other's by nan nats" in said[1]
 
 
 def test_predictions_stand_beside_the_steps_and_are_compared_at_the_end(run_of, tiny):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.running import job_of
+from helpers.jobs import job_of
 
 from hybridflow.core.running.run import goal_reached
 

@@ -9,11 +9,10 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from helpers.running import HELD_OUT, job_of
+from helpers.jobs import HELD_OUT, job_of
 from safetensors.torch import load_file
 
 from hybridflow.core.contracts.capabilities import EngineCapabilities, TrainingCapabilities
-from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.errors import ConfigError, DataError, HybridFlowError, ModelError
 from hybridflow.core.plugins import Descriptor
 from hybridflow.core.plugins.lookup import Registry
@@ -190,9 +189,3 @@ def test_a_role_is_sent_the_columns_that_its_backend_and_its_engine_declare(tiny
     assert extras(painted) == ("image", "tint")
     assert extras(attrs.evolve(painted, engine="painted")) == ("audio", "image", "tint")
     assert extras(attrs.evolve(painted, engine=None)) == ("image", "tint")
-
-
-def test_sets_are_read_as_their_tables_say(tmp_path):
-    held_out = prepare(job_of(tmp_path)).sets["validation"]
-    assert isinstance(held_out, DataConfig)
-    assert held_out.options == {"split": "held-out"} and held_out.limit == 6 and held_out.bos

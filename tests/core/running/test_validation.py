@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from helpers.running import HELD_OUT, reporter
+from helpers.jobs import HELD_OUT, reporter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.core.running.validation import validate, validate_if_due

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from helpers.episodes import echoing
-from helpers.small_tokenizers import char
+from helpers.sources import char
 
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.values.batch import Batch

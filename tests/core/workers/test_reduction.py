@@ -111,23 +111,13 @@ def test_a_mini_batch_without_any_token_gives_zero():
         (Term("x", VALUE[:, :2]), r"value has shape \(4, 2\) and mask \(4, 4\)"),
         (Term("x", VALUE[:, 0]), r"value has shape \(4,\) and mask \(4, 4\)"),
         (Term("x", VALUE, how="unit-mean"), r"must be equal, \[U\]"),
-        (
-            Term("x", VALUE[0], torch.ones(3), "unit-mean"),
-            r"value has shape \(4,\) and mask \(3,\)",
-        ),
+        (Term("x", VALUE[0], torch.ones(3), "unit-mean"), r"\(4,\) and mask \(3,\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_with_the_term_named(term, message):
     with pytest.raises(ValueError, match=message) as error:
         reduce_terms(term, MASK, COUNTS, COUNTS)
     assert "term 'x'" in str(error.value)
-
-
-def test_a_constant_length_is_demanded_where_it_is_used():
-    with pytest.raises(ValueError, match="needs length"):
-        Term("x", VALUE, how="seq-mean-token-sum-norm")
-    with pytest.raises(ValueError, match="must be in"):
-        Term("x", VALUE, how="mean")
 
 
 @settings(deadline=None)

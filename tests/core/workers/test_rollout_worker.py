@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.episodes import echoing
-from helpers.small_tokenizers import char
+from helpers.sources import char
 from helpers.syncs import chosen, sync
 
 from hybridflow.backends.fsdp.config import FSDPConfig

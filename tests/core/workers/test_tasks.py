@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers.small_tokenizers import char
+from helpers.sources import char
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
@@ -136,9 +136,7 @@ def test_what_is_no_dict_is_refused_by_name():
     def work(x):
         return x
 
-    with pytest.raises(
-        TypeError, match="work must return a dict of columns and metrics, got Tensor"
-    ):
+    with pytest.raises(TypeError, match="got Tensor"):
         run_on_columns(RAGGED, work)
 
 
@@ -251,9 +249,7 @@ def test_a_reward_that_fails_when_it_is_tried_names_the_set():
 
 
 def test_a_failure_ends_the_run_or_is_counted():
-    with pytest.raises(
-        RewardError, match=r"reward 'odd_fails' raised ValueError: odd \[row 0: prompt '1\+1='"
-    ):
+    with pytest.raises(RewardError, match=r"'odd_fails' raised ValueError: odd \[row 0"):
         scored(ANSWERS, part(odd_fails))
     made = scored(ANSWERS, part(odd_fails, on_failure=FailureRule(score=-1.0)))
     assert made["scores"].values.tolist() == [-1.0, 1.0, 1.0]

@@ -199,19 +199,6 @@ def test_export_writes_a_folder(model, tmp_path, capsys):
     assert "is not empty; give a folder that is new" in capsys.readouterr().err
 
 
-def test_an_exported_folder_answers_as_its_run(model, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert main(["export", model, "--out", str(out)]) == 0
-    answers = []
-    for asked in (model, str(out)):
-        capsys.readouterr()
-        limit = "sampling.max_tokens=4"
-        assert main(["generate", asked, "--text", "12+34=", "--greedy", "--logprobs", limit]) == 0
-        answers.append(json.loads(capsys.readouterr().out))
-    assert answers[0]["response_ids"] == answers[1]["response_ids"]
-    assert answers[0]["logprobs"] == answers[1]["logprobs"]  # bos counts in each
-
-
 def test_adapters_have_one_dtype(model, tmp_path, capsys):
     asked = ["export", model, "--out", str(tmp_path / "out"), "--adapter"]
     assert main([*asked, "--dtype", "bfloat16"]) == 1

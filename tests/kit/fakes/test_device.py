@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from helpers import fake_jobs
-from helpers.fresh import fresh
+from helpers.ranks import fresh
 
 
 def test_operations_run_without_values_and_mixing_devices_raises():

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from helpers import fake_jobs
-from helpers.fresh import fresh
+from helpers.ranks import fresh
 
 
 def test_storages_count_once_while_they_live_and_as_large_as_they_are():

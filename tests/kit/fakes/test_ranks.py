@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from helpers import fake_jobs
-from helpers.fresh import fresh
+from helpers.ranks import fresh
 
 
 def test_one_process_is_a_rank_among_many():

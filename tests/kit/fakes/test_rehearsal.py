@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from helpers import fake_jobs
-from helpers.fresh import fresh
+from helpers.ranks import fresh
 
 
 def test_the_phases_of_a_role_with_their_bytes():

@@ -129,7 +129,7 @@ def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, t
     kill(engine, signal.SIGABRT)
     with pytest.raises(
         EngineDied,
-        match=r"was killed by SIGABRT.*engine-conformance-0\.log(?s:.*)rollout\.restarts > 0",
+        match=r"SIGABRT.*engine-conformance-0\.log(?s:.*)rollout\.restarts > 0",
     ):
         list(stream)
     assert (tmp_path / "engine-conformance-0.log").exists()
@@ -208,13 +208,6 @@ def test_one_that_hangs_counts_as_dead(speaking):
     kill(engine, signal.SIGSTOP)
     done += list(stream)
     assert same(sorted(done, key=lambda c: c.id), expected)
-
-
-def test_one_that_does_not_start_in_time_is_given_up(make):
-    engine = make(Counting, start_timeout_s=0.2)
-    with pytest.raises(EngineDied, match="gave no answer to start within 0 s"):
-        engine.start()
-    assert engine.process is not None and engine.process.process.poll() is not None
 
 
 def test_closing_ends_the_process(make):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from helpers import fake_jobs
-from helpers.fresh import fresh
+from helpers.ranks import fresh
 
 
 def test_a_case_lives_through_all_phases():

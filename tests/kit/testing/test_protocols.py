@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.expect import caught
+from helpers.expect import caught, each_fault
 
 from hybridflow.core.contracts.protocol import SplitProtocol, ThreeD
 from hybridflow.core.values.batch import Batch
@@ -99,90 +99,36 @@ class ForgetsMetrics(ThreeD):
         return super().collect(group, results) if isinstance(results[0], Batch) else results[0]
 
 
-ROWS = "test_rows_keep_their_order_and_none_is_lost_or_doubled"
+class CallsTooFew(ThreeD):
+    def called(self, group):
+        return (0,)
 
 
-def test_a_dropped_row_is_noticed():
-    caught(ProtocolConformance, ROWS, "rows 0 to", "dropped", protocol=DropsTheLastRow())
+FAULTS = {
+    "test_there_is_one_piece_for_each_rank": [GivesAPiecePerPart],
+    "test_rows_keep_their_order_and_none_is_lost_or_doubled": [
+        DropsTheLastRow,
+        DoublesRows,
+        SplitsRoundRobin,
+        CountsAReplicaTwice,
+    ],
+    "test_results_count_once_and_come_from_ranks_that_are_called": [CallsTooFew],
+    "test_every_rank_works_on_a_part_that_some_source_has": [SplitsOverAllRanks],
+    "test_parts_differ_by_one_row_at_most": [GivesTheRestToTheLast],
+    "test_units_stay_whole": [CutsUnits],
+    "test_collect_undoes_distribute": [CollectsBackwards],
+    "test_what_is_no_batch_reaches_every_rank": [SplitsSettings],
+    "test_metrics_of_the_parts_add_up": [ForgetsMetrics],
+}
 
 
-def test_a_doubled_row_is_noticed():
-    caught(ProtocolConformance, ROWS, "doubled", protocol=DoublesRows())
-
-
-def test_another_order_is_noticed():
-    caught(ProtocolConformance, ROWS, "in order", protocol=SplitsRoundRobin())
-
-
-def test_a_piece_per_part_instead_of_per_rank_is_noticed():
-    caught(
-        ProtocolConformance,
-        "test_there_is_one_piece_for_each_rank",
-        "one per rank",
-        protocol=GivesAPiecePerPart(),
-    )
-
-
-def test_results_that_count_twice_are_noticed():
-    caught(ProtocolConformance, ROWS, "doubled", protocol=CountsAReplicaTwice())
-
-
-def test_a_source_that_is_not_called_is_noticed():
-    class CallsTooFew(ThreeD):
-        def called(self, group):
-            return (0,)
-
-    name = "test_results_count_once_and_come_from_ranks_that_are_called"
-    caught(ProtocolConformance, name, "each of them called", protocol=CallsTooFew())
-
-
-def test_rows_whose_results_nobody_collects_are_noticed():
-    name = "test_every_rank_works_on_a_part_that_some_source_has"
-    caught(ProtocolConformance, name, "within a replica", protocol=SplitsOverAllRanks())
-
-
-def test_parts_of_very_different_sizes_are_noticed():
-    caught(
-        ProtocolConformance,
-        "test_parts_differ_by_one_row_at_most",
-        "Batch.split",
-        protocol=GivesTheRestToTheLast(),
-    )
-
-
-def test_a_cut_unit_is_noticed():
-    caught(ProtocolConformance, "test_units_stay_whole", "whole units", protocol=CutsUnits())
-
-
-def test_a_collect_in_another_order_is_noticed():
-    caught(
-        ProtocolConformance,
-        "test_collect_undoes_distribute",
-        "another order",
-        protocol=CollectsBackwards(),
-    )
+@each_fault(ProtocolConformance, FAULTS)
+def test_the_fault_is_noticed(fault, method):
+    caught(ProtocolConformance, method, protocol=fault())
 
 
 def test_a_wrong_flag_is_noticed():
     class SaysItSplits(ProtocolConformance):
         returns_input = False
 
-    caught(SaysItSplits, "test_collect_undoes_distribute", "returns_input", protocol=ThreeD())
-
-
-def test_settings_that_do_not_reach_every_rank_are_noticed():
-    caught(
-        ProtocolConformance,
-        "test_what_is_no_batch_reaches_every_rank",
-        "every rank",
-        protocol=SplitsSettings(),
-    )
-
-
-def test_metrics_of_one_rank_only_are_noticed():
-    caught(
-        ProtocolConformance,
-        "test_metrics_of_the_parts_add_up",
-        "Metrics.merge",
-        protocol=ForgetsMetrics(),
-    )
+    caught(SaysItSplits, "test_collect_undoes_distribute", protocol=ThreeD())

@@ -7,7 +7,6 @@ import torch
 
 from hybridflow.algorithms.sft import SFT, SFTConfig
 from hybridflow.core.contracts.role import Role
-from hybridflow.core.errors import ConfigError
 from hybridflow.kit.testing import sample
 from hybridflow.kit.testing.runs import (
     MODEL,
@@ -66,18 +65,6 @@ def test_tables_lie_over_the_kits_and_leave_them_as_they_were():
     assert spec.model.hf_config == MODEL
     assert job.data.limit == 12 and job.data.source == "arithmetic"
     assert TABLES["actor"]["micro_batch_tokens"] == 256 and TABLES["data"]["limit"] == 256
-
-
-def test_a_setting_that_there_is_not_is_told():
-    with pytest.raises(ConfigError, match="batch_sise"):
-        tiny_job({"algorithm": {"name": "sft", "batch_sise": 4}})
-
-
-def test_a_table_makes_the_same_run_as_an_instance():
-    table = {"name": "sft", "batch_size": 3}
-    run = TinyRun(table, {"actor": {"micro_batch_tokens": 64}})
-    assert run.algorithm.config == SFTConfig(batch_size=3)
-    assert run.job.models["actor"].spec.micro_batch_tokens == 64
 
 
 def test_the_trained_role_moves_by_its_learning_rate_and_the_other_does_not(counts):

@@ -33,10 +33,7 @@ def test_a_file_is_read_as_tables(tmp_path):
     "content, why",
     [
         (b"a = 1\nb = = 2\n", r"x\.toml, line 2, column 5: Invalid value; the line is: b = = 2"),
-        (
-            b"a = 1\na = 2\n",
-            r"x\.toml, line 2, column 6: Cannot overwrite a value; the line is: a = 2",
-        ),
+        (b"a = 1\na = 2\n", r"x\.toml, line 2, column 6: .*: a = 2"),
         (b"a = [1,", r"x\.toml: .*at end of document"),
         (b"a = 1\nb = '\xff'\n", r"x\.toml, line 2: not UTF-8 text"),
     ],
@@ -48,9 +45,7 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(tmp_path, content, why
 
 
 def test_a_file_that_is_not_there_and_a_folder_are_refused_by_name(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"none\.toml: cannot be read \(No such file or directory\)"
-    ):
+    with pytest.raises(ConfigError, match=r"none\.toml"):
         load_toml(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
         load_toml(tmp_path)

@@ -137,12 +137,11 @@ def test_a_wrong_element_of_a_list_is_named_by_its_place():
         "actor": {"model": "m", "devices": [0, "one", 2.5]},
         "rewards": [{"name": "a"}, {"weigth": 1}],
     }
-    assert problems_of(data) == [
-        "actor.devices.1: expected an integer, got 'one' (string)",
-        "actor.devices.2: expected an integer, got 2.5 (number)",
-        "rewards.1.weigth: unknown key; did you mean `weight`? (known: name, weight)",
-        "rewards.1.name: required, but missing; expected a string",
-    ]
+    word, number, key, missing = problems_of(data)
+    assert word.startswith("actor.devices.1: ") and "got 'one' (string)" in word
+    assert number.startswith("actor.devices.2: ") and "got 2.5 (number)" in number
+    assert key.startswith("rewards.1.weigth: ") and "did you mean `weight`?" in key
+    assert missing.startswith("rewards.1.name: required")
 
 
 def test_every_problem_is_reported_at_once_with_its_key():
@@ -152,26 +151,25 @@ def test_every_problem_is_reported_at_once_with_its_key():
         "share": 0,
         "zzz": 1,
     }
-    assert problems_of(data) == [
-        "zzz: unknown key (known: actor, roles, rewards, share)",
-        "actor.optimzer: unknown key; did you mean `optimizer`? "
-        "(known: model, kind, optimizer, frozen, devices, options, stop, folder)",
-        "actor.model: required, but missing; expected a string (Folder of the model.)",
-        "actor.optimizer.steps: expected an integer, got '3' (string)",
-        "actor.optimizer.lr: must be above 0, got -1.0; give a number above 0",
-        "actor.optimizer.clip: must be 0 or more, got -2.0; give 0 to turn it off, or a positive number",
-        "roles.ref.model: expected a string, got 1 (integer)",
-        "share: must be above 0 and at most 1, got 0.0; give a fraction, 1 for all",
-    ]
+    expected = {
+        "zzz": "(known: actor, roles, rewards, share)",
+        "actor.optimzer": "did you mean `optimizer`? (known: model, kind, optimizer, ",
+        "actor.model": "required, but missing; expected a string (Folder of the model.)",
+        "actor.optimizer.steps": "got '3' (string)",
+        "actor.optimizer.lr": "got -1.0; give a number above 0",
+        "actor.optimizer.clip": "got -2.0; give 0 to turn it off",
+        "roles.ref.model": "got 1 (integer)",
+        "share": "got 0.0; give a fraction",
+    }
+    for problem, (key, said) in zip(problems_of(data), expected.items(), strict=True):
+        assert problem.startswith(f"{key}: ") and said in problem
 
 
 def test_the_path_at_which_a_table_stands_begins_every_problem():
-    assert problems_of({"lr": "x"}, Optimizer, "actor.optimizer")[0].startswith(
-        "actor.optimizer.lr: expected a number"
-    )
-    assert problems_of([], Optimizer, "actor.optimizer") == [
-        "actor.optimizer: expected a table, got [] (list)"
-    ]
+    [problem] = problems_of({"lr": "x"}, Optimizer, "actor.optimizer")
+    assert problem.startswith("actor.optimizer.lr: ")
+    [problem] = problems_of([], Optimizer, "actor.optimizer")
+    assert problem.startswith("actor.optimizer: ")
 
 
 def test_a_problem_is_a_sentence_that_begins_with_its_key():
@@ -194,10 +192,8 @@ def test_without_a_list_of_problems_they_are_raised_together():
 
 def test_what_the_class_itself_refuses_is_named_by_the_key_of_its_table():
     data = {"actor": {"model": "m", "kind": "value"}}
-    assert problems_of(data, Run, "run") == [
-        'run: the actor is a policy; give actor.kind = "policy"'
-    ]
-    assert problems_of(data) == ['the actor is a policy; give actor.kind = "policy"']
+    said = 'the actor is a policy; give actor.kind = "policy"'
+    assert (problems_of(data, Run, "run"), problems_of(data)) == ([f"run: {said}"], [said])
 
 
 def test_a_validator_that_asks_the_instance_and_a_field_with_a_converter_are_checked_by_the_class():
@@ -235,15 +231,12 @@ def test_the_problems_inside_a_table_that_may_be_nothing_are_named_inside_it():
 
     assert structure({"part": {"name": "a"}}, Maybe).part == Part("a")
     assert structure({"part": None}, Maybe).part is None
-    assert problems_of({"part": {"name": 3}}, Maybe) == [
-        "part.name: expected a string, got 3 (integer)"
-    ]
-    assert problems_of({"parts": [{"name": 3}]}, Maybe) == [
-        "parts.0.name: expected a string, got 3 (integer)"
-    ]
-    assert problems_of({"part": 3}, Maybe) == [
-        "part: expected a table or a string, got 3 (integer)"
-    ]
+    for data, key in (
+        ({"part": {"name": 3}}, "part.name: expected a string,"),
+        ({"parts": [{"name": 3}]}, "parts.0.name: expected a string,"),
+        ({"part": 3}, "part: expected a table or a string,"),
+    ):
+        assert problems_of(data, Maybe) == [f"{key} got 3 (integer)"]
 
 
 def test_a_type_without_a_hook_is_a_problem_and_not_a_crash():
@@ -251,9 +244,7 @@ def test_a_type_without_a_hook_is_a_problem_and_not_a_crash():
     class Odd:
         number: complex = 0j
 
-    assert problems_of({"number": "x"}, Odd)[0].startswith(
-        "number: expected complex, got 'x' (string)"
-    )
+    assert problems_of({"number": "x"}, Odd)[0].startswith("number: expected complex")
 
 
 def test_a_long_value_is_cut_in_the_message():
@@ -273,10 +264,8 @@ def test_sets_sequences_and_choices_are_made_as_the_field_says():
         Kinds,
     )
     assert made == Kinds(frozenset({"a", "b"}), (1.0, 2.5), 1, {"x": Part("y")})
-    assert problems_of({"bits": True, "parts": {"x": {}}}, Kinds) == [
-        'bits: expected one of 0, 1, "all", got true (boolean)',
-        "parts.x.name: required, but missing; expected a string",
-    ]
+    bits, name = problems_of({"bits": True, "parts": {"x": {}}}, Kinds)
+    assert bits.startswith("bits: ") and name.startswith("parts.x.name: required")
 
 
 def test_what_is_an_instance_already_stays_as_it_is():
