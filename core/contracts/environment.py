@@ -67,7 +67,11 @@ class Environment(ABC):
     """Texts, of one token each, that end a turn beside the end of text."""
 
     def reset(self, start: Start) -> Answer:
-        """Begin an episode; the answer's text stands before the first turn."""
+        """Begin an episode; the answer's text stands before the first turn.
+
+        Like `step` it may be `async`. Both are called in threads, one call at a time, beside those
+        of other episodes' environments.
+        """
         return Answer()
 
     @abstractmethod

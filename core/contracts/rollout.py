@@ -375,6 +375,9 @@ class RolloutEngine(ABC):
     def busy(self) -> bool:
         """Whether `step` has work that somebody waits for."""
 
+    def nudge(self) -> None:  # noqa: B027
+        """Let a `step` that waits return at once; called from any thread when a request is due."""
+
     def disown(self) -> None:  # noqa: B027
         """Give up all running requests: they end before the next request enters."""
 

@@ -235,6 +235,13 @@ class EnvironmentSection:
     sampling.max_tokens, which counts all tokens of an episode, the environment's included."""
     options: dict[str, Any] = attrs.field(factory=dict)
     """The environment's own options."""
+    free: bool = False
+    """Whether each episode goes on as soon as its own environment has answered. False: in rounds,
+    a turn of every episode and then all answers, whose batches and bits are always the same."""
+    at_once: int = setting(64, at_least(1))
+    """Number of environments that a rank asks at the same time, each in a thread."""
+    timeout_s: float | None = setting(None, positive)
+    """Time limit of an answer, in seconds; a longer one is a failure. None sets no limit."""
 
 
 @attrs.frozen

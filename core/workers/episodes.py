@@ -2,9 +2,9 @@
 
     prompt -> reset -> [answer] -> turn -> step -> [answer] -> turn -> ... -> done, or no room left
 
-Each round of turns is one call of the engine, with a request per episode that runs; it goes on
-after what was written so far. Tokens in, tokens out: what the model wrote is never tokenised again,
-and an answer is tokenised by itself.
+Each turn is a request that goes on after what was written so far. Tokens in, tokens out: what the
+model wrote is never tokenised again, and an answer is tokenised by itself. episode_runner.py plays
+the episodes of a batch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
-from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
+from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.contracts.tokenizer import Tokenizer
-from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins.resolve import environment_class
@@ -29,6 +27,7 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.text import shorten
+from hybridflow.core.workers.environment_calls import Answered
 
 log = logging.getLogger(__name__)
 NOT_MADE = -1
@@ -81,24 +80,24 @@ class Episode:
         self.rewards: list[float] = []
         self.states: list[str] = []
         self.reason: str | None = None
+        self.begun = False
+        """Whether the environment's first answer has come."""
+        self.asked = ""
+        """The text that the environment was given last."""
         self.environment: Environment | None = None
 
-    def start(self) -> dict[str, Any]:
-        """Reset the environment; return its answer, for `take`."""
-        prompt = self.spec.tokenizer.decode(self.request.prompt_ids)
+    def begin(self) -> Any:
+        """Make the environment, and return its answer to the prompt, or a coroutine of it."""
+        self.asked = self.spec.tokenizer.decode(self.request.prompt_ids)
+        section = self.spec.section
+        self.environment = environment_class(section.name, section.options)(**section.options)
+        return self.environment.reset(Start(self.asked, self.meta, self.request.seed))
 
-        def begin() -> Answer:
-            section = self.spec.section
-            self.environment = environment_class(section.name, section.options)(**section.options)
-            return self.environment.reset(Start(prompt, self.meta, self.request.seed))
-
-        return self._plain_answer(begin, prompt)
-
-    def answer(self, turn: Turn) -> dict[str, Any]:
-        """Give the environment the model's turn; return its answer, for `take`."""
+    def answer(self, turn: Turn) -> Any:
+        """Return the environment's answer to the model's turn, or a coroutine of it."""
         assert self.environment is not None
-        step = self.environment.step
-        return self._plain_answer(lambda: step(turn), turn.text)
+        self.asked = turn.text
+        return self.environment.step(turn)
 
     def close(self) -> None:
         """Close the environment. What it raises is logged, so that the others are closed too."""
@@ -108,30 +107,32 @@ class Episode:
         except Exception:
             log.exception("environment %r could not be closed", self.spec.section.name)
 
-    def _plain_answer(self, call: Any, text: str) -> dict[str, Any]:
-        """Return the answer as plain values, which travel; a failure as {"error": its message}."""
-        try:
-            answer = call()
-        except Exception as error:
+    def said(self, answered: Answered) -> dict[str, Any]:
+        """Return an answer as plain values, which travel; a failure as {"error": its message}."""
+        answer = answered.value
+        if answered.late:
+            problem = f"took longer than environment.timeout_s = {self.spec.section.timeout_s:g} s"
+        elif (error := answered.error) is not None:
             problem = f"raised {type(error).__name__}: {error}"
+        elif not isinstance(answer, Answer):
+            problem = f"returned {answer!r:.80}; return an Answer"
+        elif not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
+            problem = f"gave the reward {answer.reward!r}; it must be a finite number"
         else:
-            if not isinstance(answer, Answer):
-                problem = f"returned {answer!r:.80}; return an Answer"
-            elif not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
-                problem = f"gave the reward {answer.reward!r}; it must be a finite number"
-            else:
-                return attrs.asdict(answer)
+            return attrs.asdict(answer)
 
         # Every rank of the replica raises it, in `take`.
         name = self.spec.section.name
-        return {"error": f"environment {name!r} {problem} [after {shorten(text)}]"}
+        return {"error": f"environment {name!r} {problem} [after {shorten(self.asked)}]"}
 
-    def take(self, said: Mapping[str, Any], first: bool = False) -> None:
+    def take(self, said: Mapping[str, Any]) -> None:
         """Append the environment's answer to the episode.
 
-        first: the answer to `start`, which may be empty and has no reward. Raises
-        EnvironmentFailure when the environment failed, or when no turn can follow its text.
+        The first one may be empty and has no reward. Raises EnvironmentFailure when the environment
+        failed, or when no turn can follow its text.
         """
+        first = not self.begun
+        self.begun = True
         if "error" in said:
             raise EnvironmentFailure(f"{said['error']} [row {self.request.id}]")
         # The answer to a turn has the turn's reward.
@@ -201,79 +202,7 @@ class Episode:
         self.turns = np.concatenate([self.turns, np.full(len(ids), turn)])
 
 
-def run_episodes(
-    engine: RolloutEngine,
-    requests: Sequence[Request],
-    metas: Sequence[Mapping[str, Any]],
-    spec: Episodes,
-    context: RankContext,
-) -> Batch:
-    """Run an episode for each request; return the columns of `generate`, and further ones.
-
-    Per token `turn` (-1 where the environment wrote), per row `episode_return`, and as lists
-    `turn_rewards` and `turn_states` (the state in which each turn was taken). The environments
-    run on the first rank of a replica, and the other ranks get their answers. Raises
-    EnvironmentFailure.
-    """
-    # Generation ends at the environment's stops too.
-    stops = spec.stop_ids()
-    episodes = []
-    for request, meta in zip(requests, metas, strict=True):
-        stop_token_ids = (*request.sampling.stop_token_ids, *stops)
-        sampling = attrs.evolve(request.sampling, stop_token_ids=stop_token_ids)
-        episodes.append(Episode(spec, attrs.evolve(request, sampling=sampling), meta, stops))
-
-    try:
-        starts = _on_first_rank(lambda: [episode.start() for episode in episodes], context)
-        for episode, answer in zip(episodes, starts, strict=True):
-            episode.take(answer, first=True)
-
-        # A round: a turn of each running episode, then the answers to those that go on.
-        while running := [episode for episode in episodes if episode.reason is None]:
-            done = engine.generate([episode.next_request() for episode in running])
-            waiting = []
-            for episode, completion in zip(running, done, strict=True):
-                turn = episode.made(completion)
-                if turn is not None:
-                    waiting.append((episode, turn))
-
-            answers = _on_first_rank(
-                lambda waiting=waiting: [episode.answer(turn) for episode, turn in waiting], context
-            )
-            for (episode, _), answer in zip(waiting, answers, strict=True):
-                episode.take(answer)
-    finally:
-        for episode in episodes:
-            episode.close()
-    return _batch(episodes)
-
-
-def _on_first_rank(work: Any, context: RankContext) -> list[Any]:
-    """Return the result of `work`, which the first rank of the replica does, on every rank of it.
-
-    What it raises becomes an EnvironmentFailure on every rank, so that none waits for ever.
-    """
-    group = context.group("generation.replica")
-    if group is None:
-        return work()
-
-    # An outcome, so that a failure does not leave the other ranks waiting.
-    message: list[Any] = [None]
-    first = dist.get_global_rank(group, 0)
-    if dist.get_rank() == first:
-        try:
-            message = [(True, work())]
-        except Exception as error:
-            message = [(False, f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(message, src=first, group=group)
-
-    succeeded, result = message[0]
-    if not succeeded:
-        raise EnvironmentFailure(result)
-    return result
-
-
-def _batch(episodes: Sequence[Episode]) -> Batch:
+def episode_batch(episodes: Sequence[Episode]) -> Batch:
     """Return the columns of ended episodes; their mean return and number of turns are metrics."""
     ids = tokens([episode.ids for episode in episodes], torch.int64)
     turns = tokens([episode.turns for episode in episodes], torch.int32)

@@ -15,7 +15,8 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
-from hybridflow.core.workers.episodes import Episodes, run_episodes
+from hybridflow.core.workers.episode_runner import run_episodes
+from hybridflow.core.workers.episodes import Episodes
 
 GENERATE_READS = ("prompt_ids", "sample_id", "max_tokens")
 """Columns that generation reads; max_tokens where the batch has it."""

@@ -525,7 +525,9 @@ class HostedEngine(ContinuousEngine):
         # Only the first token is asked for, under an id that no request has.
         sampling = attrs.evolve(request.sampling, max_tokens=1)
         self._send("add", [attrs.evolve(request, id=-1, sampling=sampling)])
-        kind, after = self._event(self.process_config.hang_timeout_s)
+        kind = "nudge"
+        while kind == "nudge":
+            kind, after = self._event(self.process_config.hang_timeout_s)
         if kind == "gone":
             assert self.process is not None
             raise self.process.died()
@@ -574,6 +576,11 @@ class HostedEngine(ContinuousEngine):
         except EngineDied:
             self.process.events.put(("gone", None))
 
+    def nudge(self) -> None:
+        """Let `step` return to whoever has a request to add."""
+        if self.process is not None:
+            self.process.events.put(("nudge", None))
+
     def advance(self) -> list[Completion]:
         """Wait up to LOOK_S for completions. Collective over the replica.
 
@@ -585,6 +592,8 @@ class HostedEngine(ContinuousEngine):
     def _advance(self) -> list[Completion]:
         assert self.process is not None
         kind, value = self._event(LOOK_S)
+        if kind == "nudge":
+            return []
         if kind == "gone":
             raise self.process.died()
         if kind == "error":

@@ -6,6 +6,8 @@ nothing.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,11 @@ from hybridflow.kit.testing.checks import missing_fixture, require
 
 TEXTS = ("42", "no idea", "", "\u2603 <calc>1+1</calc>", "4" * 200)
 """Texts of a model's turns: right, wrong, empty, with a call of a tool, and long."""
+
+
+def finished(value: Any) -> Any:
+    """Return an answer; of an async environment's coroutine what it returns."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 class EnvironmentConformance:
@@ -49,10 +56,10 @@ class EnvironmentConformance:
 
         The turns take these texts in order, again and again, until the episode is done.
         """
-        answers = [environment.reset(self.start())]
+        answers = [finished(environment.reset(self.start()))]
         for number in range(self.most_turns):
             text = texts[number % len(texts)]
-            answers.append(environment.step(self.turn(text, number)))
+            answers.append(finished(environment.step(self.turn(text, number))))
             if not isinstance(answers[-1], Answer) or answers[-1].done:
                 break
 
@@ -96,8 +103,8 @@ class EnvironmentConformance:
         # The first episode is still open while the second one runs.
         first = make()
         second = make()
-        first.reset(self.start())
-        first.step(self.turn("between"))
+        finished(first.reset(self.start()))
+        finished(first.step(self.turn("between")))
         after = self.episode(second)
         first.close()
         require(
@@ -112,5 +119,5 @@ class EnvironmentConformance:
         make().close()
 
         environment = make()
-        environment.reset(self.start())
+        finished(environment.reset(self.start()))
         environment.close()

@@ -9,7 +9,7 @@ from helpers.episodes import Echo, echoing
 from helpers.sources import char
 from helpers.training_jobs import Setup, make_worker, said_by
 from hybridflow.core.contracts.rollout import Request, SamplingParams
-from hybridflow.core.workers.episodes import run_episodes
+from hybridflow.core.workers.episode_runner import run_episodes
 
 
 class Silent:

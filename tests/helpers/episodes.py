@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from hybridflow.core.contracts.environment import Answer, Environment
 from hybridflow.core.job.sections import EnvironmentSection
-from hybridflow.core.workers.episodes import Episodes
+from hybridflow.core.workers.environment_calls import Answered
+from hybridflow.core.workers.episodes import Episode, Episodes
 
 STOP = "="
 
@@ -36,6 +40,15 @@ class Echo(Environment):
         Echo.closed.append(self)
         if self.raises == "close":
             raise OSError("still busy")
+
+
+def hears(episode: Episode, call: Callable[[], Any]) -> None:
+    """The episode takes what a call of its environment gives."""
+    try:
+        answered = Answered(call())
+    except Exception as error:
+        answered = Answered(error=error)
+    episode.take(episode.said(answered))
 
 
 def echoing(tokenizer, max_turns: int = 8, **options) -> Episodes:

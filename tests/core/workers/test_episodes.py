@@ -6,18 +6,14 @@ import logging
 
 import numpy as np
 import pytest
-import torch
-from helpers import episode_jobs as jobs
-from helpers.episodes import Echo, echoing
+from helpers.episodes import echoing, hears
 from helpers.sources import char
-from helpers.training_jobs import Setup
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start
 from hybridflow.core.contracts.rollout import Completion, Request, SamplingParams
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
-from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.workers.episodes import Episode, Episodes, run_episodes
+from hybridflow.core.workers.episodes import Episode, Episodes
 
 DIGITS = char()
 ONE, TWO, PLUS, STOP, END = 4, 5, 13, 14, 2
@@ -36,7 +32,7 @@ def episode(max_turns: int = 8, max_tokens: int = 16, **options) -> Episode:
     made = Episode(
         echoing(DIGITS, max_turns, **options), request(max_tokens), {"answer": "3"}, (STOP,)
     )
-    made.take(made.start(), first=True)
+    hears(made, made.begin)
     return made
 
 
@@ -59,10 +55,10 @@ def test_tokens_of_both_stand_in_their_order_with_their_turn_and_version():
     one = episode(said="2+")
     turn = says(one, ONE, STOP)
     assert (turn.number, turn.text, turn.ids.tolist(), turn.ended) == (0, "1=", [ONE, STOP], False)
-    one.take(one.answer(turn))
+    hears(one, lambda: one.answer(turn))
     turn = says(one, ONE, END)
     assert (turn.number, turn.text, turn.ids.tolist(), turn.ended) == (1, "1", [ONE, END], True)
-    one.take(one.answer(turn))
+    hears(one, lambda: one.answer(turn))
     assert one.ids.tolist() == [ONE, STOP, TWO, PLUS, ONE, END]
     assert one.turns.tolist() == [0, 0, -1, -1, 1, 1]
     assert one.versions.tolist() == [3, 3, -1, -1, 3, 3]
@@ -72,7 +68,7 @@ def test_tokens_of_both_stand_in_their_order_with_their_turn_and_version():
 
 def test_the_model_goes_on_after_what_was_said():
     one = episode(said="2+")
-    one.take(one.answer(says(one, ONE, STOP)))
+    hears(one, lambda: one.answer(says(one, ONE, STOP)))
     asked = one.next_request()
     assert asked.prompt_ids.tolist() == [1, ONE, PLUS, TWO]
     assert asked.context().tolist() == [1, ONE, PLUS, TWO, ONE, STOP, TWO, PLUS]
@@ -88,10 +84,10 @@ def test_an_episode_ends_by_length_inside_a_turn_inside_an_answer_and_after_the_
         [0.0],
     )  # a turn that was cut has no reward of its own
     full = episode(max_tokens=3, said="12")
-    full.take(full.answer(says(full, ONE, STOP)))
+    hears(full, lambda: full.answer(says(full, ONE, STOP)))
     assert (full.reason, full.ids.tolist()) == ("length", [ONE, STOP, ONE])
     last = episode(max_turns=1)
-    last.take(last.answer(says(last, ONE, STOP)))
+    hears(last, lambda: last.answer(says(last, ONE, STOP)))
     assert (last.reason, last.rewards) == ("length", [0.5])
 
 
@@ -118,10 +114,10 @@ class Wrong(Environment):
 def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
     spec = Episodes(EnvironmentSection(f"{__name__}:Wrong", options={"gives": gives}), DIGITS)
     one = Episode(spec, request(), {}, (STOP,))
-    one.take(one.start(), first=True)
+    hears(one, one.begin)
     turn = says(one, ONE, STOP)
     with pytest.raises(EnvironmentFailure, match=said):
-        one.take(one.answer(turn))
+        hears(one, lambda: one.answer(turn))
 
 
 def test_a_failure_names_what_was_said_before_it_and_a_close_that_fails_is_only_told(caplog):
@@ -129,7 +125,7 @@ def test_a_failure_names_what_was_said_before_it_and_a_close_that_fails_is_only_
         episode(raises="reset")
     one = episode(raises="step")
     with pytest.raises(EnvironmentFailure, match=r"raised ValueError: no such tool \[after '1='\]"):
-        one.take(one.answer(says(one, ONE, STOP)))
+        hears(one, lambda: one.answer(says(one, ONE, STOP)))
     with caplog.at_level(logging.ERROR):
         episode(raises="close").close()
     assert "could not be closed" in caplog.text and "still busy" in caplog.text
@@ -146,50 +142,3 @@ def test_stops_are_tokens():
     assert echoing(DIGITS).stop_ids() == (STOP,)
     with pytest.raises(ConfigError, match="'10', which is 2 tokens"):
         Episodes(EnvironmentSection(f"{__name__}:LongStop"), DIGITS).stop_ids()
-
-
-def test_a_batch_of_episodes_has_masks_turns_and_returns(speaker):
-    Echo.closed.clear()
-    made = run_episodes(
-        speaker[0], [request(at=at) for at in range(6)], [{}] * 6, echoing(DIGITS), speaker[1]
-    )
-    answered = 0
-    for ids, mask, turn, version in zip(
-        made["response_ids"], made["loss_mask"], made["turn"], made["weight_version"], strict=True
-    ):
-        assert torch.equal(mask.bool(), turn >= 0)
-        assert version.tolist() == torch.where(mask.bool(), 5, -1).tolist()
-        assert set(ids[~mask.bool()].tolist()) <= {ONE, TWO}
-        answered += int(turn.max() > 0)
-    assert answered
-    returns, rewards = torch.as_tensor(made["episode_return"].values), made["turn_rewards"].values
-    assert returns.tolist() == [sum(row) for row in rewards]
-    assert made.metrics["turns"] == pytest.approx(sum(map(len, rewards)) / 6)
-    assert made.metrics["episode_return"] == pytest.approx(float(returns.mean()))
-    assert [len(row) for row in made["turn_states"].values] == [len(row) for row in rewards]
-    assert len(Echo.closed) == 6
-
-
-def test_all_environments_are_closed_when_one_fails(speaker):
-    Echo.closed.clear()
-    with pytest.raises(EnvironmentFailure, match="no such tool"):
-        run_episodes(
-            speaker[0],
-            [request(at=at) for at in range(6)],
-            [{}] * 6,
-            echoing(DIGITS, raises="step"),
-            speaker[1],
-        )
-    assert len(Echo.closed) == 6
-
-
-def test_on_several_ranks_the_first_has_the_environment_and_all_hear_of_it(ranks, folder):
-    setup = Setup(
-        folder("llama"), layout=ParallelLayout(dp=2), engine="transformers", generation_tp=2
-    )
-    first, second = ranks(jobs.on_two_ranks, 2, setup)
-    assert first[:2] == second[:2]
-    assert any(returned > 0.5 for returned in first[1])  # of more than one turn
-    assert (first[2], second[2]) == (4, 0)
-    assert first[3] == second[3]
-    assert "no such tool" in first[3][0] and "RuntimeError: no text" in first[3][1]

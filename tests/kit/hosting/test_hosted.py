@@ -14,6 +14,7 @@ from helpers import hosted_jobs as jobs
 from helpers.counting import Counting
 from helpers.kept_engines import kept_engines
 
+import hybridflow.kit.hosting.hosted as hosted_module
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.engine import TransformersEngine
 from hybridflow.core.contracts.rollout import Request, SamplingParams
@@ -208,6 +209,18 @@ def test_one_that_hangs_counts_as_dead(speaking):
     kill(engine, signal.SIGSTOP)
     done += list(stream)
     assert same(sorted(done, key=lambda c: c.id), expected)
+
+
+def test_a_nudge_ends_a_step_that_waits_and_is_no_answer(speaking, monkeypatch):
+    engine = speaking()
+    expected = engine.generate(asked(2))
+    monkeypatch.setattr(hosted_module, "LOOK_S", 60.0)
+    started = time.monotonic()
+    engine.nudge()
+    assert engine.advance() == []
+    assert time.monotonic() - started < 30  # not the minute that it would wait
+    engine.nudge()
+    assert same(engine.generate(asked(2)), expected)
 
 
 def test_closing_ends_the_process(make):

@@ -101,9 +101,18 @@ def test_closing_before_an_episode_is_tried():
         getattr(EnvironmentConformance(), CLOSING)(ClosesWhatItNeverOpened)
 
 
+class Awaited(Guess):
+    async def reset(self, start):
+        return Guess.reset(self, start)
+
+    async def step(self, turn):
+        return Guess.step(self, turn)
+
+
+@pytest.mark.parametrize("good", [Guess, Awaited])
 @each_invariant(EnvironmentConformance)
-def test_a_good_environment_passes(method):
-    getattr(EnvironmentConformance(), method)(Guess)
+def test_a_good_environment_passes(method, good):
+    getattr(EnvironmentConformance(), method)(good)
 
 
 def test_an_episode_is_closed_and_has_an_answer_a_turn_until_it_is_done():

@@ -1,0 +1,181 @@
+"""Calls of environments: many at once, each in a thread of its own, with a deadline.
+
+    submit -> waiting -> running, at most `at_once` -> take: what it returned, raised, or "too late"
+
+Python cannot end a thread. One whose call takes longer than its deadline is left alone, and what it
+returns later is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import attrs
+
+
+@attrs.frozen
+class Answered:
+    """What became of a call: it returned `value`, or raised `error`, or was too late."""
+
+    value: Any = None
+    error: Exception | None = None
+    late: bool = False
+
+
+class EnvironmentCalls:
+    """The calls of one batch of episodes. It is used from one thread, and closed."""
+
+    def __init__(
+        self,
+        at_once: int,
+        timeout_s: float | None = None,
+        arrived: Callable[[], None] | None = None,
+    ):
+        """at_once: limit of the calls that run; timeout_s: of each, None for no limit.
+
+        `arrived` is called, in the thread of a call, when that has been answered.
+        """
+        self.at_once = at_once
+        self.timeout_s = math.inf if timeout_s is None else timeout_s
+        self.arrived = arrived
+        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._running: dict[int, tuple[threading.Thread, float]] = {}
+        """Key -> the thread of the call, and its deadline by time.monotonic."""
+        self._answers: SimpleQueue[tuple[int, threading.Thread, Answered]] = SimpleQueue()
+        self._late: list[threading.Thread] = []
+        self._loop = _Loop()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call has not been answered."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def abandoned(self) -> int:
+        """The number of threads that still run though their deadline has passed."""
+        return sum(thread.is_alive() for thread in self._late)
+
+    def submit(self, key: int, call: Callable[[], Any]) -> None:
+        """Make a call as soon as there is room; it may return a coroutine, which is awaited.
+
+        `key` names it until it has been answered.
+        """
+        self._waiting.append((key, call))
+        self._begin()
+
+    def take(self, wait: bool = False) -> list[tuple[int, Answered]]:
+        """Return (key, answer) of the calls answered since the last time, and of those too late.
+
+        With `wait` at least one, where any is under way.
+        """
+        answers = self._received(0.0) + self._overdue()
+        while wait and not answers and self.busy:
+            # Until one arrives, or the next deadline passes.
+            deadline = min(deadline for _, deadline in self._running.values())
+            answers = self._received(max(deadline - time.monotonic(), 0.0)) + self._overdue()
+        self._begin()
+        return answers
+
+    def close(self) -> None:
+        """Forget what has not been answered; threads that still run end by themselves."""
+        self._waiting.clear()
+        self._running.clear()
+        self._loop.stop()
+
+    def _begin(self) -> None:
+        """Start calls that wait, while there is room."""
+        while self._waiting and len(self._running) < self.at_once:
+            key, call = self._waiting.popleft()
+            thread = threading.Thread(target=self._work, args=(key, call), daemon=True)
+            self._running[key] = (thread, time.monotonic() + self.timeout_s)
+            thread.start()
+
+    def _work(self, key: int, call: Callable[[], Any]) -> None:
+        """Make a call, in its thread."""
+        try:
+            value = call()
+            if inspect.isawaitable(value):
+                answer = self._loop.answered(value, self.timeout_s)
+            else:
+                answer = Answered(value)
+        except Exception as error:
+            answer = Answered(error=error)
+        self._answers.put((key, threading.current_thread(), answer))
+        if self.arrived is not None:
+            self.arrived()
+
+    def _received(self, wait_s: float) -> list[tuple[int, Answered]]:
+        """Return the answers that are there; without any, wait up to `wait_s` for the first."""
+        answers: list[tuple[int, Answered]] = []
+        timeout = None if math.isinf(wait_s) else wait_s
+        try:
+            while True:
+                block = not answers and wait_s > 0
+                key, thread, answer = self._answers.get(block, timeout)
+                # One that came after its deadline has been answered for.
+                if self._running.get(key, (None,))[0] is thread:
+                    del self._running[key]
+                    answers.append((key, answer))
+        except Empty:
+            return answers
+
+    def _overdue(self) -> list[tuple[int, Answered]]:
+        """Give up the calls whose deadline has passed."""
+        now = time.monotonic()
+        late = [key for key, (_, deadline) in self._running.items() if deadline <= now]
+        self._late += [self._running.pop(key)[0] for key in late]
+        return [(key, Answered(late=True)) for key in late]
+
+
+class _Loop:
+    """An event loop in a thread of its own, which begins with the first coroutine."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def answered(self, coroutine: Awaitable[Any], timeout_s: float) -> Answered:
+        """Wait for a coroutine; after `timeout_s` it is cancelled. Raises what it raises."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
+
+        async def bounded() -> Answered:
+            limit = asyncio.timeout(None if math.isinf(timeout_s) else timeout_s)
+            try:
+                async with limit:
+                    return Answered(await coroutine)
+            except TimeoutError:
+                if not limit.expired():  # its own
+                    raise
+                return Answered(late=True)
+
+        return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
+
+    def stop(self) -> None:
+        """Cancel what runs, and end the loop's thread, if there is one."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(_cancel_all, self._loop)
+                self._loop = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    # Cancelled tasks take their last step before the loop stops.
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)

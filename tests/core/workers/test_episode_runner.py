@@ -1,0 +1,183 @@
+"""The episodes of a batch: in rounds and each by itself, on one rank and on several."""
+
+from __future__ import annotations
+
+import threading
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from helpers import episode_jobs as jobs
+from helpers.episodes import Echo, echoing
+from helpers.sources import char
+from helpers.training_jobs import Setup
+
+from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.contracts.rollout import Request, SamplingParams
+from hybridflow.core.errors import EnvironmentFailure
+from hybridflow.core.job.sections import EnvironmentSection
+from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.workers.episode_runner import run_episodes
+from hybridflow.core.workers.episodes import Episodes
+
+DIGITS = char()
+ONE, TWO, PLUS, STOP, END = 4, 5, 13, 14, 2
+"""Ids of "1", "2", "+", "=" and of the end of text."""
+
+
+def request(max_tokens: int = 16, at: int = 0) -> Request:
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=(END, STOP), logit_bias={STOP: 2.0}
+    )
+    return Request(at, np.array([1, ONE, PLUS, TWO]), sampling, seed=40 + at)
+
+
+def play(speaker, spec: Episodes, rows: int = 6, **settings):
+    """A batch of so many rows, played with further settings of [environment]."""
+    spec = attrs.evolve(spec, section=attrs.evolve(spec.section, **settings))
+    return run_episodes(
+        speaker[0], [request(at=at) for at in range(rows)], [{}] * rows, spec, speaker[1]
+    )
+
+
+def test_a_batch_of_episodes_has_masks_turns_and_returns(speaker):
+    Echo.closed.clear()
+    made = run_episodes(
+        speaker[0], [request(at=at) for at in range(6)], [{}] * 6, echoing(DIGITS), speaker[1]
+    )
+    answered = 0
+    for ids, mask, turn, version in zip(
+        made["response_ids"], made["loss_mask"], made["turn"], made["weight_version"], strict=True
+    ):
+        assert torch.equal(mask.bool(), turn >= 0)
+        assert version.tolist() == torch.where(mask.bool(), 5, -1).tolist()
+        assert set(ids[~mask.bool()].tolist()) <= {ONE, TWO}
+        answered += int(turn.max() > 0)
+    assert answered
+    returns, rewards = torch.as_tensor(made["episode_return"].values), made["turn_rewards"].values
+    assert returns.tolist() == [sum(row) for row in rewards]
+    assert made.metrics["turns"] == pytest.approx(sum(map(len, rewards)) / 6)
+    assert made.metrics["episode_return"] == pytest.approx(float(returns.mean()))
+    assert [len(row) for row in made["turn_states"].values] == [len(row) for row in rewards]
+    assert len(Echo.closed) == 6
+
+
+def test_all_environments_are_closed_when_one_fails(speaker):
+    Echo.closed.clear()
+    with pytest.raises(EnvironmentFailure, match="no such tool"):
+        run_episodes(
+            speaker[0],
+            [request(at=at) for at in range(6)],
+            [{}] * 6,
+            echoing(DIGITS, raises="step"),
+            speaker[1],
+        )
+    assert len(Echo.closed) == 6
+
+
+def test_on_several_ranks_the_first_has_the_environment_and_all_hear_of_it(ranks, folder):
+    setup = Setup(
+        folder("llama"), layout=ParallelLayout(dp=2), engine="transformers", generation_tp=2
+    )
+    first, second = ranks(jobs.on_two_ranks, 2, setup)
+    assert first[:2] == second[:2]
+    assert any(returned > 0.5 for returned in first[1])  # of more than one turn
+    assert (first[2], second[2]) == (4, 0)
+    assert first[3] == second[3]
+    assert "no such tool" in first[3][0] and "RuntimeError: no text" in first[3][1]
+
+
+class Together(Environment):
+    """Its answers wait for those of all others of the round."""
+
+    meet = threading.Barrier(6, timeout=20)
+
+    def reset(self, start):
+        Together.meet.wait()
+        return Answer("1+")
+
+    def step(self, turn):
+        return Answer(done=True)
+
+
+def test_the_environments_of_a_round_answer_at_the_same_time(speaker):
+    spec = Episodes(EnvironmentSection(f"{__name__}:Together"), DIGITS)
+    assert play(speaker, spec).rows == 6
+
+
+class Slow(Environment):
+    """The first row's answer waits until another episode has come to its second turn."""
+
+    stops = ("=",)
+    ended = threading.Event()
+
+    def reset(self, start):
+        self.first = start.seed == 40
+        return Answer("1+")
+
+    def step(self, turn):
+        if self.first and not Slow.ended.wait(20):
+            raise TimeoutError("no other episode went on")
+        if turn.number == 1:
+            Slow.ended.set()
+        return Answer("2+", done=turn.number == 1)
+
+
+def test_free_episodes_go_on_while_others_wait(speaker):
+    Slow.ended.clear()
+    spec = Episodes(EnvironmentSection(f"{__name__}:Slow"), DIGITS)
+    made = play(speaker, spec, rows=8, free=True)
+    assert Slow.ended.is_set() and made.rows == 8
+
+
+def test_free_episodes_say_what_they_say_in_rounds(speaker):
+    rounds = play(speaker, echoing(DIGITS))
+    free = play(speaker, echoing(DIGITS), free=True)
+    for column in ("response_ids", "turn", "weight_version", "loss_mask"):
+        for one, other in zip(rounds[column], free[column], strict=True):
+            assert torch.equal(one, other), column
+    for column in ("finish_reason", "turn_rewards", "turn_states"):
+        assert rounds[column].values == free[column].values
+    for one, other in zip(rounds["rollout_logprobs"], free["rollout_logprobs"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)  # other batches, other rounding
+
+
+class Hangs(Environment):
+    go_on = threading.Event()
+
+    def step(self, turn):
+        Hangs.go_on.wait()
+        return Answer(done=True)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_an_answer_past_its_time_limit_is_a_failure_that_names_the_limit(speaker, free):
+    Hangs.go_on.clear()
+    spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
+    with pytest.raises(EnvironmentFailure, match=r"timeout_s = 0\.1 s.*\[row"):
+        play(speaker, spec, free=free, timeout_s=0.1)
+    Hangs.go_on.set()
+    assert play(speaker, echoing(DIGITS)).rows == 6  # the engine is as it was
+
+
+class Awaited(Environment):
+    async def reset(self, start):
+        return Answer("1+")
+
+    async def step(self, turn):
+        return Answer("2+", reward=1.0, done=turn.number > 0)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_environments_may_be_async(speaker, free):
+    spec = Episodes(EnvironmentSection(f"{__name__}:Awaited"), DIGITS)
+    made = play(speaker, spec, free=free)
+    assert max(map(sum, made["turn_rewards"].values)) >= 1.0
+
+
+def test_only_so_many_environments_are_asked_at_once(speaker):
+    made = play(speaker, echoing(DIGITS), at_once=1)
+    assert [row.tolist() for row in made["response_ids"]] == [
+        row.tolist() for row in play(speaker, echoing(DIGITS))["response_ids"]
+    ]
