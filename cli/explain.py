@@ -14,7 +14,7 @@ COLUMNS = ("rank", "receives", "sends", "aliased", "copied locally", "peak weigh
 
 
 def explain(plan: ReshardPlan, limit: int = 16) -> str:
-    """Return the table of print_explained, as text."""
+    """Return as text what print_explained prints."""
     # Wide enough that no row is broken.
     text = io.StringIO()
     console = Console(file=text, width=160, highlight=False, markup=False, emoji=False)
