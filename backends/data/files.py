@@ -36,7 +36,7 @@ def data_path(config: DataConfig) -> Path:
 def data_file(config: DataConfig, endings: tuple[str, ...], others: str) -> Path:
     """Return data.path, a file with at least one byte and one of these endings.
 
-    others: what to do about a path of another kind, for messages. Raises DataError.
+    others: the remedy for a path of another kind, for messages. Raises DataError.
     """
     path = data_path(config)
     if path.is_dir():

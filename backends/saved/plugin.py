@@ -1,4 +1,4 @@
-"""Registers the backend that reads weights and computes nothing."""
+"""Registers the backend that only reads weights."""
 
 from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
