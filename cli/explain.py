@@ -48,7 +48,7 @@ def print_explained(console: Console, plan: ReshardPlan, limit: int = 16) -> Non
     rows.append(("most", *(amount(max(column)) for column in columns)))
     print_table(console, COLUMNS, rows)
 
-    # What goes over the network in all.
+    # The total of sent bytes.
     moved = sum(plan.bytes_received.values())
     print_line(console)
     print_line(

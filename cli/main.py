@@ -72,7 +72,7 @@ def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
         if registered == name and command is not None:
             _started(name, partial(command.add_arguments, own))
 
-    # What argparse leaves over are overrides, if the command takes any.
+    # Arguments that argparse does not know are overrides, if the command takes any.
     arguments, rest = parser.parse_known_args(given)
     unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:

@@ -239,7 +239,7 @@ def blocks(job: Job, provenance: Provenance) -> list[Block]:
     sources = Sources(job, provenance)
     of = sources.values
 
-    # What every job has.
+    # Sections of every job.
     sections = [
         Block("run", tuple(_run(job, of(job.run, "run")))),
         Block("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
@@ -354,7 +354,7 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
     values = [value for value in every if value.key.split(".")[1] not in hidden]
     values += sources.plugin(f"{name}.backend", placed.spec.backend, placed.spec.backend_config)
 
-    # What the role's own table does not give, and the merged one does, comes from the actor's.
+    # Values that the merged table has, and the role's own has not, come from the actor's.
     merged = {name: role_table(job.tables, placed.role)}
     for i, value in enumerate(values):
         inside = value.key.replace(f"{name}.backend", f"{name}.backend.{placed.spec.backend}", 1)
@@ -373,7 +373,7 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> Block:
 def _scorer(sources: Sources, placed: Rewards) -> Block:
     """Return the settings of a role that reward functions fill, without those of models."""
     name = placed.role.name
-    # Of a role's settings, those that rewards have and that are set.
+    # The settings of a role that rewards use and that are set.
     kept = {}
     for key in REWARD_KEYS:
         setting = getattr(placed.section, key)

@@ -53,7 +53,7 @@ def _settle(
     tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None
 ) -> None:
     """Put the pools and layouts of `stages` into a config's tables."""
-    # Of all tables that may have a placement: the common one, and each run stage's.
+    # Tables that may have a placement: the common one, and those of run stages.
     for table in (tables, *tables.get("stages", {}).values()):
         if "placement" not in table:
             continue

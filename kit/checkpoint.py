@@ -120,7 +120,7 @@ class SavedState:
         try:
             self.version = _version(folder)
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever is wrong with files of somebody's
+        except Exception as error:  # files of other programs may cause any error
             raise _unreadable(folder, role, error) from error
         self.entries = {
             entry: (tuple(data.size), data.properties.dtype)

@@ -62,7 +62,7 @@ class Sharding(ABC):
     compute_bytes: int = attrs.field(default=2, validator=at_least(1))
     """Bytes of an element of an activation, and of a gathered parameter."""
 
-    # What is kept, and where
+    # Kept tensors, and where they are
     recompute: bool = False
     """Whether only the inputs of layers are kept, and a layer runs again for its gradients."""
     replicas: int = attrs.field(default=1, validator=at_least(1))
@@ -74,7 +74,7 @@ class Sharding(ABC):
     on_host: bool = False
     """Whether weights, gradients and optimizer are in the host's memory all the time."""
 
-    # What is computed
+    # Computation
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
     """Rank of LoRA adapters, which alone have gradients and optimizer state; 0: no adapters."""
     gathers_logits: bool = False

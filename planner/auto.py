@@ -53,7 +53,7 @@ class AutoMapping(Planner):
                 raise hinted(plan, error) from error
             return _plan(plan, best)
 
-        # What does not fit as it is written is planned with the settings that make it fit.
+        # A job that does not fit as it is written is planned with settings that make it fit.
         switches = Switches(plan)
         trial, problems = _fitting(switches)
         best = trial.plan.best(alternatives)

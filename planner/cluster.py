@@ -160,7 +160,7 @@ class Nodes:
     given: bool = False
     """Whether a cluster's file gives the efficiencies."""
     measured: RunsOn | None = None
-    """What `hybridflow calibrate` measured the efficiencies with; None: it did not."""
+    """Software with which `hybridflow calibrate` measured the efficiencies; None: not measured."""
 
     @property
     def devices(self) -> int:

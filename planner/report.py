@@ -150,7 +150,7 @@ def report(
     yield Line()
     yield from settings
 
-    # What the reader should know of the figures.
+    # Notes on the figures.
     for line in assumed(cluster):
         yield Line(line)
     notes = (
@@ -271,7 +271,7 @@ def _room(plan: JobPlan, best: Mapping) -> Iterator[str]:
             if each <= limits.max_sequences:
                 continue
 
-            # What the cache has, and what stays idle beside it.
+            # The size of the cache, and the unused memory beside it.
             cut = min(choice.engines.tp, model.shape.kv_heads) * choice.engines.pp
             sequence = model.cache_bytes * work.tokens / cut
             generation, inference, training = phases(pool)

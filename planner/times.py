@@ -154,7 +154,7 @@ class Simulator:
                     + h * gather of the logits over t, where the backend gathers them
                     + 2 * send of the hidden states, where p > 1
 
-        Reading has 1 in place of f + 1 and of 2: no gradients come back. Activation gradients are
+        Inference has 1 instead of f + 1 and of 2: there are no gradients. Activation gradients are
         all-reduced whether or not weights are trained, so adapters save products alone.
         """
         pp = layout.pp

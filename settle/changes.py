@@ -114,7 +114,7 @@ def check_changes(job: Job) -> list[Change]:
 
 def _sections(job: Job) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key of each section and its settings."""
-    # What every job has
+    # Sections of every job
     yield "run", job.run
     yield from _plugin("runtime", job.runtime, job.runtime_config)
     yield "placement", job.placement

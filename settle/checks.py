@@ -356,7 +356,7 @@ def tokenizer(job: Job) -> Iterator[tuple[str, str]]:
             "tokenizer.characters or tokenizer.train",
         )
 
-    # What is given exists.
+    # A given folder must exist.
     if settings.path is not None and not Path(settings.path).is_dir():
         yield "tokenizer.path", f"there is no folder {settings.path!r}"
     try:

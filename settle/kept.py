@@ -55,8 +55,8 @@ def to_train(job: Job, done: Done) -> bool:
 
 def to_export(job: Job, done: Done, export: bool) -> bool:
     """Return whether `export` is set and models are not exported yet, or were removed."""
-    there = all((export_folder(job.folder, name) / CONFIG).is_file() for name in job.trained)
-    return export and not (done.exported and there)
+    complete = all((export_folder(job.folder, name) / CONFIG).is_file() for name in job.trained)
+    return export and not (done.exported and complete)
 
 
 def kept(job: Job) -> str:

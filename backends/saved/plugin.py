@@ -4,7 +4,7 @@ from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES = TrainingCapabilities(models=frozenset({"policy"}))
-"""What the backend can do; read without importing it."""
+"""The backend's capabilities, which are read without importing it."""
 
 
 @hookimpl

@@ -27,7 +27,7 @@ EVERY_AXIS = "tp-cp-pp-dp"
 class RankContext:
     """A worker's environment: its rank, coordinates, device and process groups."""
 
-    # Who this is
+    # Identity
     role: str
     """Name of the role that this worker serves."""
     rank: int

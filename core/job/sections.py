@@ -27,7 +27,7 @@ class RunSection:
     folder: str = "runs"
     """Folder that holds the folders of all runs."""
     steps: int = setting(100, at_least(1))
-    """Number of training steps; each is one call of the algorithm's step."""
+    """Number of iterations, each one call of the algorithm's step."""
     seed: int = setting(0, non_negative)
     """Random seed of sampling, of the order of mini-batches, and of rows where a data set gives no
     seed. Models have seeds of their own."""

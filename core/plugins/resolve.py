@@ -120,7 +120,7 @@ def build_tokenizer(
     name = config.name or registry().default("tokenizer")
     plugin: Tokenizers = registry().get("tokenizer", name)()
 
-    # What [tokenizer] gives, before the models' own.
+    # The source that [tokenizer] names comes before the models' own.
     if config.characters is not None:
         return plugin.of_characters(config.characters)
     if config.train is not None:

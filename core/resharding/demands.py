@@ -176,7 +176,7 @@ def _deal_out(
 
     A box is cut only where a sender's quota ends; the last sender takes the remaining bytes.
     """
-    nobody: frozenset[int] = frozenset()
+    no_holders: frozenset[int] = frozenset()
     index = 0  # of the sender whose turn it is
     left = quotas[0]  # bytes that this sender still has to send
 
@@ -205,7 +205,7 @@ def _deal_out(
             count = len(names) if last else min(len(names), left // nbytes)
             if count:
                 sender = (senders[index],)
-                yield Flow(names[:count], demand.box, itemsize, sender, target, nobody)
+                yield Flow(names[:count], demand.box, itemsize, sender, target, no_holders)
                 names = names[count:]
                 left -= count * nbytes
                 continue
@@ -219,7 +219,7 @@ def _deal_out(
                 stop = min(demand.box.numel, start + max(room, 1))
                 sender = (senders[index],)
                 for box in demand.box.flat_range(start, stop):
-                    yield Flow(names[:1], box, itemsize, sender, target, nobody)
+                    yield Flow(names[:1], box, itemsize, sender, target, no_holders)
                 left -= (stop - start) * itemsize
                 start = stop
             names = names[1:]

@@ -113,7 +113,7 @@ def first_of(different: Mapping[str, str]) -> str:
 def node_name() -> str:
     """Return the node's name, equal for processes that share a /dev/shm.
 
-    The device of /dev/shm tells containers apart that have the same host name.
+    The device of /dev/shm distinguishes containers that have the same host name.
     """
     device = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else ""
     return f"{socket.gethostname()}:{device}"

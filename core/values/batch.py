@@ -585,7 +585,7 @@ class Batch:
         in_order = (order == np.arange(len(order))).all()
         batch = self if in_order else self.take(order)
         batch = self._same_rows(batch.views, batch._read)
-        # Rows may be cut apart where the unit changes, and at both ends.
+        # A cut may be where the unit changes, and at both ends.
         borders = np.flatnonzero(np.diff(units[order])) + 1
         batch._cuts = np.concatenate([[0], borders, [len(order)]])
         return batch

@@ -285,8 +285,8 @@ def _replicas(train: ParallelLayout, pp: int, tp: int, grouping: str, node: int)
 
 
 def _spread(train: ParallelLayout, pp: int, tp: int, node: int) -> Replicas:
-    """Return replicas of `pp * tp` of one node's ranks, with TP ranks as far apart as possible."""
-    # TP ranks are node // tp apart; pipeline stages take neighbouring ranks.
+    """Return replicas of `pp * tp` ranks of one node, with the largest distance of TP ranks."""
+    # The distance of TP ranks is node // tp; pipeline stages take neighbouring ranks.
     if train.world % node or node % (pp * tp):
         node = pp * tp  # replicas do not fill nodes evenly, so they take neighbouring ranks
 

@@ -174,7 +174,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         super().__init__()
-        # Of tied tensors the first name counts.
+        # Tied tensors are known by the first of their names.
         self.homes = {
             _key(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))
         }
