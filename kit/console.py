@@ -19,9 +19,9 @@ line to the right."""
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Do nothing when the reader of the pipe has closed it.
+        """Raise BrokenPipeError, with which `main` ends the command quietly.
 
-        rich would end the command with status 1.
+        rich would end it with status 1.
         """
         raise BrokenPipeError
 

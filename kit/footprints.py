@@ -331,7 +331,7 @@ class FullyShardedLayers(Sharding):
     keeps_gathered: bool = False
     """Whether weights that are gathered for the forward pass stay until the backward pass."""
     whole_below: int = attrs.field(default=0, validator=non_negative)
-    """Layers of models with fewer parameters are gathered at once, and stay for the whole call."""
+    """Layers with fewer parameters are all gathered at once, and stay until the end of the call."""
     plain_alone: bool = False
     """Whether a single rank computes with its own weights: nothing is gathered or reduced."""
 

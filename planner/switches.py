@@ -32,7 +32,7 @@ Key = tuple[str, str]
 """A setting: (role, name below the role's table). Those of the engine have the role "rollout"."""
 Values = Table[Key, Any]
 WORTH = 0.01
-"""A changed setting is reported as faster if it saves at least this share of a step."""
+"""The least share of a step that a change must save for `fastest` to make it."""
 DEARER = 0.25
 """A change is kept although the job fits without it if a step would take this share longer."""
 

@@ -95,7 +95,7 @@ class DeviceModule:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Do nothing: there is one device."""
+        """Do nothing: one device represents all of a node."""
 
     def device(self, device: Any) -> Any:
         """Return a context in which the device is in use."""

@@ -32,8 +32,8 @@ def export_role(
 
     The folder gets config.json, model*.safetensors in `dtype`, and generation_config.json unless
     `generation` is None. `parameters` yields (canonical name, whole tensor) and is read to its end
-    on every rank. `hf` is the model, `config` its PretrainedConfig. `more` is called on rank 0 and
-    writes further files into the folder.
+    on every rank. `hf` is the model's class, `config` its PretrainedConfig. `more` is called on
+    rank 0 and writes further files into the folder.
     """
     # All ranks read, since reading gathers a parameter; only rank 0 has to keep it.
     files = _Files(folder)

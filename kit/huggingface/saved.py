@@ -187,7 +187,7 @@ def _trace(
     model: Any, stored: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each stored parameter that is saved under other names or shapes."""
-    # The conversion makes new tensors; copies into `saved` show from which values.
+    # The conversion makes new tensors; copying them into `homes` shows their sources.
     homes = {name: torch.empty_like(v, device="meta") for name, v in saved.items()}
 
     def save(pairs: list[tuple[str, torch.Tensor]]) -> None:

@@ -26,7 +26,7 @@ SPIN = "spin"
 def waiting_variables(spin: bool) -> dict[str, str]:
     """Return the environment variables to set for a process.
 
-    They are none if its threads should spin, or where the user has set OTHERS.
+    They are none if its threads should spin, or where the user has set VARIABLE or OTHERS.
     """
     if spin or any(name in os.environ for name in (VARIABLE, *OTHERS)):
         return {}
