@@ -111,7 +111,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     `rewards`, `mask`, result: [B, T]; 0 on masked tokens, whose rewards are not read.
     """
-    # From the last token to the first; a masked one hands on what follows it.
+    # From the last token to the first; a masked token passes on the value that follows it.
     tokens = as_bool(mask, rewards)
     r = wide(rewards)
     returns = torch.zeros_like(r)

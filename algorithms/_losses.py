@@ -252,5 +252,5 @@ def aggregate(
 
 
 def _count(n: int | Tensor) -> Tensor:
-    """Return a denominator, which is at least 1."""
+    """Return the count `n` as a denominator, which is at least 1."""
     return torch.as_tensor(n).clamp(min=1)

@@ -19,7 +19,7 @@ def as_bool(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def same_shape(function: str, **tensors: Tensor) -> None:
-    """Raise ValueError unless all tensors have one shape; [B] beside [B, T] could be broadcast."""
+    """Raise ValueError unless all tensors have one shape: [B] would broadcast with [B, T]."""
     if len({tensor.shape for tensor in tensors.values()}) > 1:
         got = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ValueError(f"{function}: the tensors must have one shape, got {got}")

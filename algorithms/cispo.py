@@ -15,18 +15,18 @@ from hybridflow.core.validators import positive
 
 @attrs.frozen
 class CISPOConfig(GroupConfig, AggregationConfig):
-    """GRPO's settings, but that the weight new/old is clipped, not the loss (arXiv:2506.13585)."""
+    """Settings of GRPO with the weight new/old clipped instead of the loss (arXiv:2506.13585)."""
 
     clip_low: float = attrs.field(default=1.0, validator=positive)
-    """The weight new/old is at least 1 - clip_low; 1 or more, as in the paper, sets no limit."""
+    """Lower limit of the weight new/old, 1 - clip_low; 1 or more is no limit, as in the paper."""
     clip_high: float = attrs.field(default=2.0, validator=positive)
-    """The weight is at most 1 + clip_high; the paper tunes this one, and names no value."""
+    """Upper limit of the weight, 1 + clip_high; the paper tunes it and states no value."""
     how: str = attrs.field(default="token-mean", validator=AGGREGATIONS)
-    """Mean over all tokens (the paper's); or another."""
+    """How the loss is averaged; the paper takes the mean over all tokens."""
 
 
 class CISPOLoss(PolicyLoss):
-    """The loss -sg(clip(ratio)) A logprob of each token (arXiv:2506.13585)."""
+    """The loss -sg(clip(ratio)) A logprob per token (arXiv:2506.13585)."""
 
     def surrogate(self, logprobs, old, advantages, mask):
         """Return the loss per token; inputs and result are [B, T]."""
@@ -34,7 +34,7 @@ class CISPOLoss(PolicyLoss):
 
 
 class CISPO(GRPO):
-    """GRPO's step with another loss: the weight is clipped."""
+    """GRPO's step with CISPOLoss, which clips the importance weight instead of the loss."""
 
     Config = CISPOConfig
     loss = CISPOLoss

@@ -67,9 +67,9 @@ class LagrangeMultiplier:
         log l <- min(log l + lr l e, log maximum)
         lam    = min(l exp(damping e), maximum)
 
-    Costs answer to lam with a delay, so that l alone swings. The damping is the proportional term
-    of PID Lagrangian methods (arXiv:2007.03964), in the logarithm; without it lam = l, as in the
-    paper.
+    Costs follow lam with a delay, so that l alone would oscillate. The damping is the proportional
+    term of PID Lagrangian methods (arXiv:2007.03964), in the logarithm; without it lam = l, as in
+    the paper.
 
     `init`: the first lam, in (0, maximum]; `lr`: step size (> 0); `limit`: the highest acceptable
     mean cost, of any sign; `maximum`: upper bound of lam; `window`: how many of the latest
@@ -153,11 +153,11 @@ class LagrangeMultiplier:
         return self.value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: log l and the window."""
+        """Return the state for a checkpoint: log l and the window."""
         return {"log_value": self.log_value, "costs": list(self.costs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of a checkpoint, within today's maximum and window."""
+        """Go on from the state of a checkpoint, cut to this object's maximum and window."""
         self.log_value = min(float(state["log_value"]), math.log(self.maximum))
         costs = [float(cost) for cost in state["costs"]]
         self.costs = deque(costs, maxlen=self.costs.maxlen)

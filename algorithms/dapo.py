@@ -27,16 +27,16 @@ class DAPOConfig(GRPOConfig):
     clip_high: float = attrs.field(default=0.28, validator=positive)
     """Upper limit of the ratio new/old, above the lower one (the paper's "clip-higher")."""
     how: str = attrs.field(default="token-mean", validator=AGGREGATIONS)
-    """Mean over all tokens (the paper's); or another."""
+    """How the loss is averaged; the paper takes the mean over all tokens."""
     max_draws: int = attrs.field(default=10, validator=at_least(1))
-    """How often a step may draw prompts_per_step prompts; then it trains on what it has."""
+    """How often a step may draw prompts_per_step prompts before it trains on a batch not full."""
     overlong_cache: int = attrs.field(default=0, validator=non_negative)
-    """Number of last tokens before sampling.max_tokens in which a response's score falls by up to 1
-    (eq. 13); 0: no punishment."""
+    """Number of tokens before sampling.max_tokens over which a response's score falls linearly by
+    up to 1 (eq. 13); 0: no punishment."""
 
 
 class DAPO(GRPO):
-    """GRPO's step on groups of unequal scores, as they are before the punishment.
+    """GRPO's step on groups whose scores, before the punishment of length, are not all equal.
 
     Metrics: draws; kept, the share of responses in groups of unequal scores; filled, which is below
     1 if max_draws did not fill the batch.
@@ -68,7 +68,7 @@ class DAPO(GRPO):
             draws += 1
         share = rows / (draws * full)
         ctx.log(draws=draws, kept=share, filled=min(rows / full, 1.0))
-        if not rows:  # there is nothing to learn from
+        if not rows:  # all groups had equal scores
             return
 
         # The last draw may have given more than the batch needs.
@@ -85,9 +85,9 @@ class DAPO(GRPO):
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None, limit=0):
-        """Compute GRPO's advantages, of scores from which overlong responses lose.
+        """Return GRPO's advantages from scores with the punishment of overlong responses added.
 
-        limit: of a response, in tokens.
+        limit: the largest number of tokens of a response.
         """
         # `unequal` looks at scores without this punishment: groups are chosen before it.
         cache = self.config.overlong_cache
@@ -96,7 +96,7 @@ class DAPO(GRPO):
         return super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
 
     def unequal(self, batch: Batch) -> np.ndarray:
-        """Return whether the scores of a row's group of responses differ, bool [B]."""
+        """Return for each row whether the scores of its group differ, bool [B]."""
         size = self.config.group_size
         scores = torch.as_tensor(batch["scores"].values).view(-1, size)
         return (scores.amax(1) > scores.amin(1)).repeat_interleave(size).numpy()

@@ -20,12 +20,12 @@ class DrGRPOConfig(GRPOConfig):
     """Whether a group's centred scores are divided by their standard deviation (std; the paper's is
     none)."""
     how: str = attrs.field(default="seq-mean-token-sum-norm", validator=AGGREGATIONS)
-    """The paper's sums over responses and divides by `length`; or another."""
+    """How the loss is averaged; the paper sums over each response and divides by `length`."""
     length: int = attrs.field(default=1024, validator=at_least(1))
     """The constant that sums are divided by, in tokens; the paper's is the longest response."""
 
 
 class DrGRPO(GRPO):
-    """GRPO's step with the settings above."""
+    """GRPO's step with the defaults of DrGRPOConfig."""
 
     Config = DrGRPOConfig

@@ -25,7 +25,7 @@ from hybridflow.core.validators import at_least
 
 @attrs.frozen(slots=False)
 class GroupConfig(PolicyConfig, CorrectionConfig, KLConfig, PretrainConfig):
-    """Settings of scores that are judged within their group."""
+    """Settings of advantages that compare the scores of a prompt's group of responses."""
 
     group_size: int = attrs.field(default=8, validator=at_least(2))
     """Responses per prompt, G in the paper."""
@@ -38,7 +38,7 @@ class GRPOConfig(GroupConfig, ClippedConfig):
     """Settings of group-relative policy optimisation."""
 
     how: str = attrs.field(default="seq-mean-token-mean", validator=AGGREGATIONS)
-    """Mean over each response, then over responses (the paper's); or another."""
+    """How the loss is averaged; the paper's is the mean over each response, then over responses."""
 
 
 class GRPO(PolicyGradient):
@@ -69,7 +69,7 @@ class GRPO(PolicyGradient):
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
-        """Give every token the score [B] of its response, normalised within its group."""
+        """Return for every token the score [B] of its response, normalised within its group."""
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         normalized = F.group_normalized(scores - penalty.sum(1), group, self.config.scale)
         return {"advantages": normalized[:, None] * loss_mask, **figures}

@@ -42,7 +42,7 @@ class SequenceLoss(PolicyLoss):
 
 
 class GSPO(GRPO):
-    """GRPO's step with another ratio: the response's."""
+    """GRPO's step with one importance ratio per response instead of one per token."""
 
     Config = GSPOConfig
     loss = SequenceLoss

@@ -44,7 +44,7 @@ class PolicyConfig:
 
 @attrs.frozen(slots=False)
 class DualClipConfig:
-    """A bound of the loss for negative advantages."""
+    """Setting of PPO's dual clip, which bounds the loss for negative advantages."""
 
     dual_clip: float | None = attrs.field(
         default=None, validator=validator(lambda value: value > 1, "above 1", "give 3, say")
@@ -54,7 +54,7 @@ class DualClipConfig:
 
 @attrs.frozen(slots=False)
 class AggregationConfig:
-    """How the loss of tokens is averaged."""
+    """Settings of how the loss per token is averaged."""
 
     how: str = attrs.field(default="token-mean", validator=AGGREGATIONS)
     """How the loss is averaged: over all tokens; over each response, then over responses; or as
@@ -65,12 +65,12 @@ class AggregationConfig:
 
 @attrs.frozen(slots=False)
 class ClippedConfig(PolicyConfig, DualClipConfig, AggregationConfig):
-    """Settings of the clipped ratio loss as PPO has it."""
+    """Settings of PPO's clipped ratio loss."""
 
 
 @attrs.frozen(slots=False)
 class CorrectionConfig:
-    """Importance weights old/rollout, for an engine that computes otherwise than the trainer."""
+    """Settings of importance weights old/rollout: engine and trainer differ numerically."""
 
     correction: str = attrs.field(default="none", validator=one_of(("none", "truncate", "mask")))
     """Importance weights old/rollout against differences between engine and trainer: none, limited
@@ -78,9 +78,9 @@ class CorrectionConfig:
     correction_level: str = attrs.field(default="token", validator=one_of(("token", "sequence")))
     """Whether a weight is that of a token or of the sequence."""
     correction_low: float = attrs.field(default=0.5, validator=positive)
-    """mask: smaller weights are dropped."""
+    """The smallest weight that "mask" keeps."""
     correction_high: float = attrs.field(default=2.0, validator=positive)
-    """truncate: the largest weight; mask: larger ones are dropped."""
+    """The limit to which "truncate" cuts a weight, and the largest weight that "mask" keeps."""
 
 
 class PolicyLoss(Loss):
@@ -93,7 +93,7 @@ class PolicyLoss(Loss):
     """
 
     how = "token-mean"
-    """The mean over the mini-batch, where the config has none (`Term.how`)."""
+    """How the loss is averaged where the config does not say it (`Term.how`)."""
     length: int | None = None
     dual_clip: float | None = None
     correction: CorrectionConfig | None = None
@@ -107,9 +107,9 @@ class PolicyLoss(Loss):
     ):
         """Read the settings.
 
-        on_policy: there is one update per rollout, so that old_logprobs are this forward's own and
-        need no pass of their own. kl_coef: the weight of the KL in the loss, 0 where rewards pay it
-        or where there is none; kl_kind: its estimator.
+        on_policy: there is one update per rollout, so that old_logprobs are those of the update's
+        own forward pass. kl_coef: the weight of the KL in the loss, 0 where the KL is subtracted
+        from rewards or where there is none; kl_kind: its estimator.
         """
         self.config = config
         self.on_policy = on_policy
@@ -174,7 +174,7 @@ class PolicyLoss(Loss):
         if not config.entropy_coef:
             terms.append(Term("entropy", outputs["entropy"].detach(), mask, weight=0.0))
 
-        # Terms with a weight: an entropy bonus, and the KL where rewards do not pay it.
+        # Terms with a weight: an entropy bonus, and the KL where it is not subtracted from rewards.
         if config.entropy_coef:
             terms.append(Term("entropy", outputs["entropy"], **mean, weight=-config.entropy_coef))
         if self.kl_coef:

@@ -33,8 +33,8 @@ class PolicyGradient(Algorithm):
     """An algorithm that samples responses, scores them and updates the actor by their advantages.
 
     A subclass has the step, and `advantages`, a function of columns for ctx.compute. Its Config
-    names what the step uses beside a PolicyConfig: without a KLConfig there is no KL and no
-    reference, without a PretrainConfig no [pretrain].
+    extends PolicyConfig by what the step uses: without a KLConfig there is no KL and no reference,
+    without a PretrainConfig no [pretrain].
     """
 
     Config: ClassVar[type] = PolicyConfig
@@ -67,7 +67,7 @@ class PolicyGradient(Algorithm):
     def pretraining(self, ctx: StepContext) -> list[Pair]:
         """Draw rows of [pretrain] and return them with their loss, to join a mini-batch.
 
-        This is PPO-ptx (arXiv:2203.02155); without pretrain_coef there are none.
+        This is PPO-ptx (arXiv:2203.02155). The list is empty where pretrain_coef is 0.
         """
         config = self.config
         if not config.pretrain_coef:
@@ -96,7 +96,7 @@ class PolicyGradient(Algorithm):
 
     @property
     def data_sets(self) -> dict[str, tuple[str, ...]]:
-        """Data beside the prompts -> the columns that it must have."""
+        """Name of each data set beside the prompts -> the columns that it must have."""
         config = self.config
         mixed = isinstance(config, PretrainConfig) and config.pretrain_coef
         return {"pretrain": ("response_ids",)} if mixed else {}
@@ -120,7 +120,7 @@ class PolicyGradient(Algorithm):
     def reads_old_logprobs(self) -> bool:
         """Whether the policy's own logprobs are needed before the update.
 
-        With one update per step the ratio's come from the loss's own forward pass.
+        With one update per step, the ratio's old logprobs come from the loss's own forward pass.
         """
         return not self.on_policy or self.kl.reads_old_logprobs
 

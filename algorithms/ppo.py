@@ -97,9 +97,9 @@ class PPO(PolicyGradient):
         """Compute advantages, whitened, and returns by GAE on rewards score - beta kl.
 
         The score counts at a response's last token; `token_scores` [B, T], where there are any,
-        take the place of `scores` [B].
+        are used instead of `scores` [B].
         """
-        # Only the advantages are whitened: returns are what the critic learns.
+        # Only the advantages are whitened: returns are the targets of the critic.
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         scores = scores if token_scores is None else token_scores
         rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)

@@ -1,6 +1,6 @@
 """The KL of the policy to its reference.
 
-Rewards pay it, or it is a term of the loss; its coefficient is fixed, or adaptive.
+It is subtracted from rewards, or a term of the loss; its coefficient is fixed, or adaptive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KLConfig:
     kl_coef: float = attrs.field(default=0.0, validator=non_negative)
     """beta: weight of the KL to the reference; 0 needs no reference."""
     kl_in: str = attrs.field(default="loss", validator=KL_PLACES)
-    """Where that KL is paid: in each token's reward, or as a term of the loss."""
+    """Where the KL acts: subtracted from each token's reward, or as a term of the loss."""
     kl_kind: str = attrs.field(default="k3", validator=KL_KINDS)
     """The estimator of that KL; k1 in the reward only."""
     kl_target: float | None = attrs.field(default=None, validator=positive)
@@ -39,18 +39,19 @@ class KLConfig:
 
 @attrs.frozen(slots=False)
 class RewardKLConfig(KLConfig):
-    """Settings of the KL to the reference where rewards pay it, as in the papers."""
+    """Settings of the KL to the reference, subtracted from rewards by default, as in the papers."""
 
     kl_coef: float = attrs.field(default=0.05, validator=non_negative)
     """beta: weight of the KL to the reference; 0 needs no reference."""
     kl_in: str = attrs.field(default="reward", validator=KL_PLACES)
-    """Where that KL is paid: in each token's reward (the papers'), or as a term of the loss."""
+    """Where the KL acts: subtracted from each token's reward, as in the papers, or as a term of the
+    loss."""
     kl_kind: str = attrs.field(default="k1", validator=KL_KINDS)
     """The estimator of that KL; k1 in the reward only."""
 
 
 class ReferenceKL:
-    """beta KL(policy || reference), by the settings kl_*.
+    """The penalty beta KL(policy || reference), by the settings kl_*.
 
     Without kl_coef there is no KL, and no reference.
     """
@@ -63,7 +64,7 @@ class ReferenceKL:
 
     def problems(self, rows: int) -> list[str]:
         """Return what is wrong with the settings, for steps of `rows` sequences."""
-        # AdaptiveKL.update raises in the run what is refused here before it.
+        # AdaptiveKL.update would raise these during the run; here they are found before it.
         config = self.config
         problems = []
         if config.kl_target and rows >= 5 * config.kl_horizon:
@@ -91,7 +92,7 @@ class ReferenceKL:
 
     @property
     def in_loss(self) -> float:
-        """The coefficient of the KL term of the loss; 0 where rewards pay the KL."""
+        """The coefficient of the KL term of the loss; 0 where rewards have the KL."""
         return self.beta if self.config.kl_in == "loss" else 0.0
 
     @property
@@ -105,7 +106,7 @@ class ReferenceKL:
         old: torch.Tensor | None = None,
         ref: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return what each token's reward pays, beta kl_t, [B, T], and figures for the metrics.
+        """Return the penalty to subtract from each token's reward, beta kl_t [B, T], and metrics.
 
         It is 0 where the loss has the KL, or where there is none. All inputs are [B, T].
         """
@@ -115,14 +116,14 @@ class ReferenceKL:
         kl = F.kl_estimate(old, ref, self.config.kl_kind)
         figures = {"kl": F.masked_mean(kl, loss_mask), "beta": self.beta}
 
-        # Where the loss has the KL, it is only a figure here.
+        # Where the loss has the KL, it is only a metric here.
         paid = self.beta if self.config.kl_in == "reward" else 0.0
         return paid * kl.masked_fill(loss_mask == 0, 0.0), figures
 
     def follow(self, advantages: Batch, rows: int) -> None:
         """Move an adaptive beta by the KL of the step's `rows` sequences.
 
-        The KL is the metric that came with the advantages.
+        `advantages` holds that KL among its metrics.
         """
         if self.adaptive:
             self.adaptive.update(advantages.metrics["kl"], rows)

@@ -19,7 +19,7 @@ from hybridflow.core.validators import at_least, fraction, non_negative
 
 @attrs.frozen
 class ReinforcePPConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig):
-    """Settings of REINFORCE++, in which each token pays its KL."""
+    """Settings of REINFORCE++, which subtracts the KL from each token's reward."""
 
     gamma: float = attrs.field(default=1.0, validator=fraction)
     """Discount per token."""
@@ -59,9 +59,9 @@ class ReinforcePP(PolicyGradient):
     ):
         """Return as the advantage of each token its discounted return, whitened over the batch.
 
-        `token_scores` [B, T], where there are any, take the place of `scores` [B].
+        `token_scores` [B, T], where there are any, are used instead of `scores` [B].
         """
-        # Whitening over the batch takes the place of a critic's baseline.
+        # Whitening over the batch replaces a critic's baseline.
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         scores = scores if token_scores is None else token_scores
         rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
@@ -90,7 +90,7 @@ class ReinforcePPBaseline(ReinforcePP):
     def advantages(  # type: ignore[override]
         self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None
     ):
-        """Give every token its response's score less its group's mean, whitened over tokens."""
+        """Return for every token its response's score less the group's mean, whitened."""
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         # The group's mean is the baseline; the batch's spread is the scale.
         centred = F.group_normalized(scores - penalty.sum(1), group, "none")

@@ -16,10 +16,10 @@ from hybridflow.core.contracts.step import StepContext
 
 @attrs.frozen
 class ReMaxConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig):
-    """Settings of a KL penalty in the reward, and the aggregation of the loss."""
+    """Settings of ReMax."""
 
     how: str = attrs.field(default="seq-mean-token-sum", validator=AGGREGATIONS)
-    """The paper's sums the losses of a response's tokens; or another."""
+    """How the loss is averaged; the paper sums over the tokens of each response."""
 
 
 class ReMax(PolicyGradient):
@@ -56,7 +56,7 @@ class ReMax(PolicyGradient):
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, baseline_scores, loss_mask, old_logprobs=None, ref_logprobs=None):
-        """Give every token the rewards from it on, less the score of the greedy response."""
+        """Return for every token the sum of rewards from it on, less the greedy score."""
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, gamma=1.0)

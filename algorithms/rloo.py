@@ -22,7 +22,7 @@ class RLOOConfig(ClippedConfig, CorrectionConfig, RewardKLConfig, PretrainConfig
     group_size: int = attrs.field(default=4, validator=at_least(2))
     """Responses per prompt, k in the paper."""
     how: str = attrs.field(default="seq-mean-token-sum", validator=AGGREGATIONS)
-    """The paper's sums the losses of a response's tokens, as it is one action; or another."""
+    """How the loss is averaged; the paper sums over a response's tokens, as it is one action."""
 
 
 class RLOO(PolicyGradient):
@@ -53,7 +53,11 @@ class RLOO(PolicyGradient):
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None):
-        """Give every token its response's reward, the KL paid, less the mean of the others'."""
+        """Return for every token its response's advantage.
+
+        It is the response's score less its KL penalty, minus the mean of that over the other
+        responses to the prompt.
+        """
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         advantages = F.leave_one_out(scores - penalty.sum(1), group)
         return {"advantages": advantages[:, None] * loss_mask, **figures}

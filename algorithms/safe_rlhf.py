@@ -30,7 +30,7 @@ class SafeRLHFConfig(PPOConfig):
     multiplier_max: float = attrs.field(default=10.0, validator=positive)
     """Upper bound of lambda."""
     multiplier_window: int = attrs.field(default=1024, validator=at_least(1))
-    """Number of latest responses over which the mean cost is taken."""
+    """Number of the latest responses over which the mean cost is taken."""
     multiplier_damping: float = attrs.field(default=0.0, validator=non_negative)
     """Factor k of exp(k (mean cost - limit)), by which lambda is also multiplied to damp its swings
     (arXiv:2007.03964)."""
@@ -107,10 +107,11 @@ class SafeRLHF(PPO):
     ):
         """Compute A = (A_reward - lambda A_cost) / (1 + lambda), and the returns of both critics.
 
-        Rewards pay beta kl and costs earn it, so that its weight in A stays beta. `token_scores`
-        and `token_costs` [B, T], where there are any, take the place of `scores` and `costs` [B].
+        beta kl is subtracted from rewards and added to costs, so that its weight in A stays beta.
+        `token_scores` and `token_costs` [B, T], where there are any, are used instead of `scores`
+        and `costs` [B].
         """
-        # What each token earns and what it costs, the KL included in both.
+        # The reward and the cost of each token, both with the KL.
         config = self.config
         lam = self.multiplier.value
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)

@@ -1,4 +1,4 @@
-"""`hybridflow doctor`: says what works on this machine, and what to do about the rest.
+"""`hybridflow doctor`: says what works on this machine, and how to repair what does not.
 
 It imports every plugin that claims to be ready.
 """
@@ -31,7 +31,7 @@ PYTHON = (3, 11)
 SMALL_SHM_GB = 1.0
 """Shared memory below this is small for an object store, in 10^9 bytes."""
 NOT_FOR_USE = ("test", "docs")
-"""Extras of hybridflow that a run never needs."""
+"""Extras of hybridflow that a run never needs, such as those of tests."""
 
 
 class DoctorCommand(Command):
@@ -42,7 +42,7 @@ class DoctorCommand(Command):
 
 
 def doctor(console: Console | None = None) -> int:
-    """Print what is installed and what works; the exit status, 0 unless hybridflow cannot run."""
+    """Print what is installed and works; return the exit status, 0 unless hybridflow cannot run."""
     console = console or make_console()
     problems: list[str] = []
     # The machine and torch, without which nothing runs.
@@ -51,7 +51,7 @@ def doctor(console: Console | None = None) -> int:
     print_line(console, "torch", "bold")
     _print_pairs(console, torchstate_of(problems))
 
-    # Other packages: what is there, and where another version is wanted.
+    # Other packages: those installed, and those of which another version is required.
     print_line(console, "packages", "bold")
     rows = [
         (f"  {name}", have or "not installed", f"wanted: {want}" if want else "", purpose)
@@ -60,7 +60,7 @@ def doctor(console: Console | None = None) -> int:
     print_table(console, ("package", "version", "wanted", "for"), rows, header=False)
     print_line(console)
 
-    # Plugins, then the reasons of failures, then what plugins know of their own packages.
+    # Plugins, then the reasons of failures, then the plugins' diagnoses of their own packages.
     print_line(console, "plugins", "bold")
     print_table(console, ("kind", "name", "state", "remedy"), plugin_states(), header=False)
     failed = [entry for entry in registry().entries() if entry.state.startswith("failed")]
@@ -77,7 +77,7 @@ def doctor(console: Console | None = None) -> int:
 
 
 def _print_verdict(console: Console, problems: list[str]) -> int:
-    """Print whether hybridflow can run here; the exit status."""
+    """Print whether hybridflow can run here; return the exit status."""
     for problem in problems:
         print_line(console, f"hybridflow cannot run here: {problem}", "bold red")
     lacking = missing_kinds()
@@ -101,11 +101,11 @@ def _print_pairs(console: Console, pairs: Iterator[tuple[str, str]]) -> None:
 
 
 def machine() -> Iterator[tuple[str, str]]:
-    """Python, platform, cores, memory, shared memory, disk and open files: names and values."""
+    """Yield names and values: Python, platform, cores, memory, shared memory, disk, open files."""
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
 
-    # Cores that this process may run on, and in a container the time that it gets.
+    # Cores that this process may run on, and in a container its quota of CPU time.
     usable = len(os.sched_getaffinity(0))
     quota = _cpu_quota()
     limited = f", limited to the time of {quota:g}" if quota else ""
@@ -135,7 +135,7 @@ def _cpu_quota() -> float | None:
 
 
 def _memory() -> str:
-    """Return the machine's memory, what of it is available, and the container's limit."""
+    """Return as text the machine's memory, the available part, and the container's limit."""
     matches = re.findall(
         r"^(MemTotal|MemAvailable):\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE
     )
@@ -163,9 +163,9 @@ def _shared_memory() -> str:
 
 
 def torchstate_of(problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Version, threads, devices and collectives of torch: names and values.
+    """Yield names and values: version, threads, devices and collectives of torch.
 
-    `problems` gets what stops every run.
+    Problems that stop every run are appended to `problems`.
     """
     try:
         import torch
@@ -203,8 +203,8 @@ def torchstate_of(problems: list[str]) -> Iterator[tuple[str, str]]:
 def packages() -> Iterator[tuple[str, str, str, str]]:
     """Yield the packages that hybridflow can make use of, itself first.
 
-    Each is a tuple of its name, its installed version, the versions that hybridflow wants where
-    that is none of them, and the extras that it is for.
+    Each is a tuple of its name, its installed version, the versions that hybridflow requires if
+    the installed one is not among them, and the extras that need it.
     """
     try:
         required = importlib.metadata.requires("hybridflow") or []
@@ -223,7 +223,7 @@ def packages() -> Iterator[tuple[str, str, str, str]]:
         _, extras = wishes.setdefault(match[1], (match[2], []))
         extras.append(extra)
 
-    # A version is named only where the installed one is not wanted.
+    # The required versions are named only where the installed one is not among them.
     for name, (wanted, extras) in wishes.items():
         have = _version(name)
         wrong = have is not None and not _satisfies(have, wanted)
@@ -240,7 +240,7 @@ def _version(package: str) -> str | None:
 
 
 def _satisfies(version: str, wanted: str) -> bool:
-    """Return whether a version is among those wanted, such as ">=2.9,<3"."""
+    """Return whether a version satisfies a specifier such as ">=2.9,<3"."""
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:  # it comes with many packages, not with ours
@@ -249,9 +249,9 @@ def _satisfies(version: str, wanted: str) -> bool:
 
 
 def plugin_states() -> list[tuple[str, str, str, str]]:
-    """Kind, name, state and remedy of every plugin.
+    """Return kind, name, state and remedy of every plugin.
 
-    Those that claim to be ready are imported first, which shows whether they are.
+    Those that claim to be ready are imported first, to see whether they are.
     """
     for entry in registry().entries():
         if entry.state == "ready":
@@ -264,9 +264,9 @@ def plugin_states() -> list[tuple[str, str, str, str]]:
 
 
 def diagnoses() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
-    """Yield what plugins find out about their own packages: a title, and rows.
+    """Yield the plugins' diagnoses of their own packages: a title, and rows.
 
-    A row has what was looked at, the finding, and the remedy.
+    A row has the subject, the finding, and the remedy.
     """
     for kind, name, path in registry().diagnoses():
         # One diagnosis that fails must not hide the others.
@@ -279,12 +279,12 @@ def diagnoses() -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
 
 
 def core_problems() -> list[str]:
-    """Problems that stop every run."""
+    """Return the problems that stop every run."""
     problems = []
     if sys.version_info < PYTHON:
         oldest = ".".join(map(str, PYTHON))
         problems.append(f"python {platform.python_version()}; {oldest} or newer is needed")
-    # The door to all of the core.
+    # This imports all of the core.
     try:
         import hybridflow.settle.launch  # noqa: F401
     except Exception as error:
@@ -296,6 +296,6 @@ def core_problems() -> list[str]:
 
 
 def missing_kinds() -> list[str]:
-    """Kinds of plugins that every training run needs, and of which none is ready."""
+    """Return the kinds of plugins that every training run needs, and of which none is ready."""
     ready = {entry.kind for entry in registry().entries() if entry.state == "ready"}
     return [kind for kind in ("runtime", "training_backend", "algorithm") if kind not in ready]

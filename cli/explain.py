@@ -14,7 +14,7 @@ COLUMNS = ("rank", "receives", "sends", "aliased", "copied locally", "peak weigh
 
 
 def explain(plan: ReshardPlan, limit: int = 16) -> str:
-    """Return the table of print_explained, as text."""
+    """Return as text what print_explained prints."""
     # Wide enough that no row is broken.
     text = io.StringIO()
     console = Console(file=text, width=160, highlight=False, markup=False, emoji=False)
@@ -48,7 +48,7 @@ def print_explained(console: Console, plan: ReshardPlan, limit: int = 16) -> Non
     rows.append(("most", *(amount(max(column)) for column in columns)))
     print_table(console, COLUMNS, rows)
 
-    # What goes over the network in all.
+    # The total of sent bytes.
     moved = sum(plan.bytes_received.values())
     print_line(console)
     print_line(

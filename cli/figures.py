@@ -13,7 +13,7 @@ UNKNOWN = "the algorithm decides at run time"
 
 
 def figures(job: Job) -> Iterator[tuple[str, str]]:
-    """Pairs of a name and a value, in the order in which `hybridflow show` prints them."""
+    """Yield pairs of a name and a value, in the order in which `hybridflow show` prints them."""
     yield "devices", _devices(job)
 
     # The amount of work, as far as the algorithm states it.
@@ -73,7 +73,7 @@ def _role(job: Job, model: PlacedModel, rows: int | None, mini: int | None) -> s
 
 
 def _rows(model: PlacedModel) -> str:
-    """Return how the rows of a micro-batch lie beside each other, and why not closer."""
+    """Return how a micro-batch is packed (padded or not), and why not more densely."""
     settings = training_settings(model.spec.backend_config)
     packing, reason = settings.packing(model.spec.model.hf_config)
     return f"{packing.value} ({reason})" if reason else packing.value
@@ -120,7 +120,7 @@ def _tokenizer(job: Job) -> str:
 
 
 def _checkpoints(job: Job) -> str:
-    """When checkpoints are written, and how many are kept."""
+    """Return in words when checkpoints are written, and how many are kept."""
     run = job.run
     times = []
     if run.checkpoint_every:
@@ -133,14 +133,14 @@ def _checkpoints(job: Job) -> str:
 
 
 def _exports(job: Job) -> str:
-    """Where the trained models are written at the end."""
+    """Return in words where the trained models are written at the end."""
     if not job.run.export:
         return "none (run.export = false), unless a later stage begins with them"
     return ", ".join(str(job.folder / "export" / name) for name in job.trained)
 
 
 def _validation(job: Job) -> str:
-    """When validation runs, and what it stops the run for."""
+    """Return in words when validation runs, and at which score it ends the run."""
     section = job.validation
     if section is None:
         return "none"

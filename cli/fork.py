@@ -33,7 +33,7 @@ class ForkCommand(Command):
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the fork to its end; the same command goes on with one that was ended before.
+        """Run the fork to its end; the same command resumes a fork that was interrupted.
 
         Status 0 when it has finished, 3 when it was stopped before.
         """
@@ -53,7 +53,7 @@ class ForkCommand(Command):
                 "run.keep_checkpoints keeps more"
             )
 
-        # Models of earlier stages are where they were for the run.
+        # Paths to models of earlier stages are resolved from the run's folder.
         for role, table in tables.items():
             if isinstance(table, dict) and isinstance(table.get("model"), dict):
                 table["model"] = located_model(table["model"], source, role)
@@ -87,9 +87,9 @@ def _tables(source: Path, step: int) -> dict[str, Any]:
 
 
 def _begin(folder: Path, checkpoint: Path, source: Path, step: int) -> None:
-    """Copy the checkpoint into the fork's folder, unless it has begun before.
+    """Copy the checkpoint into the fork's folder, unless the fork has begun before.
 
-    Raises ConfigError where the folder has something else.
+    Raises ConfigError where the folder has another run.
     """
     origin = {"run": str(source.resolve()), "step": step}
     file = folder / FORK

@@ -19,7 +19,7 @@ from hybridflow.core.values.weights import Box, WeightLayout
 
 @attrs.frozen(eq=False, slots=False)
 class GatherPlan(ReshardPlan):
-    """A plan whose target is every whole parameter; `final` is what the ranks generate with."""
+    """A plan that brings every rank whole parameters; `final` is the layout for generation."""
 
     final: WeightLayout
 
@@ -37,9 +37,9 @@ def gather_plan(
 ) -> GatherPlan:
     """Return the plan by which every rank of a group gets the whole model from the group's ranks.
 
-    The ranks of each group hold all of it together. One group of all ranks is DeepSpeed-Chat's
-    engine, a group for each training replica HybridFlow-V's (arXiv:2409.19256, table 2). Raises
-    ReshardError as plan_reshard does.
+    Together, the ranks of a group must hold the whole model. One group of all ranks is the method
+    of DeepSpeed-Chat, a group for each training replica that of HybridFlow-V (arXiv:2409.19256,
+    table 2). Raises ReshardError as plan_reshard does.
     """
     flows: list[Flow] = []
     held = source.shards()

@@ -21,7 +21,7 @@ from hybridflow.core.plugins import registry
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the arguments and run the command; its exit status.
+    """Parse the arguments and run the command; return its exit status.
 
     Errors meant for the user become a message and status 1, an interruption status 130.
     """
@@ -72,7 +72,7 @@ def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
         if registered == name and command is not None:
             _started(name, partial(command.add_arguments, own))
 
-    # What argparse leaves over are overrides, if the command takes any.
+    # Arguments that argparse does not know are overrides, if the command takes any.
     arguments, rest = parser.parse_known_args(given)
     unknown = [text for text in rest if text.startswith("-") or not hasattr(arguments, "overrides")]
     if unknown:
@@ -88,9 +88,7 @@ def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:
 
 
 def _load(parser: argparse.ArgumentParser, name: str) -> Command:
-    """Return the command of this name. Raises PluginError for one that is registered and does not
-    load.
-    """
+    """Return the command of this name. Raises PluginError if it does not load."""
     names = {entry.name for entry in registry().entries() if entry.kind == "command"}
     if name not in names:
         parser.error(
@@ -103,8 +101,9 @@ def _load(parser: argparse.ArgumentParser, name: str) -> Command:
 
 
 def _started(name: str, work: Callable[[], Any]) -> Any:
-    """Return what `work` of a command gives. Raises PluginError where it raises: a stranger's
-    command is not ours to trace.
+    """Return `work()` of the command `name`.
+
+    Raises PluginError where it raises: a traceback through a plugin's code would not help users.
     """
     try:
         return work()
@@ -113,7 +112,7 @@ def _started(name: str, work: Callable[[], Any]) -> Any:
 
 
 def summary(name: str) -> str:
-    """Return what a command does, in a sentence; for one that does not load, why."""
+    """Return a sentence on what a command does; for one that does not load, the reason."""
     try:
         can = registry().capabilities("command", name)
     except HybridFlowError as error:

@@ -60,7 +60,7 @@ class PlanCommand(Command):
 
 
 def read_sizes(text: str | None) -> list[int]:
-    """Return the numbers of "devices=64,128"; none for None. Raises ConfigError."""
+    """Return the numbers of "devices=64,128", [] for None. Raises ConfigError."""
     if text is None:
         return []
     key, _, rest = text.partition("=")
@@ -83,8 +83,9 @@ def plan(
     """Print the best placement of each run stage of a config; starts nothing.
 
     `write` and `timeline` are files for the config with this placement, and for a picture of the
-    step. With `dry_run` the memory by the backends' own code follows. With `what_if` it prints a
-    table of these numbers of devices instead. Raises HybridFlowError where nothing fits.
+    step. With `dry_run` it also prints the memory that the backends' own code allocates. With
+    `what_if` it prints a table of these numbers of devices instead. Raises HybridFlowError where
+    nothing fits.
     """
     console = console or make_console()
     if what_if and (write or timeline or dry_run):
@@ -126,7 +127,7 @@ def plan(
         draw_steps(timeline, plans)
         print_line(console, f"drawn: {timeline}")
 
-    # The slowest part comes last, and tells how far it is.
+    # The slowest part comes last, and prints its progress.
     if dry_run:
         for job in jobs:
             _head(console, job)

@@ -1,4 +1,4 @@
-"""`hybridflow plugins`: lists the plugins, and what to do about those that are not ready.
+"""`hybridflow plugins`: lists the plugins, and how to make ready those that are not.
 
 It imports neither a plugin nor torch.
 """
@@ -70,9 +70,7 @@ def list_plugins(
 
 
 def state_of(entry: Entry) -> tuple[str, str]:
-    """Return the state and the remedy of a plugin, as the table has them; failures are explained
-    below.
-    """
+    """Return the state and the remedy of a plugin for its row of the table."""
     if entry.state.startswith("failed"):
         return "failed", "see below"
     return entry.state, entry.remedy
@@ -90,10 +88,10 @@ def print_failed(console: Console, entries: Sequence[Entry]) -> None:
 
 
 def spell(capabilities: Capabilities | None) -> str:
-    """Return the capabilities that a plugin has, in a line: "abort; devices: cpu, cuda"."""
+    """Return a plugin's capabilities in a line, such as "abort; devices: cpu, cuda"."""
     if capabilities is None:
         return ""
-    # False, None and empty sets are left out: they say what a plugin has not.
+    # False, None and empty sets, the capabilities that it lacks, are left out.
     words = []
     for field in attrs.fields(type(capabilities)):
         value = getattr(capabilities, field.name)

@@ -35,7 +35,7 @@ from hybridflow.settle.config.load import parse_value
 from hybridflow.settle.config.structure import structure
 
 SIZES = ("pp", "tp", "dp", "cp", "ep")
-"""Sizes that --from may have; --to has pp and tp."""
+"""Names of the sizes that --from may have; --to may have pp and tp."""
 SHOWN = 16
 """Number of groups and of ranks that are listed one by one."""
 
@@ -107,11 +107,11 @@ class Source:
     settings: TrainingSettings
 
     def shape(self, model: str, traced: TracedRanks | None = None) -> ModelShape:
-        """Return the shape of a published model, else of the config that `model` names.
+        """Return the shape of the published model `model`, or of the config.json at that path.
 
-        The backend reads the fields of a config. One that it does not know has the parameters that
-        `traced` names, which backends without tensor parallelism cut as any others. Raises
-        ConfigError.
+        The backend reads the config. If it does not support the architecture, the shape is that of
+        the parameters in `traced`, which is enough without tensor, pipeline and expert parallelism.
+        Raises ConfigError.
         """
         if model in PUBLISHED:
             return PUBLISHED[model]
@@ -123,8 +123,9 @@ class Source:
             return traced.shape()
 
     def weights(self, shape: ModelShape, dtype: torch.dtype) -> WeightLayout:
-        """Return what each rank holds of a model's weights. Raises ConfigError for a layout not
-        taken.
+        """Return which part of the weights each rank holds.
+
+        Raises ConfigError for a layout that the backend does not support.
         """
         planned = self.settings.planned_layout(shape, self.layout, dtype)
         if not self.settings.takes(shape, self.layout):
@@ -146,7 +147,7 @@ class Target:
 
 
 def read_table(text: str, option: str) -> dict[str, str]:
-    """Return the table that a text such as "pp=2,tp=4" writes.
+    """Parse a text such as "pp=2,tp=4" into a table.
 
     Raises ConfigError, which names `option`.
     """
@@ -160,7 +161,7 @@ def read_table(text: str, option: str) -> dict[str, str]:
 
 
 def _sizes(table: dict[str, str], option: str, keys: Sequence[str]) -> dict[str, int]:
-    """Return the numbers under these keys, which leave the table. Raises ConfigError."""
+    """Remove these keys from the table and return their numbers. Raises ConfigError."""
     problems = [
         f"{option}: {key} is {table[key]!r}, not a whole number of at least 1"
         for key in keys
@@ -174,10 +175,10 @@ def _sizes(table: dict[str, str], option: str, keys: Sequence[str]) -> dict[str,
 def _settings(
     kind: str, name: str, table: Mapping[str, str], option: str, sizes: Sequence[str]
 ) -> Any:
-    """Return the settings of a plugin: what the table has beside sizes; None where it has no
-    settings.
+    """Return the settings of a plugin from the table; None for a plugin without settings.
 
-    Raises ConfigError for a key that is neither, and PluginError for a plugin that does not load.
+    `sizes` are the other keys that `option` takes, for the message. Raises ConfigError for unknown
+    keys, and PluginError for a plugin that does not load.
     """
     config_class = registry().config_class(kind, name)
     # A plugin without settings takes sizes alone.
@@ -242,10 +243,11 @@ def read_target(text: str) -> Target:
 def ask_loader(
     target: Target, model: str, dtype: torch.dtype, formula: bool
 ) -> tuple[TracedRanks | None, str]:
-    """Return what the engine's loader takes, or None, and in words which of both it is.
+    """Return the weights that the engine's own loader reads on each rank, and the source in words.
 
-    It is asked for a config.json, where the engine is installed. Raises ConfigError, and ModelError
-    for a model that the engine does not take.
+    None instead of the weights where the loader cannot be asked: for a model without a config.json,
+    where the engine is not installed, or with `formula`. Raises ConfigError, and ModelError for a
+    model that the engine does not support.
     """
     settings = target.settings
     if not isinstance(settings, AsksLoader):
@@ -273,11 +275,12 @@ def reshard(
 ) -> None:
     """Print the comparison; `ranks`: also the figures of every rank.
 
-    What the engine holds is asked of its own loader where that can be; not with `formula`.
+    The engine's weights on each rank are found by its own loader if that can run here, else, and
+    with `formula`, by a formula. No weights are read or moved.
 
-    Raises ConfigError for layouts that cannot be. It reads a config at the most, and moves nothing.
+    Raises ConfigError for layouts that are not possible.
     """
-    # What is asked for; an engine with fixed groups decides the grouping.
+    # Parse the arguments; an engine with fixed groups decides the grouping.
     console = console or make_console()
     origin = read_source(source)
     wanted = read_target(target)
@@ -293,7 +296,7 @@ def reshard(
     except ValueError as error:
         raise ConfigError(f"--to {target!r}: {error}") from error
 
-    # Our plan: shard to shard.
+    # The plan of hybridflow sends parts of shards.
     def taken(generation: GenerationLayout) -> WeightLayout:
         if traced is not None:
             return traced.layout(generation, weights)
@@ -352,7 +355,7 @@ def _head(
     dtype: torch.dtype,
     how: str,
 ) -> None:
-    """Print the model's size, the two layouts, and how the engine's was found."""
+    """Print the model's size, the two layouts, and how the engine's layout was found."""
     total = sum(param.numel for param in shape.params().values())
     layout = source.layout
     print_line(
@@ -385,7 +388,7 @@ def _groups(console: Console, plan: ReshardPlan, asked: GenerationLayout) -> Non
         "pp": "generation pp groups",
         "micro_dp": "micro-dp groups",
     }
-    # Groups of one rank say nothing.
+    # Groups of one rank are not listed.
     for kind, name in names.items():
         groups = asked.groups(kind)
         if all(len(group) == 1 for group in groups):
@@ -394,7 +397,7 @@ def _groups(console: Console, plan: ReshardPlan, asked: GenerationLayout) -> Non
         print_line(console, f"{name:<22}{shown}{' ...' if len(groups) > SHOWN else ''}")
     print_line(console)
 
-    # Who talks to whom.
+    # Which ranks send to which.
     senders = talkers(plan)
     for rank in plan.ranks[:SHOWN]:
         runs = _runs(sorted(senders.get(rank, ())))
@@ -404,7 +407,7 @@ def _groups(console: Console, plan: ReshardPlan, asked: GenerationLayout) -> Non
 
 
 def talkers(plan: ReshardPlan) -> dict[int, set[int]]:
-    """For each rank that receives, the ranks that send to it."""
+    """Return, for each rank that receives, the ranks that send to it."""
     senders: dict[int, set[int]] = {}
     for flow in plan.flows:
         for sender, receiver in flow.pairs():
@@ -413,7 +416,7 @@ def talkers(plan: ReshardPlan) -> dict[int, set[int]]:
 
 
 def _runs(ranks: Sequence[int]) -> str:
-    """Ascending ranks as text, consecutive ones as a range: "0-3, 7"."""
+    """Return ascending ranks as text, consecutive ones as a range: "0-3, 7"."""
     # [first, last] of each range.
     runs: list[list[int]] = []
     for rank in ranks:

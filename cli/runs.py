@@ -1,4 +1,4 @@
-"""`hybridflow runs`: the runs of a folder, what differs between them, and their end.
+"""`hybridflow runs`: lists, compares and deletes the runs of a folder.
 
 It reads what runs have written, and imports no torch.
 """
@@ -56,7 +56,7 @@ class RunsCommand(Command):
         parser.add_argument("--yes", action="store_true", help="delete without the question")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """List, compare or delete runs; status 1 where the question is not answered by yes."""
+        """List, compare or delete runs; return 1 if a deletion is not confirmed, else 0."""
         if arguments.delete and not arguments.folders:
             raise ConfigError("--delete: name the runs to delete")
         runs = [run for folder in arguments.folders or [Path("runs")] for run in find_runs(folder)]
@@ -71,27 +71,27 @@ class RunsCommand(Command):
 
 @attrs.frozen
 class FoundRun:
-    """A run, as its folder tells."""
+    """A run, as read from its folder."""
 
     folder: Path
     algorithm: str
     settings: dict[str, Any]
     """The resolved settings, by dotted key."""
     state: str
-    """ "finished", "running", or "ended": killed or stopped before its end."""
+    """The state: "finished", "running", or "ended" if it was killed or stopped before its end."""
     step: int
-    """The last step that is over."""
+    """The last completed step."""
     score: float | None
     """The last validation's score."""
     kept: str
-    """The models that are there: exported, and of which steps."""
+    """The models on disk in words: an export, and the steps of checkpoints."""
     changed: float
     """When it was last written to, in seconds since 1970."""
     nbytes: int
 
 
 def find_runs(folder: Path) -> list[FoundRun]:
-    """Return the runs in a folder, or the run that it is. Raises ConfigError for none."""
+    """Return the runs in a folder, or the run that it is. Raises ConfigError if there is none."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder")
     marks = [folder / MARK] if (folder / MARK).is_file() else sorted(_marks(folder, DEPTH))
@@ -101,7 +101,7 @@ def find_runs(folder: Path) -> list[FoundRun]:
 
 
 def _marks(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the marks of the runs below a folder; there are no runs inside of runs."""
+    """Yield the mark file of each run below a folder; runs are not nested."""
     for path in folder.iterdir():
         if (path / MARK).is_file():
             yield path / MARK
@@ -140,7 +140,7 @@ def _read(folder: Path) -> FoundRun:
 
 
 def _stats(folder: Path) -> Iterator[os.stat_result]:
-    """Yield what the system says of each file; a run may remove some meanwhile."""
+    """Yield the stat result of each file; files that a run removes meanwhile are skipped."""
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
             if path.is_file():

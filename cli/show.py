@@ -33,7 +33,7 @@ from hybridflow.settle.schema import SamplingSection
 DERIVED = "derived"
 """The source of values that are computed from others."""
 KEPT = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-"""Settings of [sampling] that requests have as they are."""
+"""Settings of [sampling] that SamplingParams has under the same names."""
 
 
 class ShowCommand(Command):
@@ -86,7 +86,7 @@ def show(
         for block in blocks(job, provenance):
             _print(console, block, docs)
 
-        # What follows from all of them.
+        # Figures that follow from the settings.
         rows = [(f"  {name}", text) for name, text in figures(job)]
         print_line(console, "derived", "bold")
         print_table(console, ("what", "value"), rows, header=False)
@@ -151,7 +151,10 @@ def walk(thing: Any, path: str, doc: str = "") -> Iterator[tuple[str, Any, str]]
 
 
 class Sources:
-    """Finds the sources of one job's values: its run stage's own tables come before common ones."""
+    """Finds the sources of one job's values.
+
+    The tables of its run stage come before those that all stages share.
+    """
 
     def __init__(self, job: Job, provenance: Provenance):
         self.job = job
@@ -170,7 +173,7 @@ class Sources:
     def values(self, thing: Any, path: str, *places: str) -> Iterator[Value]:
         """Yield the values of a config instance at `path`.
 
-        `places` are other dotted keys under which they may stand, and which are looked at first.
+        `places` are other dotted keys at which the values may be given, and which come first.
         """
         for key, value, doc in walk(thing, path):
             rest = key.removeprefix(path)
@@ -180,9 +183,9 @@ class Sources:
     def on_devices(
         self, values: Iterable[Value], path: str, config: Any, hf_config: Mapping[str, Any]
     ) -> Iterator[Value]:
-        """Say of a plugin's default values at `path` that they follow the device.
+        """Yield the values at `path`, with a note on a plugin's defaults that depend on the device.
 
-        Where run.device is "auto", the other device's value stands beside this one's.
+        Where run.device is "auto", the note has the other device's default too.
         """
         here = self.job.device
         other = "cpu" if here == "cuda" else "cuda"
@@ -232,11 +235,11 @@ def _is_given(tables: Mapping[str, Any], key: str) -> bool:
 
 
 def blocks(job: Job, provenance: Provenance) -> list[ShownSection]:
-    """Return a job's sections in the order of a file, then its roles, then what is not used."""
+    """Return a job's sections in the order of a file, then its roles, then unused tables."""
     sources = Sources(job, provenance)
     of = sources.values
 
-    # What every job has.
+    # Sections of every job.
     sections = [
         ShownSection("run", tuple(_run(job, of(job.run, "run")))),
         ShownSection("runtime", tuple(sources.plugin("runtime", job.runtime, job.runtime_config))),
@@ -313,7 +316,7 @@ def _rollout(job: Job, sources: Sources) -> ShownSection:
 
 
 def _chosen(values: Iterable[Value], job: Job) -> Iterator[Value]:
-    """Say of an engine that no configuration names that it follows the device."""
+    """Yield the values, with a note on an engine that was chosen by the device."""
     other = "cpu" if job.device == "cuda" else "cuda"
     for value in values:
         if value.key == "rollout.name" and value.source == DEFAULT:
@@ -351,7 +354,7 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> ShownSec
     values = [value for value in every if value.key.split(".")[1] not in hidden]
     values += sources.plugin(f"{name}.backend", placed.spec.backend, placed.spec.backend_config)
 
-    # What the role's own table does not give, and the merged one does, comes from the actor's.
+    # Values that the merged table has, and the role's own has not, come from the actor's.
     merged = {name: role_table(job.tables, placed.role)}
     for i, value in enumerate(values):
         inside = value.key.replace(f"{name}.backend", f"{name}.backend.{placed.spec.backend}", 1)
@@ -368,9 +371,9 @@ def _role(job: Job, sources: Sources, placed: PlacedModel | Rewards) -> ShownSec
 
 
 def _scorer(sources: Sources, placed: Rewards) -> ShownSection:
-    """Return a role that reward functions fill: the settings that a model has no use for."""
+    """Return the settings of a role that reward functions fill, without those of models."""
     name = placed.role.name
-    # Of a role's settings, those that rewards have and that are set.
+    # The settings of a role that rewards use and that are set.
     kept = {}
     for key in REWARD_KEYS:
         setting = getattr(placed.section, key)
@@ -386,11 +389,11 @@ def _scorer(sources: Sources, placed: Rewards) -> ShownSection:
 
 
 def _validation(job: Job, sources: Sources) -> ShownSection:
-    """Return the settings of validation; those of its data that it does not give are the data's."""
+    """Return the settings of validation; its data inherits from [data] what it does not set."""
     if job.validation is None:
         return ShownSection("validation", note="none: there is no [validation]")
 
-    # Its data was resolved apart, with what [data] says where it says nothing.
+    # Its data was resolved separately, with the values of [data] as defaults.
     every = sources.values(job.validation, "validation")
     values = [value for value in every if not value.key.startswith("validation.data")]
     for value in sources.values(job.validation_data, "validation.data"):

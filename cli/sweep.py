@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SEEDS = "seeds"
 """The key that stands for run.seed, from 0 on."""
 LOOK_S = 0.2
-"""Seconds between two looks at whether a run has ended."""
+"""Seconds between two checks of whether a run has ended."""
 
 
 class SweepCommand(Command):
@@ -56,7 +56,7 @@ class SweepCommand(Command):
         parser.add_argument("--name", help="folder of the runs; default: CONFIG-sweep")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run what is not finished, and print the table; status 1 where a run failed."""
+        """Run the points that are not finished, and print the table; return 1 if a run failed."""
         varied, common = split(arguments.overrides)
         if arguments.at_once is not None and arguments.at_once < 1:
             raise ConfigError(f"--at-once: is {arguments.at_once}; give 1 or more")
@@ -109,8 +109,8 @@ class Point:
 def split(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return (key -> its values, of those with several; the other overrides).
 
-    Commas inside brackets, braces and quotes belong to a value. Raises ConfigError for a number of
-    seeds that is none.
+    Commas inside brackets, braces and quotes belong to a value. Raises ConfigError if the number of
+    seeds is not a positive integer.
     """
     varied: dict[str, list[str]] = {}
     common = []
@@ -175,7 +175,7 @@ def _is_done(jobs: Sequence[Job]) -> bool:
 
 
 def _remove_lost(jobs: Sequence[Job]) -> None:
-    """Remove the folders of stages that were ended before their first checkpoint."""
+    """Remove the folders of stages that ended before their first checkpoint."""
     from hybridflow.core.running.checkpoint import checkpoints_of
     from hybridflow.settle.kept import read_done
 
@@ -185,10 +185,10 @@ def _remove_lost(jobs: Sequence[Job]) -> None:
 
 
 def slots_of(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, str]]:
-    """Return the environment of each run that goes at a time: which GPUs it sees, if there are.
+    """Return the environment variables of each concurrent run, which select its GPUs.
 
-    at_once: how many; None: as many as the devices of this machine allow. Runs on a cluster go one
-    at a time, for nobody here knows its devices.
+    at_once: the number of concurrent runs; None: as many as the devices of this machine allow. Runs
+    on a cluster go one at a time, since its devices are not known here.
     """
     import torch
 
@@ -216,7 +216,7 @@ def _run_all(
     left: Sequence[Point],
     slots: Sequence[dict[str, str]],
 ) -> dict[str, str]:
-    """Run the points, one in each slot at a time; return name -> the last line of what failed."""
+    """Run the points, one in each slot at a time; return name of a failed one -> its last line."""
     console = make_console()
     waiting = list(left)
     free = list(slots)
@@ -252,14 +252,14 @@ def _run_all(
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Let a SIGTERM end the sweep as Ctrl-C does."""
+    """Raise KeyboardInterrupt: SIGTERM ends the sweep as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def _start(
     config: str, overrides: Sequence[str], folder: Path, point: Point, slot: dict[str, str]
 ) -> subprocess.Popen:
-    """Start a run, or go on with one that was ended."""
+    """Start a run, or resume one that was interrupted."""
     command = [sys.executable, "-m", "hybridflow.cli.main", "run", config, *overrides]
     if (folder / point.name).is_dir():
         command.append("--resume")

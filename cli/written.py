@@ -1,6 +1,6 @@
-"""Puts settings into a config file; all else in it, comments too, stays as it is.
+"""Puts settings into a config file; everything else in it, comments too, stays as it is.
 
-The file's tables are changed to what they should say, then the text is edited until it says that.
+The wanted tables are computed first, then the text is edited until it parses to them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def write_config(
     stages: Mapping[str | None, Mapping[str, Any]],
     cluster: str | None,
 ) -> bool:
-    """Write `source` to `target` with other pools and layouts.
+    """Write `source` to `target` with other pools and layouts; return whether comments were kept.
 
-    `stages` has them for each run stage (None: for a file without stages); they replace the file's
-    own. A `placement` then says that they are given, for `cluster` (None: for its own). False where
-    comments could not be kept. Raises ConfigError where `target` cannot be written.
+    `stages` has the tables of each run stage (None: of a file without stages); they replace the
+    file's own. The setting `placement` becomes "given", and its cluster `cluster` (None: as in the
+    file). Raises ConfigError where `target` cannot be written.
     """
     # The line ends of the file stay as they are.
     with open(source, newline="") as file:
@@ -52,8 +52,8 @@ def write_config(
 def _settle(
     tables: dict[str, Any], stages: Mapping[str | None, Mapping[str, Any]], cluster: str | None
 ) -> None:
-    """Put the placements into a config's tables."""
-    # Of all tables that may have a placement: the common one, and each run stage's.
+    """Put the pools and layouts of `stages` into a config's tables."""
+    # Tables that may have a placement: the common one, and those of run stages.
     for table in (tables, *tables.get("stages", {}).values()):
         if "placement" not in table:
             continue
@@ -61,7 +61,7 @@ def _settle(
         named = {"cluster": cluster} if cluster else {}
         table["placement"] = {**own, **named, "name": "given"}
 
-    # Each run stage has its own pools; one that is left over for all would be started.
+    # Each run stage has its own pools; a common pool that none uses would be started too.
     if None not in stages:
         forget_places(tables)
     for stage, places in stages.items():
@@ -70,7 +70,7 @@ def _settle(
 
 
 def _edited(text: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the text, changed where it must be to say `wanted`.
+    """Return the text, edited so that it parses to `wanted`.
 
     None where tomlkit cannot do that, as with some dotted keys.
     """
@@ -85,7 +85,7 @@ def _edited(text: str, wanted: Mapping[str, Any]) -> str | None:
 
 
 def _become(table: Any, wanted: Mapping[str, Any], depth: int = 0) -> None:
-    """Change a table of tomlkit to say `wanted`."""
+    """Change a table of tomlkit until it equals `wanted`."""
     for key in [key for key in table if key not in wanted]:
         _remove(table, key)
 
@@ -107,7 +107,7 @@ def _become(table: Any, wanted: Mapping[str, Any], depth: int = 0) -> None:
 def _remove(table: Any, key: str) -> None:
     """Remove a key with the comments in its table, but not those at the end of it.
 
-    The latter belong to what comes next, and take the key's place.
+    The latter belong to what comes next, and move to the key's position.
     """
     body = _body(table)
     inner = _body(table[key])
@@ -122,7 +122,7 @@ def _remove(table: Any, key: str) -> None:
     table.pop(key)
     if (
         tail and position is not None and body[position][0] is None
-    ):  # tomlkit keeps the place, empty
+    ):  # tomlkit keeps the position, empty
         body[position] = (None, Whitespace(tail))
 
 

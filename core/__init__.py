@@ -1,4 +1,4 @@
-"""The contracts, and what every run shares. A name is imported when it is first used."""
+"""The contracts of plugins, and the code of every run. A name is imported when it is first used."""
 
 import lazy_loader
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GroupRoleHandle:
     """The verbs of a role (hybridflow.core.contracts.step.RoleHandle), as calls of its group.
 
-    Three things wait: a sync to engines in a pool of their own, the number of rows of fresh
+    Three things block: a sync to engines in a pool of their own, the number of rows of fresh
     prompts, and the units of a loss, by which `update` and `loss` order their rows.
     """
 
@@ -33,7 +33,7 @@ class GroupRoleHandle:
     group: WorkerGroup
     _ctx: GroupStepContext
     rollout: WorkerGroup | SeparateRollout
-    """What generates: the group itself, or engines in a pool of their own."""
+    """The group that generates: `group` itself, or engines in a pool of their own."""
 
     def generate(
         self,
@@ -139,7 +139,7 @@ class GroupStepContext:
         self.step = 0
         """Number of the current step, from 1."""
         self.scored: list[Scoring] = []
-        """What rewards have scored since the last `finish`."""
+        """The rows that rewards have scored since the last `finish`."""
         self._last_scored: list[Scoring] = []
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
@@ -206,25 +206,25 @@ class GroupStepContext:
             self._aside = outside
 
     def watch(self, role: str, result: Any) -> Any:
-        """Remember a call's result, for whose end `finish` waits; return the result itself."""
+        """Note a call's result, for which `finish` waits; return the result itself."""
         if not self._aside:
             self._results.append((role, result))
         return result
 
     def remember(self, scoring: Scoring) -> None:
-        """Keep what a reward has scored, for the figures of its groups and for samples."""
+        """Keep the rows that a reward has scored, for the metrics of groups and for samples."""
         if not self._aside:
             self.scored.append(scoring)
 
     def take_scored(self) -> list[Scoring]:
-        """Return what rewards had scored when `finish` was last called; the next call gives []."""
+        """Return the scored rows of the step that `finish` ended; the next call returns []."""
         scored, self._last_scored = self._last_scored, []
         return scored
 
     def finish(self) -> Metrics:
         """Wait for every verb of the step and merge their metrics, named role/metric.
 
-        Raises the error of the first one that failed. Calls within `aside` are not among them.
+        Raises the error of the first call that failed. Calls within `aside` are not included.
         """
         parts = [self._logged]
         for role, result in self._results:

@@ -62,7 +62,7 @@ class RunOutcome:
     state: str
     """"finished", or "stopped": SIGTERM arrived, and a checkpoint of the last step is written."""
     step: int
-    """Number of training steps that are over."""
+    """Number of completed training steps."""
     validations: dict[int, dict[str, float]]
     """Step -> metrics of the validation after it."""
 
@@ -79,8 +79,8 @@ def run_job(
     """Run one job to its end.
 
     resume: go on from the newest checkpoint in the run's folder; overwrite: remove an earlier run
-    from the folder; export: write the trained models at the end; mark: what the folder's run.json
-    holds beside the config and versions; observers: of each step's metrics.
+    from the folder; export: write the trained models at the end; mark: further entries of the
+    folder's run.json, beside the config and versions; observers: of each step's metrics.
 
     When a worker dies, the job starts again from its newest checkpoint (from the beginning if there
     is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
@@ -147,7 +147,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Run
                 )
                 return RunOutcome("stopped", run.step, run.validations)
 
-        # run.steps are over, or the goal is reached.
+        # run.steps are completed, or the goal is reached.
         validate_if_due(run, report, ended=True)
         keep(run, algorithm, export)
         report.ended()
@@ -163,7 +163,7 @@ def keep(run: Run, algorithm, export: bool) -> None:
         except CheckpointError as error:
             failure = error
 
-    # The disk may have room for the models alone.
+    # The disk may have enough space for the models only.
     if export:
         run.session.export(run.job.folder)
     if failure is not None:
@@ -176,7 +176,7 @@ def due(step: int, every: int) -> bool:
 
 
 def checkpoint(run: Run, algorithm) -> None:
-    """Write everything that the run needs in order to go on bit for bit."""
+    """Write the whole state of the run, from which it resumes bit for bit."""
     state = {
         "step": run.step,
         "algorithm": algorithm.state_dict(),
@@ -194,7 +194,7 @@ def restore(run: Run, algorithm) -> None:
     newest = run.checkpoints.steps()[-1]
     state = run.checkpoints.read(newest)
 
-    # The weights' version is loaded, too; engines have none yet, and sync at the next generate.
+    # The version of the weights is loaded too; engines have none yet, and the next generate syncs.
     run.session.load(run.checkpoints.path(newest))
     run.session.tasks.set_state(state["data"]).result()
     algorithm.load_state_dict(state["algorithm"])

@@ -1,4 +1,4 @@
-"""Errors that a user reads. Their messages say what happened, what was got and what to do."""
+"""Errors for users. Their messages have the problem, the actual value and the remedy."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ class WorkerDied(WorkerError):
 
 
 def _rebuild_worker_error(cls, message, fields):
-    """Make a WorkerError of its pickled parts."""
+    """Return a WorkerError from its pickled parts."""
     return cls(message, **fields)

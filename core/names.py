@@ -11,7 +11,7 @@ from typing import Any
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate that is spelled most like `name`, or None where none is close.
+    """Return the candidate with the spelling closest to `name`, or None where none is close.
 
     Upper and lower case count as the same.
     """
@@ -36,8 +36,8 @@ def is_path(text: str) -> bool:
 def import_object(path: str) -> Any:
     """Import the object at "package.module:Object".
 
-    Raises ValueError for another form, ImportError for an object that the module lacks, and
-    whatever the import of the module raises.
+    Raises ValueError for another form, ImportError for an object that the module lacks, and any
+    error of the module's own import.
     """
     if not is_path(path):
         raise ValueError(f"{path!r} is not of the form 'package.module:Object'")
@@ -94,7 +94,7 @@ def is_installed(module: str) -> bool:
 def find_spec(name: str, locations: Any) -> ModuleSpec | None:
     """Find where a part of a dotted name would be imported from.
 
-    `locations` are where its parent lies; None for a name without a parent. Unlike
+    `locations` are the parent's folders; None for a name without a parent. Unlike
     `importlib.util.find_spec` it does not answer from sys.modules, and imports no parent.
     """
     for finder in sys.meta_path:

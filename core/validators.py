@@ -1,6 +1,6 @@
 """Validators of attrs fields, as in attrs.field(default=1.0, validator=positive).
 
-Each raises ValueError with the field, what it must be, what was got, and what to do. None always
+Each raises ValueError with the field, the condition, the actual value, and a remedy. None always
 passes, for fields of type X | None.
 """
 
@@ -17,7 +17,7 @@ Validator = Callable[[Any, attrs.Attribute, Any], None]
 def validator(accepts: Callable[[Any], bool], must: str, advice: str) -> Validator:
     """Make a validator that takes None and the values that `accepts` takes.
 
-    `must` and `advice` are parts of its message: what the value must be, and what to do.
+    `must` and `advice` are parts of its message: the condition, and the remedy.
     """
 
     def validate(instance: Any, attribute: attrs.Attribute, value: Any) -> None:

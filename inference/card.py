@@ -12,7 +12,7 @@ from hybridflow.inference.models import FoundModel
 from hybridflow.settle.config.load import flatten
 
 PRIVATE = ("path", "folder", "address", "key", "secret", "password", "credential", "user", "url")
-"""Parts of a setting's name that mark it as nobody's business; "token" alone is in many others."""
+"""Parts of a setting's name that mark it as private; "token" is matched as a whole word instead."""
 
 
 def model_card(found: FoundModel, dtype: str) -> str:

@@ -66,7 +66,7 @@ class Evaluation:
         return self.folder / f"{name}.jsonl"
 
     def chunks(self, rows: int) -> list[range]:
-        """Return the rows of each chunk of a data set with so many rows."""
+        """Return the row numbers of each chunk of a data set with `rows` rows."""
         assert self.job.validation is not None
         size = max(1, self.job.validation.batch_rows // max(1, self.samples))
         return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
@@ -74,12 +74,12 @@ class Evaluation:
 
 @attrs.frozen(eq=False)
 class Measure:
-    """How responses become figures."""
+    """The figures that are computed from scored responses."""
 
     pass_at: Sequence[int] = ()
-    """The k of pass@k."""
+    """Each k of which pass@k is computed."""
     success: float = 1.0
-    """The score from which on a response is right."""
+    """The lowest score at which a response counts as right."""
     majority: bool = False
     """Whether the majority's answer is scored too."""
 
@@ -114,17 +114,17 @@ class Measure:
     def differences(
         self, values: Mapping[str, Sequence[float]], others: Mapping[str, Sequence[float]]
     ) -> dict[str, Figure]:
-        """Return by how much the figures are above another model's, of the same rows."""
+        """Return each figure less another model's on the same rows, with intervals."""
         return {name: difference(rows, others[name]) for name, rows in values.items()}
 
 
 def evaluate(
     evaluation: Evaluation, measure: Measure, say: Say, overwrite: bool = False
 ) -> dict[str, list[Record]]:
-    """Generate and score what is not on disk yet; return the records of each data set.
+    """Generate and score the rows without records on disk; return the records of each data set.
 
-    overwrite: replace an evaluation of other settings. Raises ConfigError where the folder has one,
-    and what preparing and running a job raises.
+    overwrite: replace an evaluation with other settings. Raises ConfigError where the folder has
+    one, and the errors of preparing and running a job.
     """
     job = evaluation.job
     answers = answering(job, measure.majority)
@@ -150,7 +150,7 @@ def evaluate(
 
 
 def _same_settings(evaluation: Evaluation, overwrite: bool) -> None:
-    """Write what is evaluated; raise ConfigError where the folder has something else."""
+    """Write the evaluation's settings; raise ConfigError where the folder has different ones."""
     file = evaluation.folder / SETTINGS
     now = {
         "model": evaluation.label,
@@ -177,7 +177,7 @@ def _same_settings(evaluation: Evaluation, overwrite: bool) -> None:
 
 
 def _weights(job: Job) -> dict[str, tuple[int, int]]:
-    """Return file -> (size, time) of the model's weights: a folder's may be written anew."""
+    """Return file -> (size, time) of the model's weights, by which changed files are noticed."""
     spec = job.models["actor"].spec
     weights = {}
     for folder in (spec.model.path, spec.backend_config.checkpoint):
@@ -188,9 +188,9 @@ def _weights(job: Job) -> dict[str, tuple[int, int]]:
 
 
 def answering(job: Job, needed: bool) -> Reward | None:
-    """Return the reward that says what a response's answer is; None where it does not.
+    """Return the job's reward if it can extract a response's answer, else None.
 
-    needed: raise ConfigError for None.
+    needed: raise ConfigError instead of returning None.
     """
     parts = job.rewards
     reward = reward_from(parts[0].function, parts[0].options) if len(parts) == 1 else None

@@ -28,8 +28,8 @@ def export(
 ) -> str:
     """Write the model to `out`, with adapters merged; return the dtype of its weights.
 
-    dtype: "auto" is that in which the run computed, else that of the files. logs: a folder for
-    what the job writes.
+    dtype: "auto" is the dtype in which the run computed, or without a run that of the files. logs:
+    the folder for the job's logs.
     """
     job = resolve(with_overrides(on_one_device(found, logs), overrides, found))
     tokenizer = prepare(job, sets={}).tokenizer

@@ -31,9 +31,9 @@ from hybridflow.settle.stages import located_model
 KEPT = ("runtime", "pools", "data", "tokenizer", "rollout", "environment", "validation")
 """Tables that are taken over from the run as they are."""
 ROWS = 256
-"""Responses at a time that memory is added up for."""
+"""Number of concurrent responses for which the memory is estimated."""
 PREFERENCES = ("rejected", "unsafe")
-"""Keys of [data] that make two rows of one."""
+"""Keys of [data] by which one row becomes two: a preferred response and another."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """A training backend's `precision` -> the dtype in which it keeps a frozen model."""
 SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
@@ -42,7 +42,7 @@ SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
 @attrs.frozen
 class InferenceConfig:
-    """There is nothing to set."""
+    """No settings."""
 
 
 class Inference(Algorithm):
@@ -55,7 +55,7 @@ class Inference(Algorithm):
         return (Role("actor", generates=True),)
 
     def step(self, ctx: StepContext) -> None:
-        """Generate responses: what the planner adds up the memory of."""
+        """Generate responses, for the planner's estimate of memory."""
         ctx.actor.generate(ctx.prompts(ROWS))
 
 
@@ -64,8 +64,8 @@ def inference_tables(
 ) -> dict[str, Any]:
     """Return the tables of a config that generates with the model.
 
-    folder: of what the job writes; engine: another rollout engine than the run's; scored: the run's
-    reward and held-out data are needed too.
+    folder: where the job writes; engine: a rollout engine to use instead of the run's; scored: the
+    tables also get the run's reward and held-out data.
     """
     tables = {key: deepcopy(found.tables[key]) for key in KEPT if key in found.tables}
     if not scored:
@@ -78,12 +78,12 @@ def inference_tables(
     if engine is not None:
         tables["rollout"] = {"name": engine}
 
-    # Better and worse responses are for training: each row is asked once.
+    # Rejected responses are for training: here each row is one prompt.
     for section in (tables.get("data", {}), tables.get("validation", {}).get("data", {})):
         for key in PREFERENCES:
             section.pop(key, None)
 
-    # A folder by itself says where texts end, and how they are sampled.
+    # A model folder without a run brings its own stop tokens and sampling.
     tables["sampling"] = deepcopy(found.tables.get("sampling", {}))
     if found.run is None:
         tables["sampling"] |= {**found.sampling, "stop_tokens": found.stop_tokens}
@@ -109,7 +109,7 @@ def inference_tables(
 
 
 def _actor(found: FoundModel) -> dict[str, Any]:
-    """Return the table of the role that generates: its engines are where the run's were."""
+    """Return the table of the role that generates, in the pool where the run generated."""
     role = found.role_table
     backend: dict[str, Any] = {"name": "saved"}
     if found.checkpoint is not None:
@@ -127,7 +127,7 @@ def _actor(found: FoundModel) -> dict[str, Any]:
 
 
 def _reward(found: FoundModel) -> dict[str, Any]:
-    """Return the run's reward as a table; a model of an earlier stage is where it was."""
+    """Return the run's reward as a table; the path of an earlier stage's model is resolved."""
     given = found.tables["reward"]
     if isinstance(given, str):
         return {"function": given}
@@ -135,7 +135,7 @@ def _reward(found: FoundModel) -> dict[str, Any]:
     if "model" in reward and found.run is not None:
         reward["model"] = located_model(reward["model"], found.run, "reward")
 
-        # It has the trainer of the actor, unless it says otherwise, without adapters.
+        # Unless the table names a backend, it has the actor's, without adapters.
         trainer = dict(found.role_table.get("backend", {}))
         trainer.pop("lora", None)
         reward.setdefault("backend", trainer)
@@ -156,11 +156,11 @@ def on_one_device(found: FoundModel, folder: Path, engine: str | None = None) ->
 def with_overrides(
     tables: Mapping[str, Any], overrides: Sequence[str], found: FoundModel, longest: int = 1024
 ) -> dict[str, Any]:
-    """Return tables with `key=value` texts on top. Raises ConfigError with all that are wrong.
+    """Return tables with overrides `key=value`. Raises ConfigError with all that are wrong.
 
-    Where neither they nor the tables say it, prompts have at most `longest` tokens, and with their
-    responses no more than the model has positions for; texts begin with bos where the tokenizer of
-    a folder by itself begins them so.
+    By default prompts have at most `longest` tokens, and with their responses no more than the
+    model has positions; for a model folder without a run, texts begin with bos where its tokenizer
+    begins them so.
     """
     merged, _ = read_config(tables, overrides)
     positions = found.positions
@@ -172,7 +172,7 @@ def with_overrides(
     room = longest if positions is None else min(longest, positions - response)
     data = merged.setdefault("data", {})
     data.setdefault("max_prompt_tokens", max(1, room))
-    # A chat, which a lone field may be, begins as its template says.
+    # A chat begins as its template says; a prompt of a single field may be a chat.
     lone = re.fullmatch(r"\{[^{}]+\}", data.get("prompt", "{prompt}"))
     chat = "messages" in data or (lone and found.has_chat_template)
     if found.run is None and not chat:
@@ -189,7 +189,7 @@ def resolve(tables: Mapping[str, Any]) -> Job:
 def with_data(tables: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return tables whose held-out rows are those of a file, or of a source by its name.
 
-    A file's source follows from how its name ends. The options of another source go.
+    A file's source follows from its suffix. The options of a previous source are dropped.
     """
     path = Path(text)
     own: dict[str, Any] = {"source": text}

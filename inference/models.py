@@ -40,18 +40,18 @@ class FoundModel:
     run: Path | None
     """The folder of the run that trained it; None for a folder by itself."""
     step: int | None
-    """The run's step after which it was saved."""
+    """The step of the run after which the model was saved."""
     model: Mapping[str, Any]
-    """The table `model` of a role: its folder, or its config."""
+    """The role's table `model`: the model's folder, or its config."""
     checkpoint: Path | None
     """The role's folder in a checkpoint, whose weights come before those of `model`."""
     tokenizer: str | None
-    """Folder of its tokenizer, where the tables do not say it."""
+    """Folder of its tokenizer, where [tokenizer] of the tables names none."""
     tables: Mapping[str, Any]
     """The tables of the run's config; without a run none."""
     role: str = "actor"
     precision: str | None = None
-    """The backend's setting of this name, by which the role was computed in the run."""
+    """The setting `precision` of the role's training backend in the run."""
 
     @property
     def role_table(self) -> Mapping[str, Any]:
@@ -60,7 +60,7 @@ class FoundModel:
 
     @property
     def stop_tokens(self) -> list[int]:
-        """Tokens at which the model's folder says that texts end."""
+        """Ids of the stop tokens that the model's folder states."""
         ends = self._generation().get("eos_token_id")
         if ends is None:
             ends = self._config().get("eos_token_id")
@@ -70,7 +70,7 @@ class FoundModel:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How the model's folder says that texts are sampled, as keys of [sampling]."""
+        """The sampling parameters of the folder's generation config, as keys of [sampling]."""
         fields = self._generation()
         names = ("temperature", "top_p", "top_k", "min_p")
         return {name: fields[name] for name in names if fields.get(name) is not None}
@@ -117,16 +117,16 @@ class FoundModel:
 def find_model(
     text: str, step: int | None = None, stage: str | None = None, role: str = "actor"
 ) -> FoundModel:
-    """Find the model that a path means.
+    """Return the model that a path means.
 
     step: of a kept checkpoint; stage: of the run; role: the trained role, for runs with several.
-    Raises ModelError with what there is instead.
+    Raises ModelError, whose message names the runs, steps or roles that exist.
     """
     folder = Path(text)
     if not folder.is_dir():
         raise ModelError(f"{text}: there is no such folder; give a run's, or a Hugging Face one")
 
-    # An export is its run's model, which knows more than the folder does.
+    # The folder of a run's export means the run's model, as the run has its settings too.
     run = folder.parent.parent
     if folder.parent.name == EXPORT and (run / MARK).is_file():
         role = folder.name
@@ -144,7 +144,7 @@ def find_model(
 
 
 def _folder(folder: Path, step: int | None, stage: str | None) -> FoundModel:
-    """Return a Hugging Face folder. Raises ModelError for a step or stage of it."""
+    """Return the model of a Hugging Face folder. Raises ModelError if a step or stage is given."""
     for name, given in (("--step", step), ("--stage", stage)):
         if given is not None:
             raise ModelError(
@@ -226,7 +226,7 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
 
 
 def _role_table(tables: Mapping[str, Any], role: str) -> dict[str, Any]:
-    """Return a role's table over the actor's, with a table in place of a backend's name."""
+    """Return a role's table merged over the actor's; a backend's bare name becomes a table."""
     table = {**tables.get("actor", {}), **tables.get(role, {})}
     if isinstance(table.get("backend"), str):
         table["backend"] = {"name": table["backend"]}

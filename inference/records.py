@@ -1,7 +1,8 @@
 """Scored responses on disk, one JSON line each, which an evaluation goes on from.
 
-Rows come in chunks: each one's greedy responses, then its sampled ones. A chunk that a killed
-evaluation left in part is made again, so that the file is the same as that of one that was not.
+Rows come in chunks: a chunk's greedy responses, then its sampled ones. A chunk that a killed
+evaluation left incomplete is generated again, so that the file equals that of an evaluation without
+interruption.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ class Record:
     """Number of the row's sampled response, from 0; None for the greedy one."""
     prompt: str
     response: str
-    """As the reward saw them: without special tokens."""
+    """The text as the reward gets it: without special tokens."""
     response_ids: list[int]
     score: float
     finish_reason: str
     answer: str | None
-    """What the reward takes for the response's answer; None where it does not say."""
+    """The answer that the reward extracts from the response; None where it extracts none."""
     meta: dict[str, Any]
     """The row's fields."""
 
     def to_sample(self) -> RewardSample:
-        """Return what a reward sees of it."""
+        """Return the record as the input of a reward."""
         ids = np.array(self.response_ids, np.int64)
         return RewardSample(self.prompt, self.response, ids, self.meta, self.finish_reason)
 
@@ -51,7 +52,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:
-    """Write records behind those of the file; they are on the disk when this returns."""
+    """Append records to a file, and sync it to the disk."""
     fields = attrs.fields(Record)
     with open(path, "a", encoding="utf-8", newline="\n") as file:
         for record in records:
@@ -62,7 +63,7 @@ def append_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def cut_to_chunks(path: Path, chunk_lines: Sequence[int]) -> int:
-    """Cut what is no whole chunk off a file; return the number of whole chunks.
+    """Cut an incomplete last chunk off a file; return the number of complete chunks.
 
     chunk_lines: the number of lines of each chunk.
     """

@@ -1,7 +1,7 @@
 """Figures of scored responses: pass@k, the majority's score, and intervals.
 
 Intervals are percentiles of bootstrap means over rows (Efron and Tibshirani, 1993, chapter 13): the
-rows are drawn with replacement, so they say how much the figure hangs on which rows were asked.
+rows are drawn with replacement, so they say how much the figure depends on the choice of rows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 RESAMPLES = 10_000
 """Bootstrap samples of an interval."""
 LEVEL = 0.95
-"""Share of the bootstrap means that an interval has."""
+"""Confidence level: the share of the bootstrap means that an interval covers."""
 AT_ONCE = 4_000_000
-"""Drawn rows that are held at a time."""
+"""The most resampled values that are in memory at a time."""
 
 
 @attrs.frozen
@@ -46,8 +46,8 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 def majority_score(answers: Sequence[Hashable | None], scores: Sequence[float]) -> float:
     """Return the score of the answer that most responses give (maj@k, arXiv:2203.11171).
 
-    None is no answer, and no vote. Of several that as many give each one counts alike; an answer's
-    score is the mean of its responses'. Without any answer it is 0.
+    An answer None does not vote. The score of an answer is the mean over its responses; the result
+    is the mean over the answers with the most votes, and 0 without any answer.
     """
     by_answer: dict[Hashable, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
@@ -68,7 +68,7 @@ def figure(values: Sequence[float], seed: int = 0) -> Figure:
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """Return where the middle LEVEL of the bootstrap means of `values` [rows] lies."""
+    """Return the bounds of the central LEVEL of the bootstrap means of `values` [rows]."""
     rng = np.random.default_rng(seed)
     rows = len(values)
     step = max(1, AT_ONCE // rows)
@@ -82,5 +82,5 @@ def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
 
 
 def difference(values: Sequence[float], others: Sequence[float], seed: int = 0) -> Figure:
-    """Return the mean of values less others, row by row, and its interval: of the same rows."""
+    """Return the mean of values - others, paired row by row, with its interval."""
     return figure(np.subtract(values, others).tolist(), seed)

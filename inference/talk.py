@@ -27,20 +27,20 @@ class Talk:
     engine: RolloutEngine
     tokenizer: Tokenizer
     sampling: SamplingParams
-    """With the tokens that end an answer."""
+    """Sampling parameters, among them the stop tokens of an answer."""
     data: DataConfig
     plain: bool
     """Whether questions are prompts, without a chat template."""
     room: int
     """The largest number of tokens of a prompt with its answer."""
     system: str | None = None
-    """What the model is told first."""
+    """The system message; None: there is none."""
     messages: list[dict[str, Any]] = attrs.field(factory=list)
     _number: int = 0
     """The number of answers, which seeds their draws."""
 
     def reset(self) -> None:
-        """Forget all messages, but what the model is told first."""
+        """Forget all messages but the system message."""
         self.messages = []
 
     def prompt_ids(self, question: str) -> np.ndarray:
@@ -52,10 +52,10 @@ class Talk:
         return self.tokenizer.apply_chat_template(chat, (), self.data.chat_template_kwargs)
 
     def answer(self, question: str) -> Iterator[str]:
-        """Yield the answer piece by piece, as far as the engine says it before it is complete.
+        """Yield the answer piece by piece, or at once if the engine has no partial responses.
 
         Question and answer are remembered. Raises DataError for a question that the tokenizer
-        cannot spell, or that leaves no room for an answer.
+        cannot encode, or that leaves no room for an answer.
         """
         prompt = self.prompt_ids(question)
         if len(prompt) == 0:
@@ -77,9 +77,9 @@ class Talk:
             ids = done[0].response_ids if done else self.engine.partial(self._number)
             if ids is not None:
                 text = self.tokenizer.decode(ids)
-                # A character of several tokens is written when it is complete.
+                # A character of several tokens is yielded when it is complete.
                 ready = text if done else text.rstrip("\ufffd")
-                # Some decoders change what they said; what is printed stays.
+                # Some tokenizers decode a prefix differently later; yielded text is kept.
                 if len(ready) > len(said):
                     yield ready[len(said) :]
                     said = ready
@@ -93,12 +93,12 @@ class Talk:
 def text_ids(question: str, tokenizer: Tokenizer, data: DataConfig) -> np.ndarray:
     """Return the tokens of a question in the data's template, where that has one field.
 
-    Raises DataError for a text that the tokenizer cannot spell.
+    Raises DataError for a text that the tokenizer cannot encode.
     """
     text = question
     fields = template_fields(data.prompt)
     if len(set(fields)) == 1:
-        # A template that reaches into tables is left out.
+        # A template that indexes into its field cannot be filled by a text; it is not used.
         with suppress(DataError):
             text = render(data.prompt, {fields[0]: question}, "prompt", 0)
     bos = [tokenizer.bos_id] if data.bos else []
@@ -106,7 +106,7 @@ def text_ids(question: str, tokenizer: Tokenizer, data: DataConfig) -> np.ndarra
 
 
 def has_template(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer writes chats."""
+    """Return whether the tokenizer has a chat template."""
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}])
     except DataError:

@@ -1,4 +1,4 @@
-"""Checks settings that go to a library as they are.
+"""Checks settings that are passed on to a library unchanged.
 
 Their names are compared with those of the installed version, without importing it.
 """
@@ -58,9 +58,9 @@ def known_arguments(
 ) -> Callable[[Any, attrs.Attribute, dict[str, Any]], None]:
     """Return an attrs validator for a dict of arguments; it raises ValueError for a bad name.
 
-    `title` is the library's name. `names` gives all arguments that it has, () if that is not known.
-    `ours` are arguments that follow from the rest of the config, and must not be given; `outlive`
-    those that keep keys and values where an update of the weights does not drop them.
+    `title` is the library's name. `names` returns all its arguments, () if they are not known.
+    `ours` are arguments that are set from the other settings, and must not be given; `outlive`
+    those with which cached keys and values would outlive an update of the weights.
     """
 
     def check(_: Any, field: attrs.Attribute, value: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a weight update has brought of the boxes that a rank's engine takes."""
+"""Bookkeeping of a weight update: which elements of a rank's boxes have arrived."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hybridflow.core.values.weights import Box, Param
 class Arrivals:
     """Counts the elements of boxes in one update: every element must arrive, and once.
 
-    Boxes that the rank does not take count for nothing.
+    Boxes outside those that the rank holds are ignored.
     """
 
     def __init__(self, held: Mapping[str, Sequence[Box]]):
-        """`held`: what the rank takes of each parameter, boxes that do not overlap."""
+        """`held`: the boxes of each parameter that the rank holds; they do not overlap."""
         self.held = held
         self._lacks: dict[str, int] = {}
         """Parameter -> the number of elements that have not arrived."""
@@ -28,9 +28,9 @@ class Arrivals:
         self._came: dict[str, list[Box]] = {}
 
     def note(self, name: str, box: Box) -> bool:
-        """Note the elements of a box; return whether its parameter is whole by them.
+        """Note the elements of a box; return whether they complete its parameter on this rank.
 
-        Raises HybridFlowError where some of them came before.
+        Raises HybridFlowError where some of them have arrived before.
         """
         if name not in self._lacks:
             return False
@@ -50,11 +50,11 @@ class Arrivals:
         return before > 0 and not self._lacks[name]
 
     def whole(self, name: str) -> bool:
-        """Return whether all that the rank takes of a parameter has arrived."""
+        """Return whether all elements of a parameter that the rank holds have arrived."""
         return not self._lacks.get(name)
 
     def check(self) -> None:
-        """Raise HybridFlowError where something is missing."""
+        """Raise HybridFlowError if elements of any parameter are missing."""
         missing = []
         for name, lacks in self._lacks.items():
             if lacks:
@@ -75,7 +75,7 @@ def check_box(
     box: Box,
     tensor: torch.Tensor,
 ) -> None:
-    """Raise HybridFlowError for a name or shape that is not of the model."""
+    """Raise HybridFlowError for a name or shape that the model does not have."""
     # A tied parameter has no values of its own.
     param = params.get(name)
     if param is None:

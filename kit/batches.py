@@ -1,4 +1,4 @@
-"""Engines that answer one batch after the other.
+"""A base for rollout engines that run one batch of requests after the other.
 
 add -> waiting -> submit, once the batch before has ended -> completions -> step
 """
@@ -13,7 +13,7 @@ from hybridflow.core.contracts.rollout import Completion, Request, RolloutEngine
 class BatchEngine(RolloutEngine):
     """A base for engines that take whole batches: implement `submit`.
 
-    What is added while a batch runs waits for the next one.
+    Requests that are added while a batch runs wait for the next one.
     """
 
     _waiting: list[Request]

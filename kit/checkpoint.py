@@ -1,4 +1,4 @@
-"""Saves a training backend's state by boxes: what one layout or backend wrote, another reads.
+"""Saves a training backend's state by boxes, so that other layouts and backends can read it.
 
 torch.distributed.checkpoint writes the files. Entries are "model.NAME", "optimizer.exp_avg.NAME"
 and "optimizer.exp_avg_sq.NAME", where NAME and shape are canonical (Hugging Face):
@@ -30,7 +30,7 @@ COUNTERS = "counters.json"
 
 @attrs.frozen(eq=False)
 class StatePart:
-    """What this rank has of one entry."""
+    """A part of one entry that this rank has."""
 
     entry: str
     shape: tuple[int, ...]
@@ -45,12 +45,12 @@ def flat_parts(
 ) -> Iterator[tuple[str, tuple[int, ...], Box, int]]:
     """Yield (name, shape, box, offset) for the elements start..stop of a flat storage.
 
-    Optimizers that cut flat buffers (ZeRO, Megatron's distributed optimizer) say in this way which
-    boxes they hold.
+    Backends whose optimizers cut flat buffers (ZeRO, Megatron's distributed optimizer) find by this
+    which boxes they hold.
 
-    pieces: (name, shape, box, place) of what the storage contains; at `place` the box's elements
-        begin in it, in row-major order.
-    offset: where the elements of the yielded box begin, counted from `start`.
+    pieces: (name, shape, box, position) of each tensor in the storage; the box's elements begin at
+        `position` in it, in row-major order.
+    offset: the position of the yielded box's first element, counted from `start`.
     """
     for name, shape, box, place in pieces:
         # The part of the piece that lies between start and stop, if any does.
@@ -69,7 +69,7 @@ def save_state(parts: Iterable[StatePart], version: int, folder: Path, rank: int
     save_boxes, _ = _planners()
     dcp.save({}, checkpoint_id=folder, planner=save_boxes(list(parts)))
 
-    # torch's files are for tensors alone.
+    # torch's checkpoint files hold tensors only.
     if rank == 0:
         (folder / COUNTERS).write_text(json.dumps({"version": version}))
 
@@ -81,7 +81,7 @@ def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
     """
     import torch.distributed.checkpoint as dcp
 
-    # Whatever is wrong with the files shows as one of these, here or on another rank.
+    # All problems of the files are raised as one of these, here or on another rank.
     unreadable = (
         OSError,
         KeyError,
@@ -100,7 +100,7 @@ def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
 
 
 class SavedState:
-    """What `save_state` wrote, read by one process without the others.
+    """The files of `save_state`, read by one process without a process group.
 
     Raises CheckpointError for files that cannot be read.
     """
@@ -111,7 +111,7 @@ class SavedState:
     """Entry -> shape and dtype of the whole."""
 
     def __init__(self, folder: Path, role: str):
-        """Read which entries there are; `role` is for messages."""
+        """Read the list of entries; `role` is for messages."""
         from torch.distributed.checkpoint import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -120,7 +120,7 @@ class SavedState:
         try:
             self.version = _version(folder)
             saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except Exception as error:  # whatever is wrong with files of somebody's
+        except Exception as error:  # files of other programs may cause any error
             raise _unreadable(folder, role, error) from error
         self.entries = {
             entry: (tuple(data.size), data.properties.dtype)
@@ -137,7 +137,7 @@ class SavedState:
         _, load_boxes = _planners()
         part = StatePart(entry, shape, Box.full(shape), values)
         try:
-            # torch warns of what is meant: one process loads.
+            # torch warns that only one process loads, which is intended.
             with warnings.catch_warnings(action="ignore", category=UserWarning):
                 dcp.load({}, checkpoint_id=self._folder, planner=load_boxes([part]), no_dist=True)
         except (Exception, dcp.api.CheckpointException) as error:

@@ -19,7 +19,7 @@ line to the right."""
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Let the command end quietly when its reader has seen enough.
+        """Raise BrokenPipeError, with which `main` ends the command quietly.
 
         rich would end it with status 1.
         """
@@ -27,12 +27,12 @@ class _Console(Console):
 
 
 def make_console() -> Console:
-    """Make a console that prints text as it is, without markup, emoji or highlights."""
+    """Return a console that prints text unchanged, without markup, emoji or highlights."""
     return _Console(highlight=False, markup=False, emoji=False)
 
 
 def print_line(console: Console, text: str = "", style: str = "") -> None:
-    """Print one line; a terminal wraps it, plain text is left as it is."""
+    """Print one line; a terminal wraps it, plain text is not wrapped."""
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
@@ -47,7 +47,7 @@ def print_table(
 
     `below` has a text for each row. It stands under the row, or on a terminal in a last column.
     """
-    # A column without any text says nothing.
+    # Columns without any text are left out.
     used = []
     for i in range(len(columns)):
         if any(row[i] for row in rows):

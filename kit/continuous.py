@@ -1,4 +1,4 @@
-"""Engines that take requests while others run.
+"""A base for rollout engines that accept requests while others run.
 
 add, submit -> enter -> running -> advance, leave -> completions -> step, the stream
 """
@@ -17,8 +17,8 @@ from hybridflow.core.errors import HybridFlowError
 class ContinuousEngine(RolloutEngine):
     """A base for engines that batch continuously.
 
-    Implement `enter`, `advance` and `leave`. This class has the rest: checks, prefixes of responses
-    that are continued, streams, and aborts.
+    Implement `enter`, `advance` and `leave`. This class implements checks, continued prefixes of
+    responses, streams and aborts.
     """
 
     max_positions: int | None
@@ -29,7 +29,7 @@ class ContinuousEngine(RolloutEngine):
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
         self.running: dict[int, Request] = {}
-        """Requests that have entered and are not answered, by id."""
+        """Requests that were passed to `enter` and have no completion yet, by id."""
         self.asleep = False
         self.has_cache = True
         """Whether there is memory for keys and values; `wake` may leave it for later."""
@@ -38,24 +38,27 @@ class ContinuousEngine(RolloutEngine):
         self._stream_number = 0
         """The number of the latest stream; earlier ones have ended."""
         self._free = True
-        """Whether nobody reads what runs: its stream was not begun, was closed, or failed."""
+        """Whether running requests have no reader: their stream is not begun, closed, or failed."""
 
     @abstractmethod
     def enter(self, request: Request) -> None:
-        """Accept a request that was checked and lacks tokens. It is in `running` already."""
+        """Begin to generate for a request, which is valid and already in `running`.
+
+        Its prefix, if any, is not yet a complete response.
+        """
 
     @abstractmethod
     def advance(self) -> Iterable[Completion]:
-        """Work on the running requests for a while; return the completions of those that ended.
+        """Work on the running requests, for one step say; return completions of those that ended.
 
         It is called only while requests run.
         """
 
     @abstractmethod
     def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
-        """End these running requests early; return their completions ("abort").
+        """End these running requests early; return their completions, with finish_reason "abort".
 
-        Return () where `advance` will give them.
+        Return () where `advance` will return them instead.
         """
 
     def add(self, request: Request) -> None:
@@ -71,7 +74,7 @@ class ContinuousEngine(RolloutEngine):
         if request.id in self.running and not self._free:
             raise HybridFlowError(f"request {request.id}: a request with this id is running")
 
-        # Nobody will read what still runs, and its completions must not reach this caller.
+        # Requests without a reader may still run; their completions must not reach this caller.
         if self._free:
             self._end_old_stream()
         self._free = False
@@ -79,16 +82,16 @@ class ContinuousEngine(RolloutEngine):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has work that somebody waits for."""
+        """Whether there are completions to return, or running requests with a reader."""
         return bool(self._done or (self.running and not self._free))
 
     def disown(self) -> None:
-        """Give up all running requests: they end before the next request enters."""
+        """Drop all running requests and their completions; they end before the next one enters."""
         self._done.clear()
         self._free = True
 
     def step(self) -> list[Completion]:
-        """Return the completions since the last call; without any, work for a while first."""
+        """Return the completions since the last call; if there are none, call `advance` first."""
         done = self._done
         self._done = []
         if done or not self.running:
@@ -98,7 +101,7 @@ class ContinuousEngine(RolloutEngine):
         return self._ended(self.advance())
 
     def submit(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yield completions as they end; an earlier stream that was not read to its end ends."""
+        """Yield completions as they end; an earlier stream that is still open is ended."""
         if self.asleep or not self.has_cache:
             raise HybridFlowError("the rollout engine sleeps; wake it before generating")
         self.check_ready()
@@ -107,14 +110,14 @@ class ContinuousEngine(RolloutEngine):
         requests = list(requests)
         check_requests(requests, self.max_positions, self.vocab)
 
-        # Only now that all requests are known to be good does the stream before them end.
+        # The earlier stream is ended only when all requests have passed the checks.
         self._end_old_stream()
         for request in requests:
             self._take(request)
         return self._stream(self._stream_number, len(requests))
 
     def _take(self, request: Request) -> None:
-        """Let a request enter, or answer one at once whose prefix is complete already."""
+        """Pass a request to `enter`, or complete it at once if its prefix is a whole response."""
         # Its prefix may end with a stop token, or fill max_tokens.
         if reason := request.ended_before():
             self._done.append(Completion(request.id, *request.prefix(), reason))
@@ -123,8 +126,8 @@ class ContinuousEngine(RolloutEngine):
             self.enter(request)
 
     def _end_old_stream(self) -> None:
-        """Abort what runs, wait for it and drop it. The reader of its stream gets an error."""
-        # The number goes first: whoever reads the old stream finds that it has ended.
+        """Abort all running requests and drop their completions; their stream raises an error."""
+        # The number changes first, so that the old stream knows that it has ended.
         self._stream_number += 1
         self.abort()
         while self.running:
@@ -143,7 +146,7 @@ class ContinuousEngine(RolloutEngine):
                 left -= len(done)
                 yield from done
         finally:
-            # Closed, failed or read to its end: nobody reads what may still run of it.
+            # Closed, failed or read to its end: requests that still run have no reader.
             if number == self._stream_number:
                 self._free = True
 
@@ -157,7 +160,7 @@ class ContinuousEngine(RolloutEngine):
     def abort(self, ids: Iterable[int] | None = None) -> None:
         """End running requests early, without `ids` all of them.
 
-        What they have so far comes out of `step`, or of their stream, with finish_reason "abort".
+        `step`, or their stream, gives the tokens made so far, with finish_reason "abort".
         """
         # Ids that do not run have been answered already, and are no error.
         running = self.running
@@ -182,10 +185,10 @@ class ContinuousEngine(RolloutEngine):
         reason: str,
         versions: np.ndarray | None = None,
     ) -> Completion:
-        """Return the completion of a request whose new tokens are `ids`, put behind its prefix.
+        """Return the completion of a request: its prefix followed by the new tokens `ids`.
 
-        `logprobs` are those of the new tokens. `versions` are the weights' versions that drew them,
-        by default this engine's.
+        `logprobs` are those of the new tokens, `versions` the versions of the weights that sampled
+        them, by default this engine's.
         """
         # The prefix was made earlier, perhaps by other weights: it keeps its own versions.
         assert self.version is not None
@@ -201,15 +204,15 @@ class ContinuousEngine(RolloutEngine):
         )
 
     def begin_update(self, version: int) -> None:
-        """Begin an update; requests that nobody reads end first.
+        """Begin an update; running requests without a reader end first.
 
-        Raises HybridFlowError when the engine sleeps, and when others run, unless the engine
-        updates in flight.
+        Raises HybridFlowError when the engine sleeps, and when other requests run, unless the
+        engine updates in flight.
         """
         if self.asleep:
             raise HybridFlowError("the rollout engine sleeps; wake it before a weight update")
 
-        # What nobody reads may be thrown away; what somebody reads must not change its weights.
+        # Requests without a reader may be dropped; the others must not change their weights.
         if self._free and not self.inflight:
             self._end_old_stream()
         if self.running and not self.inflight:
@@ -221,7 +224,7 @@ class ContinuousEngine(RolloutEngine):
     # --- memory ---
 
     def sleep(self) -> None:
-        """Give up memory; on a GPU that of the weights too, and then `wake` needs an update."""
+        """Free memory; on a GPU that of the weights too, so that `wake` needs an update."""
         self.check_idle()
         if not self.asleep:
             self.release()
@@ -231,7 +234,7 @@ class ContinuousEngine(RolloutEngine):
         self.has_cache = False
 
     def wake(self, cache: bool = True) -> None:
-        """Take memory again: that of the weights, and that of keys and values where `cache`."""
+        """Allocate memory again: for the weights, and with `cache` for keys and values."""
         cache_too = cache and not self.has_cache
         if self.asleep or cache_too:
             self.resume(self.asleep, cache_too)
@@ -239,13 +242,13 @@ class ContinuousEngine(RolloutEngine):
         self.has_cache = self.has_cache or cache
 
     def release(self) -> None:
-        """Free what the engine can: the weights stay on a CPU, and go on a GPU."""
+        """Free the engine's memory: on a GPU with the weights, on a CPU without them."""
 
     def resume(self, weights: bool, cache: bool) -> None:
-        """Allocate again what `release` freed: of the weights, of keys and values, or of both."""
+        """Allocate again the memory that `release` freed: for weights, keys and values, or both."""
 
     def check_idle(self) -> None:
-        """End sequences that nobody reads; raise HybridFlowError for those that somebody does."""
+        """End running requests without a reader; raise HybridFlowError if others run."""
         if self.running and not self._free:
             raise HybridFlowError(
                 "the rollout engine cannot sleep while sequences run; abort them and read their "

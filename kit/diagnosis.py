@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 
 Row = tuple[str, str, str]
-"""A line of the report: (what was checked, what was found, what to type, or "")."""
+"""A line of the report: (subject, finding, command to type or "")."""
 TIMEOUT_S = 180.0
-"""Seconds that a tried piece of code may take."""
+"""Time limit of `tries`, in seconds."""
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
@@ -56,7 +56,7 @@ def tries(
     except subprocess.TimeoutExpired:
         return TIMEOUT_S, f"no answer within {TIMEOUT_S:.0f} s"
 
-    # The last line of a traceback says what went wrong.
+    # The last line of a traceback is the error.
     error = None
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if line.strip()]

@@ -1,7 +1,7 @@
-"""Footprints of known ways to spread a model: Megatron's 3D parallelism, ZeRO 1 to 3, FSDP2.
+"""Memory and traffic of known shardings of a model: Megatron's 3D parallelism, ZeRO 1 to 3, FSDP2.
 
-A backend's settings derive from KnownSettings and name the way that is theirs; a backend with a way
-of its own returns its own Footprint instead. What each way cuts over the data-parallel ranks:
+A backend's settings derive from KnownSettings and return one of these shardings; any other backend
+returns its own Footprint instead. Each sharding cuts over the data-parallel ranks (x):
 
                             weights     gradients   optimizer
     ThreeD                     -            -        option       arXiv:2104.04473
@@ -10,7 +10,7 @@ of its own returns its own Footprint instead. What each way cuts over the data-p
     Zero, stage 3              x            x           x
     FullyShardedLayers         x            x           x         arXiv:2304.11277
 
-All ways cut over tp and pp besides. With W, G and K bytes per parameter for weights, gradients and
+All of them also cut over tp and pp. With W, G and K bytes per parameter for weights, gradients and
 optimizer, N parameters and S ranks that share one copy, a rank holds N / (tp pp) times W, G and K,
 each divided by S where the table has an x.
 """
@@ -49,7 +49,7 @@ class Held:
 
 @attrs.frozen(kw_only=True, slots=False)
 class Sharding(ABC):
-    """What all ways have in common: bytes per parameter, and the ranks that share one copy."""
+    """Common base of the shardings: bytes per parameter, and the ranks that share one copy."""
 
     # Bytes of numbers
     weight_bytes: int = attrs.field(default=2, validator=at_least(1))
@@ -62,34 +62,34 @@ class Sharding(ABC):
     compute_bytes: int = attrs.field(default=2, validator=at_least(1))
     """Bytes of an element of an activation, and of a gathered parameter."""
 
-    # What is kept, and where
+    # Kept tensors, and where they are
     recompute: bool = False
-    """Only the inputs of layers are kept; a layer runs again for its gradients."""
+    """Whether only the inputs of layers are kept, and a layer runs again for its gradients."""
     replicas: int = attrs.field(default=1, validator=at_least(1))
-    """Groups that dp is cut into; states are spread inside a group, and groups hold copies."""
+    """Number of groups of dp ranks; states are sharded inside a group, and groups hold copies."""
     keeps_gradients: bool = False
-    """Gradients stay between steps, and so does the buffer of `bucket_elements`."""
+    """Whether gradients, and the buffer of `bucket_elements`, stay allocated between steps."""
     bucket_elements: int = attrs.field(default=0, validator=non_negative)
     """Elements of the buffer in which gradients are reduced and weights are fetched ahead."""
     on_host: bool = False
-    """Weights, gradients and optimizer are in the host's memory all the time."""
+    """Whether weights, gradients and optimizer are in the host's memory all the time."""
 
-    # What is computed
+    # Computation
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
-    """LoRA: only adapters of this rank have gradients and an optimizer; 0: all weights have."""
+    """Rank of LoRA adapters, which alone have gradients and optimizer state; 0: no adapters."""
     gathers_logits: bool = False
-    """Every tp rank has the logits of the whole vocabulary."""
+    """Whether every tp rank has the logits of the whole vocabulary."""
     logits_at_once: int = attrs.field(default=LOGITS_AT_ONCE, validator=at_least(1))
     """Logits (tokens times vocabulary) that a rank computes at once; more are made in pieces."""
 
     # Beside other models on the device
     moves: bool = True
-    """Models with `offload` leave the device."""
+    """Whether models with `offload` leave the device."""
     shares_weights: bool = False
-    """Shards that trainer and engine hold identically (same box and dtype) share one storage."""
+    """Whether identical shards of trainer and engine (same box and dtype) share one storage."""
 
     def execution(self, trained: bool) -> Execution:
-        """Return how passes are computed, whatever the layout."""
+        """Return how passes are computed, in any layout."""
         return Execution(
             weight_bytes=self.weight_bytes,
             compute_bytes=self.compute_bytes,
@@ -111,7 +111,7 @@ class Sharding(ABC):
     # --- formulas that the ways share ---
 
     def shards(self, dp: int) -> int:
-        """Return the number of ranks that share one copy of what is spread over dp."""
+        """Return the number of ranks that share one copy of the states that are spread over dp."""
         return max(1, dp // self.replicas)
 
     def held(
@@ -119,7 +119,7 @@ class Sharding(ABC):
     ) -> Held:
         """Return the bytes that one rank holds on its device.
 
-        `over_dp` says of weights, gradients and optimizer whether they are spread over dp: 1 or 0.
+        `over_dp` is 1 or 0 for weights, gradients and optimizer: whether they are spread over dp.
         """
         if self.on_host:
             return Held(0.0, 0.0, 0.0)
@@ -160,7 +160,7 @@ class Sharding(ABC):
         summed over replicas. With `gathers`, for ways with whole weights on every rank, the weights
         are gathered after the optimizer's step.
         """
-        # dp ranks are tp pp apart: tp and pp run faster in the usual order of the axes.
+        # The distance of dp ranks is tp pp: tp and pp vary faster in the usual order of the axes.
         learnt = size.stage_params(layout.pp) / layout.tp * size.trained_share
         stride = layout.tp * layout.pp
         shards = self.shards(layout.dp)
@@ -180,8 +180,8 @@ class Sharding(ABC):
     def step_traffic(self, size: ModelSize, layout: ParallelLayout, shards: int) -> float:
         """Return the bytes that the optimizer's step reads and writes in the device's memory.
 
-        For each parameter that a rank steps, with K, G and W its bytes of optimizer state, gradient
-        and weight: 2 K + G + 2 W, for K and W are read and written, and G is read.
+        For each parameter that a rank updates, with K, G and W its bytes of optimizer state,
+        gradient and weight: 2 K + G + 2 W, as K and W are read and written, and G is read.
         """
         owned = size.stage_params(layout.pp) / layout.tp * size.trained_share / shards
         return owned * (2 * self.optimizer_bytes + self.gradient_bytes + 2 * self.weight_bytes)
@@ -191,9 +191,8 @@ class Sharding(ABC):
     ) -> tuple[Phase, ...]:
         """Return the moments of an update with whole weights on every rank.
 
-        Gradients exist from the first backward pass on, so they meet the forward pass of every
-        micro-batch but the first. Then follows their reduction, of which each of `share` ranks
-        keeps a part.
+        Gradients exist from the first backward pass on, so also during the forward pass of every
+        micro-batch but the first. Then they are reduced, and each of `share` ranks keeps a part.
         """
         # Gradients that stay are resident already, and count no second time.
         unreduced = 0.0 if gradients_stay else held.gradients
@@ -216,7 +215,7 @@ class ThreeDSharding(Sharding):
     """
 
     distributed_optimizer: bool = False
-    """The optimizer's state is spread over dp too."""
+    """Whether the optimizer's state is spread over dp too."""
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
@@ -230,7 +229,7 @@ class ThreeDSharding(Sharding):
         if not trained:
             return Footprint(resident=resident, weight_ranks=ranks)
 
-        # Without a distributed optimizer every rank steps all parameters, after one all-reduce.
+        # Without a distributed optimizer every rank updates all parameters, after one all-reduce.
         if self.distributed_optimizer:
             update = self.reduction(size, layout)
             shards = self.shards(layout.dp)
@@ -297,8 +296,8 @@ class Zero(Sharding):
     ) -> Footprint:
         """Return the footprint of stage 3.
 
-        Weights are fetched ahead: as many as the buffer holds, or one layer. In a forward pass the
-        buffer into which they are fetched counts besides.
+        Weights are prefetched: as many as the buffer holds, or one layer. In a forward pass the
+        buffer of the prefetch counts too.
         """
         # Every micro-batch gathers the weights twice: for its forward and its backward pass.
         shards = self.shards(layout.dp)
@@ -326,16 +325,17 @@ class Zero(Sharding):
 class FullyShardedLayers(Sharding):
     """FSDP2: everything is spread over tp and dp, and weights are gathered layer by layer.
 
-    Every micro-batch reduces its gradients, so those of one layer are whole at a time. What lies
-    outside the layers (embedding and head) stays gathered until the last micro-batch is over.
+    Every micro-batch reduces its gradients, so that those of one layer at a time are whole.
+    Parameters outside the layers (embedding and head) stay gathered until the last micro-batch is
+    over.
     """
 
     keeps_gathered: bool = False
-    """Weights that were gathered for the forward pass stay until the backward pass."""
+    """Whether weights that are gathered for the forward pass stay until the backward pass."""
     whole_below: int = attrs.field(default=0, validator=non_negative)
-    """Layers of fewer parameters are gathered all at once and stay until the end of the call."""
+    """Layers with fewer parameters are all gathered at once, and stay until the end of the call."""
     plain_alone: bool = False
-    """One rank by itself computes with its own weights: nothing is gathered or reduced."""
+    """Whether a single rank computes with its own weights: nothing is gathered or reduced."""
 
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
@@ -349,13 +349,13 @@ class FullyShardedLayers(Sharding):
         at_once = size.layer_params < self.whole_below
         forward, backward = self._gathered(size, layout, shards, at_once)
 
-        # The layer that is fetched ahead is not there while the head works.
+        # There is no prefetched layer while the head works.
         ahead = 0.0
         begun = 0.0
         if shards > 1 and not at_once:
             ahead = size.layer_params / layout.tp * self.compute_bytes
 
-            # What lies outside the layers is gathered first, and copied out of the message.
+            # Parameters outside the layers are gathered first, and copied out of the buffer.
             whole = size.params / layout.tp * self.compute_bytes
             begun = 2.0 * (whole - size.shape.layers * ahead) + 2.0 * ahead
 
@@ -395,10 +395,10 @@ class FullyShardedLayers(Sharding):
         held: Held,
         micro_batches: int,
     ) -> Footprint:
-        """Return the footprint of a rank by itself, which has all weights and gathers nothing.
+        """Return the footprint of a single rank, which has all weights and gathers nothing.
 
-        Each gradient is made once, and from the second micro-batch on added to that of before. At
-        the end the embedding's is made, beside the head's.
+        From the second micro-batch on, each gradient is added to the earlier sum. At the end of a
+        backward pass the gradients of embedding and head exist at the same time.
         """
         resident = self.resident(size, held, trained, self.keeps_gradients)
         if not trained:
@@ -423,8 +423,8 @@ class FullyShardedLayers(Sharding):
     ) -> tuple[float, float]:
         """Return the bytes of gathered weights in a forward pass, and in a backward pass.
 
-        One rank alone copies its weights and fetches nothing. Several ranks need besides what they
-        gather into: all weights at once, or the next layer while one is at work.
+        One rank alone copies its weights and prefetches nothing. Several ranks also need the
+        buffers of the gather: for all weights at once, or for the next layer while one is in use.
         """
         # All weights at once
         weights = size.params / layout.tp * self.compute_bytes
@@ -433,7 +433,7 @@ class FullyShardedLayers(Sharding):
             forward = weights if alone else 2.0 * weights
             return forward, weights
 
-        # Layer by layer, beside what lies outside the layers: embedding and head.
+        # Layer by layer, beside the parameters outside the layers: embedding and head.
         layer = size.layer_params / layout.tp * self.compute_bytes
         if self.keeps_gathered:
             most = weights if alone else weights + layer
@@ -461,12 +461,12 @@ class FullyShardedLayers(Sharding):
             of the last layer           C head + C a matrix
             its reduction               C head + (C + G) layer
             of the layer before         C head + C a matrix + G layer
-            reduction of the rest       (C + G) of what lies outside the layers
+            reduction outside layers    (C + G) of the parameters outside the layers
             a tied table's gradients    3 C table + G layer
             the embedding's, under tp   C (head + table, and the table of all tp ranks) + G layer,
                                         and C table for the sum of tied ones
 
-        From the second micro-batch on a rank's shards of gradients are there too.
+        From the second micro-batch on a rank's shards of gradients exist too.
         """
         compute = self.compute_bytes
         share = size.trained_share
@@ -514,8 +514,8 @@ class FullyShardedLayers(Sharding):
 
         These are the end of the forward pass, the beginning of the backward pass, its end (with a
         gradient of the embedding and one of the head), and the reduction of gradients. From the
-        second micro-batch on a rank's shards of gradients are there too, and until the last one
-        the weights stay gathered.
+        second micro-batch on a rank's shards of gradients exist too, and until the last one the
+        weights stay gathered.
         """
         # All gradients are whole until all of them are reduced.
         learnt = size.params / layout.tp * size.trained_share
@@ -528,7 +528,7 @@ class FullyShardedLayers(Sharding):
             Phase(earlier + backward + unreduced + 2.0 * embedding),
         ]
 
-        # Gradients are copied into a message, and come out as shards (of one rank: whole); gloo
+        # Gradients are copied into a send buffer, and come out as shards (of one rank: whole); gloo
         # reduces in a copy. Of two micro-batches the first has the weights, and the second the
         # earlier shards; of more, those between have both.
         sent = learnt * self.gradient_bytes
@@ -542,16 +542,16 @@ class FullyShardedLayers(Sharding):
 
 
 class KnownSettings(TrainingSettings, ABC):
-    """Settings of a backend for Hugging Face models that spreads them in one of these ways."""
+    """Settings of a backend for Hugging Face models with one of the shardings of this module."""
 
     recomputes: ClassVar[str] = "activation_checkpointing"
-    """The setting that recomputes activations."""
+    """Name of the setting that recomputes activations."""
 
     @classmethod
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """On CUDA compute in bfloat16, and recompute the activations of a model that is not small.
+        """Return the defaults on CUDA: bfloat16, and recomputation unless the model is small.
 
-        What autograd keeps of a token is then larger than what most GPUs have room for.
+        Without recomputation the activations of larger models exceed the memory of most GPUs.
         """
         if device != "cuda":
             return {}
@@ -559,14 +559,14 @@ class KnownSettings(TrainingSettings, ABC):
 
     @abstractmethod
     def sharding(self, trained: bool) -> Sharding:
-        """Return the way in which the backend spreads a model, with these settings."""
+        """Return the sharding of a model by the backend with these settings."""
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return the shape of a Llama-like model; raises ConfigError for any other."""
         return shape_of(hf_config)
 
     def packing(self, hf_config: Mapping[str, Any]) -> tuple[Packing, str]:
-        """Share prompts wherever a model of transformers can be packed."""
+        """Return SHARED for models that can be packed, else PADDED with the reason."""
         reason = why_padded(hf_config)
         return (Packing.SHARED, "") if reason is None else (Packing.PADDED, reason)
 
@@ -596,21 +596,21 @@ class KnownSettings(TrainingSettings, ABC):
     def footprint(
         self, size: ModelSize, layout: ParallelLayout, trained: bool, micro_batches: int
     ) -> Footprint:
-        """Return what the sharding holds and moves on a rank."""
+        """Return the memory and the traffic of the sharding on a rank."""
         return self.sharding(trained).footprint(size, layout, trained, micro_batches)
 
 
 @attrs.frozen
 class Spread(KnownSettings):
-    """One of the ways by itself, whatever the layout: for plans without a backend, and tests."""
+    """Settings of a sharding without a backend, in any layout: for plans and for tests."""
 
     way: Sharding = attrs.field(factory=ThreeDSharding)
-    """The way to spread the model."""
+    """The sharding of the model."""
 
     def sharding(self, trained: bool) -> Sharding:
         """Return the same sharding for trained and frozen models."""
         return self.way
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        """Return True: nothing is built."""
+        """Return True: without a backend, any layout can be planned."""
         return True

@@ -29,7 +29,7 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 @attrs.frozen
 class ModelPart:
-    """The part of the model that a rank has: its pipeline stage, tensor and expert rank."""
+    """A rank's coordinates: its pipeline stage, tensor and expert rank."""
 
     pp: int = 0
     """Pipeline stage."""
@@ -52,8 +52,8 @@ def tensor_shard(
     This is Megatron's cut (arXiv:1909.08053), which vLLM and SGLang share. Projections into heads
     and intermediate units are cut by rows, those out of them by columns. Embedding and head are cut
     over the vocabulary, padded to a multiple of `vocab_multiple` on each rank (no box reaches into
-    the padding). The rest is on every rank. With fewer key/value heads than ranks, neighbouring
-    ranks hold the same head.
+    the padding). Other parameters are on every rank. With fewer key/value heads than ranks,
+    neighbouring ranks hold the same head.
     """
     tail = name.rsplit(".", 2)
     key = ".".join(tail[-2:])
@@ -114,7 +114,7 @@ def placed_layout(
     vocab_multiple: int = 1,
     opaque: Iterable[str] = (),
 ) -> WeightLayout:
-    """Return the layout of a transformer whose ranks have the given places.
+    """Return the layout of a transformer whose ranks have the coordinates `places`.
 
     A tied embedding is held by the first and the last pipeline stage, which computes the logits
     with it. Raises ConfigError for sizes that do not divide.
@@ -125,7 +125,7 @@ def placed_layout(
     if problems:
         raise ConfigError(problems)
 
-    # Ranks at one place hold the same boxes, so shards are computed per place.
+    # Ranks with equal coordinates hold the same boxes, so shards are computed once for each.
     stages = stage_of_layer(shape.layers, pp, vpp)
     ranks_at: dict[ModelPart, list[int]] = {}
     for rank, place in places.items():
@@ -133,7 +133,7 @@ def placed_layout(
 
     def holders(name: str) -> tuple[str, tuple[int, ...], int | None]:
         """Return (name inside layer and expert, pipeline stages, expert rank or None for all)."""
-        # Layers are spread over the pipeline stages; the rest is on the first or the last one.
+        # Layers are spread over the pipeline stages; other parameters are on the first or the last.
         match = _LAYER.match(name)
         inner = match[2] if match else name
         if match:
@@ -182,7 +182,7 @@ def megatron_layout(
     contiguous rows of the canonical projections. dp and cp ranks hold copies; experts are spread
     over ep.
     """
-    # dp and cp ranks share a place: they hold copies.
+    # dp and cp ranks have equal coordinates: they hold copies.
     places = {}
     for rank in range(layout.world):
         coords = layout.coords(rank)
@@ -206,7 +206,7 @@ def engine_layout(
     vocab_multiple: int = 1,
     opaque: Iterable[str] = (),
 ) -> WeightLayout:
-    """Return what a rollout engine holds on the ranks of a generation layout.
+    """Return a rollout engine's layout of the weights on the ranks of a generation layout.
 
     `opaque` names parameters whose storage the engine does not show.
     """
@@ -255,8 +255,8 @@ def fsdp_layout(
 ) -> WeightLayout:
     """Return FSDP2's layout: each parameter's dim 0 over the dp ranks of an HSDP replica.
 
-    `tensor(name, tp_rank)` gives the box that tensor parallelism leaves to a rank, which FSDP cuts;
-    without it tp ranks hold copies.
+    `tensor(name, tp_rank)` returns the box of a tensor-parallel rank, which FSDP cuts; without it
+    tp ranks hold copies.
     """
     # Ranks of one HSDP replica that cut a parameter; further replicas hold copies.
     shard = layout.dp // replicas
@@ -297,7 +297,7 @@ def zero3_layout(
 
     The last range is padded.
     """
-    # Every parameter is cut by itself, so equal shapes have equal shards.
+    # Every parameter is cut separately, so equal shapes have equal shards.
     memo: dict[tuple[int, ...], Shards] = {}
     for param in params.values():
         if param.shape not in memo:
@@ -315,7 +315,7 @@ def flat_layout(
 ) -> WeightLayout:
     """Return the layout of one flat buffer of all parameters, cut into `world` equal ranges.
 
-    The parameters stand one behind the other. ZeRO-1 and ZeRO-2 keep master weights like this.
+    The parameters are concatenated. ZeRO-1 and ZeRO-2 keep master weights like this.
     """
     # The buffer is cut, not each parameter: a range may begin within one and end within another.
     total = sum(param.numel for param in params.values())

@@ -17,8 +17,8 @@ def keep_freed_memory() -> bool:
     """Keep freed memory in this process from now on; return False where libc is not glibc.
 
     By default every tensor of at least 32 MB is a mapping of its own, whose pages the kernel clears
-    when they are first written. Reading a column of 128 MB took 20 to 500 ms, and 15 ms with memory
-    that was there before.
+    when they are first written. Reading a column of 128 MB took 20 to 500 ms, and 15 ms with
+    memory that the process had kept.
     """
     # Either option alone would leave one of the two ways back to the system open.
     with contextlib.suppress(OSError, AttributeError):

@@ -1,7 +1,7 @@
-"""Moves a model's parts between its device and the host's memory, in place.
+"""Moves a model's parts between its device and the host's memory.
 
-A tensor keeps its identity: its storage gives its memory back while it is away, so parameters,
-shards and optimizers that refer to it notice nothing.
+Tensors keep their identity: while a tensor is offloaded its storage has 0 bytes, so parameters,
+shards and optimizers that refer to it need no change.
 
     onload    storage on the device   <--  copy on the host
     offload   storage of 0 bytes           copy on the host   (written only if the values changed)
@@ -21,12 +21,12 @@ import torch
 
 @attrs.define(eq=False)
 class _Away:
-    """A storage of the device that may be away, and its copy on the host."""
+    """A storage of the device that may be offloaded, and its copy on the host."""
 
     storage: torch.UntypedStorage
     nbytes: int
     on_host: torch.Tensor | None = None
-    """uint8 [nbytes]; None before the first time away."""
+    """The copy on the host, uint8 [nbytes]; None before the first offload."""
     stale: bool = True
     """Whether the values on the device have changed since the copy was made."""
 
@@ -35,7 +35,7 @@ class Residence:
     """Where the parts of one model are: on its device, or on the host.
 
     A part is a set of tensors, which may grow (an optimizer's state is made by its first step).
-    Copies on the host are kept, so a part that has not changed is not copied out a second time.
+    Copies on the host are kept, so that an unchanged part is not copied out a second time.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Residence:
     ):
         """Take the parts: name -> a function that yields the part's tensors on `device`.
 
-        scratch: name of a part -> a function that yields tensors that are needed only beside it,
-        and whose values are not (gradient buffers between updates). They leave without a copy,
-        and come back as zeros.
+        scratch: name of a part -> a function that yields tensors that are needed whenever the part
+        is on the device, but whose values are not (gradient buffers between updates). They are
+        freed without a copy, and come back as zeros.
         """
         self.device = device
         self.away: set[str] = set()
@@ -60,14 +60,14 @@ class Residence:
         self._stream: Any = None
 
     def changed(self, *parts: str) -> None:
-        """Say that values on the device have changed: of these parts, or of all."""
+        """Note that values on the device have changed: those of these parts, or of all."""
         for part in parts or self._storages:
             for away in self._storages[part].values():
                 away.stale = True
 
     @torch.no_grad()
     def offload(self, parts: Sequence[str]) -> None:
-        """Move parts to the host; those that are there stay."""
+        """Move parts to the host; parts that are on the host already stay."""
         leaving: list[_Away] = []
         for part in parts:
             if part not in self.away:
@@ -89,13 +89,13 @@ class Residence:
             self._stream.synchronize()
         for away in leaving:
             away.storage.resize_(0)
-        # torch would keep what is free for itself, and engines have allocators of their own.
+        # torch would cache the freed memory, and engines have allocators of their own.
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
     @torch.no_grad()
     def onload(self, parts: Sequence[str]) -> None:
-        """Move parts to the device; those that are there stay."""
+        """Move parts to the device; parts that are on the device already stay."""
         coming: list[_Away] = []
         for part in parts:
             if part in self.away:
@@ -108,14 +108,14 @@ class Residence:
                 assert away.on_host is not None  # it has been away
                 _bytes(away.storage, self.device).copy_(away.on_host, non_blocking=True)
 
-        # What was dropped comes back on the stream in use.
+        # Scratch is allocated again on the current stream.
         for part in parts:
             for dropped in self._dropped.pop(part, ()):
                 dropped.storage.resize_(dropped.nbytes)
                 _bytes(dropped.storage, self.device).zero_()
 
     def _drop(self, part: str) -> None:
-        """Give back the memory of a part's scratch."""
+        """Free the memory of a part's scratch."""
         if part in self._scratch:
             found = self._found(self._scratch[part](), {})
             self._dropped[part] = list(found.values())
@@ -123,7 +123,7 @@ class Residence:
                 dropped.storage.resize_(0)
 
     def _collect(self, part: str) -> Iterable[_Away]:
-        """Return the storages of a part as they are now."""
+        """Return the present storages of a part."""
         self._storages[part] = self._found(self._tensors[part](), self._storages[part])
         return self._storages[part].values()
 
@@ -143,7 +143,7 @@ class Residence:
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[None]:
-        """Copy on a stream of its own, between what was queued before and what comes after."""
+        """Copy on a separate stream, after the work queued so far and before later work."""
         if self.device.type == "cpu":
             yield
             return

@@ -1,7 +1,7 @@
 """Float32 products on CPUs by oneDNN, on machines where it beats MKL.
 
-Torch computes them with MKL, which leaves half the speed of other makers' processors unused: on an
-AMD EPYC 110 GFLOP/s a core against 200 to 265. On Intel's MKL is the faster one. `fits` says where
+Torch computes them with MKL, which is slow on processors of other makers: on an AMD EPYC
+110 GFLOP/s a core, oneDNN 200 to 265. On Intel's processors MKL is faster. `fits` decides where
 oneDNN is used; everywhere else F.linear is.
 """
 
@@ -43,7 +43,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def speedup() -> float:
     """Return how many times as fast as MKL oneDNN is in this process, 0 where torch lacks it.
 
-    The first call takes some 10 ms: the fastest of several turns of each.
+    The first call takes some 10 ms: it measures the fastest of several rounds of each.
     """
     if not torch.backends.mkldnn.is_available() or not hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
@@ -69,7 +69,7 @@ def speedup() -> float:
 
 
 def chosen(ratio: float) -> str:
-    """Return which library computes float32 products where oneDNN is `ratio` times as fast."""
+    """Return the name of the library for float32 products if oneDNN is `ratio` times as fast."""
     return "oneDNN" if ratio >= MARGIN else "MKL"
 
 
@@ -79,9 +79,9 @@ def is_faster() -> bool:
 
 
 def fits(x: torch.Tensor) -> bool:
-    """Return whether oneDNN takes `x` [..., K]: plain, float32, on the CPU, with enough rows.
+    """Return whether oneDNN is used for `x` [..., K]: plain, float32, on the CPU, enough rows.
 
-    DTensors and the tensors of a trace are none of its business.
+    It is not for DTensors and the tensors of a trace.
     """
     return (
         type(x) is torch.Tensor
@@ -92,7 +92,7 @@ def fits(x: torch.Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """A linear layer by oneDNN where `fits` says so. Existing layers become it in `use`."""
+    """A linear layer that uses oneDNN where `fits` is true; `use` converts existing layers."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         # A compiler has kernels of its own.
@@ -124,10 +124,10 @@ class _Product(torch.autograd.Function):
 
 
 def use(module: nn.Module) -> None:
-    """Let the module's linear layers compute by oneDNN, in place, where that is faster here."""
+    """Make the module's linear layers compute by oneDNN if that is faster on this machine."""
     if not is_faster():
         return
     for part in module.modules():
-        # Layers of other classes have reasons of their own.
+        # Subclasses of Linear are left alone.
         if type(part) is nn.Linear:
             part.__class__ = Linear

@@ -1,11 +1,11 @@
-"""What an engine's own loader takes, asked before anything runs: for `hybridflow reshard`.
+"""The weights that an engine's own loader reads on each rank, found for `hybridflow reshard`.
 
-A formula (kit/layouts.py) knows the shapes that we know. An engine that can build its model without
-memory can be asked instead, for any config.json:
+Formulas (kit/layouts.py) cover known architectures. An engine that can build its model on meta can
+run its own loader instead, for any config.json:
 
     config.json --child process--> engine's model on meta --its loader, traced--> boxes per tp rank
                                                                                           |
-    WeightLayout: every replica's rank of one place takes the same boxes  <---------------'
+    WeightLayout: equal tp ranks of all replicas take the same boxes  <-------------------'
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from hybridflow.core.values.weights import Box, Param, Shards, WeightLayout
 
 @attrs.frozen(eq=False)
 class TracedRanks:
-    """What each tp rank of an engine takes of a model's saved parameters."""
+    """The boxes of a model's saved parameters that each tp rank of an engine reads."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Canonical name -> shape, without tied names."""
     ties: Mapping[str, str]
     """Tied name -> the name whose values it shares."""
     boxes: tuple[Mapping[str, tuple[Box, ...]], ...]
-    """For each tp rank name -> boxes."""
+    """For each tp rank: canonical name -> boxes."""
     opaque: Mapping[str, str]
-    """Names that come whole, with the reason."""
+    """Canonical names of parameters that every rank reads whole -> the reason."""
 
     def params(self, dtype: torch.dtype) -> dict[str, Param]:
         """Return the parameters, stored as `dtype`."""
         return {name: Param(shape, dtype) for name, shape in self.shapes.items()}
 
     def layout(self, generation: GenerationLayout, dtype: torch.dtype) -> WeightLayout:
-        """Return what every rank of the generation layout takes."""
+        """Return the boxes that every rank of the generation layout reads."""
         ranks_at: list[list[int]] = [[] for _ in self.boxes]
         for replica in generation.replicas:
             for position, rank in enumerate(replica[0]):
@@ -66,24 +66,24 @@ class TracedRanks:
         return WeightLayout.by_name(self.params(dtype), held, ranks, self.ties, self.shapes)
 
     def shape(self) -> ModelShape:
-        """Return a shape that has the parameters alone: enough for backends that cut each alike."""
+        """Return a shape with parameters alone, for backends that cut them all by one rule."""
         return ModelShape(0, 0, 1, 1, 0, 0, 0, layer={}, before=self.shapes, ties=self.ties)
 
 
 class AsksLoader:
-    """Mixin for an engine's `Config`: its loader can be asked before it starts."""
+    """Mixin for an engine's `Config` whose weight loader can be traced without starting it."""
 
     __slots__ = ()
 
     def loader_missing(self) -> str | None:
-        """Say why the loader cannot be asked here ("vLLM is not installed"); None if it can."""
+        """Return why the loader cannot run here ("vLLM is not installed"); None if it can."""
         raise NotImplementedError
 
     def traced(self, fields: Mapping[str, Any], tp: int, dtype: torch.dtype) -> TracedRanks:
-        """Return what each of `tp` ranks takes of the model whose config.json has these fields.
+        """Return the boxes that each of `tp` ranks reads of a model with these config.json fields.
 
-        It takes seconds, and is remembered in this process. Raises ModelError for a model that
-        the engine does not take.
+        It takes seconds, and is cached in this process. Raises ModelError for a model that the
+        engine does not support.
         """
         raise NotImplementedError
 
@@ -95,9 +95,9 @@ _answers: dict[tuple[str, str], TracedRanks] = {}
 def ask_child(module: str, engine: str, request: Mapping[str, Any]) -> TracedRanks:
     """Run `module` in a child process, and return its answer to `request`, which is JSON.
 
-    The child is called with two paths: of the request, and of the file for its answer, which it
-    writes by `answer`. An engine changes its process, so it is asked in one of its own. Equal
-    requests are asked once. Raises ModelError with the engine's error.
+    The child is called with two paths: that of the request, and that of the file for its answer,
+    which it writes by `answer`. It is a process of its own because engines change global state.
+    Answers are cached. Raises ModelError with the engine's error.
     """
     text = json.dumps(request, sort_keys=True)
     if (module, text) not in _answers:
@@ -122,7 +122,7 @@ def ask_child(module: str, engine: str, request: Mapping[str, Any]) -> TracedRan
 
 
 def answer(ask: Callable[..., TracedRanks]) -> None:
-    """Answer the request of a child's command line: with what `ask` returns, or why it fails."""
+    """Answer the request of a child's command line: write the result of `ask`, or its error."""
     request, answered = map(Path, sys.argv[1:])
     said: TracedRanks | str
     try:

@@ -34,8 +34,8 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return float32 in [0, 1) with 24 random bits, one for each (seed, position).
 
-    `seeds` and `positions` are int64, of shapes that broadcast. Positions may be numbered in any
-    way that gives a token the same one however its sequence was interrupted.
+    `seeds` and `positions` are int64, of shapes that broadcast. A token's position must be the same
+    whether or not its sequence was interrupted.
     """
     state = _mix(seeds + _GOLDEN) + positions * _GOLDEN
     bits = (_mix(state) >> 40) & 0xFFFFFF
@@ -53,13 +53,13 @@ def draw(
 
     Filters apply to each row one after the other. `min_p` [R] keeps tokens with at least that share
     of the largest probability (0: all). Of these `top_k` [R] keeps the most likely (0: all, 1: the
-    argmax). Of these `top_p` [R] keeps the smallest set with that share of what is left.
+    argmax). Of these `top_p` [R] keeps the smallest set with that share of their probability.
     """
     probs = logprobs.exp()
     filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
 
-    # Rows with a filter are sorted, so they are drawn apart; the others draw what they draw alone.
-    # First of all, because the cumulative sum below overwrites `probs`.
+    # Rows with a filter are sorted, so they are drawn separately, which changes no other row. They
+    # come first, because the cumulative sum below overwrites `probs`.
     filtered_tokens = None
     if bool(filtered.any()):
         filtered_tokens = _filtered(
@@ -79,7 +79,7 @@ def _filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """Return `draw` of rows that all have a filter.
+    """Return the result of `draw` for rows that all have a filter.
 
     Here the most likely tokens come first in the cumulative distribution, not the lowest ids.
     """
@@ -103,11 +103,11 @@ def _filtered(
 
 
 FRACTION_BITS = 40
-"""Bits behind the point of a probability as a whole number."""
+"""Fraction bits of a probability as a fixed-point integer."""
 
 
 def adds_in_order(device: torch.device) -> bool:
-    """Return whether a cumulative sum there adds one number after the other, as a CPU does.
+    """Return whether a cumulative sum on the device adds sequentially, as on a CPU.
 
     A GPU adds in blocks, whose sums of floats are neither monotone nor, over 150,000 tokens, equal
     from run to run.
@@ -116,7 +116,7 @@ def adds_in_order(device: torch.device) -> bool:
 
 
 def addable(weights: torch.Tensor) -> torch.Tensor:
-    """Return weights whose sums do not depend on their order: whole numbers where that matters."""
+    """Return weights whose sums do not depend on their order: fixed-point integers on a GPU."""
     if adds_in_order(weights.device):
         return weights
     return (weights.double() * 2.0**FRACTION_BITS).round_().to(torch.int64)
@@ -130,8 +130,8 @@ def cumulate(weights: torch.Tensor) -> torch.Tensor:
 
 
 def share(fraction: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Return fraction * total, in the kind of number that the total is."""
-    # A whole number is cut off, as the sums are.
+    """Return fraction * total, in the dtype of `total`."""
+    # An integer is rounded down, as the sums are.
     if total.is_floating_point():
         return fraction * total
     return (fraction.double() * total).floor_().to(torch.int64)

@@ -45,7 +45,7 @@ class AutoMapping(Planner):
         plan = plan_job(job, cluster)
         check_ranks(job, plan.cluster)
 
-        # A run changes no settings by itself (`placement = "auto"`), and nobody reads why.
+        # `placement = "auto"` changes no settings of a run, and its explanation is not printed.
         if not alternatives:
             try:
                 best = plan.best()
@@ -53,7 +53,7 @@ class AutoMapping(Planner):
                 raise hinted(plan, error) from error
             return _plan(plan, best)
 
-        # What does not fit as it is written is planned with the settings that make it fit.
+        # A job that does not fit as it is written is planned with settings that make it fit.
         switches = Switches(plan)
         trial, problems = _fitting(switches)
         best = trial.plan.best(alternatives)
@@ -89,7 +89,7 @@ class AutoMapping(Planner):
         return []
 
     def memory(self, job: PlannableJob, devices: Table[str, DeviceMemory]) -> list[PoolMemory]:
-        """Return what the job as it is placed takes of each pool's devices (preflight.py)."""
+        """Return the memory that the placed job takes on each pool's devices (preflight.py)."""
         return job_memory(job, devices)
 
     def scaling(self, job: PlannableJob, cluster: str, devices: Sequence[int]) -> tuple[Block, ...]:
@@ -107,8 +107,10 @@ class AutoMapping(Planner):
 
 
 def _fitting(switches: Switches) -> tuple[Trial, list[str]]:
-    """Return the job as it is written if it fits, else with the settings that make it fit, and why
-    it does not. Raises NothingFitsError where no settings do.
+    """Return the job's trial and why the job does not fit as written: [] if it does.
+
+    The trial is the job as it is written if that fits, else with the settings that make it fit.
+    Raises NothingFitsError where no settings do.
     """
     try:
         switches.plan.best()
@@ -126,7 +128,7 @@ def _plan(
     changes: Table[str, Any] | None = None,
     explanation: Sequence[Block] = (),
 ) -> Plan:
-    """Return a mapping, and the settings that make it fit, as a plan."""
+    """Return a mapping, with the settings that make it fit, as a Plan."""
     generation, inference, _ = best.stages
     return Plan(
         settings=merge(settings_of(best, plan.cluster), changes or {}),

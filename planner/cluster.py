@@ -1,4 +1,4 @@
-"""Clusters: nodes of devices, with their data sheets and the fraction of them that is reached."""
+"""Clusters: nodes of devices, with their data sheets and efficiencies."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Efficiency:
     overlap: float = attrs.field(default=0.0, validator=share)
     """Share of the reduction of gradients that hides behind the backward pass."""
     usable: float = attrs.field(default=0.9, validator=fraction)
-    """Usable share of the memory; fragmentation, communication library and context use the rest."""
+    """Usable share of the memory: not lost to fragmentation, communication library and context."""
     link_latency_us: float = attrs.field(default=3.0, validator=non_negative)
     """Microseconds of one message of a collective inside a node."""
     network_latency_us: float = attrs.field(default=20.0, validator=non_negative)
@@ -114,7 +114,7 @@ class Efficiency:
     """Extra microseconds per layer of a decoding step under tensor parallelism."""
     eager_layer_us: float = attrs.field(default=300.0, validator=non_negative)
     """Microseconds in which the host launches a layer of a decoding step without CUDA graphs, while
-    the device works; of an engine that was measured it is in the figures above."""
+    the device works. For a measured engine the figures above include it."""
     sequence_us: float = attrs.field(default=25.0, validator=non_negative)
     """Microseconds of the engine's work (scheduling, sampling) per sequence and decoding step."""
     micro_batch_us: float = attrs.field(default=0.0, validator=non_negative)
@@ -160,7 +160,7 @@ class Nodes:
     given: bool = False
     """Whether a cluster's file gives the efficiencies."""
     measured: RunsOn | None = None
-    """What `hybridflow calibrate` measured the efficiencies with; None: it did not."""
+    """Software with which `hybridflow calibrate` measured the efficiencies; None: not measured."""
 
     @property
     def devices(self) -> int:
@@ -169,7 +169,7 @@ class Nodes:
 
     @property
     def figures(self) -> str:
-        """Where the efficiencies are from: "measured", "given" in a file, or "tabled" defaults."""
+        """The source of the efficiencies: "measured", "given" in a file, or "tabled" defaults."""
         if self.measured:
             return "measured"
         return "given" if self.given else "tabled"
@@ -269,7 +269,7 @@ class Cluster:
 
         Raises ConfigError for other numbers, and for a cluster with nodes of several kinds.
         """
-        # Which kind should grow is not for us to say.
+        # With several kinds it is not defined which one should grow.
         if len(self.nodes) > 1:
             raise ConfigError(
                 f"the cluster has {len(self.nodes)} kinds of nodes; other sizes can be asked of "
@@ -293,7 +293,7 @@ class NodesSection:
     """[[nodes]] of a cluster file: a number of equal machines."""
 
     device: str
-    """A name of the table of known devices, or of [devices.NAME]."""
+    """Name of the device, in the table of known devices or in [devices.NAME]."""
     count: int = attrs.field(default=1, validator=at_least(1))
     """Number of machines."""
     per_node: int = attrs.field(default=8, validator=at_least(1))
@@ -327,7 +327,7 @@ class ClusterFile:
     devices: dict[str, Device] = attrs.field(factory=dict)
     """Data sheets of devices that are not in the table, by name."""
     efficiency: dict[str, Efficiency] = attrs.field(factory=dict)
-    """Efficiencies by device; a device without has the defaults."""
+    """Efficiencies by device; a device without any has the defaults."""
     measured: dict[str, MeasuredSection] = attrs.field(factory=dict)
     """How the efficiencies were measured, by device; `hybridflow calibrate` writes it."""
 
@@ -347,7 +347,7 @@ def _nodes(file: ClusterFile, section: NodesSection, device: Device) -> Nodes:
 
 
 def _table_problems(file: ClusterFile) -> list[str]:
-    """Return what is wrong with a file whose tables are each right alone."""
+    """Return the problems between the tables of a file, each of which is valid alone."""
     problems = []
     if not file.nodes:
         problems.append(
@@ -368,7 +368,7 @@ def _table_problems(file: ClusterFile) -> list[str]:
 
 
 def known_device(name: str, own: Mapping[str, Device]) -> Device:
-    """Return the device of this name, in `own` or in the table. ConfigError tells the names.
+    """Return the device of this name, in `own` or in the table. Raises ConfigError.
 
     The memory may be left out of a name that only one device has: "h100" is the "h100-80gb".
     """

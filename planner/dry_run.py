@@ -1,8 +1,8 @@
-"""Memory of a mapping from the backends' own code, on GPUs and ranks that are not there.
+"""Memory of a mapping from the backends' own code, on simulated GPUs and ranks.
 
-Each role's backend is built as one rank of its layout, in a process of its own, and takes a forward
-pass and an update with the plan's micro-batches. What its tensors take is set beside the planner's
-formulas; an allocator's rounding and a device's libraries are not in either.
+Each role's backend is built as one rank of its layout, in a process of its own, and runs a forward
+pass and an update with the plan's micro-batches. The bytes of its tensors are compared with the
+planner's formulas; neither includes an allocator's rounding and a device's libraries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridflow.planner.times import Simulator
 
 COLUMNS = ("role", "bytes per device", "dry run", "formula", "difference")
 SEVERAL = 3
-"""Micro-batches of an update that has more: the later ones take no more memory than the third."""
+"""Most micro-batches rehearsed of an update: later ones take no more memory than the third."""
 PHASES = {
     "build": "built",
     "rest": "optimizer made",
@@ -28,7 +28,7 @@ PHASES = {
     "step": "optimizer stepped",
     "away": "offloaded",
 }
-"""How phases are told while they end."""
+"""Phase -> the text of the line that is printed when it has ended."""
 
 
 def dry_run(plan: JobPlan, mapping: Mapping) -> Iterator[Block]:
@@ -41,13 +41,13 @@ def dry_run(plan: JobPlan, mapping: Mapping) -> Iterator[Block]:
         nodes = plan.cluster.nodes[pool.kind]
         simulator = Simulator.of(nodes, plan.work.workload)
         for choice in pool.entry.choices:
-            # A backend that cannot run there leaves the plan as it is.
+            # A backend that cannot run on simulated devices is only noted.
             try:
                 yield from _role(plan, simulator, choice, rows, notes)
             except NotRehearsed as error:
                 notes.append(f"{choice.option.model.name}: {error}; the plan has formulas alone")
 
-    # What was found, and why a role is missing.
+    # The table of bytes, and the reasons why roles are missing.
     yield Line()
     if rows:
         yield TextTable(COLUMNS, tuple(rows))
@@ -68,7 +68,7 @@ def _role(
     layout = choice.option.layout
     yield Line(f"  {model.name}: pp {layout.pp} tp {layout.tp} dp {layout.dp} ...")
 
-    # Phases are told while they end: a large model takes minutes.
+    # Each phase is printed when it ends: a large model takes minutes.
     phases: dict[str, dict[str, int]] = {}
     for name, phase in rehearse(asked):
         if name == "elsewhere":
@@ -77,13 +77,13 @@ def _role(
         phases[name] = phase
         told = f"{_exact(phase['after'])}, at most {_exact(phase['peak'])}"
         yield Line(f"    {PHASES[name]}: {told}")
-    # Beside it the formulas, for the same mapping.
+    # The formulas, for the same mapping.
     said = Memory(simulator).bytes(model, layout)
     rows += _rows(asked, said, model.name, phases)
 
 
 def _asked(plan: JobPlan, simulator: Simulator, choice: LayoutChoice) -> Asked:
-    """Return what to rehearse: the role's largest calls, in the plan's micro-batches."""
+    """Return the request to rehearse the role's largest calls, in the plan's micro-batches."""
     model = choice.option.model
     layout = choice.option.layout
     spec = plan.job.models[model.name].spec
@@ -100,7 +100,7 @@ def _asked(plan: JobPlan, simulator: Simulator, choice: LayoutChoice) -> Asked:
             group = round(1 / workload.prompts_per_sequence) if model.shares_prompts else 1
             group = min(group, each)
             rows[verb] = {
-                # Whole groups: a part of one more would have a prompt too.
+                # Whole groups: a part of another group would add its prompt.
                 "rows": each // group * group,
                 "group": group,
                 "tokens": workload.tokens,
@@ -122,8 +122,8 @@ def _asked(plan: JobPlan, simulator: Simulator, choice: LayoutChoice) -> Asked:
 def _rows(
     asked: Asked, said: Bytes, role: str, phases: dict[str, dict[str, int]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of one role: who holds what, and each phase beside its formula."""
-    # What is held, by owner.
+    """Yield the rows of one role: bytes by owner, then each phase beside its formula."""
+    # Bytes by owner.
     built = phases["build"]["after"]
     rest = built
     yield _row(role, "weights", built)
@@ -154,14 +154,13 @@ def _micro(rows: dict[str, int]) -> str:
 
 
 def _exact(nbytes: float) -> str:
-    """Return bytes with three digits behind the point, as small models need."""
+    """Return bytes as text in GB with three decimals, as small models need."""
     return f"{nbytes / 1e9:.3f} GB"
 
 
 def _row(role: str, what: str, found: float, said: float | None = None) -> tuple[str, ...]:
-    """Return a row: bytes that were counted, and where there is one a formula's."""
-    # What the formulas do not tell apart stands alone.
-    # What the formulas do not tell apart stands alone.
+    """Return a row of the table: counted bytes, and the formula's where there is one."""
+    # The formulas do not distinguish some of the rows.
     if said is None:
         return role, what, _exact(found), "", ""
     difference = f"{100 * (said / found - 1):+.1f}%" if found else ""

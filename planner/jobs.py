@@ -1,4 +1,4 @@
-"""From a run's job to what the planner needs of it, and from a mapping to settings.
+"""Conversion of a run's job to the planner's input, and of a mapping to settings.
 
 A job becomes the work of a step (trace.py) and the models that do it; a mapping becomes the tables
 `pools`, `layout` and `generation` of a config.
@@ -40,9 +40,9 @@ class Plannable:
     workload: Workload
     models: tuple[PlannedModel, ...]
     of_models: tuple[str, ...] = ()
-    """What the plan leaves out of account of the models, in sentences."""
+    """Sentences on what the plan does not account for in the models."""
     of_step: tuple[str, ...] = ()
-    """What it leaves out of account of the step."""
+    """Sentences on what it does not account for in the step."""
     device: str = "cuda"
     """Kind of the devices: "cpu" or "cuda"."""
     runs_on: dict[str, RunsOn] = attrs.field(factory=dict)
@@ -50,7 +50,7 @@ class Plannable:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the plan leaves out of account, in sentences."""
+        """Sentences on what the plan does not account for."""
         return (*self.of_models, *self.of_step)
 
     def of(self, models: Table[str, PlacedModel]) -> Plannable:
@@ -63,13 +63,13 @@ class Plannable:
 
 @attrs.frozen
 class JobPlan:
-    """A job on a cluster: the common ground of `plan`, placement, what-if and predictions."""
+    """A job on a cluster, of which `plan`, placement, what-if tables and predictions are made."""
 
     job: PlannableJob
     cluster: Cluster
     work: Plannable
     pools: tuple[str, ...] = ()
-    """Names of the job's pools on each kind of nodes, where that is decided; else empty."""
+    """For each kind of nodes, the name of the pool on it, where that is decided; else empty."""
 
     def best(self, alternatives: int = 0, cluster: Cluster | None = None) -> Mapping:
         """Return the fastest mapping here, or on another cluster. Raises NothingFitsError."""
@@ -83,14 +83,14 @@ class JobPlan:
 
 
 class Misfit(HybridFlowError):
-    """A config does not fit a cluster; the message says why."""
+    """A config does not fit a cluster; the message has the reason."""
 
 
 def plan_job(job: PlannableJob, cluster: str) -> JobPlan:
     """Return the job on the cluster that a text names.
 
     Raises ConfigError for a job or a cluster that cannot be read, and NotPlanned for a step that
-    cannot be followed and for models whose shape is not known.
+    cannot be traced and for models whose shape is not known.
     """
     return JobPlan(job, read_cluster(cluster), plannable(job))
 
@@ -114,7 +114,7 @@ def check_ranks(job: PlannableJob, cluster: Cluster) -> None:
 def plannable(job: PlannableJob) -> Plannable:
     """Return the work of the job's step, and its models.
 
-    Raises NotPlanned for models whose shape is not known, and for a step that cannot be followed.
+    Raises NotPlanned for models whose shape is not known, and for a step that cannot be traced.
     """
     # A fresh algorithm takes the step, so that the state of the job's own stays as it is.
     tasks = trace_step(type(job.algorithm)(job.algorithm.config))
@@ -181,7 +181,7 @@ def planned_model(
     settings = training_settings(spec.backend_config)
     runs = settings.execution(trained)
 
-    # What a backend leaves unsaid is assumed, and remarked.
+    # Figures that a backend does not state are assumed, with a remark.
     if type(settings).footprint is TrainingSettings.footprint:
         remarks.append(
             f"{name}: the backend {spec.backend} does not say how it spreads a model; planned as "
@@ -225,7 +225,7 @@ def _shape(placed: PlacedModel) -> ModelShape:
 
 
 def _engine(name: str, placed: PlacedModel, remarks: list[str], device: str) -> dict[str, Any]:
-    """Return a PlannedModel's fields that its engine decides: limits, sizes, memory it keeps."""
+    """Return the fields of PlannedModel that depend on its engine: limits, sizes, kept memory."""
     spec = placed.spec
     assert spec.engine is not None
     settings = engine_settings(spec.engine_config)
@@ -252,12 +252,13 @@ def _engine(name: str, placed: PlacedModel, remarks: list[str], device: str) -> 
 def as_written(
     job: PlannableJob, work: Plannable, cluster: Cluster, decided: Sequence[str] = ()
 ) -> Mapping:
-    """Return the mapping that the config itself says, its pools on the kinds of nodes where it is
-    fastest; or each on the kind at its place in `decided`.
+    """Return the mapping that the config itself describes.
 
-    Raises Misfit, and NotPlanned for what the planner has no figures of.
+    Each pool is on the kind of nodes whose index is that of the pool's name in `decided`; without
+    `decided` on the kinds with the fastest step. Raises Misfit, and NotPlanned for settings that
+    the planner has no figures of.
     """
-    # What the cost model does not cover.
+    # The cost model does not cover these.
     if any(m.rollout_pool for m in job.models.values()):
         raise NotPlanned("its engines are in a pool of their own, which is not planned")
     if any(m.layout.cp * m.layout.ep > 1 for m in job.models.values()):
@@ -373,7 +374,7 @@ def settings_of(mapping: Mapping, cluster: Cluster) -> dict[str, Any]:
         whole_nodes = [per_node] * (devices // per_node)
         tables["pools"][name] = [devices] if devices <= per_node else whole_nodes
 
-        # Of each role its pool and layout, and its engine's where it generates.
+        # The pool and layout of each role, and those of its engine where it generates.
         for choice in pool.entry.choices:
             layout = choice.option.layout
             table: dict[str, Any] = {

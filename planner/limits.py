@@ -1,13 +1,13 @@
-"""What limits each stage of a step, and how well it uses the devices.
+"""Bottlenecks of each stage of a step, and how well it uses the devices.
 
-A stage is timed again on devices that are twice as fast in one respect. Of a stage that one of them
-limits alone, half the time goes; of one that it does not touch, nothing:
+A stage is timed again on devices that are twice as fast in one respect. A stage that this respect
+alone limits then takes half the time; one that does not depend on it takes as long as before:
 
     share of a respect = 2 * (1 - seconds on such devices / seconds)
 
 Model FLOPs utilisation (arXiv:2204.02311, appendix B) is the operations that the model needs, per
-second, over the peak of the matrix products. What recomputation and logits in pieces add does not
-count.
+second, over the peak of the matrix products. Operations that recomputation and logits in pieces add
+do not count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORK = (
 
 
 def _faster(nodes: Nodes) -> Table[str, Nodes]:
-    """Return the nodes twice as fast in one respect each."""
+    """Return respect -> the nodes with twice the speed in it."""
     device = nodes.device
     efficiency = nodes.efficiency
     wide = device.fp32_tflops
@@ -87,7 +87,7 @@ def limits(plan: JobPlan, mapping: Mapping) -> dict[str, list[tuple[str, float]]
 
 
 def _times(plan: JobPlan, pool: PlannedPool, nodes: Nodes) -> tuple[float, float, float]:
-    """Return the seconds of a pool's stages on other nodes, with its layouts and caches."""
+    """Return the seconds of a pool's step stages on other nodes, with its layouts and caches."""
     planner = PoolPlanner(nodes, plan.work.workload, plan.work.models)
     generate = 0.0
     options = []
@@ -105,7 +105,7 @@ def _times(plan: JobPlan, pool: PlannedPool, nodes: Nodes) -> tuple[float, float
 
 
 def utilisation(plan: JobPlan, mapping: Mapping, verb: str) -> float:
-    """Return the model FLOPs utilisation of "infer" or "train", in the pool that it waits for."""
+    """Return the model FLOPs utilisation of "infer" or "train", in the stage's slowest pool."""
     stage = STAGES.index(verb)
     pool = max(mapping.pools, key=lambda pool: pool.entry.times[stage])
     machine = Machine(plan.cluster.nodes[pool.kind])

@@ -25,7 +25,7 @@ class Machine:
 
     def flops(self, width: int) -> float:
         """Peak operations per second of matrix products of numbers of `width` bytes."""
-        # Float32 has a rate of its own where the data sheet tells the two apart.
+        # Float32 has a rate of its own where the data sheet states one.
         device = self.nodes.device
         if width == 4 and device.fp32_tflops:
             return device.fp32_tflops * 1e12
@@ -57,7 +57,7 @@ class Machine:
         return self.nodes.between_gbs * GB * self.nodes.efficiency.network
 
     def ring(self, sent: Any, ranks: int, step: int, times: float) -> Any:
-        """Return the seconds of a ring collective over `ranks` ranks that are `step` apart.
+        """Return the seconds of a ring collective over `ranks` ranks with the distance `step`.
 
         Each rank sends `sent` bytes in all, in times * (ranks - 1) messages, one after the other:
 

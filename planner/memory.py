@@ -1,13 +1,13 @@
 """Bytes that one model takes on one device, at rest and in each phase of a step.
 
-The search (arXiv:2409.19256, section 6) drops layouts that these do not fit. Weights, gradients and
-optimizer are as the model's backend states them (its Footprint); activations are counted here.
+The search (arXiv:2409.19256, section 6) drops layouts whose bytes do not fit. Weights, gradients
+and optimizer are as the model's backend states them (its Footprint); activations are counted here.
 The models of a pool fit a device if
 
     sum of resident + largest of (training, inference) of any model <= usable
 
-and an engine's cache gets what is left beside its own weights: of an engine that stays while models
-train, what their largest phase leaves (pools.py).
+and an engine's cache gets the bytes left beside its own weights; if the engine stays while models
+train, those that their largest phase leaves (pools.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Bytes:
     """Memory of one device for one model."""
 
     resident: float
-    """Bytes that stay taken between the model's phases."""
+    """Bytes that remain allocated between the model's phases."""
     training: float = 0.0
     """Additional bytes while it trains."""
     inference: float = 0.0
@@ -39,13 +39,13 @@ class Moment:
     """Additional bytes at one moment of an update."""
 
     held: float
-    """Gradients, gathered weights and buffers."""
+    """Bytes of gradients, gathered weights and buffers."""
     alive: float
-    """What autograd keeps, and logits."""
+    """Bytes of activations that autograd keeps, and of logits."""
 
     @property
     def nbytes(self) -> float:
-        """All of them."""
+        """All additional bytes."""
         return self.held + self.alive
 
 
@@ -72,9 +72,9 @@ class Memory:
     simulator: Simulator
 
     def bytes(self, model: PlannedModel, layout: ParallelLayout) -> Bytes:
-        """Return what the model takes on a device at rest, and besides in its largest calls."""
+        """Return the model's bytes on a device at rest, and those added by its largest calls."""
         workload = self.simulator.workload
-        # What rests does not depend on the number of micro-batches.
+        # The bytes at rest do not depend on the number of micro-batches.
         resident = self.simulator.footprint(model, layout, 1).resident
         updates = workload.of(model.name, "train")
         reads = workload.of(model.name, "infer")
@@ -84,8 +84,8 @@ class Memory:
         training = max((moment.nbytes for moment in moments), default=0.0)
         inference = max((self._read_bytes(model, t.sequences, layout) for t in reads), default=0.0)
 
-        # An offloaded model is on the device only while it works. All of it comes in each call,
-        # the optimizer too.
+        # An offloaded model is on the device only during its calls. Each call copies all of it to
+        # the device, the optimizer too.
         fetched = resident if model.offload else 0.0
         return Bytes(
             resident - fetched,
@@ -110,8 +110,10 @@ class Memory:
         return max(gathered.begun, most)
 
     def _forward_logits(self, model: PlannedModel, tp: int, logits: float) -> float:
-        """Return the bytes of the float32 logits, of their softmax, and of the logits that the head
-        made: a copy in another dtype, or a rank's 1 / tp before they are gathered.
+        """Return the bytes of logits in a forward pass.
+
+        They are the float32 logits, their softmax, and the head's own output: a copy in another
+        dtype, or a rank's 1 / tp before the logits are gathered.
         """
         # A copy in float32 stands beside the logits that the head made in another dtype.
         made = model.execution.compute_bytes / 4.0
@@ -125,14 +127,14 @@ class Memory:
     def fullest(self, model: PlannedModel, sequences: int, layout: ParallelLayout) -> Moment:
         """Return the fullest of the moments of an update that the model's backend names.
 
-        The backend says what parameters and gradients it holds whole at each moment, and which of
-        the activations live:
+        The backend states which parameters and gradients it holds whole at each moment, and which
+        of the activations are alive:
 
             none        0
             forward     kept + logits, at the end of the forward pass
             head        kept + 3 logits (with softmax and gradient), or the gradient of the head's
                         weights; both where logits are made in pieces
-            layer       kept + what the last layer's backward pass works with
+            layer       kept + the working memory of the last layer's backward pass
             next        the same with a layer less
             rest        kept, with a layer less
             backward    kept + 3 logits + gradient of the head's weights, or as layer
@@ -155,7 +157,7 @@ class Memory:
             made = logits * runs.compute_bytes / 4.0
             head = max(3.0 * logits, made + embedding) if logits else 0.0
 
-        # The layers. Under recomputation one is there again.
+        # The layers. With recomputation, the activations of one exist again.
         layers = -(-model.shape.layers // layout.pp)
         recomputed = activations.working if runs.recompute else 0.0
         works = kept + recomputed + activations.returning
@@ -199,9 +201,11 @@ class Memory:
 
         With recomputation a layer keeps its input alone. A pipeline stage has as many micro-batches
         in flight as there are stages (one forward, one backward: 1F1B). The backward pass of a
-        layer has at most the gradients of its result, and of the MLP's units three times, where it
-        has given back one of the four. A pass without gradients has the embeddings, what the layer
-        reads, what attention added to, and its norm; and of the MLP's units three.
+        layer has at most the gradients of its result and three gradients of the MLP's units, when
+        one of the four kept tensors of the units is freed. A pass without gradients has four
+        tensors of hidden states
+        (embeddings, the layer's input, the residual after attention, its norm) and three of the
+        MLP's units.
         """
         pp = layout.pp
         tp = layout.tp
@@ -211,7 +215,7 @@ class Memory:
         each = self.simulator.largest_micro_batch(model, sequences, layout.dp)
         tokens = each * self.simulator.workload.computed(model)
 
-        # One layer; of a mixture of experts, the experts that a token meets.
+        # One layer; in a mixture of experts, the experts that a token is routed to.
         attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         inner = _inner(shape)
         width = runs.compute_bytes
@@ -226,7 +230,7 @@ class Memory:
         responses = each * self.simulator.workload.response_tokens
         logits = 4.0 * min(responses * model.logits_of_a_token(tp), runs.logits_at_once)
 
-        # What the micro-batches in flight keep in the layers of the fullest stage.
+        # Kept bytes of the micro-batches in flight, in the layers of the fullest stage.
         layers = -(-shape.layers // pp) * min(count, pp)
         per_layer = tokens * shape.hidden * runs.compute_bytes if runs.recompute else layer
         return Activations(layers * per_layer, layer, reading, returning, logits)
@@ -267,7 +271,7 @@ class Memory:
     def decoded(self, model: PlannedModel, engines: GenerationLayout) -> int:
         """Return how many sequences an engine decodes at once, with a cache for all of them.
 
-        One that no step asks serves validation, with as many as it takes.
+        An engine that no step uses serves validation, with as many sequences as its settings allow.
         """
         if not self.simulator.workload.of(model.name, "generate"):
             return model.limits.max_sequences
@@ -276,11 +280,11 @@ class Memory:
         return min(-(-max(asked, default=0) // replicas), model.limits.max_sequences)
 
     def generating(self, model: PlannedModel, engines: GenerationLayout) -> float:
-        """Return the bytes that an engine's passes work with beside its weights and its cache.
+        """Return the bytes of an engine's working memory beside its weights and its cache.
 
-        A pass over prompts has a layer's activations, as any forward pass; while tokens are drawn
-        there are copies of the float32 logits of all sequences. An engine whose share of the
-        device holds these has neither here.
+        A pass over prompts has a layer's activations, as any forward pass; while tokens are sampled
+        there are copies of the float32 logits of all sequences. Both are 0 for an engine whose own
+        share of the device includes them.
         """
         limits = model.limits
         decoded = self.decoded(model, engines)
@@ -290,12 +294,12 @@ class Memory:
         return max(layer, logits) + limits.graphs_gb * 1e9
 
     def _reading(self, model: PlannedModel, tp: int, width: int) -> float:
-        """Return the bytes of a token in a layer that keeps nothing for a backward pass."""
+        """Return the bytes of a token's activations in one layer of a pass without gradients."""
         return (4 * model.shape.hidden + 3 * _inner(model.shape) / tp) * width
 
 
 def _inner(shape: ModelShape) -> int:
-    """Return the units of a layer's MLP; of a mixture those of the experts that a token meets."""
+    """Return the units of a layer's MLP that a token uses: in a mixture, those of its experts."""
     if not shape.experts:
         return shape.intermediate
     return shape.experts_per_token * shape.expert_intermediate + shape.shared_intermediate

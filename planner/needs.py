@@ -1,7 +1,7 @@
-"""What the models of a placed pool take of one device: each phase, and what is left to engines.
+"""The memory of a placed pool's models on one device: of each phase, and the part left to engines.
 
 With R, the bytes at rest of all models, and for each engine W of weights beside the trained ones,
-C of cache and G that its passes work with, CUDA graphs included,
+C of cache and G of working memory, CUDA graphs included,
 
     role reads or trains       R + its additional bytes + W + C + graphs of engines that stay
     role generates             R + W + C + G + the same of other engines that stay
@@ -44,11 +44,11 @@ class EngineBytes:
     weights: float
     cache: float
     working: float
-    """What its passes work with, while it generates."""
+    """Working memory of its passes, while it generates."""
     room: EngineRoom
 
     def at_rest(self, model: PlannedModel) -> float:
-        """Return what stays while models read and train."""
+        """Return the bytes that remain while models infer and train."""
         if model.keeps_engine:
             return self.weights + self.cache + model.limits.graphs_gb * GB
         return self.weights if model.limits.stays else 0.0
@@ -57,9 +57,9 @@ class EngineBytes:
 def pool_memory(
     planner: PoolPlanner, pool: str, members: Sequence[Member], yields: bool = True
 ) -> PoolMemory:
-    """Return the fullest moment of a pool, and what its models leave to engines.
+    """Return the fullest moment of a pool, and the memory that its models leave to engines.
 
-    yields: whether engines' caches get smaller where models leave less than they may take.
+    yields: whether engines' caches shrink where models leave less than the engines may use.
     """
     options = [member.option for member in members if member.option is not None]
     resident = sum(option.bytes.resident for option in options)
@@ -165,13 +165,13 @@ def _engine(
     sharing: int,
     yields: bool,
 ) -> EngineBytes:
-    """Return the bytes of one of `sharing` engines whose caches get what the models leave."""
+    """Return the bytes of one of `sharing` engines, whose caches divide what the models leave."""
     model = member.model
     limits = model.limits
     sizes = planner.sizes
     assert member.engines is not None
 
-    # At least one sequence, at most what the settings and the others leave.
+    # At least one sequence; at most the bytes that settings and other engines leave.
     needed = sizes.cache_needed(model, member.engines)
     one = needed / sizes.decoded(model, member.engines)
     free = float(planner.cache(model, member.engines, resident, weights, most))

@@ -32,7 +32,7 @@ from hybridflow.planner.times import Simulator
 from hybridflow.planner.workload import PlannedModel, Workload
 
 ANY_DP = 1 << 40
-"""The limit of dp for a model that neither reads nor trains: none."""
+"""The limit of dp for a model that neither infers nor trains: larger than any layout."""
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +67,7 @@ class LayoutChoice:
     cache_bytes: float = 0.0
     """Bytes of the engine's cache on each device."""
     working_bytes: float = 0.0
-    """Bytes that the engine's passes work with beside them."""
+    """Bytes of the working memory of the engine's passes."""
 
     @property
     def seconds(self) -> float:
@@ -113,7 +113,7 @@ class _Combinations:
     times: np.ndarray
     """[n, 2]: seconds of inference and of training."""
     resident: np.ndarray
-    """[n]: bytes that stay taken on a device."""
+    """[n]: bytes that remain allocated on a device between phases."""
     most: np.ndarray
     """[n]: additional bytes while one of the models works, the largest."""
     picks: np.ndarray
@@ -133,8 +133,8 @@ class _Combinations:
 def front(points: np.ndarray) -> np.ndarray:
     """Return the Pareto front of `points` [n, k], as indices of rows.
 
-    Left out is each row than which another is at most as large in every column; of equal rows the
-    first one stays.
+    A row is left out if another row is at most as large in every column; of equal rows the first
+    one stays.
     """
     left = np.lexsort(points.T[::-1])
     rows = []
@@ -161,7 +161,7 @@ class Cut:
 
     engines: GenerationLayout
     transitions: np.ndarray
-    """[options]: seconds of bringing the trained weights there."""
+    """[options]: seconds of bringing the trained weights to these engines."""
     weights: np.ndarray
     """[options]: bytes that the engine's weights take beside the trained ones."""
 
@@ -169,8 +169,8 @@ class Cut:
 def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> list[ParallelLayout]:
     """Return the training layouts that use all of `devices` and that the model's backend takes.
 
-    tp stays inside a node and divides the model; pp divides the layers; backends without an axis
-    have 1 of it; dp is at most `most_dp`, the sequences that there are to share.
+    tp stays inside a node and divides the model; pp divides the layers; an axis that the backend
+    does not have is 1; dp is at most `most_dp`, the number of sequences to share out.
     """
     tensor_sizes = divisors(min(nodes.per_node, devices)) if "tp" in model.axes else [1]
     pipeline_sizes = divisors(model.shape.layers) if "pp" in model.axes else [1]
@@ -181,7 +181,7 @@ def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> li
         for pp in pipeline_sizes:
             if devices % (tp * pp) or devices // (tp * pp) > most_dp:
                 continue
-            # dp is what is left; backends may refuse layouts for reasons of their own.
+            # dp is devices / (tp pp); backends may refuse layouts for reasons of their own.
             layout = ParallelLayout(pp, tp, devices // (tp * pp))
             if model.takes(layout):
                 choices.append(layout)
@@ -191,7 +191,7 @@ def layouts(model: PlannedModel, nodes: Nodes, devices: int, most_dp: int) -> li
 def rollouts(model: PlannedModel, nodes: Nodes, devices: int) -> list[GenerationLayout]:
     """Return the ways to cut `devices` into engines: tp inside a node, pp a power of two.
 
-    pp divides the layers and the devices; both sizes are at most what the engine can do.
+    pp divides the layers and the devices; both sizes are at most those that the engine supports.
     """
     choices = []
     ranks = ParallelLayout(dp=devices)  # only the number of ranks matters here
@@ -248,9 +248,9 @@ class PoolPlanner:
         return max(sequences, default=ANY_DP)
 
     def options(self, model: PlannedModel, devices: int) -> list[Option]:
-        """Return every layout that fits alone; of a model that does not generate, the Pareto front.
+        """Return every layout that fits alone; if the model does not generate, the Pareto front.
 
-        One that generates keeps all, as the layout decides what its transition costs.
+        A model that generates keeps all, as its transition's time depends on the layout.
         """
         key = (model.name, devices)
         if key in self._options:
@@ -358,9 +358,7 @@ class PoolPlanner:
         )
 
     def transition(self, option: Option, engines: GenerationLayout) -> float:
-        """Return the seconds in a step of bringing the trained weights to the engine; 0 of a frozen
-        model.
-        """
+        """Return a step's seconds of bringing trained weights to the engine; 0 if frozen."""
         if not option.model.trained:
             return 0.0
         # An offloaded model comes to the device first.
@@ -398,9 +396,10 @@ class PoolPlanner:
         return best
 
     def moved(self, members: Sequence[PlannedModel]) -> float:
-        """Return the seconds in a step of moving its columns to a pool in which nothing generates.
+        """Return the seconds of moving a step's columns to these models' pool.
 
-        All rows go through the network of one node: sequences * tokens * bytes per token / rate.
+        It is 0 if one of them generates. All rows go through the network of one node: sequences *
+        tokens * bytes per token / rate.
         """
         # The largest generation makes the rows of a step.
         generated = [task for task in self.workload.tasks if task.verb == "generate"]
@@ -413,7 +412,7 @@ class PoolPlanner:
     def candidates(self, members: tuple[PlannedModel, ...], devices: int) -> list[Candidate]:
         """Return the pools of these models on `devices` devices that may be part of a best mapping.
 
-        No other one of them is at least as fast in all three step stages.
+        They are the Pareto front of the seconds of the three step stages.
         """
         # Begin with one empty combination, and add model after model; those that generate come
         # last, as the memory that all layouts leave decides how fast they are.
@@ -452,7 +451,7 @@ class PoolPlanner:
         return candidates
 
     def _with(self, combinations: _Combinations, options: list[Option]) -> _Combinations:
-        """Return each combination with each of another model's options, where memory is enough."""
+        """Return the combinations times another model's options, where memory is enough."""
         infer, train, resident, most = np.array(list(map(_figures, options))).reshape(-1, 4).T
         times = np.column_stack([infer, train])
 
@@ -508,8 +507,9 @@ class PoolPlanner:
 
 
 def after(moved: float, infer: float, train: float) -> tuple[float, float]:
-    """Return the seconds of inference and training, with `moved` in inference if there is any, else
-    in training.
+    """Return the seconds of inference and training, with `moved` added to inference.
+
+    Without inference `moved` is added to training; a pool with neither takes 0 and 0.
     """
     if infer:
         return infer + moved, train

@@ -1,4 +1,4 @@
-"""Whether a job as it is placed fits the devices that it was given, before anything is built.
+"""Checks whether a placed job fits the memory of its devices, before anything is built.
 
 The formulas are those of `hybridflow plan` (needs.py); here the devices are measured ones.
 """
@@ -27,7 +27,7 @@ LEAST = 1e-6
 
 
 def job_memory(job: PlannableJob, devices: Table[str, DeviceMemory]) -> list[PoolMemory]:
-    """Return what the job takes of the devices of each pool, as Planner.memory does."""
+    """Return the memory that the job takes on the devices of each pool, for Planner.memory."""
     work = plannable(job)
     if any(m.layout.cp * m.layout.ep > 1 for m in job.models.values()):
         raise NotPlanned("context and expert parallelism are not planned")
@@ -48,7 +48,7 @@ def job_memory(job: PlannableJob, devices: Table[str, DeviceMemory]) -> list[Poo
 
 
 def _nodes(memory: DeviceMemory, world: int) -> Nodes:
-    """Return one node of devices with this memory; a known device's rates stand for theirs."""
+    """Return one node of devices with this memory, and with the rates of a known device."""
     # Rates decide only which of several remedies comes first.
     device = attrs.evolve(DEVICES["h100-80gb"], memory_gb=memory.total / GB, name="device")
     share = Efficiency().usable
@@ -57,7 +57,7 @@ def _nodes(memory: DeviceMemory, world: int) -> Nodes:
 
 
 def _members(job: PlannableJob, pool: str) -> dict[str, PlacedModel]:
-    """Return the roles with a model or an engine on a pool."""
+    """Return role -> placed model, for those with a model or an engine on a pool."""
     return {
         role: placed
         for role, placed in job.models.items()

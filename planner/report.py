@@ -1,4 +1,4 @@
-"""A plan in words: why this mapping, what limits it, the next best ones; and its step as bars."""
+"""A plan in words: the mapping, its bottlenecks, the next best mappings, and the step as bars."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MEMORY_COLUMNS = (
 )
 SWITCH_COLUMNS = ("setting", "step", "change", "fullest device, GB", "placement")
 LITTLE = 0.005
-"""A share of the step that is not worth a row."""
+"""Changes below this share of the step get no row."""
 SCALING_COLUMNS = ("devices", "step", *STAGE_COLUMNS, "efficiency", "placement")
 
 
@@ -49,7 +49,7 @@ def kinds_of(cluster: Cluster) -> str:
 
 
 def unfit(problems: Sequence[str], switches: Switches, trial: Trial) -> Iterator[Block]:
-    """Yield why a job fits nowhere as it is written, and the settings with which it does."""
+    """Yield the reasons why a job fits nowhere as written, and the settings with which it does."""
     if not problems:
         return
     for problem in problems:
@@ -61,15 +61,15 @@ def unfit(problems: Sequence[str], switches: Switches, trial: Trial) -> Iterator
 
 
 def worth(switches: Switches, start: Trial) -> Iterator[Block]:
-    """Yield what each setting costs or saves, alone, and all that pay together.
+    """Yield the time that each setting costs or saves, and that of the faster ones together.
 
-    Of a setting with several other values the fastest stands there.
+    A setting with several other values is shown with the fastest.
     """
     found: dict[Key, list[Trial]] = {}
     for key, trial in switches.one_by_one(start):
         found.setdefault(key, []).append(trial)
 
-    # Those that change the step, and those that do not.
+    # Settings that change the step, then those that do not.
     rows = []
     same = []
     helps: tuple[float, str] | None = None
@@ -93,7 +93,7 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
         saved = 100 * (1 - helps[0] / start.seconds)
         yield Line(f"the one setting that helps most: {helps[1]} (-{saved:.1f}%)", "bold")
 
-    # All that pay, together.
+    # The changes that save time, together.
     best = switches.fastest(start)
     if best is not start:
         changed = {key: value for key, value in best.values.items() if value != start.values[key]}
@@ -104,7 +104,7 @@ def worth(switches: Switches, start: Trial) -> Iterator[Block]:
 
 
 def _costs(trial: Trial, start: Trial) -> tuple[str, str, str, str]:
-    """Return the step of a trial, its change, its fullest device in GB, and its placement."""
+    """Return a trial's seconds, their change, the GB of its fullest device, and its placement."""
     assert trial.mapping is not None and start.mapping is not None
     full = max(max(phases(pool)[1:]) for pool in trial.mapping.pools)
     more = _more(trial.mapping, start.mapping)
@@ -114,10 +114,10 @@ def _costs(trial: Trial, start: Trial) -> tuple[str, str, str, str]:
 def report(
     plan: JobPlan, best: Mapping, own: str, settings: Iterable[Block] = ()
 ) -> Iterator[Block]:
-    """Yield the explanation of a mapping, block by block; what `settings` are worth comes before
-    the notes.
+    """Yield the explanation of a mapping, block by block.
 
-    own: how the job as it is written compares with it.
+    own: how the job as it is written compares with it; settings: blocks on settings (see `worth`),
+    which come before the notes.
     """
     # The step: how long it takes, and which pool each stage waits for.
     cluster = plan.cluster
@@ -150,7 +150,7 @@ def report(
     yield Line()
     yield from settings
 
-    # What the reader should know of the figures.
+    # Notes on the figures.
     for line in assumed(cluster):
         yield Line(line)
     notes = (
@@ -164,7 +164,7 @@ def report(
 
 
 def _use(plan: JobPlan, mapping: Mapping, verb: str) -> str:
-    """Return how much a stage does with its devices: tokens per second, or model FLOPs."""
+    """Return a stage's throughput: generated tokens per second, or model FLOPs utilisation."""
     if verb != "generate":
         return f"{100 * utilisation(plan, mapping, verb):.0f}% of the peak (MFU)"
     rate = generated(plan) / mapping.stages[0]
@@ -172,14 +172,14 @@ def _use(plan: JobPlan, mapping: Mapping, verb: str) -> str:
 
 
 def _limited(rows: Sequence[tuple[str, float]]) -> str:
-    """Return what limits a stage: the first respect, and others of a tenth and more."""
+    """Return the bottlenecks of a stage: the largest, and others with a tenth or more."""
     first, *others = rows
     named = [first, *(row for row in others if row[1] >= 0.1)]
     return ", ".join(f"{respect} ({100 * share:.0f}%)" for respect, share in named)
 
 
 def assumed(cluster: Cluster) -> Iterator[str]:
-    """Yield the figures of each kind of nodes that decide, with the fractions that are reached."""
+    """Yield the figures of each kind of nodes that matter most, with their efficiencies."""
     for nodes in cluster.nodes:
         device = nodes.device
         e = nodes.efficiency
@@ -199,8 +199,8 @@ def assumed(cluster: Cluster) -> Iterator[str]:
 
 
 def written(plan: JobPlan, best: Mapping) -> str:
-    """Return what the config's own placement takes, or why that is not known."""
-    # A config without pools has one device, which nobody means by that.
+    """Return the step's seconds with the config's own placement, or why they are not known."""
+    # A config without pools has one device, which is rarely intended.
     asked = sum(pool.world for pool in plan.job.pools.values())
     if asked == 1 < plan.cluster.devices:
         return "not compared, as its pools have one device"
@@ -271,7 +271,7 @@ def _room(plan: JobPlan, best: Mapping) -> Iterator[str]:
             if each <= limits.max_sequences:
                 continue
 
-            # What the cache has, and what stays idle beside it.
+            # The size of the cache, and the unused memory beside it.
             cut = min(choice.engines.tp, model.shape.kv_heads) * choice.engines.pp
             sequence = model.cache_bytes * work.tokens / cut
             generation, inference, training = phases(pool)
@@ -306,11 +306,11 @@ def _kinds_to_choose(best: Mapping, cluster: Cluster) -> list[str]:
 
 
 def _otherwise_measured(work: Plannable, cluster: Cluster) -> list[str]:
-    """Notes on models whose backend, engine or precision a device was not measured with."""
+    """Return notes on models with a backend, engine or precision that was not measured."""
     notes = []
     for nodes in cluster.nodes:
         for model, own in work.runs_on.items():
-            # Figures that nobody measured hold for any software.
+            # Figures that were not measured are not tied to a software.
             measured = nodes.measured or own
             pairs = [(own.backend, measured.backend), (own.engine, measured.engine)]
             if measured.bits:
@@ -331,7 +331,7 @@ def _more(other: Mapping, best: Mapping) -> str:
 
 
 def _why(other: Mapping, best: Mapping) -> str:
-    """Return what differs, step stage by step stage, by half a percent of the best step or more."""
+    """Return the step stages that differ by half a percent of the best step or more."""
     parts = [
         f"{STAGE_NAMES[verb]} {seconds(theirs)} instead of {seconds(ours)}"
         for verb, theirs, ours in zip(STAGES, other.stages, best.stages, strict=True)
@@ -341,7 +341,7 @@ def _why(other: Mapping, best: Mapping) -> str:
 
 
 def _slowest(mapping: Mapping, verb: str) -> str:
-    """Return the pool that a step stage waits for, with its models' times, and those that wait."""
+    """Return a step stage's slowest pool, with its models' times, and the pools that wait."""
     stage = STAGES.index(verb)
     slowest = max(mapping.pools, key=lambda p: p.entry.times[stage])
     times = {c.option.model.name: c.time(verb) for c in slowest.entry.choices}
@@ -390,7 +390,7 @@ def _engine(choice: LayoutChoice, devices: int) -> str:
 
 
 def _kept(pool: PlannedPool) -> float:
-    """Return the bytes of a device that engines keep while models read and train."""
+    """Return the bytes of a device that engines keep while models infer and train."""
     return sum(
         choice.weights_bytes + choice.cache_bytes + 1e9 * choice.option.model.limits.graphs_gb
         for choice in pool.entry.choices
@@ -399,13 +399,14 @@ def _kept(pool: PlannedPool) -> float:
 
 
 def phases(pool: PlannedPool) -> tuple[float, float, float]:
-    """Return the bytes of a pool's devices in generation, inference and training; 0 where nothing
-    happens.
+    """Return the bytes of a pool's devices in generation, inference and training.
+
+    They are 0 for a stage without work.
     """
     sizes = [c.option.bytes for c in pool.entry.choices]
     resident = sum(size.resident for size in sizes)
 
-    # While it generates, an engine has its weights, its cache, and what its passes work with.
+    # While it generates, an engine has its weights, its cache, and working memory.
     engines = [choice for choice in pool.entry.choices if choice.engines is not None]
     kept = _kept(pool)
     generation = max((resident + choice.generating for choice in engines), default=0.0)

@@ -38,7 +38,7 @@ from hybridflow.planner.workload import PlannedModel, Workload
 
 
 class NothingFitsError(ConfigError):
-    """No mapping has enough memory; the message names what lacks, and the least that is needed."""
+    """No mapping has enough memory; the message names the models and the least memory needed."""
 
 
 @attrs.frozen
@@ -99,7 +99,7 @@ def partitions(items: Sequence) -> Iterator[tuple[tuple, ...]]:
         yield ()
         return
 
-    # Each partition puts the first item together with some of the rest, and partitions the others.
+    # Each partition puts the first item together with some others, and partitions those left.
     first = items[0]
     rest = items[1:]
     for size in range(len(rest) + 1):
@@ -129,7 +129,7 @@ def plan_mapping(
 
 
 Stairs = tuple[list[float], list[int], list[int]]
-"""How the devices needed fall as inference may take longer: three lists, as
+"""The fewest devices needed under each limit on the seconds of inference: three lists, as
 
     seconds of inference up to    2.0   3.5   8.0
     fewest devices from there on   16     8     4
@@ -356,13 +356,16 @@ class _Search:
         return ordered[low], picked
 
     def why_not(self) -> list[str]:
-        """Return why nothing fits: of each model that does not fit alone, else of all together."""
+        """Return reasons why nothing fits.
+
+        There is one for each model that does not fit alone; if all do, one for them together.
+        """
         problems = [problem for model in self.models if (problem := self._alone(model))]
         return problems or [self._together()]
 
     def _alone(self, model: PlannedModel) -> str | None:
         """Return why a model fits nowhere even alone, or None if it fits."""
-        # How much each layout needs, and how much more than there is.
+        # The bytes that each layout needs, and how many of them are missing.
         needs: list[tuple[float, float, PoolPlanner, int, ParallelLayout]] = []
         for planner in self.planners:
             for size in planner.nodes.sizes():

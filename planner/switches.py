@@ -1,15 +1,15 @@
-"""Settings beside the placement that trade memory for time: which make a job fit, what each costs.
+"""Settings beside the placement that trade memory for time.
 
     role.generation.keep       the engine's memory stays while models train
     role.offload               weights and optimizer wait in the host's memory
     role.micro_batch_tokens    tokens of a forward pass
-    role.backend.NAME          what the training backend names (TrainingSettings.switches)
-    rollout.NAME               what the rollout engine names (EngineSettings.switches)
+    role.backend.NAME          settings in TrainingSettings.switches of the backend
+    rollout.NAME               settings in EngineSettings.switches of the rollout engine
 
 Each setting of a job is tried with other values, and the whole mapping is searched anew with each.
-Of a job that fits nowhere, all are first set to what takes the least memory, and then set back one
-by one, the one that makes the step fastest first: without any one of those that remain the job does
-not fit, or takes a quarter longer.
+For a job that fits nowhere, all settings are first set to the values that take the least memory,
+and then reset one by one, the one that makes the step fastest first. The settings that remain are
+needed: without any of them the job does not fit, or takes a quarter longer.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Key = tuple[str, str]
 """A setting: (role, name below the role's table). Those of the engine have the role "rollout"."""
 Values = Table[Key, Any]
 WORTH = 0.01
-"""A setting is part of the fastest ones if it saves this share of a step."""
+"""The least share of a step that a change must save for `fastest` to make it."""
 DEARER = 0.25
-"""A setting is part of those that make a job fit if without it a step takes this share longer."""
+"""A change is kept although the job fits without it if a step would take this share longer."""
 
 
 @attrs.frozen
@@ -44,7 +44,7 @@ class Trial:
     values: Values
     """All settings, with the values that they have in it."""
     changes: Values
-    """Those that are not as the job is written."""
+    """The settings whose values differ from the job as it is written."""
     plan: JobPlan
     mapping: Mapping | None
     """The fastest mapping; None where nothing fits."""
@@ -57,7 +57,7 @@ class Trial:
 
 @attrs.frozen(slots=False, eq=False)
 class Switches:
-    """The settings of one job on one cluster, and what was found with other values of them."""
+    """The settings of one job on one cluster, and the best mappings for other values of them."""
 
     plan: JobPlan
     placed: bool = False
@@ -66,7 +66,7 @@ class Switches:
 
     @cached_property
     def choices(self) -> dict[Key, tuple[Any, ...]]:
-        """The settings that can be changed, each with its values, the thriftiest last."""
+        """The settings that can be changed, each with its values, the one of least memory last."""
         found: dict[Key, tuple[Any, ...]] = {}
         for name, placed in self.plan.job.models.items():
             for key, values in _choices(name, placed, self.plan).items():
@@ -121,16 +121,16 @@ class Switches:
         return same and _value(placed, setting) == self.written[key]
 
     def that_fit(self) -> Trial | None:
-        """Return the job with few changes that make it fit; None where even all do not.
+        """Return the job with few changes that make it fit; None where all of them are not enough.
 
-        Which stay is decided by the time of a step; the module says how.
+        The module's docstring describes how they are chosen.
         """
         thrifty = {key: values[-1] for key, values in self.choices.items()}
         trial = self.trial(thrifty)
         if trial.mapping is None:
             return None
 
-        # Set back one by one.
+        # Reset them one by one.
         while True:
             fewer = []
             for key in trial.changes:
@@ -149,9 +149,9 @@ class Switches:
                     yield key, self.trial({**start.values, key: value})
 
     def fastest(self, start: Trial) -> Trial:
-        """Return the fastest job on the way from `start` that changes the best setting each time.
+        """Return the job after a greedy search from `start`.
 
-        It ends where no change saves WORTH of the step.
+        Each time the setting that saves most is changed, until none saves WORTH of the step.
         """
         best = start
         while True:
@@ -166,7 +166,7 @@ class Switches:
         return f"{role}.{name} = {_toml(value)}"
 
     def lines(self, changes: Values) -> list[str]:
-        """Return changes as lines of a config, with those that keep other roles as they are."""
+        """Return changes as lines of a config, with lines that keep other roles unchanged."""
         return [self.line(key, value) for key, value in self._said(changes).items()]
 
     def tables(self, changes: Values) -> dict[str, Any]:
@@ -188,9 +188,7 @@ class Switches:
         return tables
 
     def _said(self, changes: Values) -> Values:
-        """Return what a config must say: the changes, and what a role would else inherit of the
-        actor's.
-        """
+        """Return changes with the values of roles that would otherwise inherit the actor's."""
         said = dict(changes)
         for (role, key), value in changes.items():
             for name, placed in self.plan.job.models.items():
@@ -242,7 +240,7 @@ def _choices(name: str, placed: PlacedModel, plan: JobPlan) -> dict[Key, tuple[A
     if settings.execution(placed.role.trained).offloads:
         found[name, "offload"] = (False, True)
 
-    # What a backend names concerns the backward pass and the optimizer.
+    # A backend's switches concern the backward pass and the optimizer.
     if placed.role.trained:
         for key, values in settings.switches.items():
             found[name, f"backend.{key}"] = _sorted(values, getattr(settings, key), device)
@@ -267,9 +265,10 @@ def _choices(name: str, placed: PlacedModel, plan: JobPlan) -> dict[Key, tuple[A
 
 
 def _sorted(values: tuple[Any, ...], now: Any, device: str) -> tuple[Any, ...]:
-    """Return a setting's values with the one that it has, which keeps its place among numbers.
+    """Return a setting's values, with the present value `now` sorted in among numbers.
 
-    Names are of precisions: none wider than the present one is of use, and on CPUs none narrower.
+    Values that are texts are precisions: those wider than the present one are left out, and on CPUs
+    narrower ones too.
     """
     if isinstance(now, str):
         known = device != "cpu" and now in values

@@ -59,9 +59,7 @@ class Simulator:
     def footprint(
         self, model: PlannedModel, layout: ParallelLayout, micro_batches: int
     ) -> Footprint:
-        """Return the memory and the collectives that the model's backend states; asked once, then
-        kept.
-        """
+        """Return the memory and the collectives that the model's backend states; it is cached."""
         key = (model, layout.pp, layout.tp, layout.dp, layout.cp, layout.ep, micro_batches)
         if key not in self._footprints:
             self._footprints[key] = model.settings.footprint(
@@ -70,11 +68,9 @@ class Simulator:
         return self._footprints[key]
 
     def micro_batches(self, model: PlannedModel, sequences: int, dp: int) -> tuple[int, int]:
-        """Return the number of micro-batches of a data-parallel rank, and of sequences in each of
-        them.
-        """
+        """Return the number of a data-parallel rank's micro-batches, and the sequences of each."""
         per_rank = -(-sequences // dp)
-        # As few as hold all rows. For their times all count as equally large.
+        # As few as hold all rows. Times are computed as if all were equally large.
         count = -(-per_rank // self._most_in_one(model))
         return count, -(-per_rank // count)
 
@@ -158,7 +154,7 @@ class Simulator:
                     + h * gather of the logits over t, where the backend gathers them
                     + 2 * send of the hidden states, where p > 1
 
-        Reading has 1 in place of f + 1 and of 2: no gradients come back. Activation gradients are
+        Inference has 1 instead of f + 1 and of 2: there are no gradients. Activation gradients are
         all-reduced whether or not weights are trained, so adapters save products alone.
         """
         pp = layout.pp
@@ -190,7 +186,7 @@ class Simulator:
             hidden = tokens * model.shape.hidden * runs.compute_bytes
             stage += (2.0 if train else 1.0) * self.machine.send(hidden, tp)
 
-        # What the backend gathers and reduces for a micro-batch, and once for all of them.
+        # Collectives of the backend for each micro-batch, and once for all of them.
         moves = self.footprint(model, layout, count)
         gathered = self.machine.collectives(moves.forward)
         if train:
@@ -346,7 +342,7 @@ class Simulator:
 
         Along an axis that both layouts cut, into a and b equal parts of which one number divides
         the other, the smaller part lies in the larger one: 1 / max(a, b) of the axis is shared.
-        Other cuts are counted as sharing nothing.
+        Other cuts are assumed to share nothing.
         """
         size = float(model.size.params * model.limits.weight_bytes)
         footprint = self.footprint(model, layout, 1)
@@ -366,12 +362,11 @@ class Simulator:
         return share
 
     def moves(self, model: PlannedModel, layout: ParallelLayout, fetched: float) -> float:
-        """Return the seconds in which an offloaded model's `fetched` bytes come from the host and
-        go back.
+        """Return the seconds in which an offloaded model's `fetched` bytes are copied in and out.
 
-        Each of its calls takes them; 0 for a model that is not offloaded.
+        Each of its calls adds them; 0 for a model that is not offloaded.
         """
         if not model.offload:
             return 0.0
-        # There and back, over the link to the host.
+        # In both directions, over the link to the host.
         return 2.0 * fetched / (self.machine.nodes.device.host_gbs * GB)

@@ -29,22 +29,22 @@ from hybridflow.core.workers.tasks import run_on_columns
 from hybridflow.planner.workload import Task
 
 TOKENS = 2
-"""Length of each made-up prompt and response: columns are real, and small."""
+"""Length of each made-up prompt and response: the columns are real tensors, but small."""
 
 
 MOST_CALLS = 10_000
-"""Calls of one step; one that makes more may wait for results that nobody makes up."""
+"""Most calls of one step; a step with more may loop until results change, which they never do."""
 
 
 class TraceError(NotPlanned):
-    """The step could not be taken with made-up results; the message says what it raised."""
+    """The step could not be taken with made-up results; the message has the step's error."""
 
 
 def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     """Return the tasks of one step, in the order of their first calls. Raises TraceError.
 
-    Scores are 0 or 1 at random, as rewards often are: a step that draws until its groups differ
-    (DAPO) draws as often as it would with them.
+    Scores are 0 or 1 at random. So a step that draws prompts until the scores of enough groups
+    differ (DAPO) ends after a plausible number of draws.
     """
     # The algorithm meets stand-ins where a run has groups of workers.
     recorder = _Recorder(seed)
@@ -55,8 +55,8 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     ctx = GroupStepContext(groups, drawn, SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
     ctx.step = 1
 
-    # Whatever it raises, a run may do better with real results: the job is only not planned.
-    # What it prints, and where it stops for a debugger, belong to the run.
+    # With real results the step may succeed, so that an error only means that the job is not
+    # planned. Prints and breakpoints of the step are meant for the run.
     try:
         with redirect_stdout(io.StringIO()), _no_breakpoints():
             algorithm.step(ctx)
@@ -86,11 +86,11 @@ class _Recorder:
         self.calls: Counter[tuple[str, str, int]] = Counter()
         """Calls by role, verb and number of sequences."""
         self.prompts: Counter[tuple[str, str, int]] = Counter()
-        """Of all these calls together: the prompts that differ within a call."""
+        """Distinct prompts by role, verb and number of sequences, summed over these calls."""
         self.generator = np.random.default_rng(seed)
 
     def add(self, role: str, verb: str, *batches: Batch) -> None:
-        """Count one call over the rows of batches. Rows of a group have one prompt."""
+        """Count one call over the rows of `batches`. Rows of a group have one prompt."""
         groups = [np.asarray(batch["group"].values) for batch in batches if "group" in batch]
         rows = sum(batch.rows for batch in batches)
         grouped = sum(map(len, groups))
@@ -135,7 +135,7 @@ class _Recorder:
 
 
 class _Model:
-    """In place of a role's workers: counts calls, and makes up the results."""
+    """A stand-in for a role's workers, which counts calls and makes up the results."""
 
     def __init__(self, role: Role, recorder: _Recorder):
         self.role = role
@@ -146,7 +146,7 @@ class _Model:
         recorder = self.recorder
         recorder.add(self.role.name, "generate", prompts)
 
-        # What an engine and an environment give, each response one turn long.
+        # The columns of an engine and an environment, with responses of one turn.
         columns = {
             **recorder.answered(rows),
             "rollout_logprobs": recorder.per_token(rows),
@@ -184,7 +184,7 @@ class _Model:
         return Batch({column: self._scores(batch.rows)})
 
     def _scores(self, rows: int) -> torch.Tensor:
-        """Rewards [rows], each 0 or 1."""
+        """Return random rewards, 0 or 1, float32 [rows]."""
         scores = self.recorder.generator.integers(0, 2, rows)
         return torch.from_numpy(scores.astype(np.float32))
 
@@ -201,7 +201,7 @@ class _Model:
 
 
 class _Tasks:
-    """In place of the worker that draws data and computes on columns; it does compute."""
+    """A stand-in for the worker that draws data, which it makes up, and computes on columns."""
 
     def __init__(self, recorder: _Recorder, algorithm: Algorithm):
         self.recorder = recorder
@@ -217,7 +217,7 @@ class _Tasks:
         numbers = np.arange(self.drawn, self.drawn + count)
         self.drawn += count
 
-        # Of a data set of pairs, each number stands for two rows: a preferred response and another.
+        # In a data set of pairs, each number stands for two rows: a preferred response and another.
         pairs = "preferred" in wanted
         groups = torch.from_numpy(np.repeat(numbers, 2 if pairs else 1))
         rows = len(groups)

@@ -16,7 +16,7 @@ from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.planner.tokens import cache_elements
 
 MANY = 1 << 20
-"""A number of ranks that is no limit."""
+"""A number of ranks that is larger than any layout's: no limit."""
 
 
 @attrs.frozen
@@ -36,7 +36,7 @@ class Task:
 
 @attrs.frozen(slots=False, eq=False)
 class PlannedModel:
-    """A model as the planner sees it: its size, and what its backend and its engine state."""
+    """The planner's view of a model: its size, and the figures of its backend and its engine."""
 
     name: str
     size: ModelSize
@@ -46,21 +46,21 @@ class PlannedModel:
     """Limits of its rollout engine."""
     trained: bool = attrs.field(default=False, kw_only=True)
     offload: bool = attrs.field(default=False, kw_only=True)
-    """Weights and optimizer wait in the host's memory while other models work."""
+    """Whether weights and optimizer wait in the host's memory while other models work."""
     micro_batch_tokens: int = attrs.field(default=16384, validator=at_least(1), kw_only=True)
     """Tokens of a micro-batch, at most; one sequence may have more."""
     axes: frozenset[str] = attrs.field(default=frozenset({"dp", "tp", "pp"}), kw_only=True)
     """Parallel axes that its backend has."""
     shares_prompts: bool = attrs.field(default=False, kw_only=True)
-    """Its backend computes a prompt once for the sequences of a call that have it."""
+    """Whether its backend computes a prompt once for the sequences of a call that share it."""
     max_rollout_tp: int = attrs.field(default=MANY, validator=at_least(1), kw_only=True)
     """The largest tp of its engine."""
     max_rollout_pp: int = attrs.field(default=8, validator=at_least(1), kw_only=True)
     """The largest pp of its engine."""
     keeps_engine: bool = attrs.field(default=False, kw_only=True)
-    """The engine's weights and cache stay on the device while models train."""
+    """Whether the engine's weights and cache stay on the device while models train."""
     lent_params: int = attrs.field(default=0, kw_only=True)
-    """Parameters that a trainer on one rank, in the engine's dtype, keeps in its storage."""
+    """Number of parameters that a trainer on one rank, in the engine's dtype, shares with it."""
 
     @property
     def shape(self) -> ModelShape:
@@ -73,15 +73,11 @@ class PlannedModel:
         return self.settings.execution(self.trained)
 
     def takes(self, layout: ParallelLayout) -> bool:
-        """Return whether the backend takes a layout; what the shape itself allows is not checked
-        here.
-        """
+        """Return whether the backend supports a layout; limits of the shape are not checked."""
         return self.settings.takes(self.shape, layout)
 
     def logits_of_a_token(self, tp: int) -> float:
-        """Return the number of logits that one rank has for a token; 0 for a model without a policy
-        head.
-        """
+        """Return the logits that one rank has for a token; 0 for a model without a policy head."""
         if self.size.head != "policy":
             return 0.0
         return self.shape.vocab / (1 if self.execution.gathers_logits else tp)
@@ -111,20 +107,20 @@ class Workload:
 
     @cached_property
     def prompts_per_sequence(self) -> float:
-        """The prompts that models read in a step, over their sequences: 1 / G in groups of G."""
+        """Number of distinct prompts per sequence of a step: 1 / G in groups of G."""
         read = [task for task in self.tasks if task.verb != "generate"]
         sequences = sum(task.sequences * task.times for task in read)
         prompts = sum((task.prompts or task.sequences) * task.times for task in read)
         return prompts / sequences if sequences else 1.0
 
     def computed(self, model: PlannedModel) -> float:
-        """Return the tokens that a model's passes compute for a sequence, on average."""
+        """Return the average number of tokens that a model's passes compute for a sequence."""
         return self.prompt_tokens * self._share(model) + self.response_tokens
 
     def attended(self, model: PlannedModel) -> float:
-        """Return the tokens that a computed one attends to, on average.
+        """Return the average number of tokens that a computed token attends to.
 
-        Those of a prompt see half of it, and those of a response the prompt and half of the
+        A token of a prompt attends to half of it, one of a response to the prompt and half of the
         response: (s P^2 / 2 + R (P + R / 2)) / (s P + R), with s prompts for each sequence.
         """
         prompt, response = self.prompt_tokens, self.response_tokens

@@ -1,4 +1,4 @@
-"""From a TOML file to a finished run: settings are settled, then the run stages run."""
+"""Resolves a TOML file into jobs, then runs its run stages."""
 
 import lazy_loader
 

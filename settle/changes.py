@@ -1,7 +1,7 @@
-"""What a run that goes on may change of its configuration, and what it may not.
+"""The settings that a resumed run may change, and those that it may not.
 
-A run's folder holds its resolved settings. Those that decide what is learned stay as they were;
-where the run works, how fast, and how it is watched may change:
+A run's folder holds its resolved settings. Those that decide what is learned must stay the same;
+those of the devices, of speed and of reporting may change:
 
     run (but its seed), runtime, placement, pools, rollout, validation
     of a role: pool, layout, backend (but its adapters), generation, sync, optimizer, offload,
@@ -40,7 +40,7 @@ UNSET = object()
 
 @attrs.frozen
 class Change:
-    """A setting whose value is another than in the run's folder."""
+    """A setting whose value differs from that in the run's folder."""
 
     key: str
     before: Any
@@ -48,7 +48,7 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        """Return whether a run may go on with it."""
+        """Return whether a resumed run may have this change."""
         section, *inner = self.key.split(".")
         if section in SECTIONS:
             return section in FREE_SECTIONS and self.key != "run.seed"
@@ -86,7 +86,7 @@ def changes(job: Job) -> list[Change] | None:
 
 
 def _value(leaves: Mapping[str, Any], key: str) -> Any:
-    """Return the leaf at a key, or the table of those below it; UNSET where there is neither."""
+    """Return the leaf at a key, or the table of leaves below it; UNSET where there is neither."""
     if key in leaves:
         return leaves[key]
     prefix = f"{key}."
@@ -95,9 +95,9 @@ def _value(leaves: Mapping[str, Any], key: str) -> Any:
 
 
 def check_changes(job: Job) -> list[Change]:
-    """Return the allowed changes of a run that goes on, in the order of their keys.
+    """Return the changed settings of a resumed run, in the order of their keys.
 
-    Raises ConfigError with each one that is not allowed.
+    Raises ConfigError with all changes that are not allowed.
     """
     every = sorted(changes(job) or [], key=lambda change: change.key)
     refused = [change for change in every if not change.allowed]
@@ -114,7 +114,7 @@ def check_changes(job: Job) -> list[Change]:
 
 def _sections(job: Job) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key of each section and its settings."""
-    # What every job has
+    # Sections of every job
     yield "run", job.run
     yield from _plugin("runtime", job.runtime, job.runtime_config)
     yield "placement", job.placement
@@ -152,7 +152,7 @@ def _plugin(key: str, name: str, config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(key: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a config class, with those of the classes in it; all else is one leaf."""
+    """Yield the fields of a config instance and of those inside it; any other value is one leaf."""
     if not attrs.has(type(thing)):
         yield key, thing
         return
@@ -162,7 +162,7 @@ def _leaves(key: str, thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _differences(key: str, before: Any, now: Any) -> Iterator[Change]:
-    """Yield what differs; of two tables, each key by itself."""
+    """Yield the differences of two values; for tables, one for each key that differs."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for name in {**before, **now}:
             inner = (before.get(name, UNSET), now.get(name, UNSET))

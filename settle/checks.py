@@ -1,7 +1,8 @@
 """Checks across the sections of a job: combinations that cannot work, found before anything starts.
 
-Each check is a function of the job that yields (dotted key, what is wrong, was got, and is to do).
-It names the sections that it reads, and is left out when one of them has problems of its own.
+Each check is a function of the job that yields (dotted key, message); the message says what is
+wrong and how to repair it. A check names the sections that it reads, and is skipped when one of
+them has problems of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _reads(*sections: str) -> Callable[[Check], Check]:
 
 
 def cross_checks(job: Job, failed: set[str]) -> list[Problem]:
-    """List what does not fit together. `failed` are sections that have problems of their own."""
+    """Return the problems between sections. `failed` are sections with problems of their own."""
     return [
         Problem(key, text)
         for sections, check in CHECKS
@@ -89,8 +90,8 @@ def device(job: Job) -> Iterator[tuple[str, str]]:
 
 @_reads("run", "runtime")
 def cluster_device(job: Job) -> Iterator[tuple[str, str]]:
-    """A machine without a GPU does not decide for a cluster: it may be its head alone."""
-    # Where the workers run, nobody has looked.
+    """With a cluster, run.device is given if this machine, maybe only its head, has no GPU."""
+    # The machines of the workers have not been checked.
     here = job.run.device != "auto" or not runtime_settings(job.runtime_config).remote
     if not here and not torch.cuda.is_available():
         yield (
@@ -152,7 +153,7 @@ def _others(runtime: str) -> str:
 
 @_reads("pools", "roles", "algorithm")
 def unused_pools(job: Job) -> Iterator[tuple[str, str]]:
-    """Every pool has a role, or is the main one, where data and rewards live."""
+    """Every pool has a role, or is the main one, where data and rewards are."""
     used: set[str | None] = set()
     for model in job.models.values():
         used |= {model.pool, model.rollout_pool}
@@ -171,7 +172,7 @@ def able_devices(job: Job) -> Iterator[tuple[str, str]]:
     for role, model in job.models.items():
         spec = model.spec
 
-        # Plugin -> the devices that it says it works on.
+        # Plugin -> the devices in its capabilities.
         trainer = registry().training_capabilities(spec.backend)
         able = {f"training_backend {spec.backend}": trainer.devices}
         if spec.engine is not None:
@@ -355,7 +356,7 @@ def tokenizer(job: Job) -> Iterator[tuple[str, str]]:
             "tokenizer.characters or tokenizer.train",
         )
 
-    # What is given exists.
+    # A given folder must exist.
     if settings.path is not None and not Path(settings.path).is_dir():
         yield "tokenizer.path", f"there is no folder {settings.path!r}"
     try:

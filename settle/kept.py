@@ -1,4 +1,4 @@
-"""What a finished run leaves: its outcome, a checkpoint to go on from, and the trained models."""
+"""Results of a finished run in its folder: outcome, checkpoint to resume from, trained models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Done:
 
 
 def write_done(job: Job, done: Done) -> None:
-    """Say that the run is finished."""
+    """Write to the run's folder that the run is finished, and how."""
     (job.folder / DONE).write_text(json.dumps(attrs.asdict(done)))
 
 
@@ -41,7 +41,7 @@ def read_done(job: Job) -> Done | None:
 
 
 def results_of(job: Job) -> list[str]:
-    """List what is in the run's folder beside its mark, its lock and the logs of engines."""
+    """Return the names in the run's folder, without checkpoints, logs, lock and marks."""
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
@@ -49,18 +49,18 @@ def results_of(job: Job) -> list[str]:
 
 
 def to_train(job: Job, done: Done) -> bool:
-    """Return whether today's config has more steps, or a higher goal, than the finished run."""
+    """Return whether the present config has more steps, or a higher goal, than the finished run."""
     return done.step < job.run.steps and not goal_reached(job, done.validations)
 
 
 def to_export(job: Job, done: Done, export: bool) -> bool:
-    """Return whether models that should be exported (`export`) are not, or were removed."""
-    there = all((export_folder(job.folder, name) / CONFIG).is_file() for name in job.trained)
-    return export and not (done.exported and there)
+    """Return whether `export` is set and models are not exported yet, or were removed."""
+    complete = all((export_folder(job.folder, name) / CONFIG).is_file() for name in job.trained)
+    return export and not (done.exported and complete)
 
 
 def kept(job: Job) -> str:
-    """Write a line that says where a finished run's models are, and what it can go on from."""
+    """Return a line on where a finished run's models are, and whether it can be resumed."""
     exports = [export_folder(job.folder, name) for name in job.trained]
     written = [str(folder) for folder in exports if (folder / CONFIG).is_file()]
     steps = checkpoints_of(job).steps()

@@ -1,4 +1,4 @@
-"""A config from its file to the end of its last run stage."""
+"""Runs a config, from its file to the end of its last run stage."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def run(
 
     The last lines printed have the validation score after each run stage, and where the model is.
     With `resume`, finished run stages are skipped and the others go on from their last checkpoints;
-    `overwrite` deletes what earlier runs left. `stage` is run alone, from what the stages before it
-    have left.
+    `overwrite` deletes the folders of earlier runs. With `stage` that stage alone is run, from the
+    models of the finished stages before it.
     """
     # Everything that can be wrong in any run stage is checked before the first one starts.
     every = load_config(config, overrides)
@@ -80,7 +80,8 @@ def run(
         changed = _changes(jobs)
         done = [_still_done(*stage) for stage in zip(jobs, following, strict=True)]
     prepared = prepare_all(jobs)
-    # The first stage's rewards are tried once it has workers; the others would wait for hours.
+    # The first stage's rewards are tried once it has workers; those of later stages are tried here,
+    # as their errors would only show after hours.
     for job, ready, over in list(zip(jobs, prepared, done, strict=True))[1:]:
         if over is None:
             try_rewards(job, ready)
@@ -130,7 +131,7 @@ def run(
 
 
 def _place_of(jobs: list[Job], stage: str) -> int:
-    """Return the place of a run stage among the jobs. Raises ConfigError where there is none."""
+    """Return the index of a run stage among the jobs. Raises ConfigError where there is none."""
     names = [job.stage for job in jobs if job.stage is not None]
     if stage not in names:
         raise ConfigError(
@@ -161,7 +162,7 @@ def _refuse_begun_stages(job: Job, later: list[Job]) -> None:
 
 
 def _note_spinning(jobs: list[Job]) -> None:
-    """Say where threads spin because it is too late to have them wait."""
+    """Log a note where threads spin because it is too late to change that."""
     # Workers in processes of their own get the variable from their runtime.
     here = [job for job in jobs if _in_this_process(job)]
     if not all(wait_briefly(job.tables) for job in here):
@@ -189,12 +190,12 @@ def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> Non
 
 
 def _left_nothing(job: Job) -> bool:
-    """Return whether what ran in the job's folder ended before it made anything."""
+    """Return whether the run in the job's folder ended before it wrote any results."""
     return not results_of(job) and not checkpoints_of(job).steps()
 
 
 def _changes(jobs: list[Job]) -> list[list[Change]]:
-    """Return the allowed changes of each stage's settings. Raises ConfigError with all others."""
+    """Return the changed settings of each stage. Raises ConfigError with those not allowed."""
     changed = []
     problems: list[str] = []
     for job in jobs:
@@ -208,7 +209,7 @@ def _changes(jobs: list[Job]) -> list[list[Change]]:
 
 
 def _goes_on(job: Job, changed: list[Change]) -> str:
-    """Write what --resume does with a stage that is not finished."""
+    """Return a line on what --resume does with a stage that is not finished."""
     name = job.stage or job.name
     steps = checkpoints_of(job).steps()
     if not steps:
@@ -218,15 +219,15 @@ def _goes_on(job: Job, changed: list[Change]) -> str:
 
 
 def _exports(job: Job, later: list[Job]) -> bool:
-    """Return whether a run stage exports its models: it should, or a later one begins with them."""
+    """Return whether a run stage exports its models: by run.export, or for a later stage."""
     return job.run.export or any(other.follows_stage(job) for other in later)
 
 
 def _still_done(job: Job, later: list[Job]) -> Done | None:
     """Return how a run stage ended, or None if there is something to train or to export.
 
-    The config of today decides: more steps or a higher goal let a finished run go on. Raises
-    ConfigError where a later stage has begun with the models of before.
+    With more steps or a higher goal in the present config, a finished run goes on. Raises
+    ConfigError where that would replace models with which a later stage has begun.
     """
     done = read_done(job)
     if done is None:
@@ -236,7 +237,7 @@ def _still_done(job: Job, later: list[Job]) -> Done | None:
     if not more and not to_export(job, done, _exports(job, later)):
         return done
 
-    # What has begun with this stage's models would no longer be what it says.
+    # A later stage that has begun would no longer match the models it began with.
     prefix = f"stages.{job.stage}." if job.stage else ""
     begun = [
         other for other in later if other.follows_stage(job) and (other.folder / MARK).exists()
@@ -252,7 +253,7 @@ def _still_done(job: Job, later: list[Job]) -> Done | None:
 
 
 def _refuse_lost_run(job: Job) -> None:
-    """Raise ConfigError where a run has left results and no checkpoint: they would be replaced."""
+    """Raise ConfigError where a run has results but no checkpoint: they would be replaced."""
     results = results_of(job)
     if results and not checkpoints_of(job).steps():
         names = ", ".join(results[:4])

@@ -15,7 +15,7 @@ from hybridflow.settle.config.structure import Invalid, Problem
 
 
 def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = True) -> ModelSpec:
-    """Return `read_model`. Raises ModelError with what is missing."""
+    """Return `read_model` of the same arguments. Raises ModelError with everything missing."""
     try:
         return read_model(config, kind, role, weights)
     except Invalid as error:
@@ -25,7 +25,7 @@ def resolve_model(config: ModelConfig, kind: str, role: str, weights: bool = Tru
 def read_model(config: ModelConfig, kind: str, role: str, weights: bool = True) -> ModelSpec:
     """Read a model folder's config.json, or take the config that is given inline.
 
-    Without `weights` the folder needs a config.json, but no weights. Raises Invalid with what is
+    Without `weights` the folder needs a config.json, but no weights. Raises Invalid with everything
     missing, by key of the table `model`.
     """
     if (config.path is None) == (config.config is None):
@@ -55,7 +55,7 @@ def read_model(config: ModelConfig, kind: str, role: str, weights: bool = True) 
     if weights and not any(folder.glob("*.safetensors")):
         raise _invalid("path", f"{str(folder)!r} has no *.safetensors weights")
 
-    # The config is kept as it is: backends and engines read what they know of it.
+    # The config is kept unchanged: backends and engines read the fields that they know.
     try:
         fields = json.loads((folder / "config.json").read_text())
     except json.JSONDecodeError as error:
@@ -70,8 +70,8 @@ def _invalid(key: str, text: str) -> Invalid:
 def model_path(path: str, role: str) -> str:
     """Return the Hugging Face folder that a model.path means.
 
-    For the folder of a finished run it is what the run exported of this role, else of its actor, or
-    of the only one that it trained. Any other path is returned as it is.
+    For the folder of a finished run it is the run's export of this role, else of its actor, or of
+    the only role that it trained. Any other path is returned unchanged.
     """
     folder = Path(path)
     done = folder / DONE
@@ -90,7 +90,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _no_export(folder: Path) -> str:
-    """Say what to do with a run's folder that has no model of its own."""
+    """Return a message on how to use a run's folder that has no export."""
     stages = sorted(str(mark.parent) for mark in folder.glob(f"*/{MARK}"))
     if stages:
         return f"{str(folder)!r} is a run with stages; give one of them: {', '.join(stages)}"
@@ -102,7 +102,7 @@ def _no_export(folder: Path) -> str:
 
 
 def exported(model: ModelSpec, role: str) -> ModelSpec:
-    """Read the model as an earlier stage has exported it; a model of no stage is returned as it is.
+    """Read the model that an earlier stage has exported; any other model is returned unchanged.
 
     Raises ModelError where the export is missing.
     """

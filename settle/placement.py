@@ -31,16 +31,16 @@ def resolve_placed(
     """Resolve a configuration into jobs, and place those that say placement = "auto".
 
     `provenance` records which values came from the planner. Raises ConfigError with all problems.
-    For a job that names its cluster and does not fit on it these are the phase, the numbers, and
-    the nearest placement that fits.
+    For a job that does not fit on the cluster that it names, the problems state the phase, the
+    bytes, and the nearest placement that fits.
     """
     every, auto = without_places(tables)
     shadowed = shadowed_overrides(tables, provenance) if provenance is not None else []
-    # With placed stages, each stage has tables of its own: the common ones may differ by now.
+    # With placed stages, each stage gets tables of its own, as plans differ between stages.
     unplaced = whole(every) if auto else tables
     jobs = resolve_jobs(unplaced, name, problems=shadowed, unplaced=auto)
 
-    # A plan takes its place in the tables, which are then resolved as if it stood there by hand.
+    # A plan is written into the tables, which are then resolved as if it were written by hand.
     found: dict[str | None, list[Problem]] = {}
     for job in jobs:
         if job.stage not in auto:
@@ -51,7 +51,7 @@ def resolve_placed(
             found[job.stage] = [Problem("placement", text) for text in sentences(error)]
             continue
         replace_places(every[job.stage], settings)
-        # What the planner chose is recorded, so that `hybridflow show` can say so.
+        # The planner's values are recorded as such, for `hybridflow show`.
         if provenance is not None:
             own = {key: dict(value) for key, value in settings.items()}
             provenance.record(own if job.stage is None else {"stages": {job.stage: own}}, PLACED)
@@ -71,11 +71,11 @@ def resolve_placed(
 def without_places(
     tables: Mapping[str, Any],
 ) -> tuple[dict[str | None, dict[str, Any]], list[str | None]]:
-    """Drop the pools and sizes of the stages that say placement = "auto".
+    """Drop the pools and sizes of the stages that have placement = "auto".
 
     Returns (the tables of every stage, the names of those stages).
     """
-    # Copies, since forgetting works in place and the caller keeps its tables.
+    # Copies, since forget_places changes its argument.
     stages = stage_tables(tables)
     every = {stage: deepcopy(dict(own)) for stage, own in stages.items()}
     auto = [stage for stage, own in every.items() if says_auto(own)]
@@ -85,7 +85,7 @@ def without_places(
 
 
 def whole(every: dict[str | None, dict[str, Any]]) -> dict[str, Any]:
-    """Join the tables of all stages into those of one file without common tables."""
+    """Return the tables of one file with these stages and without common tables."""
     return every.get(None, {"stages": every})
 
 
@@ -114,7 +114,7 @@ def misfits(job: Job) -> list[str]:
     if job.placement.cluster is None:
         return []
     prefix = f"stage {job.stage}: " if job.stage else ""
-    # A planner without a cost model of this job has no opinion; the run goes on without.
+    # A planner without a cost model of this job cannot check it; the run starts unchecked.
     try:
         problems = planner_of(job).problems(job, job.placement.cluster)
         return [f"{prefix}placement: {problem}" for problem in problems]

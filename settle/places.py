@@ -1,6 +1,6 @@
-"""Places of models in the tables of a configuration: the pools, and the sizes of roles' layouts.
+"""Placement in the tables of a configuration: the pools, and the pools and layouts of roles.
 
-A planner's settings take the place of those that stand there.
+A planner's settings replace those of the configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def says_auto(tables: Mapping[str, Any]) -> bool:
 
 
 def replace_places(tables: Any, settled: Mapping[str, Any]) -> None:
-    """Put a plan's settings into the tables, in place.
+    """Put a plan's settings into the tables, which are changed.
 
     Pools and sizes are replaced. The other settings of an engine or a layout (grouping, keep,
     order) stay.
@@ -43,7 +43,7 @@ def replace_places(tables: Any, settled: Mapping[str, Any]) -> None:
 
 
 def forget_places(tables: Any) -> None:
-    """Drop [pools], and the pool and the sizes of every role's table, in place."""
+    """Drop [pools], and the pool and the sizes of every role's table; the tables are changed."""
     tables.pop("pools", None)
     places = {"layout": ("pp", "tp", "dp", "cp", "ep"), "generation": ("pp", "tp", "pool")}
 

@@ -20,9 +20,9 @@ METHODS = {
     "loss": "infer",
     "update": "train",
 }
-"""Worker method -> the step stage that it is work of."""
+"""Worker method -> the step stage to which it belongs."""
 SKIPPED = 1
-"""Number of first steps that are left out, because they include warm-up."""
+"""Number of first steps that are left out, because they include start-up work."""
 
 
 def predicted(job: Job) -> Comparison | None:
@@ -39,7 +39,7 @@ def predicted(job: Job) -> Comparison | None:
 
 
 class Comparison:
-    """An observer of a run: predicted seconds of a step and of each role's work, and measured."""
+    """An observer of a run that compares predicted with measured seconds, per step and per role."""
 
     def __init__(self, prediction: Prediction):
         self.prediction = prediction
@@ -68,7 +68,7 @@ class Comparison:
             f"({_off(self.prediction.seconds, step)})"
         ]
 
-        # Each role's work. What was not done in these steps has no time to compare.
+        # The work of each role, if it was done in these steps.
         for (role, verb), predicted in self.prediction.work.items():
             measured = statistics.median(_spent(times, role, verb) for times in steps)
             if measured:

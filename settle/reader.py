@@ -32,16 +32,16 @@ class Choice:
     name: str
     """The plugin's name, or its path to code."""
     found: Any
-    """The plugin's object. None: its requirements are not installed, and the run is meant for
-    another machine."""
+    """The plugin's class or function. None: its requirements are not installed, and the run is
+    meant for another machine."""
     config: Any
     """An instance of the plugin's config class. None: it has no settings."""
     good: bool = True
-    """False: some of its settings have problems, and defaults stand in for them."""
+    """Whether its settings are valid; otherwise `config` has defaults for those with problems."""
 
 
 class Reader:
-    """The tables of one run stage, with what is wrong with them.
+    """The tables of one run stage, with their problems.
 
     `problems` are those of all sections; `failed` are the sections that have one.
     With `elsewhere` the job will run on another machine: a plugin may lack its requirements here,
@@ -56,7 +56,7 @@ class Reader:
         self.problems: list[Problem] = []
         self.failed: set[str] = set()
 
-        # Sections are tables. What is not is taken out, so that later readers need no check.
+        # Sections are tables. Other values are taken out, so that later readers need no check.
         for name in SECTIONS:
             if name in self.tables and not isinstance(self.tables[name], Mapping):
                 value = self.tables.pop(name)
@@ -74,7 +74,7 @@ class Reader:
     def section(self, name: str, cls: type[T]) -> T:
         """Read [name] as an instance of `cls`.
 
-        Defaults stand in for what has problems, so that the other keys are still checked.
+        Keys with problems get their defaults, so that the other keys are still checked.
         """
         instance, problems = salvage(self.tables.get(name, {}), cls)
         if problems:
@@ -85,7 +85,7 @@ class Reader:
     def device(self) -> str:
         """The device of the models, "cpu" or "cuda".
 
-        "auto" is that of this machine, and of another machine CUDA.
+        "auto" is "cuda" where this machine has it, and for a job of another machine.
         """
         run = self.tables.get("run", {})
         device = run.get("device", "auto") if isinstance(run, Mapping) else "auto"
@@ -102,8 +102,8 @@ class Reader:
     ) -> Choice | None:
         """Choose the plugin that a table names by its `name`, else the default one of its kind.
 
-        `path` is the table's dotted key. `hf_config` are the fields of the model that it is for,
-        whose defaults may follow the device. None where there is no such plugin, with problems
+        `path` is the table's dotted key. `hf_config` are the fields of the model's config, on which
+        defaults may depend, as on the device. None where there is no such plugin, with problems
         noted.
         """
         # The name
@@ -178,7 +178,7 @@ class Reader:
             self.fail("algorithm", Problem("algorithm", text))
             return choice.name, None
 
-        # Where defaults stand in for bad settings, their contradictions would only confuse.
+        # If bad settings were replaced by defaults, contradictions with those would mislead.
         try:
             algorithm = choice.found(choice.config)
             problems = [problem for problem in algorithm.problems() if choice.good]
@@ -193,7 +193,7 @@ class Reader:
         return choice.name, algorithm
 
     def pools(self) -> dict[str, ResourcePool]:
-        """Read [pools], a table from pool names to devices per node, without those with problems.
+        """Return the pools of [pools] by name, without those with problems.
 
         `main = 4` is short for `main = [4]`. The default is one pool of one device.
         """
@@ -251,7 +251,7 @@ class Reader:
 def device_defaults(
     config_class: Any, device: str, hf_config: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the settings of a plugin whose default is another one on this device."""
+    """Return the defaults of a plugin's settings that depend on the device, for this device."""
     ask = getattr(config_class, "defaults_on", None)
     said = ask(device, hf_config) if ask is not None else {}
     # A class may derive from one of ours, and not have all of its settings.
@@ -267,8 +267,8 @@ def sentences(error: Exception) -> list[str]:
 def salvage(table: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Problem]]:
     """Make an instance of `cls` from a table that may have problems: (instance, problems).
 
-    Defaults stand in for the keys with problems. The instance is None where a key without a
-    default, or the class as a whole, has one. The problems' keys count from the table.
+    Keys with problems get their defaults. The instance is None where a key without a default, or
+    the class as a whole, has a problem. The problems' keys are relative to the table.
     """
     problems: list[Problem] = []
     instance = structure(table, cls, problems=problems)
@@ -282,15 +282,15 @@ def salvage(table: Mapping[str, Any], cls: type[T]) -> tuple[T | None, list[Prob
 
 
 def first_keys(problems: list[Problem]) -> set[str]:
-    """Return the keys of a table that its problems are about: of the key "b.c" it is `b`."""
+    """Return the keys of a table that have problems: for a problem of the key "b.c" it is `b`."""
     return {problem.key.partition(".")[0] for problem in problems}
 
 
 def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a table with its sub-table for the plugin that `name` names, and drop other plugins'.
 
-    With `name = "ppo"` in [algorithm], [algorithm.ppo] counts over [algorithm] itself, and
-    [algorithm.grpo] does not count.
+    With `name = "ppo"` in [algorithm], [algorithm.ppo] takes precedence over [algorithm] itself,
+    and [algorithm.grpo] is ignored.
     """
     # A table under a plugin's name is a sub-table, and any other value a setting.
     names = registry().names(kind)
@@ -304,7 +304,7 @@ def scoped(kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_scope(problem: Problem, kind: str, path: str) -> str:
-    """Add to an unknown key without a similar one that it may be meant for another plugin."""
+    """Return the problem, for an unknown key without a similar one with a hint on other plugins."""
     unknown = "." not in problem.key and problem.text.startswith("unknown key (")
     if unknown and len(registry().names(kind)) > 1:
         return f"{problem.text}; what is meant for another {kind} alone goes into [{path}.NAME]"

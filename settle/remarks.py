@@ -1,4 +1,4 @@
-"""What is legal in a job, and probably not meant. `hybridflow show` and each run print it."""
+"""Remarks on legal settings that are probably unintended. `hybridflow show` and runs print them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridflow.core.job.job import Job
 
 
 def remarks(job: Job) -> Iterator[str]:
-    """Legal settings that are probably unintended, a sentence each."""
+    """Yield a sentence for each legal setting that is probably unintended."""
     # Checkpoints that a run relies on, or never reaches.
     run = job.run
     if run.restarts and not 0 < run.checkpoint_every < run.steps:

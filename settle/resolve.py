@@ -15,8 +15,8 @@
                   |                                                 |
                   +------------------ a problem anywhere -----------+--> ConfigError
 
-A stage with `placement = "auto"` is resolved twice: once without pools and layouts, for the planner
-to look at, and once more with those that the planner has found.
+A stage with `placement = "auto"` is resolved twice: without pools and layouts for the planner, then
+with those that the planner has found.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def resolve_jobs(
 
     `problems` are those that the caller knows already. With `elsewhere` the jobs will run on
     another machine, and a plugin may lack its requirements here. `unplaced` are the stages whose
-    pools and layouts are still open.
+    pools and layouts are not decided yet.
 
     Raises ConfigError with the problems of all stages.
     """
@@ -126,7 +126,7 @@ def resolve_job(
     Problems go to the reader. A job whose reader has problems only serves to find more of them.
     `earlier` are the jobs of the stages before this one, None for those with problems.
     """
-    # The sections, each by itself.
+    # The sections, each separately.
     run = reader.section("run", RunSection)
     sampling = reader.section("sampling", SamplingSection)
     data = _seeded(reader.section("data", DataConfig), run.seed)
@@ -137,7 +137,7 @@ def resolve_job(
     texts = {"data": data, "tokenizer": tokenizer, "validation": validation_data}
     _check_texts(reader, {**texts, **more_data})
 
-    # The plugins, and where the models go.
+    # The plugins, and the placement of the models.
     runtime = reader.plugin("runtime", reader.tables.get("runtime", {}), "runtime")
     if runtime is None or not runtime.good:
         reader.failed.add("runtime")
@@ -289,7 +289,7 @@ def _validation(reader: Reader, seed: int) -> tuple[ValidationSection | None, Da
     problems: list[Problem] = []
     data = structure(table, DataConfig, problems=problems)
 
-    # What comes from [data] is reported there; here only what [validation.data] says itself.
+    # Problems of [data] are reported there; here only those of [validation.data] itself.
     for problem in problems:
         if first_keys([problem]) <= section.data.keys():
             reader.problems.append(problem.inside("validation.data"))

@@ -1,12 +1,12 @@
-"""Resolves an algorithm's roles: which model or reward, on which pool, in which layout and backend.
+"""Resolves an algorithm's roles: their models or rewards, pools, layouts, backends and engines.
 
 role's table, over the actor's  --RoleSection-->  section
                                                     |
      "reward" without a model                       |                any other role
     +-----------------------------------------------+---------------------------+
     v                                                                           v
-function, parts: reward_from          pool, model, layout, backend, engine: each by itself
-    |                                 then what each says of the others: sizes, axes, kinds
+function, parts: reward_from          pool, model, layout, backend, engine: each separately,
+    |                                 then against each other: sizes, axes, kinds
     v                                                                           v
 Rewards                                                                    PlacedModel
 """
@@ -55,13 +55,13 @@ MODEL_KEYS = (
 )
 """Keys of a role's table that only models have."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys of a model's config that say that it is a mixture of experts."""
+"""Keys of a model's config that mark it as a mixture of experts."""
 REWARD_KEYS = ("function", "parts", "options", "on_failure", "per_token")
 """Keys of a role's table that only reward functions have."""
 
 
 def inherits(role: Role) -> bool:
-    """Return whether the role takes what its own table leaves out from the actor's table."""
+    """Return whether the role takes settings that its own table lacks from the actor's table."""
     return role.kind in ("policy", "value") and role.name != "actor"
 
 
@@ -70,7 +70,7 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
 
     A role with a model of its own inherits nothing of the actor's model, and one with a backend of
     its own nothing of the actor's backend: settings of two models or backends are not mixed. A
-    reward's model takes the backend alone, so that it computes as precisely.
+    reward's model inherits the backend alone, so that it has the same precision.
     """
     own = dict(tables.get(role.name, {}))
     if not isinstance(tables.get("actor"), Mapping):
@@ -104,7 +104,7 @@ def role_table(tables: Mapping[str, Any], role: Role) -> dict[str, Any]:
 
 
 def _backend_of(actor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the actor's backend, without the adapters that it alone has, as a part of a table."""
+    """Return the actor's key `backend` as a table, without adapters, which no other role has."""
     backend = actor.get("backend")
     if isinstance(backend, Mapping):
         backend = {key: value for key, value in backend.items() if key != "lora"}
@@ -115,8 +115,8 @@ class RoleResolver:
     """Resolves roles one after the other; problems go to the reader.
 
     `earlier` are the jobs of the stages before this one, None for those with problems. `updates` is
-    the number of optimizer steps of the run, None where the algorithm does not say; `tokens` are
-    those of the longest prompt with the longest response, None where prompts have no limit.
+    the number of optimizer steps of the run, None where the algorithm does not state it; `tokens`
+    is the length of the longest prompt with the longest response, None where prompts have no limit.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RoleResolver:
             reader.fail("roles", Problem(role.name, text))
             return
 
-        # Defaults stand in for bad keys, so that the others are still checked.
+        # Keys with problems get their defaults, so that the others are still checked.
         section, problems = salvage(role_table(reader.tables, role), RoleSection)
         section = section or RoleSection()
         bad = first_keys(problems)
@@ -176,7 +176,7 @@ class RoleResolver:
     def _forget_inherited(self, name: str, own: Mapping[str, Any], before: int) -> None:
         """Drop a role's problems that come from the actor's table, where they are reported already.
 
-        The role's problems are those behind the first `before` of the reader's.
+        The role's problems are those of the reader after the first `before`.
         """
         # A problem is inherited if the actor has the same one, at a key that the own table lacks.
         problems = self.reader.problems
@@ -189,11 +189,11 @@ class RoleResolver:
         problems[before:] = own_problems
 
     def _note(self, role: Role, problems: Iterable[Problem]) -> None:
-        """Note problems whose keys count from the role's table."""
+        """Note problems whose keys are relative to the role's table."""
         self.reader.problems += [problem.inside(role.name) for problem in problems]
 
     def _contradictions(self, role: Role, own: Mapping[str, Any]) -> bool:
-        """Note the keys of a model's table that belong to reward functions, and whether any do."""
+        """Note keys of a model's table that belong to reward functions; return whether any do."""
         keys = [key for key in REWARD_KEYS if key in own]
         if role.kind == "reward":
             why = (
@@ -238,7 +238,7 @@ class RoleResolver:
     def _reward_problems(
         self, role: Role, own: Mapping[str, Any], section: RoleSection
     ) -> list[Problem]:
-        """List what contradicts itself in the table of a role that scores by functions."""
+        """Return the contradictions in the table of a role that scores by functions."""
         # One way to give the functions, and only one
         name = role.name
         problems = []
@@ -278,12 +278,12 @@ class RoleResolver:
     ) -> PlacedModel | None:
         """Resolve a role with a model; None where anything is wrong with it.
 
-        `bad` are the keys of its table with problems; what depends on them is not checked.
+        `bad` are the keys of its table with problems; checks that depend on them are skipped.
         """
         reader = self.reader
         kind = "score" if role.kind == "reward" else role.kind
 
-        # Each part by itself. A pool that [pools] has, but not here, is reported there.
+        # Each part separately. A pool of [pools] that has problems is reported there.
         pool = self.pools.get(section.pool)
         if pool is None and section.pool not in reader.tables.get("pools", {}):
             reader.note(f"{role.name}.pool", self._no_pool(section.pool))
@@ -304,7 +304,7 @@ class RoleResolver:
         if not backend.good or (engine and not engine.good):
             return None
 
-        # What the parts say of each other.
+        # The parts against each other.
         problems = [
             *self._backend_problems(backend, layout, kind),
             *_beyond(backend.name, layout, kind),
@@ -350,13 +350,13 @@ class RoleResolver:
         """Return a rollout engine with settings for the run's longest sequences, on a GPU."""
         if choice is None or self.tokens is None or self.reader.device == "cpu":
             return choice
-        # A config that says nothing of itself stays as it is.
+        # A config without EngineSettings stays unchanged.
         if not isinstance(choice.config, EngineSettings):
             return choice
         return attrs.evolve(choice, config=choice.config.up_to(self.tokens))
 
     def _optimizer(self, given: OptimizerConfig, problems: list[Problem]) -> OptimizerConfig | None:
-        """Return the optimizer, whose schedule ends with the run unless it says when it does."""
+        """Return the optimizer; without an end of its own, its schedule ends with the run."""
         try:
             return given.over(self.updates)
         except ValueError as error:
@@ -366,7 +366,7 @@ class RoleResolver:
     def _backend_problems(
         self, backend: Choice, layout: ParallelLayout, kind: str
     ) -> list[Problem]:
-        """Ask the backend's class what it cannot do; [] where it is not installed or not placed."""
+        """Return the backend's own problems with layout and kind; [] if not installed or placed."""
         if backend.found is None or self.reader.unplaced:
             return []
         try:
@@ -376,7 +376,7 @@ class RoleResolver:
         return [Problem("", text) for text in texts]
 
     def _no_pool(self, name: str) -> str:
-        """Write the sentence that no pool has this name."""
+        """Return the sentence that no pool has this name."""
         pools = ", ".join(self.pools) or "none"
         return f"there is no pool {name!r}{did_you_mean(name, self.pools)} (pools: {pools})"
 
@@ -385,8 +385,8 @@ class RoleResolver:
     ) -> Chosen | None:
         """Choose the transport of the weights.
 
-        None where no such plugin can be had or its settings are wrong. A transport that cannot
-        reach the pool `apart`, where the engines have one of their own, is returned too, and
+        None where there is no such plugin or its settings are wrong. `apart` is the pool of the
+        engines if they have one of their own; a transport that cannot reach it is returned too, and
         noted in `problems`.
         """
         name = table.get("name", AUTO)
@@ -418,7 +418,7 @@ class RoleResolver:
         layout: ParallelLayout,
         problems: list[Problem],
     ) -> GenerationLayout | None:
-        """Lay out the engine's replicas over the role's ranks, or over the pool of the engines.
+        """Return the engines' layout over the role's ranks, or over the engines' own pool.
 
         `apart` says whether the engine runs in a process of its own.
         """
@@ -438,7 +438,7 @@ class RoleResolver:
         if can.grouping == "consecutive":
             grouping = "consecutive"
 
-        # An engine that gives no view of its weights has nothing to compare.
+        # Weights can only be compared with an engine that gives views of its own.
         if role.sync.verify and not can.views:
             text = f"the engine {engine} gives no view of its weights to compare; leave it out"
             problems.append(Problem("sync.verify", text))
@@ -465,7 +465,7 @@ class RoleResolver:
             return None
 
     def _size_problems(self, spec: ModelSpec, layout: ParallelLayout) -> list[Problem]:
-        """List what in the model's config contradicts the layout, or is missing for training."""
+        """Return problems of the model's config with the layout, and what training lacks in it."""
         problems = []
         if not isinstance(spec.hf_config.get("vocab_size"), int):
             text = "the model's config needs vocab_size, the number of its embeddings"
@@ -492,7 +492,7 @@ class RoleResolver:
     def _from_stage(self, config: ModelConfig, kind: str, role: str) -> ModelSpec | None:
         """Resolve "stage:NAME/ROLE", the export of an earlier stage's role.
 
-        Before that stage has run, the model that it trains stands in for the checks. Without
+        Before that stage has run, the checks use the model that it begins with. Without
         "/ROLE" it is the role of the same name, else the first that is trained. Raises Invalid
         where there is no such stage or trained role; None where the stage itself has problems.
         """
@@ -535,7 +535,7 @@ class RoleResolver:
 
 
 def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[Problem]:
-    """List the axes and the kind of model that a training backend does not have."""
+    """Return problems: axes of the layout and a kind of model that a backend does not support."""
     can = registry().training_capabilities(backend)
     problems = []
     for axis, size in attrs.asdict(layout).items():
@@ -551,7 +551,7 @@ def _beyond(backend: str, layout: ParallelLayout, kind: str) -> list[Problem]:
 
 
 def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[Problem]:
-    """List a tensor parallel size that does not divide the attention heads."""
+    """Return problems of a tensor parallel size that does not divide the attention heads."""
     heads = spec.hf_config.get("num_attention_heads")
     if not isinstance(heads, int) or heads % tp == 0:
         return []
@@ -560,7 +560,7 @@ def _heads_problems(spec: ModelSpec, key: str, tp: int) -> list[Problem]:
 
 
 def _does_not_fit(role: str, asked: LayoutSection, pool: ResourcePool) -> str:
-    """Write that a layout does not fill its pool, with both remedies."""
+    """Return the sentence that a layout does not fill its pool, with the remedies."""
     inner = asked.tp * asked.pp * asked.cp
     world = pool.world
     # Devices that the layout would fill; without dp the next multiple of tp x pp x cp.
@@ -592,8 +592,11 @@ def _given(table: Mapping[str, Any], key: str) -> bool:
 
 
 def _mismatch_stop(spec: ModelSpec, backend: Any, engine: Any) -> float:
-    """Return by how many nats an engine may differ from the trainer, by the coarser precision."""
-    # Plugins may name their precision otherwise: they get the strictest limit.
+    """Return the nats by which an engine's logprobs may differ from the trainer's.
+
+    The coarser of the two precisions decides.
+    """
+    # Plugins may name their precision differently: they get the strictest limit.
     precision = getattr(backend, "precision", "fp32")
     dtype = getattr(engine, "dtype", "float32")
     if precision == "fp32" and dtype == "float32":

@@ -33,7 +33,7 @@ USUAL_ROLES = ("actor", "critic", "cost_critic", "ref", "reward", "cost", "teach
 
 
 def _token_biases(instance: Any, attribute: attrs.Attribute, value: dict[str, float]) -> None:
-    """Check that the keys are token ids and the biases in range. Raises ValueError."""
+    """Raise ValueError unless the keys are token ids and the biases are in range."""
     for token in value:
         # "07" would be token 7 a second time.
         if not token.isdecimal() or str(int(token)) != token:
@@ -52,7 +52,7 @@ class SamplingSection:
     max_tokens: int = setting(256, at_least(1))
     """Length limit of a response, in tokens."""
     temperature: float = setting(1.0, non_negative)
-    """Softmax temperature; 0 is greedy. The trainer's logprobs are at the same temperature."""
+    """Softmax temperature; 0 is greedy. The trainer computes logprobs at the same temperature."""
 
     # Tokens that may be sampled
     top_p: float = setting(1.0, fraction)
@@ -65,7 +65,7 @@ class SamplingSection:
     off."""
     logit_bias: dict[str, float] = attrs.field(factory=dict, validator=_token_biases)
     """Token id -> number that is added to its logit before the temperature, in validation too:
-    `{ "17" = -100.0 }` rules token 17 out. The trainer's logprobs are without it."""
+    `{ "17" = -100.0 }` excludes token 17. The trainer's logprobs do not include the bias."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end a response, in addition to the tokenizer's eos."""
 

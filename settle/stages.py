@@ -16,10 +16,10 @@ from hybridflow.settle.schema import SECTIONS
 STAGE = "stage:"
 """Prefix of a model.path that means the model of an earlier run stage: "stage:NAME/ROLE"."""
 ROLE = ((("model.path", "model.config"), ()), (("function", "parts", "model"), ("options",)))
-"""Groups of (alternatives, their companions) in a role's table. A stage that gives one of the
-alternatives drops the others, and the companions, of the file's table."""
+"""Groups of (alternatives, their companions) in a role's table. Where a stage gives one of the
+alternatives, the others and the companions in the file's table are dropped."""
 TOKENIZER = ((("path", "characters", "train"), ()),)
-"""The same for [tokenizer]."""
+"""Such groups for [tokenizer]."""
 
 
 def stage_tables(tables: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
@@ -44,7 +44,7 @@ def stage_tables(tables: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
 def overlay(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a stage's tables over the common ones.
 
-    Where one setting excludes another the stage's counts: a stage that gives model.path has no
+    Where one setting excludes another, the stage's is used: a stage that gives model.path has no
     model.config from the file.
     """
     base = dict(common)
@@ -106,9 +106,10 @@ def shadowed_overrides(tables: Mapping[str, Any], provenance: Provenance) -> lis
 
 
 def located_model(model: Mapping[str, Any], folder: Path, role: str) -> dict[str, Any]:
-    """Return a role's table `model` with the folder that its path means in its place.
+    """Return a role's table `model` with its path resolved to a model folder.
 
-    folder: of the stage whose role it is; those of earlier stages are beside it.
+    The path may be "stage:NAME/ROLE" or the folder of a run. folder: that of the stage whose role
+    it is; those of earlier stages are beside it.
     """
     located = deepcopy(dict(model))
     path = located.get("path")
@@ -135,7 +136,7 @@ def tokenizer_folder(
     """
     for name in ("actor", "reward", *tables):
         table = tables.get(name)
-        # Nothing of the tables has been checked yet: each level may be anything.
+        # The tables have not been checked yet: each level may be anything.
         model = table.get("model") if isinstance(table, Mapping) else None
         path = model.get("path") if isinstance(model, Mapping) else None
         if not isinstance(path, str):

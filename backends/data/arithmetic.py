@@ -56,7 +56,7 @@ class ArithmeticSource(DataSource):
 
 
 def _problems(options: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the options, all at once."""
+    """Return all problems of the options."""
     split = options["split"]
     held_out = options["held_out"]
     seed = options["split_seed"]

@@ -19,7 +19,7 @@ def data_path(config: DataConfig) -> Path:
 
     path = Path(config.path)
     if not path.exists():
-        # Of the folders above, "/" or "." always exists.
+        # The search ends, since "/" or "." always exists.
         parents = (path.parent, *path.parent.parents)
         parent = next(folder for folder in parents if folder.exists())
         # Files of its kind come first; eight names show which folder it is.
@@ -36,7 +36,7 @@ def data_path(config: DataConfig) -> Path:
 def data_file(config: DataConfig, endings: tuple[str, ...], others: str) -> Path:
     """Return data.path, a file with at least one byte and one of these endings.
 
-    others: what to do about a path of another kind, for messages. Raises DataError.
+    others: the remedy for a path of another kind, for messages. Raises DataError.
     """
     path = data_path(config)
     if path.is_dir():
@@ -45,7 +45,7 @@ def data_file(config: DataConfig, endings: tuple[str, ...], others: str) -> Path
             f"{others}"
         )
 
-    # Whether letters are capital makes no difference: Rows.JSONL is read too.
+    # Endings are compared without case: Rows.JSONL is read too.
     if not path.name.lower().endswith(endings):
         raise DataError(
             f"data.path: {str(path)!r} does not end in {' or '.join(endings)}, which is what "

@@ -62,7 +62,7 @@ class DatasetsSource(DataSource):
 
 
 def _one_split(data: Any, split: str, path: Path) -> Any:
-    """Return the split of that name. Raises DataError, with the names there are."""
+    """Return the split of that name. Raises DataError, with the existing names."""
     names = ", ".join(data)
     if not split:
         raise DataError(

@@ -56,7 +56,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
                 if not line.strip():
                     continue
 
-                # A byte order mark may stand before the first line.
+                # There may be a byte order mark before the first line.
                 encoding = "utf-8-sig" if number == 1 else "utf-8"
                 rows.append(_parse(line.decode(encoding), f"{path}, line {number}"))
 

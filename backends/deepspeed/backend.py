@@ -11,8 +11,8 @@ part is described by boxes. A parameter of shape [3, 4] on two ranks:
      4  5 | 6  7       rank 1 holds elements 6 to 11:  boxes [1:2, 2:4] and [2:3, 0:4]
      8  9 10 11
 
-This module is imported to check a config, so what takes seconds to import is imported where it is
-used.
+This module is imported to check a config, so modules that take seconds to import are imported where
+they are used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeepSpeedBackend(TrainingBackend):
 
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
-        """List settings that cannot work: stage 1 in bf16, and adapters without peft."""
+        """Return problems of the settings: stage 1 in bf16, and adapters without peft."""
         problems = []
         if config.precision == "bf16" and config.stage == 1:
             problems.append(
@@ -52,7 +52,7 @@ class DeepSpeedBackend(TrainingBackend):
         return problems + lora_problems(config.lora)
 
     def build(self) -> None:
-        """Cut a model without memory in stage 3, read this rank's values, and make the engine."""
+        """Build the model (on meta for stage 3, then cut it), read its values, make the engine."""
         from hybridflow.kit.huggingface.loading import allocate, move_buffers
 
         config = self.config
@@ -130,7 +130,7 @@ class DeepSpeedBackend(TrainingBackend):
             yield canonical(name), parameter
 
     def _cut_module(self) -> None:
-        """Give each parameter memory for this rank's part alone, through DeepSpeed's zero.Init."""
+        """Allocate only this rank's part of each parameter, by DeepSpeed's zero.Init."""
         deepspeed = _import_deepspeed(self.context.device)
         whole = _OneByOne(self.module, self.context.device, self._dtype)
         deepspeed.zero.Init(module=whole, config_dict_or_path=self._settings(), dtype=self._dtype)
@@ -217,7 +217,7 @@ class DeepSpeedBackend(TrainingBackend):
                 "pin_memory": on_gpu,
             }
 
-        # The sizes of batches are formal: the caller runs the micro-batches and calls the step.
+        # The sizes of batches have no effect: the caller runs the micro-batches and calls the step.
         settings: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -282,7 +282,7 @@ class DeepSpeedBackend(TrainingBackend):
         self.residence.changed()
         self._has_gradients = False
 
-        # DeepSpeed skips the update on an overflow, and its norm then means nothing.
+        # DeepSpeed skips the update on an overflow, and its norm is then meaningless.
         norm = float("inf")
         if not self.zero.overflow:
             norm = float(self.engine.get_global_grad_norm())
@@ -298,7 +298,7 @@ class DeepSpeedBackend(TrainingBackend):
         return {name: values for name, values in self._named.items() if name not in adapters}
 
     def layout(self) -> WeightLayout:
-        """Return what each rank holds: a part of each parameter in stage 3, else everything."""
+        """Return each rank's boxes: a part of each parameter in stage 3, else everything."""
         world = self.context.layout.world
         params = {}
         for name in self._model():
@@ -314,7 +314,7 @@ class DeepSpeedBackend(TrainingBackend):
         return self._form.layout(whole)
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
-        """Yield what this rank holds; with adapters a LazyShard, which merges them when read.
+        """Yield this rank's shards; with adapters a LazyShard, which merges them when read.
 
         A collective call with adapters.
         """
@@ -330,7 +330,7 @@ class DeepSpeedBackend(TrainingBackend):
             yield name, box, shard
 
     def _held(self, names: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Yield views of what this rank stores of these parameters, adapters not merged."""
+        """Yield views of this rank's stored shards of these parameters, adapters not merged."""
         for name in names:
             parameter = self._named[name]
             shape = self._shapes[name]
@@ -392,8 +392,8 @@ class DeepSpeedBackend(TrainingBackend):
     ) -> torch.Tensor:
         """Return a whole parameter with its adapters merged, bit for bit as engines get it.
 
-        Stage 3 merges box by box, as the ranks do for engines: another shape of the product may
-        round otherwise.
+        Stage 3 merges box by box, as the ranks do for engines: a product of another shape may round
+        differently.
         """
         if self._adapters is None or name not in self._adapters.of:
             return whole
@@ -479,7 +479,7 @@ class DeepSpeedBackend(TrainingBackend):
         save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, and make the model's weights of the masters.
+        """Restore the files of `save`, and set the model's weights from the masters.
 
         Raises CheckpointError when it cannot be read.
         """
@@ -544,7 +544,7 @@ class DeepSpeedBackend(TrainingBackend):
     # --- memory ---
 
     def offload(self, parts: Sequence[str] = PARTS) -> None:
-        """Move parts to the host; what DeepSpeed keeps there stays."""
+        """Move parts to the host; those that DeepSpeed keeps there stay."""
         if self.context.device.type != "cpu":
             self._release_gathered()
             self.residence.offload(parts)
@@ -555,12 +555,12 @@ class DeepSpeedBackend(TrainingBackend):
             self.residence.onload(parts)
 
     def _release_gathered(self) -> None:
-        """Give back whole parameters that stage 3 has gathered ahead."""
+        """Free the whole parameters that stage 3 has prefetched."""
         if self._sharded:
             self.zero.empty_partition_cache()
 
     def _weight_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the weights, of stage 3 this rank's parts and what is kept whole; and buffers."""
+        """Yield buffers and weights: in stage 3 this rank's parts, and parameters kept whole."""
         for parameter in self._named.values():
             yield parameter.data
             if self._sharded:
@@ -571,7 +571,7 @@ class DeepSpeedBackend(TrainingBackend):
         """Yield masters and moments."""
         if self.optimizer_config is None:
             return
-        # Flat buffers, of each group of parameters.
+        # The flat buffers of each group of parameters.
         if self._sharded:
             yield from self.zero.fp32_partitioned_groups_flat
         else:
@@ -580,7 +580,7 @@ class DeepSpeedBackend(TrainingBackend):
             yield from (value for value in moments.values() if isinstance(value, torch.Tensor))
 
     def _gradient_buffers(self) -> Iterator[torch.Tensor]:
-        """Yield DeepSpeed's buffers of gradients, whose values nobody needs between updates."""
+        """Yield DeepSpeed's buffers of gradients, whose values are not needed between updates."""
         if self.optimizer_config is None:
             return
         for bucket in self.zero.ipg_buckets.values():
@@ -591,7 +591,7 @@ class DeepSpeedBackend(TrainingBackend):
 
 
 class _OneByOne(torch.nn.Module):
-    """Gives a module's parameters memory one by one, as DeepSpeed walks over them to cut them."""
+    """Allocates a module's parameters one by one while DeepSpeed iterates over them to cut them."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype):
         super().__init__()
@@ -604,9 +604,9 @@ class _OneByOne(torch.nn.Module):
                     self._places.setdefault(parameter, []).append((owner, key))
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
-        """Yield parameters with memory, which stand in the module in place of those on meta."""
+        """Yield allocated parameters, which replace the module's parameters on meta."""
         for parameter, places in self._places.items():
-            # Any values: those of the folder are read after the cut.
+            # Undefined values: those of the folder are read after the cut.
             memory = torch.empty(parameter.shape, device=self._device, dtype=self._dtype)
             real = torch.nn.Parameter(memory, requires_grad=parameter.requires_grad)
             # Tied names keep one parameter.

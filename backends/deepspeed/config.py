@@ -51,7 +51,7 @@ class DeepSpeedConfig(KnownSettings):
     """Train low-rank adapters instead of the model's own weights; needs peft."""
     zero: dict[str, Any] = attrs.field(factory=dict)
     """Further settings of DeepSpeed's "zero_optimization", named as in its documentation; they
-    override what the settings above put there."""
+    override those that follow from the settings above."""
 
     def __attrs_post_init__(self):
         if self.offload_parameters and self.stage != 3:

@@ -1,7 +1,7 @@
 """FSDP2 (torch.distributed.fsdp.fully_shard) on Hugging Face models, with tensor parallelism.
 
 A single rank in float32 without offload runs the plain module: the same numbers, without FSDP's
-hooks. Checking a config imports this module, so slow imports stand where they are used.
+hooks. Checking a config imports this module, so slow imports are made where they are used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FSDPBackend(TrainingBackend):
     """The optimizer of this rank's shards; None for a frozen role."""
 
     residence: Residence
-    """Where this rank's weights and optimizer state are while others use the device."""
+    """Moves this rank's weights and optimizer state between device and host."""
 
     _hf_config: Any
     """The Hugging Face config of the model, for exports."""
@@ -68,7 +68,7 @@ class FSDPBackend(TrainingBackend):
 
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
-        """Check that replicas divide dp, and that LoRA has tp 1 and peft."""
+        """Return problems: replicas that do not divide dp, LoRA with tp > 1 or without peft."""
         problems = []
         if layout.dp % config.replicas:
             problems.append(
@@ -83,7 +83,7 @@ class FSDPBackend(TrainingBackend):
         return problems + lora_problems(config.lora)
 
     def build(self) -> None:
-        """Shard a model without memory, read this rank's shards, and give it an optimizer."""
+        """Build the model on meta, shard it, read this rank's shards, and make the optimizer."""
         self._build_module()
         self._shard_module()
         self._read_weights()
@@ -117,7 +117,7 @@ class FSDPBackend(TrainingBackend):
         self.module = RoleModel(hf, self.model_spec.kind)
         self.module.requires_grad_(trained)
 
-        # Adapters freeze the model again, all but themselves.
+        # With adapters the model itself is frozen again.
         self._adapters = None
         if lora is not None:
             from hybridflow.kit.huggingface.lora import Adapters
@@ -153,7 +153,7 @@ class FSDPBackend(TrainingBackend):
         home = torch.device("cpu") if config.cpu_offload else context.device
         allocate(self.module, home)
 
-        # Models without a list of layers are left as they are.
+        # Models without a list of layers are not compiled.
         if config.compile:
             for layer in getattr(self.module.hf.base_model, "layers", []):
                 layer.compile()
@@ -187,7 +187,7 @@ class FSDPBackend(TrainingBackend):
         fill(parts(), self.model_spec, self._dtype)
 
     def _build_optimizer(self) -> None:
-        """Give a trained role AdamW over this rank's shards of what has gradients."""
+        """Make AdamW over this rank's shards of parameters with gradients, for a trained role."""
         from hybridflow.backends.fsdp import sharding
         from hybridflow.backends.fsdp.optimizer import ShardedAdamW
 
@@ -214,9 +214,10 @@ class FSDPBackend(TrainingBackend):
             yield canonical(name), parameter
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what the checkpoint has beside parameters, under its names; each rank has it whole.
+        """Yield the buffers of the checkpoint by canonical name; they are whole on each rank.
 
-        No step changes it: the bias by which a router chooses its experts (deepseek_v3, glm4_moe).
+        No step changes them. Such is the bias by which a router chooses its experts (deepseek_v3,
+        glm4_moe).
         """
         from hybridflow.kit.huggingface.modeling import canonical, saved_buffers
 
@@ -242,14 +243,14 @@ class FSDPBackend(TrainingBackend):
         needs: Sequence[str],
         temperature: float = 1.0,
     ) -> list[dict[str, torch.Tensor]]:
-        """Compute the outputs, then free what FSDP gathered for them."""
+        """Compute the outputs, then free the weights that FSDP gathered for them."""
         with torch.no_grad():
             outputs = [self.module(micro, needs, temperature) for micro in micros]
         self._reshard()
         return outputs
 
     def _reshard(self) -> None:
-        """Free gathered weights: without a backward they would stay, and grow stale."""
+        """Free gathered weights: without a backward pass they would stay, and become outdated."""
         for module in self._gathered:
             module.reshard()
 
@@ -272,9 +273,9 @@ class FSDPBackend(TrainingBackend):
     def _set_last(self, last: bool) -> None:
         """Sum gradients over HSDP's replicas once, after the last micro-batch.
 
-        Inside a replica every micro-batch reduces and cuts them: unreduced, those of the whole
-        model would add up on every rank. Before the last, weights that may stay gathered
-        (reshard_after_forward = false) do.
+        Inside a replica every micro-batch reduce-scatters them, since otherwise every rank would
+        hold the gradients of the whole model. Before the last micro-batch, weights stay gathered if
+        reshard_after_forward is false.
         """
         # The root passes the settings on to the modules below it, the second where it recurses.
         if self._gathered:
@@ -293,7 +294,7 @@ class FSDPBackend(TrainingBackend):
         lr = config.lr_at(self.version)
         norm = self.optimizer.grad_norm(self.context.layout.world, self.context.device)
 
-        # No step with gradients that are NaN or infinite
+        # There is no step with gradients that are NaN or infinite
         if norm < float("inf"):
             clip = config.max_grad_norm and norm > config.max_grad_norm
             scale = 1.0
@@ -334,7 +335,7 @@ class FSDPBackend(TrainingBackend):
         for name, parameter in self._model().items():
             box = self._boxes[name][self.context.rank]
             local = self._local(parameter)
-            # A rank may hold nothing of a small parameter.
+            # A rank's part of a small parameter may be empty.
             if not box.numel:
                 continue
             if self._adapters:
@@ -421,7 +422,7 @@ class FSDPBackend(TrainingBackend):
     def _state(self) -> Iterator[StatePart]:
         """Yield this rank's weights and moments for a checkpoint.
 
-        Under LoRA only what is trained counts: the rest is in the model's own folder.
+        Under LoRA only trained parameters are saved: the others are in the model's own folder.
         """
         rank = self.context.rank
         moments = self.optimizer.moments() if self.optimizer is not None else {}
@@ -431,7 +432,7 @@ class FSDPBackend(TrainingBackend):
             shape = tuple(parameter.shape)
             box = self._boxes[name][rank]
             yield StatePart(f"model.{name}", shape, box, self._local(parameter))
-            # Parameters of which this rank holds nothing have no moments.
+            # Parameters whose part on this rank is empty have no moments.
             for moment, values in moments.get(name, {}).items():
                 yield StatePart(f"optimizer.{moment}.{name}", shape, box, values)
 
@@ -445,7 +446,7 @@ class FSDPBackend(TrainingBackend):
         )
 
     def load(self, folder: Path) -> None:
-        """Read the shards of this layout, whatever layout or backend wrote them."""
+        """Read the shards of this layout from files of any layout or backend."""
         self.version = load_state(self._state(), folder, self.context.role)
         self.residence.changed()
         if self.optimizer is not None:
@@ -499,6 +500,6 @@ class FSDPBackend(TrainingBackend):
         yield from self.module.buffers()
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the optimizer's state, which there is from the first step on."""
+        """Yield the optimizer's state, which exists from the first step on."""
         if self.optimizer is not None:
             yield from self.optimizer.state()

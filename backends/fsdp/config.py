@@ -33,7 +33,7 @@ class FSDPConfig(KnownSettings):
     """Recompute each layer's activations in the backward pass: less memory for about a third more
     time. On CUDA it is off for models of at most 0.5 billion parameters."""
     cpu_offload: bool = False
-    """FSDP2's CPUOffloadPolicy: shards of weights, gradients and optimizer live on the CPU all the
+    """FSDP2's CPUOffloadPolicy: shards of weights, gradients and optimizer are on the CPU all the
     time."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass (as ZeRO-3 does). False keeps them

@@ -1,7 +1,7 @@
-"""Whole parameters put together from the ranks' shards, by few collectives.
+"""Gathers whole parameters from the ranks' shards, by few collectives.
 
-Parameters travel in buckets. Each bucket is one all-gather of flat rows, one row per rank, in
-which a rank's shards of the bucket's parameters stand one behind the other:
+Parameters are gathered in buckets. Each bucket is one all-gather of flat rows, one row per rank, in
+which a rank's shards of the bucket's parameters are concatenated:
 
     rank 0   | shard of a | shard of b | padding |
     rank 1   | shard of a | shard of b           |
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridflow.core.values.weights import Box
 
 BUCKET_BYTES = 64 << 20
-"""Bytes of whole parameters that one collective brings, unless a single one is larger."""
+"""The most bytes of whole parameters in one collective, unless a single parameter is larger."""
 
 # torch 2.13 renamed it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +28,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 @attrs.frozen(eq=False)
 class ShardedParameter:
-    """One parameter as a rank sees it: its own shard, and every rank's box."""
+    """One parameter on a rank: its own shard, and every rank's box."""
 
     name: str
     """The canonical name."""
@@ -49,7 +49,7 @@ def whole_parameters(
     """Yield (name, whole tensor) in the order of `pieces`, on every rank of `group`. Collective.
 
     `ranks` are the group's ranks in order; together they hold all elements. A tensor is valid
-    until the next one is asked for.
+    until the next one is yielded.
     """
     for bucket in _buckets(pieces):
         # Every parameter continues in each row where the one before ended.
@@ -78,7 +78,7 @@ def _exchange(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Return for every rank a flat row with its shards of the bucket, one behind the other."""
+    """Return for every rank a flat row with its shards of the bucket, concatenated."""
     # Rows have equal lengths: that of the rank which holds most, padded with zeros.
     lengths = dict.fromkeys(ranks, 0)
     for piece in bucket:

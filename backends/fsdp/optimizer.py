@@ -20,8 +20,8 @@ from hybridflow.kit.checkpoint import MOMENTS
 class ShardedAdamW:
     """torch.optim.AdamW over views of the parameters' storage.
 
-    Call `relink` after that storage has moved. `copies` says for each parameter on how many ranks
-    each of its elements stands.
+    Call `relink` after that storage has moved. `copies` has for each parameter the number of ranks
+    that hold each of its elements.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -44,7 +44,7 @@ class ShardedAdamW:
             if local(parameter).numel():
                 self.shards[name] = nn.Parameter(local(parameter.detach()))
 
-        # A rank may hold no element at all, and torch refuses an empty list.
+        # All shards of a rank may be empty, and torch refuses an empty list.
         self._adamw = torch.optim.AdamW(
             self.shards.values() or [torch.zeros(0)],
             lr=config.lr,
@@ -119,7 +119,7 @@ class ShardedAdamW:
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return this rank's part of exp_avg and exp_avg_sq by parameter, as views to write into.
 
-        They are zeros before the first step. Parameters of which this rank holds nothing are left
+        They are zeros before the first step. Parameters whose part on this rank is empty are left
         out.
         """
         moments = {}

@@ -6,7 +6,7 @@ from hybridflow.core.plugins import Descriptor, hookimpl
 CAPABILITIES = TrainingCapabilities(
     axes=frozenset({"dp", "tp"}),
 )
-"""What the backend can do; read without importing it."""
+"""The backend's capabilities, which are read without importing it."""
 
 
 @hookimpl

@@ -44,7 +44,7 @@ ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
 def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> DeviceMesh:
     """Return the mesh with axes replicate (if replicas > 1), shard and tp (if tp > 1).
 
-    Ranks stand in the layout's own order. Roles of one process with the same shape share a mesh,
+    Ranks are in the layout's own order. Roles of one process with the same shape share a mesh,
     since each of its process groups costs threads, or memory of the GPU.
     """
     shard = layout.dp // replicas
@@ -81,7 +81,7 @@ def _shared_mesh(
     device: str,
     world: dist.ProcessGroup,
 ) -> DeviceMesh:
-    """Make a mesh once per process; `world` keys the cache, for a new job makes new groups."""
+    """Return a mesh, cached per process. `world` is part of the key: a new job has new groups."""
     return DeviceMesh(device, torch.tensor(ranks).view(shape), mesh_dim_names=names)
 
 
@@ -115,21 +115,21 @@ def _shared_groups(
     members: tuple[tuple[int, ...], ...],
     world: dist.ProcessGroup,
 ) -> list[dist.ProcessGroup]:
-    """Make process groups once per process; `world` keys the cache, as in `_shared_mesh`."""
+    """Return process groups, cached per process; `world` is a part of the key (`_shared_mesh`)."""
     return [dist.new_group(list(ranks)) for ranks in members]
 
 
 def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
     """Cut Llama-like layers as Megatron does (arXiv:1909.08053), embedding and head by vocabulary.
 
-    Raises ModelError for a model of another build, or one whose sizes tp does not divide.
+    Raises ModelError for a model with other layers, or one whose sizes tp does not divide.
     """
     config = model.hf.config
     trunk = model.hf.base_model
     tp = mesh.size()
     policy = model.kind == "policy"
 
-    # Refuse models of another build, and sizes that do not divide.
+    # Refuse models with other layers, and sizes that do not divide.
     layers = getattr(trunk, "layers", None)
     linear = (*COLWISE, *ROWWISE)
     if layers is None or not all(_has(layers[0], name) for name in linear):
@@ -169,7 +169,7 @@ def _has(module: nn.Module, path: str) -> bool:
 def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> list[FSDPModule]:
     """Shard the model in place; return the modules that FSDP gathers one by one, the root last.
 
-    These are the large layers, and the root with all that is left. The root's weights stay
+    These are the large layers, and the root with all other parameters. The root's weights stay
     gathered until the backward pass, which begins with them.
     """
     options: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> list[F
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
 
-    # Layers are sharded before the root, which takes what is left.
+    # Layers are sharded before the root, which gets the other parameters.
     large: list[nn.Module] = []
     for layer in getattr(model.hf.base_model, "layers", []):
         if sum(p.numel() for p in layer.parameters()) >= config.wrap_min_parameters:
@@ -249,7 +249,7 @@ def copies(
     layout: ParallelLayout,
     replicas: int,
 ) -> int:
-    """Return on how many ranks of the layout each element of a parameter stands."""
+    """Return the number of ranks of the layout that hold each element of a parameter."""
     # An axis that does not cut the parameter copies it.
     axes = _sharded_axes(parameter)
     shards = 1

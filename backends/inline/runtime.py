@@ -1,6 +1,6 @@
 """The inline runtime: everything runs in the calling process.
 
-A breakpoint in a worker just works, and nothing has to start. One rank runs in the caller's thread.
+Breakpoints in workers work, and no process must be started. One rank runs in the caller's thread.
 Several ranks get a thread each, since calls that wait for one another would deadlock otherwise;
 torch.distributed has one state per process, so they have no collectives. Models therefore run on
 one rank here, or under the runtime `ray`.
@@ -36,8 +36,8 @@ class InlineConfig(RuntimeSettings):
     """Number of threads of torch's operators. 0 leaves torch's own choice."""
     spin: bool = False
     """Whether these threads spin for milliseconds while they wait for each other. By default they
-    spin briefly and sleep: beside other work that is several times as quick. It must be
-    known before torch is imported, which the `hybridflow` command sees to."""
+    spin briefly and then sleep, which is several times faster beside other work. It must be set
+    before torch is imported, as the `hybridflow` command does."""
 
 
 class InlineStore:
@@ -99,7 +99,7 @@ class InlineRuntime(Runtime):
     def __init__(self, config: InlineConfig | None = None):
         super().__init__(config or InlineConfig())
 
-        # Handles mean the same to every InlineStore: they hold the arrays themselves.
+        # Handles are valid in every InlineStore: they hold the arrays themselves.
         self.store = InlineStore()
         self.processes: list[InlineProcess] = []
 
@@ -113,7 +113,7 @@ class InlineRuntime(Runtime):
         os.environ.update(environment)  # before any worker is made, which may read it
         processes = [InlineProcess(pool, rank) for rank in range(pool.world)]
 
-        # Only a rank alone can join a process group: there is one per process.
+        # Only a single rank can join a process group: there is one per process.
         if pool.world == 1:
             processes[0].host.join(None, device)
 
@@ -121,7 +121,7 @@ class InlineRuntime(Runtime):
         return list(processes)  # for the type: a list[InlineProcess] is no list[Process]
 
     def wait(self, reply: Future) -> tuple[bytes, Sequence[Any], bool]:
-        """Wait for a call of a rank's thread; a rank alone has run it already."""
+        """Wait for a call of a rank's thread; a single rank has run it already."""
         return reply.result()
 
     def check_alive(self) -> None:

@@ -10,8 +10,8 @@ A pass, on every rank; role_outputs (outputs.py) runs on the last pipeline stage
                               v         |
                        other pipeline stages
 
-This module is imported to check a config, so what takes seconds to import is imported where it is
-used.
+This module is imported to check a config, so modules that take seconds to import are imported where
+they are used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hybridflow.kit.offload import Residence
 Finish = Callable[[int, dict[str, torch.Tensor]], torch.Tensor]
 """(index of the micro-batch, outputs) -> a scalar; called on the last pipeline stage."""
 Input = tuple[torch.Tensor, torch.Tensor, Any]
-"""(ids [1, tokens], the place of each row's first token [rows], PackedSeqParams)."""
+"""(ids [1, tokens], the index of each row's first token [rows], PackedSeqParams)."""
 Master = tuple[int, torch.Tensor, dict[str, Any]]
 """(first element in the flat parameter, float32 masters, AdamW's state) on this rank."""
 
@@ -54,7 +54,7 @@ class MegatronBackend(TrainingBackend):
 
     @classmethod
     def problems(cls, config, layout, kind) -> list[str]:
-        """List settings that have no meaning without pp or tp."""
+        """Return problems: settings that have no effect without pp or tp."""
         problems = []
         if config.virtual_stages > 1 and layout.pp == 1:
             problems.append(
@@ -85,7 +85,7 @@ class MegatronBackend(TrainingBackend):
         from hybridflow.kit.huggingface import loading
         from hybridflow.kit.huggingface.modeling import hf_config
 
-        # The model's config in both libraries' terms, and where each canonical parameter belongs.
+        # The model's config for both libraries, and the mapping of canonical parameters.
         context = self.context
         config = self.config
         spec = self.model_spec
@@ -200,7 +200,7 @@ class MegatronBackend(TrainingBackend):
         results: list[dict[str, torch.Tensor]] = [{} for _ in micros]
 
         def keep(index: int, outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            # The schedule wants a scalar, which nobody reads here.
+            # The schedule requires a scalar, which is not used here.
             results[index] = outputs
             return next(iter(outputs.values())).sum()
 
@@ -232,7 +232,7 @@ class MegatronBackend(TrainingBackend):
         padded = self._padded(micros)
         inputs = [self._input(micro) for micro in padded]
 
-        # The interleaved schedule wants equal shapes: it mistakes one neighbour's for the other's.
+        # The interleaved schedule requires equal shapes: it confuses those of its neighbours.
         if self.config.virtual_stages > 1:
             inputs = _alike(inputs)
 
@@ -308,15 +308,13 @@ class MegatronBackend(TrainingBackend):
         )
 
     def _input(self, micro: MicroBatch) -> Input:
-        """Return a micro-batch as the model takes it: its rows packed, its tokens a multiple of tp
-        if they are cut.
-        """
+        """Return a micro-batch as input: packed, padded to a multiple of tp if tokens are cut."""
         if micro.prompt_at is not None:
             starts = micro.prompt_at
             flat = micro.ids[0]
             lengths = micro.lengths[starts.argsort()]
         else:
-            # Of padded rows the real tokens, row by row.
+            # The tokens of padded rows without padding, row by row.
             lengths = micro.lengths
             rows, at = counted(lengths)
             real = rows * micro.ids.shape[1] + at
@@ -381,7 +379,7 @@ class MegatronBackend(TrainingBackend):
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole canonical parameters, each box broadcast by the first rank with it."""
-        # What this rank has, by canonical name.
+        # This rank's values, by canonical name.
         held = self._layout.shards()
         own: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for name, box, values in self.named_shards():
@@ -438,7 +436,7 @@ class MegatronBackend(TrainingBackend):
         save_state(self._state(), self.version, folder, self.context.rank)
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, and the model's weights from the same entries.
+        """Restore the files of `save`, and the model's weights from the same entries.
 
         Raises CheckpointError when it cannot be read.
         """
@@ -452,7 +450,7 @@ class MegatronBackend(TrainingBackend):
             for _, (_, _, moments) in _masters(optimizer):
                 moments["step"].fill_(float(self.version))
 
-        # The masters are this rank's share over dp, its weights are not: read these too.
+        # The masters are sharded over dp, the weights are not: read these too.
         weights = (
             StatePart(f"model.{name}", self._layout.params[name].shape, box, values)
             for name, box, values in self.named_shards()
@@ -523,7 +521,7 @@ class MegatronBackend(TrainingBackend):
 
 
 def _zero_loss(hidden: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> Any:
-    """Return 0 as a function of all outputs, so that a dummy's backward pass meets the others'."""
+    """Return 0 as a function of all outputs, so that a dummy runs the same backward pass."""
     zero = hidden.new_zeros((), dtype=torch.float32)
     return sum((output.sum() * 0.0 for output in outputs.values()), zero)
 
@@ -546,7 +544,7 @@ def _packed(
         lengths = [*lengths, lacking]
     rows = PackedRows(lengths, flat.device)
     packed = PackedSeqParams(max_seqlen_q=rows.longest, max_seqlen_kv=rows.longest)
-    # What modules.py goes by.
+    # The fields that modules.py reads.
     _, positions = counted(torch.tensor(lengths))
     packed.rows = rows
     packed.positions = positions.to(flat.device)
@@ -564,7 +562,7 @@ def _alike(inputs: Sequence[Input]) -> list[Input]:
 
 
 def _owners(held: Mapping[int, tuple[Box, ...]]) -> dict[Box, int]:
-    """Return each box once, with the first rank that has it; every rank gets the same order."""
+    """Return box -> the first rank that has it, in the same order on every rank."""
     owners: dict[Box, int] = {}
     for rank in sorted(held):
         for box in held[rank]:
@@ -574,7 +572,7 @@ def _owners(held: Mapping[int, tuple[Box, ...]]) -> dict[Box, int]:
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, Master]]:
-    """Yield (Megatron's parameter, Master) of what a distributed optimizer has on this rank."""
+    """Yield (Megatron's parameter, Master) for a distributed optimizer's part on this rank."""
     # bf16 weights have masters of their own; fp32 weights are their masters.
     bf16_groups = (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
     fp32_groups = (optimizer.model_fp32_groups, optimizer.shard_fp32_groups)

@@ -27,8 +27,8 @@ class MegatronConfig(KnownSettings):
     """fp32: everything in float32. bf16: weights and compute in bfloat16; a trained role's masters,
     moments and gradients are float32. Masters and moments are sharded over dp."""
     sequence_parallel: bool = False
-    """With tp > 1: norms, and what else lies between the tensor-parallel matrices, work on 1/tp of
-    the tokens (arXiv:2205.05198)."""
+    """With tp > 1: norms, and the other operations between the tensor-parallel matrices, work on
+    1/tp of the tokens (arXiv:2205.05198)."""
     virtual_stages: int = attrs.field(default=1, validator=attrs.validators.ge(1))
     """Chunks of layers per pipeline stage, interleaved (arXiv:2104.04473). More than 1 needs
     pp > 1."""

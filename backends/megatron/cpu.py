@@ -1,4 +1,4 @@
-"""What megatron-core 0.16 needs to run without CUDA: on a CPU, and on a GPU that is not there.
+"""Patches with which megatron-core 0.16 runs without CUDA: on a CPU, and on a simulated GPU.
 
 None of them is active on a GPU, nor outside `on_cpu`.
 """
@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Stand(TorchFunctionMode):
-    """While it is active, torch takes another device for a CUDA device.
+    """A context in which torch uses another device instead of a CUDA device.
 
-    device="cuda" is that device, Tensor.cuda() brings a tensor there, and Tensor.type() names CUDA
+    device="cuda" is that device, Tensor.cuda() moves a tensor there, and Tensor.type() names CUDA
     types: the distributed optimizer and gradient clipping compare these names.
     """
 
@@ -34,7 +34,7 @@ class _Stand(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0].to(self.device)
 
-        # Everything else runs as ever, but for the names of types.
+        # Everything else runs unchanged, except for the names of types.
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and isinstance(result, str):
             # A tensor of the CPU has no device in its type's name.
@@ -73,9 +73,9 @@ PATCHES: dict[str, Callable[[torch.device], contextlib.AbstractContextManager]] 
     "checkpointed layers keep the GPU's state": _random,
     "tensors are made on the GPU by name": _Stand,
 }
-"""What Megatron does that a CPU cannot -> the patch for it.
+"""Operation of Megatron that a CPU does not support -> the patch for it.
 
-tests/backends/megatron/test_cpu.py shows of each that it is needed.
+tests/backends/megatron/test_cpu.py shows that each of them is needed.
 """
 
 
@@ -88,11 +88,11 @@ EXPECTED = (
     "`torch.distributed.reduce_scatter_tensor` is deprecated",
     "`torch.distributed.all_gather_into_tensor` is deprecated",
 )
-"""How the warnings begin that Megatron's local layers and its calls to torch always cause."""
+"""First words of the warnings that Megatron's local layers and its calls to torch always cause."""
 
 
 def no_warnings_of_what_is_meant() -> None:
-    """Silence the expected warnings, about which no user can do anything, in this process."""
+    """Silence the expected warnings, which users cannot avoid, in this process."""
     for text in EXPECTED:
         warnings.filterwarnings("ignore", re.escape(text))
 

@@ -1,4 +1,4 @@
-"""The process groups of a role, made of its own layout.
+"""The process groups of a role, created from its own layout.
 
 Megatron's process-global groups stay unused.
 """
@@ -16,8 +16,8 @@ from hybridflow.core.contracts.worker import RankContext
 def group_collection(context: RankContext) -> Any:
     """Return Megatron's ProcessGroupCollection for a role's ranks. A collective call.
 
-    Context and expert parallelism are not used: cp and ep are this rank alone, and what combines
-    them with another axis is that axis's group.
+    Context and expert parallelism are not used: cp and ep are groups of this rank alone, and their
+    combinations with another axis are that axis's group.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
 

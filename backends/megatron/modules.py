@@ -46,7 +46,7 @@ class Norm(torch.nn.RMSNorm):
 class Attention(MegatronModule):
     """Causal attention within each of the packed rows, by torch's kernels.
 
-    The local spec's own attention has no packed rows, and holds all S x S scores at once.
+    The local spec's own attention does not support packed rows, and holds all S x S scores at once.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class RoleGPT(GPTModel):
     """
 
     def _preprocess(self, *args, packed_seq_params, **more):
-        """Give every token the rotation of its position in its row.
+        """Compute each token's rotary embedding by its position in its row.
 
-        Megatron's own way for packed rows reads their lengths from the device, in each layer.
+        Megatron's own code for packed rows reads their lengths from the device in each layer.
         """
         decoder_input, rotations, *rest = super()._preprocess(
             *args, packed_seq_params=packed_seq_params, **more
@@ -280,9 +280,9 @@ def build_chunks(
 
 
 def _mark_split(chunk: RoleGPT) -> None:
-    """Mark the weights of which tp ranks have parts: the global norm counts all others once.
+    """Mark the weights that are cut over tp: the global norm counts all others once.
 
-    Megatron marks them where it draws the first values, which is off here.
+    Megatron marks them where it initialises the weights, which is switched off here.
     """
     split = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
     for module in chunk.modules():

@@ -63,8 +63,8 @@ def role_outputs(
         states = pick(flat, ends.to(hidden.device))
         return {"scores": chunk.score(states)[:, 0].float()}
 
-    # Of each response token: its place in the outputs, the flat place of the state before it in
-    # hidden, and its own in ids. One transfer to the device brings all four.
+    # For each response token: its index in the outputs (row and t), the flat index of the state
+    # before it in hidden, and its own in ids. One transfer to the device copies all four.
     rows, steps = micro.places
     before = starts[rows] + micro.prompt_lengths[rows] + steps - 1
     own = micro.response_starts[rows] + steps
@@ -90,7 +90,7 @@ def role_outputs(
 class VocabularyHead:
     """This rank's rows of the head: `first` .. `first` + len(weight) of the vocabulary.
 
-    Rows from `vocab` on are padding and count for nothing.
+    Rows from `vocab` on are padding and are ignored.
     """
 
     def __init__(self, weight: torch.Tensor, group: dist.ProcessGroup, vocab: int):
@@ -108,7 +108,7 @@ class VocabularyHead:
         temperature: float,
         topk_ids: Any,
     ) -> dict[str, torch.Tensor]:
-        """Return what `outputs` yields, with at most LOGITS_AT_ONCE logits in memory at a time.
+        """Return the results of `outputs`, with at most LOGITS_AT_ONCE logits in memory at a time.
 
         Where there are more, they are computed in pieces, and once more in the backward pass
         instead of being kept.
@@ -148,7 +148,7 @@ class VocabularyHead:
         temperature: float,
         topk_ids: Any,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, float32 [N, ...]) for each need; topk:K gives topk_ids besides, int64.
+        """Yield (name, float32 [N, ...]) for each need; topk:K also gives topk_ids, int64.
 
         states: [N, H]; targets: int64 [N]; topk_ids: int64 [N, K] or None. The module's docstring
         has the formulas. A collective call over the tp ranks.
@@ -158,7 +158,7 @@ class VocabularyHead:
         if temperature not in (0.0, 1.0):
             logits = logits / temperature
 
-        # Padding is cut off; a rank may have nothing else.
+        # Padding is cut off; a rank may have only padding.
         real = max(min(self.vocab - self.first, logits.shape[-1]), 0)
         if real < logits.shape[-1]:
             logits = logits[:, :real]
@@ -193,10 +193,10 @@ class VocabularyHead:
         return reduce_from_tensor_model_parallel_region(value, group=self.group)
 
     def _at(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return values[n, ids[n, k]] as [N, K], whichever rank has that column."""
+        """Return values[n, ids[n, k]] as [N, K], from the ranks that have these columns."""
         is_here = (ids >= self.first) & (ids < self.first + values.shape[-1])
 
-        # A rank without columns adds zeros that are functions of its values: backward passes meet.
+        # A rank without columns adds zeros that depend on its values: backward passes are equal.
         if not values.shape[-1]:
             zeros = values.new_zeros(ids.shape)
             return self._sum(values.sum(-1, keepdim=True) * 0 + zeros)

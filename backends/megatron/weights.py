@@ -1,7 +1,7 @@
-"""Where the canonical (Hugging Face) parameters are in Megatron's own storage.
+"""The mapping of the canonical (Hugging Face) parameters to Megatron's own storage.
 
 Two of a layer's parameters are fused. `linear_qkv` has one key/value head after the other, each
-behind its queries; `linear_fc1` has the gate, then the up projection. With 4 query heads, 2
+after its queries; `linear_fc1` has the gate, then the up projection. With 4 query heads, 2
 key/value heads and tp 2:
 
     linear_qkv   tp rank 0:  q0 q1 k0 v0         linear_fc1   tp rank 0:  gate[:F/2]  up[:F/2]
@@ -22,8 +22,8 @@ from hybridflow.core.values.weights import Box, Param, WeightLayout
 from hybridflow.kit.layouts import megatron_layout
 
 Piece = tuple[str, tuple[int, ...], Box, int]
-"""(canonical name, its shape, box, place): the box's elements, in row-major order, begin at `place`
-in the flat storage of one of Megatron's parameters."""
+"""(canonical name, its shape, box, position): the box's elements, in row-major order, begin at
+`position` in the flat storage of one of Megatron's parameters."""
 
 _LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -71,9 +71,9 @@ class RoleShape:
         return params
 
     def layout_of(self, dtype: torch.dtype) -> WeightLayout:
-        """Return the boxes of each rank as the storage has them.
+        """Return the boxes of each rank as they are in the storage.
 
-        A fused projection has one box per key/value group, since other rows stand between two.
+        A fused projection has one box per key/value group, since other rows are between two.
         """
         is_policy = self.kind == "policy"
         shape = self.shape if is_policy else attrs.evolve(self.shape, ties={})
@@ -82,7 +82,7 @@ class RoleShape:
             shape, self.layout, params, self.virtual_stages, self.vocab_multiple
         )
 
-        # Layers share one mapping of ranks to boxes, and shall share what is made of it.
+        # Layers share one mapping of ranks to boxes, and results computed from it should be shared.
         memo: dict[tuple, Any] = {}
         shards = {}
         for name, held in layout.shards().items():

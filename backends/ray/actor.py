@@ -16,8 +16,8 @@ import ray
 class RayStore:
     """The object store of Ray.
 
-    Blocks are read without a copy, so their arrays are read-only; core/groups/wire.py copies where
-    it hands out tensors.
+    Blocks are read without a copy, so their arrays are read-only; core/groups/wire.py copies them
+    where it returns tensors.
     """
 
     def put(self, block: list) -> Any:

@@ -9,7 +9,7 @@ from hybridflow.core.contracts.runtime import RuntimeSettings
 
 @attrs.frozen
 class RayConfig(RuntimeSettings):
-    """Which Ray the run uses: a local one of its own, or a running cluster at an address."""
+    """Settings of the Ray of a run: a local one of its own, or a running cluster at an address."""
 
     address: str | None = None
     """Address of a running cluster ("auto", "ray-head:6379"). Without one, a local Ray is started,
@@ -18,8 +18,8 @@ class RayConfig(RuntimeSettings):
     """OMP_NUM_THREADS and MKL_NUM_THREADS of each worker process."""
     spin: bool = False
     """Whether these threads spin for milliseconds while they wait for each other. By default they
-    spin briefly and sleep: several times as quick beside other work, and an eighth slower in small
-    steps without any."""
+    spin briefly and then sleep, which is several times faster beside other work, and an eighth
+    slower in small steps without any."""
     object_store_gb: float | None = None
     """Size of a local Ray's object store, in GiB. Default: Ray's own choice (30% of memory)."""
     dashboard: bool = False
@@ -28,12 +28,12 @@ class RayConfig(RuntimeSettings):
     """Seconds that the processes of a pool may take to be placed, and again to join their process
     group."""
     collective_timeout_s: float = attrs.field(default=1800.0, validator=attrs.validators.gt(0))
-    """Seconds that a rank waits for the others in a collective call. Ranks run free while they
-    generate and score, so it must be longer than these take on the slowest rank."""
+    """Seconds that a rank waits for the others in a collective call. Ranks are not synchronised
+    while they generate and score, so it must be longer than these take on the slowest rank."""
     temp_dir: str | None = None
     """Folder of a local Ray for sockets and logs. Default: Ray's own choice (/tmp/ray)."""
 
     @property
     def remote(self) -> bool:  # type: ignore[override]
-        """Whether processes may start on other machines: so in a cluster that runs already."""
+        """Whether processes may start on other machines: true with an address."""
         return self.address is not None

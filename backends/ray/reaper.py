@@ -1,12 +1,12 @@
-"""Ends what a local Ray leaves behind when its controller is killed.
+"""Ends the processes of a local Ray that remain when its controller is killed.
 
 The controller starts `python reaper.py CONTROLLER_PID` beside Ray, and holds the other end of this
-process's standard input: however the controller ends, that pipe closes. Without the reaper, Ray's
-own agents would try for a minute to report to a head that is gone too.
+process's standard input: when the controller ends in any way, that pipe closes. Without the reaper,
+Ray's own agents would try for a minute to report to a head that has ended too.
 
     controller runs   remember the raylet, the head (gcs_server) and their children
     pipe closes       give them GRACE_S seconds to end by themselves
-    then              kill the rest
+    then              kill those that remain
 
 This module imports nothing but the standard library, to start quickly.
 """
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 LOOK_S = 2.0
-"""Seconds between two looks at the processes."""
+"""Seconds between two scans of the processes."""
 GRACE_S = 8.0
 """Seconds that Ray may take to end by itself."""
 
@@ -65,7 +65,7 @@ def living(known: set[tuple[int, str]]) -> set[tuple[int, str]]:
 
 
 def main(controller: int) -> None:
-    """Watch Ray's processes until the controller ends, then see that they end too."""
+    """Watch Ray's processes until the controller ends, then end them too."""
     known: set[tuple[int, str]] = set()
     while True:
         known |= of_ray(controller)

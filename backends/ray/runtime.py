@@ -41,7 +41,7 @@ HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 """Makes torch ask for huge pages: the page faults of a fresh tensor of 128 MB take 160 ms without
 them, and 30 ms with them."""
 POLL_S = 1.0
-"""Seconds of waiting for a reply between two looks at the other calls."""
+"""Seconds of waiting for a reply between two checks of the other calls."""
 TRACKED = 32
 """Answered calls are sorted out whenever the number of open calls is a multiple of this (asking Ray
 takes 0.1 ms), and with each call that uses the store."""
@@ -51,14 +51,14 @@ GRACE_S = 3.0
 
 @attrs.frozen(eq=False)
 class Call:
-    """One rank's part of a call that is under way, or whose failure nobody has asked for yet."""
+    """One rank's part of a call that is running, or whose failure was not read yet."""
 
     process: RayProcess
     label: Label
 
 
 class RayProcess(Process):
-    """A rank's process, as the controller sees it."""
+    """A rank's process, on the controller."""
 
     def __init__(self, pool: ResourcePool, rank: int, actor: Any, runtime: RayRuntime):
         self.pool = pool
@@ -84,8 +84,8 @@ class RayRuntime(Runtime):
         self.calls: dict[Any, Call] = {}
         """The open calls by the references of their replies, in the order sent."""
         self.failed: dict[Any, Any] = {}
-        """The failed replies of `calls` that nobody has asked for yet (None: the process is
-        gone)."""
+        """The failed replies of `calls` that were not read yet (None: the process has
+        ended)."""
         self.processes: list[RayProcess] = []
         self._groups: list[Any] = []
         """The placement groups, one per pool."""
@@ -98,8 +98,8 @@ class RayRuntime(Runtime):
     def start(self) -> None:
         """Connect to the configured cluster, or start a local Ray with a reaper beside it.
 
-        A Ray that this process is connected to already is used, and left to its owner. Raises
-        HybridFlowError if Ray cannot be reached.
+        If this process is connected to a Ray already, that one is used, and not ended by this
+        runtime. Raises HybridFlowError if Ray cannot be reached.
         """
         keep_freed_memory()
         self._local = self.config.address is None
@@ -107,7 +107,7 @@ class RayRuntime(Runtime):
             self._local = LOCAL_RESOURCE in ray.cluster_resources()
             return
 
-        # Ray shall not hide the GPUs from actors that ask for none, nor report its usage.
+        # Ray should not hide the GPUs from actors without any, nor report its usage.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options = self._init_options()
@@ -194,7 +194,7 @@ class RayRuntime(Runtime):
                 bundle["GPU"] = count
             bundles.append(bundle)
 
-        # What is too large for a local Ray is refused at once: no node will ever join it.
+        # A pool that is too large for a local Ray is refused at once: no node will ever join it.
         enough = not self._local or pool.world <= ray.cluster_resources().get(LOCAL_RESOURCE, 0)
         if enough:
             strategy = "STRICT_PACK" if len(bundles) == 1 else "STRICT_SPREAD"
@@ -217,7 +217,7 @@ class RayRuntime(Runtime):
         timeout = self.config.start_timeout_s
         try:
             address = ray.get(processes[0].actor.address.remote(), timeout=timeout)
-            # To join is to wait for all others: every process must be asked before any answer.
+            # A join waits for all others: every process must get its call before any is awaited.
             patience = self.config.collective_timeout_s
             joins = [process.actor.join.remote(address, device, patience) for process in processes]
             ray.get(joins, timeout=timeout)
@@ -232,12 +232,12 @@ class RayRuntime(Runtime):
             ) from error
 
     def check_alive(self) -> None:
-        """Raise WorkerDied if a process is gone; takes up to GRACE_S while processes are busy."""
+        """Raise WorkerDied if a process has ended; takes up to GRACE_S while processes are busy."""
         pings = [process.actor.ping.remote() for process in self.processes]
         if not pings:
             return
 
-        # Busy processes answer none in time; only those that are gone raise.
+        # Busy processes do not answer in time; only those that have ended raise.
         answers, _ = ray.wait(pings, num_returns=len(pings), timeout=GRACE_S)
         for answer in answers:
             try:
@@ -246,7 +246,7 @@ class RayRuntime(Runtime):
                 raise self._died(error) from error
 
     def _died(self, error: RayActorError) -> WorkerDied:
-        """Return the error to raise for Ray's: it names rank, pool, and the call that was lost."""
+        """Return the error for Ray's, with the rank, the pool, and the call that was lost."""
         actor_id = getattr(error, "actor_id", None)
         process = next((p for p in self.processes if p.actor._actor_id.hex() == actor_id), None)
         where = "a rank"
@@ -303,15 +303,15 @@ class RayRuntime(Runtime):
     # --- replies ---
 
     def track(self, reference: Any, call: Call, uses_store: bool) -> None:
-        """Note a call that was sent; now and then, sort out those that are answered."""
+        """Note a call that was sent; at times, remove those that are answered."""
         self.calls[reference] = call
         if uses_store or len(self.calls) % TRACKED == 0:
             self._sort_out_answered()
 
     def _sort_out_answered(self) -> None:
-        """Forget the calls that went well, and note those that failed.
+        """Remove the calls that succeeded, and note those that failed.
 
-        A reply that is remembered keeps alive what it names in the store.
+        A reply that is kept also keeps its objects in the store alive.
         """
         running = [reference for reference in self.calls if reference not in self.failed]
         if not running:
@@ -330,7 +330,7 @@ class RayRuntime(Runtime):
                 del self.calls[reference]
 
     def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
-        """Wait for a reply, and look at all other open calls every POLL_S seconds meanwhile."""
+        """Wait for a reply, and check all other open calls every POLL_S seconds meanwhile."""
         while True:
             try:
                 value = unpacked(ray.get(reply, timeout=POLL_S))
@@ -341,7 +341,7 @@ class RayRuntime(Runtime):
             except RayActorError as error:
                 raise self._died(error) from error
             except RayError as error:
-                self.check_alive()  # a process that is gone explains it best
+                self.check_alive()  # the end of a process is the most likely cause
                 raise HybridFlowError(f"Ray lost the result of a call: {error}") from error
             else:
                 self.calls.pop(reply, None)
@@ -354,7 +354,7 @@ class RayRuntime(Runtime):
         """Return the failed reply of a rank whose peers still run the same call; else None.
 
         A rank whose peer died or failed may wait in a collective for minutes. Raises WorkerDied if
-        a process is gone.
+        a process has ended.
         """
         self._sort_out_answered()
         running = {

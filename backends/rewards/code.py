@@ -21,8 +21,8 @@ class CodeReward(Reward):
 
     The program is the response's last block between ``` marks, or the whole response without one.
     meta["tests"] is a list. A test is either Python text that follows the program (asserts), or
-    {"input": ..., "output": ...}: what the program reads, and what it should write. White space
-    around the output does not count.
+    {"input": ..., "output": ...}: standard input, and the expected standard output. White space
+    around the output is ignored.
     """
 
     def __init__(self, all_or_nothing: bool = False, tests: str = "tests", **limits: Any):

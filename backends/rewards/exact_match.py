@@ -10,7 +10,7 @@ from hybridflow.core.contracts.reward import Reward, RewardSample
 class ExactMatch(Reward):
     """The reward is 1.0 where the response equals meta["answer"], else 0.0.
 
-    White space around the two does not count.
+    White space around the two is ignored.
     """
 
     def __init__(self, ignore_case: bool = False):
@@ -23,7 +23,7 @@ class ExactMatch(Reward):
         ]
 
     def answer(self, sample: RewardSample) -> str:
-        """Return the response as it is compared."""
+        """Return the part of the response that is compared."""
         return self._plain(sample.response)
 
     def _plain(self, text: str) -> str:

@@ -25,9 +25,9 @@ class TRLReward(Reward):
 
     It gets prompts, completions, completion_ids, and each of the row's other fields as a list; of
     rows whose field `prompt` is a chat, prompts and completions are lists of messages. Its
-    `trainer_state` is None, and `log_extra` and `log_metric` do nothing. None, "this row is not
-    mine", counts as 0. In TRL a row that every function gives None is out of its group; here it
-    takes part with 0.
+    `trainer_state` is None, and `log_extra` and `log_metric` do nothing. A result None, by which a
+    function skips a row, counts as 0. In TRL a row that all functions skip is left out of its
+    group; here it has the score 0.
     """
 
     def __init__(self, function: str, **options: Any):

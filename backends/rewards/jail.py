@@ -4,10 +4,10 @@ sandbox.py starts this script as `python -I -S jail.py SIZE`, with SIZE bytes of
 standard input. It imports the standard library alone. Three processes follow from one another:
 
     main        unshares namespaces, and waits; it is still a process of this machine
-    supervise   is process 1 of the namespaces: with it dies whatever the program has started
+    supervise   is process 1 of the namespaces: when it dies, all processes in them die
     program     has limits and no privileges
 
-The exit status is the program's, or 128 + n if signal n ended it. Status 125 says that the script
+The exit status is the program's, or 128 + n if signal n ended it. Status 125 means that the script
 could not isolate itself, and ran nothing; the reason is then on standard error.
 """
 
@@ -117,8 +117,8 @@ def limit(settings, privileged):
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
 
-    # Root's processes are not counted, so root becomes a user whom nobody else has. Any other user
-    # is a nobody in its namespace already.
+    # Root's processes are not counted, so root becomes a user that is not used otherwise. Any other
+    # user has no privileges in its namespace already.
     if privileged:
         os.setgroups([])
         os.setgid(settings["uid"])
@@ -136,7 +136,7 @@ def isolate(privileged):
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
     call("unshare", flags if privileged else flags | NEWUSER)
 
-    # The kernel wants setgroups denied before it takes the groups of an unprivileged user.
+    # The kernel requires setgroups to be denied before an unprivileged user maps groups.
     if not privileged:
         for file, text in (
             ("setgroups", "deny"),
@@ -210,7 +210,7 @@ def supervise(settings, privileged, writer):
 
 
 def exit_status(status):
-    """Return the exit status for what os.wait gives; 128 + n for signal n."""
+    """Return the exit status for a status of os.wait; 128 + n for signal n."""
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
 
@@ -224,7 +224,7 @@ def _input(text):
 
 
 def refuse(error):
-    """Say on standard error why nothing was run; return the exit status for that."""
+    """Write to standard error why nothing was run; return the exit status for that."""
     print(f"cannot isolate: {error}", file=sys.stderr)
     return 125
 

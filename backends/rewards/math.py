@@ -38,16 +38,16 @@ class MathReward(Reward):
         self._verifier = Verifier()
 
     def __reduce__(self):
-        # Pickled by its settings: the verifier's process stays where it is.
+        # Pickling copies only the settings, not the verifier's process.
         return MathReward, (self.timeout_s,)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[float]:
         return [self._score(sample.answer, sample.response) for sample in samples]
 
     def answer(self, sample: RewardSample) -> str | None:
-        """Return the final answer of a response; None where it marks none, and is no number.
+        """Return the final answer of a response; None if it marks none and is not a number itself.
 
-        Numbers have one form; other answers are equal where their texts are.
+        Equal numbers give equal texts; other answers are compared as texts.
         """
         text = _last_boxed(sample.response)
         if text is None and number(sample.response) is not None:
@@ -68,8 +68,8 @@ class MathReward(Reward):
                 'meta["answer"] is empty; set data.answer to a field with the expected answer'
             )
 
-        # Numbers: equal ones are right, and different whole ones are wrong. Others may still agree
-        # in math-verify's eyes, which rounds.
+        # Numbers: equal ones are right, and different integers are wrong. Others may still agree in
+        # math-verify, which rounds.
         boxed = _BOXED_NUMBER.findall(final)
         expected_number = number(gold)
         final_number = number(boxed[-1] if boxed else final)
@@ -105,7 +105,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def number(text: str) -> Decimal | None:
-    """Return the value of a text that is nothing but a number, else None.
+    """Return the value of a text that is just a number, else None.
 
     It may have a sign, commas between thousands, dollar signs and a final full stop.
     """

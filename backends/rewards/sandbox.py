@@ -1,6 +1,6 @@
-"""Runs programs that a model wrote apart from this machine.
+"""Runs programs that a model wrote, isolated from this machine.
 
-They have limits of time, memory, files and processes, no network, and none of our files:
+They have limits of time, memory, files and processes, no network, and no access to our files:
 
     run_program -- settings, on stdin --> jail.py          new namespaces
          ^                                 `- supervise    process 1 of them; a root of its own
@@ -8,9 +8,9 @@ They have limits of time, memory, files and processes, no network, and none of o
          `-- stdout, stderr, exit status --------'
 
 It needs Linux: namespaces (as root, or by user namespaces), and a root directory that holds
-Python's standard library, read-only, and a small tmpfs. A bug in the kernel lets a program out, and
-memory is limited per process only. So this is a sandbox for clumsy programs and simple tricks, not
-for attackers.
+Python's standard library, read-only, and a small tmpfs. A bug in the kernel could let a program
+escape, and memory is limited per process only. So this protects from faulty programs and simple
+tricks, not from attackers.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _jail_settings(
         "memory_bytes": limits.memory_mb * 10**6,
         "disk_bytes": limits.disk_mb * 10**6,
         "processes": limits.processes,
-        # A user whom nobody else has: the kernel counts processes by user.
+        # A user that is not used otherwise: the kernel counts processes by user.
         "uid": 200_000 + secrets.randbelow(2**30),
     }
     return json.dumps(settings).encode()
@@ -177,7 +177,7 @@ def _read(process: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:
                 reason = "output"
                 break
 
-    # A program may close its streams and go on running.
+    # A program may close its streams and continue to run.
     if reason == "ended":
         try:
             process.wait(max(deadline - time.monotonic(), 0.1))

@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 class Verifier:
     """Compares answers in a child process, which the first call starts.
 
-    It may be used from several threads, whose comparisons wait for one another.
+    It may be used from several threads; comparisons run one at a time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: Any = None
         self._buffer = b""
-        """What was read from the process after its last whole line."""
+        """The bytes read from the process after its last complete line."""
         self.timeouts = 0
         """Number of comparisons that took too long."""
 
@@ -51,7 +51,7 @@ class Verifier:
         """Return whether the response's final answer equals `gold`.
 
         False where that takes longer than `timeout_s`, and where the process dies of it. Raises
-        RewardError when `gold` is nothing that math-verify can read.
+        RewardError when math-verify cannot parse `gold`.
         """
         with self._lock:
             process = self._running()
@@ -118,7 +118,7 @@ class Verifier:
     def _read(self, process: Any, timeout_s: float) -> Any:
         """Return the next reply, or None after `timeout_s`.
 
-        Raises EOFError when the process is gone.
+        Raises EOFError when the process has ended.
         """
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hybridflow.kit.huggingface.saved import SavedForm
 
 MODEL = "model."
-"""What the entries of a checkpoint's weights begin with."""
+"""Prefix of the entries of a checkpoint's weights."""
 
 
 class SavedBackend(TrainingBackend):
@@ -37,26 +37,26 @@ class SavedBackend(TrainingBackend):
     _hf_config: Any
     """The Hugging Face config of the model, for exports."""
     _form: SavedForm
-    """How the parameters of a checkpoint make up the canonical ones."""
+    """The mapping of a checkpoint's parameters to the canonical ones."""
     _folder: Folder | None
-    """The files of the model's own folder; None where they need transformers to be read."""
+    """The files of the model's own folder; None where only transformers can read them."""
     _built: dict[str, torch.Tensor]
-    """Canonical parameters of a model that transformers has built: whole, on the host."""
+    """Canonical parameters of the model, whole on the host, where transformers has to build it."""
     _state: SavedState | None
     """The checkpoint; None without one."""
     _params: dict[str, Param]
     """The canonical parameters, in the dtypes of their files."""
     _common: torch.dtype
-    """The dtype of the largest of them, which few differ from."""
+    """The dtype of the largest of them, which most parameters have."""
     _sources: dict[str, str]
-    """Canonical parameter -> the checkpoint's entry that it comes from, if it does."""
+    """Canonical parameter -> its entry in the checkpoint, for those that it has."""
     _adapters: dict[str, str]
     """Canonical name of an adapter's A or B -> the checkpoint's entry."""
     _last: tuple[str, torch.Tensor] | None
     """The entry that was read last: several canonical parameters may be parts of one."""
 
     def build(self) -> None:
-        """Look at which file has which parameter; no values are read."""
+        """Find the file of each parameter; no values are read."""
         from hybridflow.kit.huggingface.loading import empty_model
         from hybridflow.kit.huggingface.saved import SavedForm
 
@@ -78,7 +78,7 @@ class SavedBackend(TrainingBackend):
         self._state = SavedState(folder, self.context.role)
         self.version = self._state.version
 
-        # Adapters are no parameters of the model: they change others.
+        # Adapters are not parameters of the model: they are merged into others.
         stored = {}
         for entry, (shape, dtype) in self._state.entries.items():
             name = entry.removeprefix(MODEL)
@@ -118,7 +118,7 @@ class SavedBackend(TrainingBackend):
         if spec.path is not None and not spec.hf_config.get("quantization_config"):
             folder = Folder.of(Path(spec.path))
             dtypes = folder.dtypes()
-            # Files of another form are transformers' own business.
+            # Files of another form are left to transformers.
             if lacking <= dtypes.keys():
                 self._folder = folder
                 for name in lacking:
@@ -134,7 +134,7 @@ class SavedBackend(TrainingBackend):
     # --- weights ---
 
     def layout(self) -> WeightLayout:
-        """Return that every rank has everything."""
+        """Return a layout in which every rank has all parameters whole."""
         params = {}
         for name in self._form.shapes:
             param = self._params[name]
@@ -144,7 +144,7 @@ class SavedBackend(TrainingBackend):
         return WeightLayout(params, dict.fromkeys(ranks, boxes), dict(self._form.ties))
 
     def _given(self, stored: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter is given; those that are wider stay so."""
+        """Return the dtype of a parameter for engines and exports; wider ones keep their own."""
         wide = stored == torch.float32 and self._common != torch.float32
         if self.config.dtype == "auto" or wide:
             return stored
@@ -152,7 +152,7 @@ class SavedBackend(TrainingBackend):
         return dtype
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
-        """Yield the parameters, each of which is read when its values are asked for."""
+        """Yield the parameters, each of which is read from its file when its values are."""
         for name in self._form.shapes:
             shape = self._params[name].shape
             yield name, Box.full(shape), LazyShard(shape, partial(self._read, name))
@@ -187,7 +187,7 @@ class SavedBackend(TrainingBackend):
             self._folder.read([(name, Box.full(param.shape), values)])
             return values
 
-        # An entry may hold many (the experts of a layer), which are asked for in a row.
+        # An entry may hold many (the experts of a layer), which are read one after the other.
         source = self._sources[name]
         if self._last is None or self._last[0] != source:
             assert self._state is not None
@@ -233,7 +233,7 @@ class SavedBackend(TrainingBackend):
         values = {name: self._state.read(entry) for name, entry in self._adapters.items()}
         write_adapter(exported_config(self.config.lora, layers), values, folder)
 
-    # --- what it is not for ---
+    # --- not supported ---
 
     def forward(self, micros, needs, temperature=1.0):
         """Raise HybridFlowError."""
@@ -263,4 +263,4 @@ class SavedBackend(TrainingBackend):
 
 
 _unread = LazyShard((), lambda: torch.empty(()))
-"""Stands for values where only names and boxes are asked for."""
+"""A placeholder for values where only names and boxes are needed."""

@@ -1,4 +1,4 @@
-"""Settings of the backend that reads weights and computes nothing."""
+"""Settings of the backend that only reads weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hybridflow.kit.huggingface.shapes import shape_of
 
 @attrs.frozen
 class SavedConfig(TrainingSettings):
-    """Which files have the weights beside those of the model's own folder."""
+    """Settings of the weights' files beside those of the model's own folder."""
 
     checkpoint: str | None = None
-    """Folder of the role in a run's checkpoint (checkpoints/step-.../actor). What it lacks comes
-    from the model's own folder: frozen weights below adapters, say."""
+    """Folder of the role in a run's checkpoint (checkpoints/step-.../actor). Parameters that it
+    lacks, such as the frozen ones of a model with adapters, come from the model's own folder."""
     lora: LoRAConfig | None = None
-    """Of a checkpoint of adapters: their settings in the run, by which they are merged."""
+    """For a checkpoint of adapters: their settings in the run, by which they are merged."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type in which engines and exports get the weights. "auto": that of their files. Adapters
-    are merged in it, so there it is the trainer's."""
+    are merged in it, so with adapters it must be the trainer's."""
 
     def model_shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
         """Return the shape of a Llama-like model; raises ConfigError for any other."""

@@ -1,10 +1,10 @@
-"""Registers the backend that reads weights and computes nothing."""
+"""Registers the backend that only reads weights."""
 
 from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.plugins import Descriptor, hookimpl
 
 CAPABILITIES = TrainingCapabilities(models=frozenset({"policy"}))
-"""What the backend can do; read without importing it."""
+"""The backend's capabilities, which are read without importing it."""
 
 
 @hookimpl

@@ -23,10 +23,10 @@ OURS = frozenset({
     "max_total_tokens", "mem_fraction_static", "disable_radix_cache", "sampling_backend",
     "enable_memory_saver", "disable_cuda_graph", "custom_weight_loader",
 })  # fmt: skip
-"""Arguments of SGLang that follow from the rest of the config; `engine_args` may not give them."""
+"""Arguments of SGLang that are set from the other settings; `engine_args` may not give them."""
 
 OUTLIVE = frozenset({"hicache_storage_backend", "enable_lmcache"})
-"""Caches beyond the scheduler's own, which alone it drops."""
+"""Arguments of further caches: on an update SGLang drops only the scheduler's own."""
 CPU_CACHE_TOKENS = 65536
 """Size of the KV cache on a CPU where the settings give none, in tokens."""
 GRAPHS_GB = 1.0
@@ -91,16 +91,16 @@ class SGLangConfig(ProcessConfig):
 
     @property
     def own_process(self) -> bool:
-        """Always True: a scheduler of SGLang that fails kills the process that started it."""
+        """True, always: a scheduler of SGLang that fails kills the process that started it."""
         return True
 
     @classmethod
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """On CUDA generate in bfloat16, with CUDA graphs."""
+        """Return the defaults on CUDA: bfloat16, and CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
     def up_to(self, tokens: int) -> Self:
-        """Return the settings with a context of `tokens`, unless they give one."""
+        """Return the settings with a max_length of `tokens`, unless one is given."""
         return attrs.evolve(self, max_length=self.max_length or tokens)
 
     def limits(self, device: str = "cuda") -> EngineLimits:
@@ -124,10 +124,10 @@ class SGLangConfig(ProcessConfig):
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
     ) -> WeightLayout:
-        """Return the boxes that SGLang's loader takes of the models whose shapes are known.
+        """Return the boxes that each rank of SGLang reads, for models with known shapes.
 
-        In a run they are asked of the loader itself. SGLang pads the vocabulary to a multiple of
-        64; on a CPU it pads more, so that the first ranks take more than the last ones.
+        In a run SGLang's own loader is traced instead. SGLang pads the vocabulary to a multiple of
+        64; on a CPU it pads more, so that the first ranks read more than the last ones.
         """
         from hybridflow.kit.layouts import engine_layout
 
@@ -135,5 +135,5 @@ class SGLangConfig(ProcessConfig):
         return engine_layout(shape, generation, shape.params(dtype), multiple)
 
     def one_of(self, engines: int) -> Self:
-        """Return these settings for one of `engines` on a device: at most half of it for all."""
+        """Return settings for each of `engines` engines on a device: at most half of it for all."""
         return attrs.evolve(self, gpu_memory=min(self.gpu_memory, 0.5 / engines))

@@ -9,7 +9,7 @@ fails kills the process which started it:
                                            -jobs-----> (places.py)
     Bucket of a rank  ---------------------weights---> the scheduler of that rank
 
-This module is imported to check a config, so SGLang itself is imported when the engine starts.
+This module is imported to check a config, so SGLang itself is only imported when the engine starts.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from hybridflow.kit.huggingface.models import (
 from hybridflow.kit.tracing.coverage import check_taken, say_opaque
 
 LOOK_S = 0.02
-"""Seconds for which `advance` waits for answers. Requests and weight updates that come in the
-meantime wait as long."""
+"""Seconds for which `advance` waits for answers. Requests and weight updates that arrive meanwhile
+have to wait for it."""
 
 
 class SGLangEngine(ContinuousEngine, Hostable):
     """The rollout engine "sglang". One object drives all devices of a replica.
 
     Weights may change while sequences run. SGLang pauses the sequences, drops their keys and
-    values, and continues with the new weights from the tokens drawn so far. Each token carries the
-    version that drew it.
+    values, and continues with the new weights after the tokens sampled so far. Each token has the
+    version of the weights that sampled it.
     """
 
     Config = SGLangConfig
@@ -73,16 +73,16 @@ class SGLangEngine(ContinuousEngine, Hostable):
         super().__init__(model, config, context)
         self.device = torch.device(context.device)
         self._tasks: dict[int, asyncio.Task] = {}
-        """SGLang's answer to each running request, by the request's id."""
+        """Request id -> the asyncio task that awaits SGLang's answer."""
         self._leaving: set[int] = set()
         """Requests that were told to end early."""
         self._entered: dict[int, int] = {}
-        """The version with which each running request began."""
+        """Request id -> the version of the weights when it began."""
         self._paused = False
         self._session = False
-        """Whether SGLang has undone what it makes of the weights after loading."""
+        """Whether SGLang is in an update session: its processing of loaded weights is undone."""
         self._wanted: dict[int, Wanted] = {}
-        """What is asked of each rank's proof."""
+        """The boxes that each rank's proof is about, by its number in the replica."""
 
     @classmethod
     def environment(cls, device: torch.device) -> dict[str, str]:
@@ -90,7 +90,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
         return variables(device)
 
     def start(self) -> None:
-        """Start SGLang with weights that are not set, and ask its loader where they go.
+        """Start SGLang with undefined weights, and trace its loader.
 
         Raises ModelError for a model that is no policy, or whose parameters SGLang does not take.
         """
@@ -101,14 +101,14 @@ class SGLangEngine(ContinuousEngine, Hostable):
         self.max_positions = longest(hf_config, self.config.max_length)
         windows = windows_of(hf_config, self.max_positions)
 
-        # Without this variable SGLang wants a NUMA node for each tp rank.
+        # Without this variable SGLang requires a NUMA node for each tp rank.
         if self.device.type == "cpu" and self._tp > 1:
             cores = sorted(os.sched_getaffinity(0))
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(cores, self._tp))
         import sglang
 
         with tempfile.TemporaryDirectory() as folder:
-            hf_config.eos_token_id = None  # requests say where they end
+            hf_config.eos_token_id = None  # requests have their own end tokens
             write_config(hf_config, folder)
             self.engine = sglang.Engine(**self._arguments(folder))
         self._unlink_shared()
@@ -125,7 +125,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             raise
 
     def _map_weights(self, ask: Ask) -> None:
-        """Ask SGLang's loader where weights go. Raises ModelError where they cannot go there."""
+        """Trace SGLang's loader on every rank. Raises ModelError where that fails."""
         params = ask.params
         self._open_session()
         taken = self.schedulers.tell([ask] * self._tp)
@@ -142,7 +142,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
     def _unlink_shared(self) -> None:
         """Remove the name of the shared file in which SGLang's processes report their load.
 
-        All of them have mapped it by now. The name would outlive a kill.
+        All of them have mapped it by now. Otherwise the name would remain if they are killed.
         """
         from sglang.srt.managers.load_snapshot import shm_path_for
 
@@ -168,7 +168,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             # Sizes
             "context_length": self.max_positions,
             "max_running_requests": config.max_sequences,
-            # How it works
+            # Execution
             "disable_radix_cache": not config.prefix_cache,
             "sampling_backend": BACKEND,
             "log_level": "warning",
@@ -181,7 +181,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             arguments |= {
                 "attention_backend": "torch_native",
                 "mem_fraction_static": 0.3,
-                "sleep_on_idle": True,  # else an idle scheduler keeps a core busy
+                "sleep_on_idle": True,  # otherwise an idle scheduler keeps a core busy
                 "max_total_tokens": config.kv_tokens or CPU_CACHE_TOKENS,
             }
         else:
@@ -199,11 +199,11 @@ class SGLangEngine(ContinuousEngine, Hostable):
     # --- weights ---
 
     def layout(self) -> WeightLayout:
-        """Return the boxes that each of the replica's ranks takes by SGLang's loader."""
+        """Return the boxes that each of the replica's ranks reads by SGLang's loader."""
         return self._layout
 
     def begin_update(self, version: int) -> None:
-        """Begin an update, and pause what runs: SGLang drops the keys and values of it."""
+        """Begin an update, and pause running sequences, whose keys and values SGLang drops."""
         super().begin_update(version)
 
         # An update that was not ended has left SGLang paused, and in a session. Sequences that have
@@ -218,19 +218,19 @@ class SGLangEngine(ContinuousEngine, Hostable):
         self.schedulers.tell([Begin(version)] * self._tp)
 
     def _open_session(self) -> None:
-        """Let SGLang undo what it has made of the weights after loading."""
+        """Begin an update session, in which SGLang's processing of loaded weights is undone."""
         if not self._session and hasattr(self.engine, "begin_weight_update"):  # from 0.5.22 on
             _checked("begin_weight_update", self.engine.begin_weight_update())
         self._session = True
 
     def _close_session(self) -> None:
-        """Let SGLang make again what it makes of the weights after loading."""
+        """End the update session, so that SGLang processes the new weights."""
         if hasattr(self.engine, "end_weight_update"):
             _checked("end_weight_update", self.engine.end_weight_update())
         self._session = False
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Bring a box to the first rank's scheduler."""
+        """Send a box to the first rank's scheduler."""
         self.check_updating(name)
         check_box(self._layout.params, self._layout.ties, name, box, tensor)
         nbytes = tensor.numel() * self._layout.params[name].dtype.itemsize
@@ -244,7 +244,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             bucket.close()
 
     def take(self, place: int, reader: BucketReader, load: Load) -> None:
-        """Let a rank's scheduler copy what that rank's bucket holds."""
+        """Let a rank's scheduler copy the contents of that rank's bucket."""
         for piece in load.pieces:
             self.check_updating(piece.name)
         if load.pieces:
@@ -257,12 +257,12 @@ class SGLangEngine(ContinuousEngine, Hostable):
         return self.schedulers.tell(jobs)[place]
 
     def expect_of(self, place: int, wanted: Wanted) -> None:
-        """Hear what the proof of a rank is asked for."""
+        """Note the boxes that the proof of a rank is about."""
         self._wanted[place] = wanted
 
     def proof_of(self, place: int) -> Proof:
-        """Return what a rank's scheduler holds."""
-        # SGLang talks to schedulers about weights within a session, which an update is.
+        """Return the proof of a rank's scheduler."""
+        # SGLang accepts weight requests only within a session, which an update is.
         self._open_session()
         try:
             return self._tell_one(place, Prove(self._wanted[place]))
@@ -271,26 +271,26 @@ class SGLangEngine(ContinuousEngine, Hostable):
                 self._close_session()
 
     def expect(self, wanted: Wanted) -> None:
-        """Hear what the proof of the first rank is asked for."""
+        """Note the boxes that the proof of the first rank is about."""
         self.expect_of(0, wanted)
 
     def proof(self) -> Proof:
-        """Return what the first rank's scheduler holds."""
+        """Return the proof of the first rank's scheduler."""
         return self.proof_of(0)
 
     def end_update(self) -> None:
-        """Let SGLang finish, and paused sequences continue with the new version."""
+        """End the update, and continue paused sequences with the new version."""
         from sglang.srt.managers.io_struct import (
             ContinueGenerationReqInput,
             UpdateWeightVersionReqInput,
         )
 
         self.check_updating("end_update")
-        # With the old weights go their keys and values.
+        # The keys and values of the old weights are dropped too.
         self.schedulers.tell([End()] * self._tp, flush_cache=True)
         self._close_session()
 
-        # SGLang notes the version with each token.
+        # SGLang records the version with each token.
         manager = self.engine.tokenizer_manager
         version = UpdateWeightVersionReqInput(
             new_version=str(self._next_version), abort_all_requests=False
@@ -308,7 +308,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
             self.engine.release_memory_occupation()
 
     def resume(self, weights: bool, cache: bool) -> None:
-        """Allocate again what was freed; SGLang has names for its parts."""
+        """Allocate the freed memory again, whose parts have names in SGLang."""
         if self.device.type == "cuda":
             parts = ["weights"] * weights + ["kv_cache", "cuda_graph"] * cache
             self.engine.resume_memory_occupation(tags=parts)
@@ -316,7 +316,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
     # --- generation ---
 
     def enter(self, request: Request) -> None:
-        """Ask SGLang for the rest of a response; a prefix that it has goes behind its prompt."""
+        """Send SGLang a request, whose prompt is the prompt with the prefix of the response."""
         sampling = request.sampling
         prefix_length = len(request.prefix()[0])
         biases = {str(token): bias for token, bias in sampling.logit_bias}
@@ -342,7 +342,7 @@ class SGLangEngine(ContinuousEngine, Hostable):
         self._entered[request.id] = self.version
 
     def advance(self) -> Iterator[Completion]:
-        """Wait up to LOOK_S for answers; yield the completions of those that came.
+        """Wait up to LOOK_S for answers; yield the completions of those that arrived.
 
         Raises HybridFlowError for a request that SGLang refuses; it counts as aborted.
         """
@@ -354,16 +354,16 @@ class SGLangEngine(ContinuousEngine, Hostable):
             entered = self._entered.pop(number)
             try:
                 completion = self._read(self.running[number], task.result(), entered)
-            except ValueError as error:  # what SGLang raises for a request that it does not take
+            except ValueError as error:  # SGLang's error for a request that it refuses
                 self._done.append(self.completion(self.running.pop(number), [], [], "abort"))
                 raise HybridFlowError(f"request {number}: SGLang refused it: {error}") from error
             self._leaving.discard(number)
             yield completion
 
     def _read(self, request: Request, answer: dict[str, Any], entered: int) -> Completion:
-        """Turn SGLang's answer into a completion; `entered` is the version that it began with.
+        """Return SGLang's answer as a completion; `entered` is the version that it began with.
 
-        Raises ValueError where SGLang ended a request early that was not told to end.
+        Raises ValueError where SGLang ended a request early that was not aborted.
         """
         about = answer["meta_info"]
         reason = about["finish_reason"]["type"]
@@ -375,15 +375,15 @@ class SGLangEngine(ContinuousEngine, Hostable):
         ids = [entry[1] for entry in entries]
         logprobs = [entry[0] for entry in entries]
 
-        # Tokens of no span count as older than they may be.
+        # Tokens without a recorded version get the oldest that is possible.
         versions = np.full(len(ids), entered, np.int64)
         for span in about.get("weight_versions") or ():
             versions[span["start"] : span["end"]] = int(span["version"])
         return self.completion(request, ids, logprobs, reason, versions)
 
     def leave(self, ids: Sequence[int]) -> tuple[()]:
-        """Tell SGLang to end these requests; `advance` gives their completions."""
-        # A task that was only created has asked nothing yet: let each run to its first wait.
+        """Abort these requests in SGLang; `advance` returns their completions."""
+        # A task that was only created has sent nothing yet: let each run to its first await.
         self._wait(asyncio.sleep(0))
         self._leaving.update(ids)
         for number in ids:
@@ -410,15 +410,15 @@ def _shares(cores: Sequence[int], ranks: int) -> str:
 
 
 def _name(request: int) -> str:
-    """Name a request for SGLang.
+    """Return a request's name for SGLang.
 
-    It aborts every request whose name begins with the one to abort, so the name ends with a mark.
+    SGLang aborts every request whose name begins with the given one, so names end with a mark.
     """
     return f"request-{request}."
 
 
 def _checked(what: str, answer: Any) -> None:
-    """Raise HybridFlowError for a call that SGLang reports as failed by what it returns.
+    """Raise HybridFlowError if SGLang's return value says that a call failed.
 
     SGLang returns None, a bool, or a tuple (bool, reason, ...).
     """

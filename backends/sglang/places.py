@@ -1,8 +1,8 @@
-"""What runs in SGLang's schedulers: weights go from this rank's bucket to their places.
+"""The code that runs in SGLang's schedulers: it copies weights from a rank's bucket into the model.
 
 SGLang calls `load` as a custom weight loader (its server argument `custom_weight_loader`), in each
-scheduler, with that scheduler's own payload. The payload is one of the jobs below; what it returns,
-or how it failed, is left in a file.
+scheduler, with that scheduler's own payload. The payload is one of the jobs below; its result or
+error is written to a file.
 
     engine's process                          scheduler of a tp rank
     Schedulers.tell(jobs) --payload per rank-> load(model, payload)
@@ -32,7 +32,7 @@ LOADER = f"{__name__}.load"
 
 @attrs.frozen
 class Taken:
-    """What one scheduler takes of the weights."""
+    """The boxes of each parameter that one scheduler reads."""
 
     boxes: Mapping[str, tuple[Box, ...]]
     opaque: Mapping[str, str]
@@ -41,7 +41,7 @@ class Taken:
 
 @attrs.frozen
 class Ask:
-    """Ask SGLang's loader where weights go, and prove the answer; the answer is a Taken."""
+    """The job to trace SGLang's loader and verify the trace; its result is a Taken."""
 
     params: Mapping[str, Param]
     ties: Mapping[str, str]
@@ -49,9 +49,9 @@ class Ask:
     """Number of the model's layers with sliding windows."""
 
     def run(self, model: Any) -> Taken:
-        """Trace and prove; the weights are NaN afterwards. Raises ModelError."""
+        """Trace and verify; the weights are NaN afterwards. Raises ModelError."""
         self._check_attention(model)
-        # The proof stands for all updates, so it is made once.
+        # The trace is verified once, for all updates.
         who = f"{type(model).__name__} of SGLang"
         placed = PlacedWeights(
             model.load_weights, _tensors_of(model), self.params, self.ties, who, _device_of(model)
@@ -63,9 +63,9 @@ class Ask:
         return Taken(boxes, placed.map.opaque)
 
     def _check_attention(self, model: Any) -> None:
-        """Raise ModelError where SGLang leaves out what the model does with its scores (0.5.23).
+        """Raise ModelError where SGLang's attention differs from the model's (0.5.23).
 
-        Its mistral and phi3 know no sliding window; its attention on a CPU no caps.
+        Its mistral and phi3 have no sliding window; its attention on a CPU does not cap scores.
         """
         who = f"{type(model).__name__} of SGLang"
         if type(model).__name__ in WRONG:
@@ -87,14 +87,14 @@ class Ask:
 
 @attrs.frozen
 class Begin:
-    """Begin an update, behind SGLang's own preparation for it."""
+    """The job to begin an update, after SGLang's own preparation for it."""
 
     version: int
 
     def run(self, model: Any) -> None:
-        """Find the places anew: SGLang may have put other tensors into the model.
+        """Look up the model's tensors again, as SGLang may have replaced them.
 
-        Raises HybridFlowError where those have other shapes.
+        Raises HybridFlowError where the new ones have other shapes.
         """
         placed = _placed[id(model)]
         placed.rebind(_tensors_of(model))
@@ -104,14 +104,14 @@ class Begin:
 
 @attrs.frozen
 class Take:
-    """Copy what a bucket holds to its places."""
+    """The job to copy the contents of a bucket into the model."""
 
     bucket: Any
     """The bucket's handle."""
     load: Load
 
     def run(self, model: Any) -> None:
-        """Copy, and wait until the copies are done: the bucket is filled again then."""
+        """Copy, and wait until the copies are done, as the bucket is filled again afterwards."""
         # Memory is mapped once.
         key = pickle.dumps(self.bucket)
         if key not in _readers:
@@ -124,12 +124,10 @@ class Take:
 
 @attrs.frozen
 class End:
-    """End an update, and let SGLang derive what it keeps beside the weights, such as absorbed
-    projections.
-    """
+    """The job to end an update, after which SGLang recomputes absorbed projections and the like."""
 
     def run(self, model: Any) -> None:
-        """Call what SGLang's loader calls at its end.
+        """Call the functions that SGLang's loader calls at its end.
 
         Raises HybridFlowError where weights are missing.
         """
@@ -141,12 +139,12 @@ class End:
 
 @attrs.frozen
 class Prove:
-    """Say what is in the places, and whether an update has brought it; the answer is a Proof."""
+    """The job to compute checksums of weights and their version; its result is a Proof."""
 
     wanted: Wanted
 
     def run(self, model: Any) -> Proof:
-        """Add up what the live tensors hold."""
+        """Return the proof of the model's present tensors."""
         placed = _placed[id(model)]
         placed.rebind(_tensors_of(model))
         placed.expect(self.wanted)
@@ -154,12 +152,12 @@ class Prove:
 
 
 WRONG = {"PhiForCausalLM": "leaves out the bias of its head"}
-"""Classes of SGLang 0.5.23 that compute other values than their models -> what they do."""
+"""Class of SGLang 0.5.23 that computes other values than the model -> its error."""
 Job = Ask | Begin | Take | End | Prove
 _placed: dict[int, PlacedWeights] = {}
-"""By the model's id()."""
+"""id() of the model -> its weights."""
 _readers: dict[bytes, BucketReader] = {}
-"""By the pickled handle."""
+"""Pickled handle of a bucket -> its reader."""
 
 
 def _tensors_of(model: Any) -> dict[str, torch.Tensor]:
@@ -173,7 +171,7 @@ def _device_of(model: Any) -> torch.device:
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Do a job, and leave its answer. An error here would end the scheduler, so none is raised."""
+    """Run a job, and write its answer to a file. No error is raised: it would end the scheduler."""
     [(path, packed)] = named_tensors
     try:
         answer = (True, pickle.loads(packed.cpu().numpy().tobytes()).run(model))
@@ -198,7 +196,7 @@ class Schedulers:
         self.folder = Path(folder)
 
     def tell(self, jobs: Sequence[Job | None], flush_cache: bool = False) -> list[Any]:
-        """Let scheduler i do jobs[i], where there is one; return the answers.
+        """Let scheduler i run jobs[i], if there is one; return the answers.
 
         With `flush_cache` SGLang then drops the keys and values that it keeps across requests.
         Raises the first scheduler's HybridFlowError, and one where the cache was not dropped.
@@ -215,7 +213,7 @@ class Schedulers:
         asked = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=LOADER, flush_cache=flush_cache
         )
-        # Answers are there when SGLang says that all schedulers are done.
+        # The answers are complete when SGLang reports that all schedulers are done.
         update = self.engine.tokenizer_manager.update_weights_from_tensor(asked, None)
         succeeded, reason = self.engine.loop.run_until_complete(update)[:2]
         if not succeeded:
@@ -234,7 +232,7 @@ class Schedulers:
 
 @attrs.frozen
 class _Nothing:
-    """For a scheduler that another one's job does not concern."""
+    """The job to do nothing, for schedulers that are not concerned by another one's job."""
 
     def run(self, model: Any) -> None:
         """Do nothing."""

@@ -1,8 +1,8 @@
-"""SGLang's sampler with our meaning of logprobs and seeds.
+"""A sampler for SGLang with hybridflow's definition of logprobs and seeds.
 
 It is registered as the sampling backend "pytorch", the only one that SGLang allows on a CPU. SGLang
 calls `register` in each of its processes, as an entry point of the group "sglang.srt.plugins". In
-an SGLang that is no rollout engine of ours it does nothing.
+an SGLang that is not a rollout engine of hybridflow it does nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 BACKEND = "pytorch"
 """Name of the sampling backend that ours replaces."""
 OURS = "HYBRIDFLOW_SGLANG"
-"""Environment variable which says that this SGLang is a rollout engine of ours."""
+"""Environment variable that marks this SGLang as a rollout engine of hybridflow."""
 
 
 def register() -> None:
@@ -85,7 +85,7 @@ def _sampler() -> Any:
             logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info).float()
             temperatures = sampling_info.temperatures  # [R, 1]
 
-            # What is reported, and what is drawn from: they differ by the biases.
+            # The reported logprobs, and those to sample from: they differ by the biases.
             logprobs = torch.log_softmax(logits / temperatures, dim=-1)  # [R, V]
             biased = logprobs
             if sampling_info.logit_bias is not None:

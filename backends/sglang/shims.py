@@ -22,7 +22,7 @@ import torch
 from hybridflow.backends.sglang.sampler import OURS
 
 FOLDER = Path(__file__).parent / "cpu"
-"""Holds a folder for each shim, which goes on the path of SGLang's processes."""
+"""The folder with a subfolder for each shim, which is added to the path of SGLang's processes."""
 
 
 def variables(device: torch.device) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tokenizers of Hugging Face folders; they and the small ones of `small.py` make one plugin."""
+"""Tokenizers of Hugging Face folders; they and the small ones of `small.py` are one plugin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 class HFTokenizer(Tokenizer):
     """A Hugging Face folder's tokenizer, read by transformers.
 
-    Where a text spells a special token ("<eos>"), that is the special token.
+    If a text contains the name of a special token ("<eos>"), it is encoded as that token.
     """
 
     def __init__(self, hf: Any, where: str):
@@ -71,7 +71,7 @@ class HFTokenizer(Tokenizer):
         options: Mapping[str, Any] | None = None,
         complete: bool = False,
     ) -> np.ndarray:
-        """Return the ids, int64 [T], of the messages, and of what opens the assistant's turn.
+        """Return the ids, int64 [T], of the messages, and of the opening of the assistant's turn.
 
         Raises DataError if there is no template, or if it refuses the messages.
         """
@@ -90,7 +90,7 @@ class HFTokenizer(Tokenizer):
                 return_dict=False,
                 **(options or {}),
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any error
             raise DataError(
                 f"the chat template of {self.where!r} refuses {shorten(str(messages))}: {error}"
             ) from error

@@ -27,7 +27,7 @@ without transformers."""
 class SmallTokenizer(Tokenizer):
     """A byte-level tokenizer made for the run; it needs only the library `tokenizers`.
 
-    No text spells a special token.
+    No text is encoded as a special token.
     """
 
     def __init__(self, fast: Any, kind: str, characters: str | None = None):
@@ -72,7 +72,7 @@ class SmallTokenizer(Tokenizer):
         )
 
     def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder, with a mark that says who made it."""
+        """Write a Hugging Face folder, with MARKER in its config."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         pad, bos, eos = SPECIAL
@@ -107,7 +107,7 @@ class SmallTokenizer(Tokenizer):
 def load_small_tokenizer(folder: Path) -> SmallTokenizer | None:
     """Return the tokenizer that `SmallTokenizer.save` wrote to this folder.
 
-    None for a folder that somebody else wrote.
+    None for any other folder.
     """
     file = folder / "tokenizer_config.json"
     mark = json.loads(file.read_text(encoding="utf-8")).get(MARKER) if file.is_file() else None
@@ -156,7 +156,7 @@ def char_tokenizer(characters: str) -> SmallTokenizer:
 def train_tokenizer(
     kind: str, vocab_size: int, texts: Callable[[], Iterable[str]]
 ) -> SmallTokenizer:
-    """Make a tokenizer of the texts, with at most `vocab_size` tokens.
+    """Train a tokenizer on the texts, with at most `vocab_size` tokens.
 
     kind: "char" (every character of the texts) or "bpe" (byte-level). Raises DataError if "char"
     finds no characters or too many.
@@ -182,8 +182,8 @@ def _train_characters(vocab_size: int, texts: Callable[[], Iterable[str]]) -> Sm
     return tokenizer
 
 
-# Qwen2's normaliser (NFC) and split. With a qwen2 model in the folder, transformers puts them in
-# place of those of tokenizer.json; so an exported folder spells texts as the run did.
+# Qwen2's normaliser (NFC) and split. With a qwen2 model in the folder, transformers uses them
+# instead of those of tokenizer.json; so an exported folder encodes texts as the run did.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -205,7 +205,7 @@ def _train_bpe(vocab_size: int, texts: Callable[[], Iterable[str]]) -> SmallToke
     fast.pre_tokenizer = library.pre_tokenizers.Sequence([split, level])
     fast.decoder = library.decoders.ByteLevel()
 
-    # All 256 bytes have tokens, so that any text can be spelled.
+    # All 256 bytes have tokens, so that any text can be encoded.
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL),
@@ -219,7 +219,7 @@ def _train_bpe(vocab_size: int, texts: Callable[[], Iterable[str]]) -> SmallToke
 def _byte_symbols(character: str) -> str:
     """Return the printable stand-ins that byte-level BPE uses for the bytes of this character."""
     level = _tokenizers().pre_tokenizers.ByteLevel(False, use_regex=False)
-    # One word, since nothing is split here: [(its symbols, its place)].
+    # One word, since nothing is split here: [(its symbols, its position)].
     [(symbols, _)] = level.pre_tokenize_str(character)
     return symbols
 

@@ -21,11 +21,11 @@ CPU_CACHE_GB = 4.0
 LANE = 64
 """The capacity of a lane, and n for fused attention kernels, are multiples of this."""
 MAX_BURST = 64
-"""Largest number of tokens that are decoded between two looks at what has finished."""
+"""Largest number of tokens that are decoded between two checks for finished sequences."""
 LOGIT_COPIES = 4.0
-"""Copies of the logits while tokens are drawn: they, their log-softmax, probabilities and sums."""
+"""Copies of the logits during sampling: the logits, log-softmax, probabilities and sums."""
 FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-"""Beginnings of names of parameters whose rows are reordered into one storage."""
+"""Prefixes of the names of parameters whose rows are reordered into one storage."""
 
 
 def _one_of(*allowed: str):
@@ -53,12 +53,12 @@ class TransformersEngineConfig(ProcessConfig):
     switches = {"max_sequences": (1024, 512, 256, 128), "dtype": ("float32", "bfloat16")}
 
     own_process: bool = False
-    """Run the engine in a child of the worker's process instead. If it crashes, the worker lives
-    on."""
+    """Run the engine in a child of the worker's process instead. If it crashes, the worker
+    survives."""
 
     max_sequences: int = attrs.field(default=0, validator=_not_negative)
     """Largest number of sequences decoded at once (slots); further ones wait. 0 stands for 256, or
-    for what fits into `kv_memory_gb` if that is less."""
+    for as many as fit into `kv_memory_gb` if that is less."""
     dtype: str = attrs.field(default="float32", validator=_one_of("float32", "bfloat16"))
     """Type of weights, activations and KV cache: "float32" or "bfloat16". Probabilities are always
     computed in float32."""
@@ -73,18 +73,18 @@ class TransformersEngineConfig(ProcessConfig):
     """Limit of the KV cache in GB (10^9 bytes). 0 stands for 70% of the free memory of a GPU, or 4
     GB on CPU."""
     sync_every: int = attrs.field(default=0, validator=_not_negative)
-    """Number of tokens decoded between two looks at which sequences have finished. 0 stands for 16
-    on a GPU, where each look waits for the device, and for 1 on CPU (more while no sequence can
-    stop before its length limit)."""
+    """Number of tokens decoded between two checks for finished sequences. 0 stands for 16 on a GPU,
+    where each check waits for the device, and for 1 on CPU (more while no sequence can stop before
+    its length limit)."""
 
     @classmethod
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """On CUDA generate in bfloat16."""
+        """Return the defaults on CUDA: bfloat16."""
         return {"dtype": "bfloat16"} if device == "cuda" else {}
 
     @property
     def torch_allocates(self) -> bool:
-        """True in the worker's process."""
+        """True where the engine runs in the worker's process."""
         return not self.own_process
 
     def limits(self, device: str = "cuda") -> EngineLimits:
@@ -103,7 +103,7 @@ class TransformersEngineConfig(ProcessConfig):
         )
 
     def lent_params(self, shape: ModelShape, device: str) -> int:
-        """Return how many parameters are stored as the trainer stores them.
+        """Return the number of parameters with the memory order of the trainer's storage.
 
         Fused queries, keys and values are not, and in float32 on a CPU no matrix of a layer is.
         """
@@ -117,7 +117,7 @@ class TransformersEngineConfig(ProcessConfig):
         return shape.layers * sum(map(prod, own)) + sum(map(prod, outside))
 
     def within(self, room: EngineRoom) -> Self:
-        """Return the settings with a cache of at most the room's."""
+        """Return the settings with a cache of at most `room.cache` bytes."""
         gigabytes = room.cache / 1e9
         if self.kv_memory_gb:
             gigabytes = min(gigabytes, self.kv_memory_gb)

@@ -1,4 +1,4 @@
-"""The fast decoder runs Llama-like models over a KV cache with one left-aligned lane per sequence.
+"""The fast decoder: runs Llama-like models over a KV cache with one left-aligned lane per sequence.
 
 A layer's keys (and alike its values) are lanes of `stride` columns, one column per token:
 
@@ -28,11 +28,11 @@ from hybridflow.backends.transformers.llama import Layer, LlamaWeights
 from hybridflow.kit import onednn
 
 CUT_ON_CPU = 1 << 15
-"""Numbers of keys that a cut must spare: attention to each part costs about 20 microseconds."""
+"""Elements of keys that a cut must save: attention over each part costs about 20 microseconds."""
 CUT_ON_GPU = 1 << 22
-"""Likewise on a GPU, where a part has some kernels of its own. Not measured yet."""
+"""The same on a GPU, where a part has some kernels of its own. Not measured yet."""
 DISORDER = 1.25
-"""How many times too much attention may be before rows are sorted by length."""
+"""Rows are sorted by length if that lowers the cost of attention by more than this factor."""
 
 
 class FastDecoder:
@@ -42,7 +42,7 @@ class FastDecoder:
     """
 
     joins = True
-    """New rows can be admitted beside live ones."""
+    """Whether new rows can be admitted beside live ones."""
     cache: Any
     """Keys and values of all layers, [layers, 2, columns of all lanes, d]."""
     rows: int
@@ -56,7 +56,7 @@ class FastDecoder:
     lengths: np.ndarray
     """Tokens in the lanes of each live row, int64 [R]."""
     _onednn: bool
-    """Whether products of many rows are oneDNN's."""
+    """Whether products of many rows use oneDNN."""
     _lanes: Any
     """The cache as [layers, 2, rows, kv, stride, d]."""
     _tables: list[tuple[torch.Tensor, ...]]
@@ -64,11 +64,11 @@ class FastDecoder:
     _flat: list[tuple[torch.Tensor, ...]]
     """Each layer's keys and values as [columns of all lanes, d]."""
     _columns: torch.Tensor
-    """The numbers 0 .. S-1, int64 [S], or more of them."""
+    """The numbers from 0 to S-1 at least, int64."""
     _cis: torch.Tensor
     """Rotary factors amplitude * e^(i t frequency) of each position t, complex64 [S, d/2]."""
     _next: Any
-    """Where the next tokens go; None after rows or lanes changed."""
+    """The cached result of `_places`; None after rows or lanes have changed."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class FastDecoder:
 
     @torch.inference_mode()
     def reserve(self, rows: int, capacity: int) -> None:
-        """Have room for `rows` sequences of `capacity` tokens; live rows stay, and must fit.
+        """Allocate a cache for `rows` sequences of `capacity` tokens, with the live rows.
 
-        A cache that is large enough is kept.
+        Live rows must fit into it. A cache that is large enough is kept.
         """
         kv_heads = self.shape.kv_heads
         capacity = _round_up(capacity, LANE)
@@ -123,7 +123,7 @@ class FastDecoder:
         if self.cache is not None and self.cache.shape[2] >= columns:
             cache = self.cache
         else:
-            # Without live rows the old cache goes before the new one is made.
+            # Without live rows the old cache is freed before the new one is allocated.
             if not live:
                 self.free()
             # Masked columns are multiplied by 0, so they must be finite.
@@ -151,17 +151,14 @@ class FastDecoder:
         self._cis = torch.polar(amplitudes, angles).to(self.device)
 
     def _lay_out(self, cache: torch.Tensor, stride: int) -> None:
-        """Form lanes of `stride` columns, one after the other from the start of `cache`.
-
-        Live rows move along.
-        """
+        """Divide `cache` into lanes of `stride` columns, and move the live rows into them."""
         before = self._lanes
         stays = cache is self.cache and stride == self.stride
         self.cache = cache
         self.stride = stride
         self._next = None
 
-        # Views of the same memory, in the form that each reader wants.
+        # Views of the same memory, in the shapes that its readers need.
         kv_heads = self.shape.kv_heads
         size = self.shape.head_dim
         lanes = self.rows * kv_heads
@@ -181,17 +178,17 @@ class FastDecoder:
                 new[live] = old[live].clone()
 
     def _widen(self, columns: int) -> None:
-        """Form lanes of at least `columns` columns.
+        """Widen lanes to at least `columns` columns.
 
-        On CPU lanes grow with the rows. A high max_tokens that nobody reaches then costs no memory,
-        and leaves no gaps between lanes.
+        On CPU lanes grow with the rows. A high max_tokens that no sequence reaches then costs no
+        memory, and leaves no gaps between lanes.
         """
         if columns > self.stride:
             grown = columns + max(32, columns // 2)
             self._lay_out(self.cache, min(grown, self.capacity))
 
     def free(self) -> None:
-        """Free the cache; all rows are forgotten."""
+        """Free the cache; all rows are dropped."""
         self.cache = None
         self._lanes = None
         self._tables = []
@@ -210,10 +207,10 @@ class FastDecoder:
     # --- rows ---
 
     def order(self, alive: np.ndarray) -> np.ndarray:
-        """Return the rows that go on, bool [R] -> int64 [live], in the order that they should have.
+        """Return the live rows, bool [R] -> int64 [live], in the order that they should have.
 
-        Rows from the end fill the holes of those that go, so that few move. Where rows of like
-        lengths would be far apart then, and attention much dearer, all are sorted.
+        Rows from the end fill the holes of finished rows, so that few move. If attention would be
+        much slower because rows of similar lengths are not neighbours, all are sorted.
         """
         index = fill_holes(alive)
         by_length = np.argsort(-self.lengths[index], kind="stable")
@@ -228,15 +225,15 @@ class FastDecoder:
         return sum((last - first) * int(lengths[first:last].max()) for first, last in parts)
 
     def _least_spared(self) -> int:
-        """Return how many columns of a row a cut between rows must spare."""
+        """Return the number of columns of a row that a cut between rows must save."""
         least = CUT_ON_CPU if self.device.type == "cpu" else CUT_ON_GPU
         return least // (self.shape.kv_heads * self.shape.head_dim)
 
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:
-        """Make row index[i] row i; rows not in `index` are gone.
+        """Make row index[i] row i; rows not in `index` are dropped.
 
-        Only rows whose place changes are moved.
+        Only rows whose number changes are moved.
         """
         present = np.arange(len(index))
         moved = np.flatnonzero(index != present)
@@ -275,7 +272,7 @@ class FastDecoder:
         if count > len(contexts):
             expand = torch.from_numpy(owners).to(self.device)
 
-        # Append the rows behind the live ones.
+        # Append the rows after the live ones.
         self._widen(ids.shape[1] + 1)
         first = len(self.lengths)
         self.lengths = np.concatenate([self.lengths, sizes[owners]])
@@ -299,8 +296,8 @@ class FastDecoder:
     ) -> torch.Tensor:
         """Run prompts `ids` [G, P], and fill the lanes of rows `first` to `first + count`.
 
-        Prompts are padded at the right: no token sees padding, which lies after it. Returns the
-        logits behind each prompt's last token, float32 [G, V].
+        Prompts are padded at the right, so that no token attends to padding. Returns the logits
+        after each prompt's last token, float32 [G, V].
         """
         heads = self.shape.heads
         kv_heads = self.shape.kv_heads
@@ -316,7 +313,7 @@ class FastDecoder:
         for layer, lanes in zip(self.weights.layers, self._lanes, strict=True):
             rotated, values = self._project(x, layer, cis)
 
-            # Heads before positions, as attention wants them: [G, heads, P, d].
+            # Heads before positions, as attention needs them: [G, heads, P, d].
             rotated = rotated.view(prompts, width, kv_heads, group + 1, size)
             queries = rotated[:, :, :, :group].reshape(prompts, width, heads, size)
             queries = queries.transpose(1, 2)
@@ -360,17 +357,17 @@ class FastDecoder:
             mixed = self._attend(rotated.narrow(1, 0, group), keys, values, parts)
             self._finish_block(x, mixed.view(len(tokens), -1), layer)
 
-        # The host counts along, so that nobody waits for the device.
+        # The host also counts lengths, so that it need not wait for the device.
         positions += 1
         columns += 1
         self.lengths += 1
         return self._logits(x)
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, int]]]:
-        """Return where the next token of each lane goes, and the parts that attend together.
+        """Return the position of each lane's next token, its column, and the parts of rows.
 
-        These are its position and its column in `_flat`, int64 [R * kv] each, and first and last
-        row of each part.
+        Position, and column in `_flat`, are int64 [R * kv]; a part, whose rows attend together, is
+        its first row and the one after its last.
         """
         kv_heads = self.shape.kv_heads
         positions = np.repeat(self.lengths, kv_heads)
@@ -414,7 +411,7 @@ class FastDecoder:
         return self.split.sum(x.masked_fill_(elsewhere[:, None], 0))
 
     def _mask(self, positions: torch.Tensor, n: int) -> torch.Tensor:
-        """Return what is added to the scores, [R * kv, 1, n].
+        """Return the mask to add to the scores, [R * kv, 1, n].
 
         It is 0 up to each lane's own position, and -inf after it.
         """
@@ -462,7 +459,7 @@ class FastDecoder:
     ) -> torch.Tensor:
         """Return the same as `_attend_plain`, by a fused kernel.
 
-        The g queries of a key head stand as the query length, so that keys are not repeated.
+        The g queries of a key head are the kernel's query length, so that keys are not repeated.
         """
         mask = mask.expand(-1, self.shape.group, -1)
         mixed = F.scaled_dot_product_attention(
@@ -572,7 +569,7 @@ class FastDecoder:
         return torch.mul(x, scale).mul_(weight)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the logits float32 [N, V]; a cut vocabulary is padded, and the padding goes."""
+        """Return the logits float32 [N, V]; the padding of a cut vocabulary is dropped."""
         x = self._norm(x, self.weights.norm)
         logits = self._product(x, self.weights.head)
         if self.split.tp > 1:
@@ -581,14 +578,14 @@ class FastDecoder:
 
 
 def cut(lengths: np.ndarray, least: int) -> list[tuple[int, int]]:
-    """Cut rows of `lengths` int64 [R] into parts: first row of each, and the one behind its last.
+    """Cut rows of `lengths` int64 [R] into parts: first row of each, and the one after its last.
 
-    A part is as long as its longest row. Each cut lets the rows behind it spare at least `least`
-    columns in all.
+    A part is as long as its longest row. Each cut saves at least `least` columns in all for the
+    rows after it.
     """
     if len(lengths) == 0:
         return []
-    # The longest row from each row on: behind a cut, no row needs more.
+    # The longest row from each row on: after a cut, no row needs more.
     rest = np.maximum.accumulate(lengths[::-1])[::-1]
     behind = np.arange(len(lengths), 0, -1)
     firsts = [0]
@@ -601,7 +598,7 @@ def cut(lengths: np.ndarray, least: int) -> list[tuple[int, int]]:
 
 
 def fill_holes(alive: np.ndarray) -> np.ndarray:
-    """Return the rows that live, bool [R] -> int64 [live]: those from the end fill the holes."""
+    """Return the live rows, bool [R] -> int64 [live]: those from the end fill the holes."""
     count = int(alive.sum())
     index = np.arange(count)
     holes = np.flatnonzero(~alive[:count])
@@ -635,7 +632,7 @@ def _zeros(
 ) -> torch.Tensor:
     """Return zeros.
 
-    On CPU the system gives out their pages on first use, so that unused capacity costs nothing.
+    On CPU the system allocates their pages on first use, so that unused capacity costs nothing.
     """
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)

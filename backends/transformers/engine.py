@@ -37,7 +37,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
 
     Both share scheduler and sampler. Under tensor parallelism, which only our decoder has, the
     ranks of a replica must make the same calls with the same requests: each rank reads its stream
-    to the end, and aborts at the same place of it. All of them yield the same completions.
+    to the end, and aborts at the same point of it. All of them yield the same completions.
     """
 
     Config = TransformersEngineConfig
@@ -53,7 +53,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
     store: WeightStore
     """The decoder's weights, by canonical name."""
     scheduler: Scheduler
-    """The requests under way."""
+    """The waiting and running requests."""
 
     def __init__(self, model, config, context):
         super().__init__(model, config, context)
@@ -104,8 +104,8 @@ class TransformersEngine(ContinuousEngine, Hostable):
     def view(self, name: str, box: Box) -> torch.Tensor | None:
         """Return the storage of a box that this rank holds, to write to.
 
-        None for parameters in `layout().opaque`. The view need not be contiguous. Whoever writes to
-        it reports that by `receive(name, box, view)`, which then copies nothing.
+        None for parameters in `layout().opaque`. The view need not be contiguous. After writing to
+        it, call `receive(name, box, view)`, which then copies nothing.
         """
         self._check_awake("looking at its weights")
         return self.store.view(name, box)
@@ -128,7 +128,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
         self.store.lend(name)
 
     def begin_update(self, version: int) -> None:
-        """Begin to take weights of a new version."""
+        """Begin an update to a new version of the weights."""
         super().begin_update(version)
         self.store.begin()
 
@@ -138,12 +138,12 @@ class TransformersEngine(ContinuousEngine, Hostable):
         box: Box,
         tensor: torch.Tensor,
     ) -> None:
-        """Copy the values of a box in; raises HybridFlowError for a box that is not held here."""
+        """Copy the values of a box; raises HybridFlowError unless this rank holds it."""
         self.check_updating(name)
         self.store.receive(name, box, tensor)
 
     def written(self, name: str) -> int | None:
-        """Return the version of the last update where that has brought the parameter."""
+        """Return the version of the last update if it included the parameter, else None."""
         return self._next_version if self.store.arrived.whole(name) else None
 
     def end_update(self) -> None:
@@ -166,7 +166,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
     # --- generation ---
 
     def enter(self, request: Request) -> None:
-        """Let a request wait until `advance` has room for it, beside whatever runs."""
+        """Queue a request until `advance` has room for it beside the running ones."""
         self.scheduler.add(request)
 
     def advance(self) -> list[Completion]:
@@ -178,7 +178,7 @@ class TransformersEngine(ContinuousEngine, Hostable):
         try:
             return self.scheduler.turn(self.version)
         except BaseException:
-            # Rows that failed midway cannot go on, so all requests are forgotten.
+            # Rows cannot continue after an error in a step, so all requests are dropped.
             self.running.clear()
             self._forget()
             raise
@@ -192,6 +192,6 @@ class TransformersEngine(ContinuousEngine, Hostable):
         return self.scheduler.abort(set(ids))
 
     def _forget(self) -> None:
-        """Forget all requests."""
+        """Drop all requests."""
         self.decoder.free()
         self.scheduler = Scheduler(self.decoder, self.config, self.device, self.split)

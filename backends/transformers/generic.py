@@ -1,8 +1,8 @@
 """The decoder for every other architecture: Hugging Face's own model and cache.
 
 It runs under the same scheduler and sampler as the fast decoder. Rows share their columns, padded
-at the left, so they are admitted together: a new wave starts when the last one is done. Finished
-rows leave the cache on the way.
+at the left, so they are admitted together: a new batch starts when the last one is done. Finished
+rows are removed from the cache meanwhile.
 
     row 0   . . . a b c | x y z      prompt a b c, response x y z
     row 1   d e f g h i | u v w      prompt d e f g h i, response u v w
@@ -28,7 +28,7 @@ class GenericDecoder:
     """Calls the model with a DynamicCache. Padding is masked, and not counted in positions."""
 
     joins = False
-    """New rows cannot be admitted beside live ones."""
+    """Whether new rows can be admitted beside live ones: they cannot."""
     model: Any
     """The Hugging Face model."""
     _takes_positions: bool
@@ -36,7 +36,7 @@ class GenericDecoder:
     ties: dict[str, str]
     """Tied parameter -> the one that it is tied to."""
     places: dict[str, StoredBox]
-    """Canonical name -> where the parameter lies."""
+    """Canonical name -> the storage of the parameter."""
 
     cache: Any
     """The DynamicCache of the live rows; None without any."""
@@ -47,7 +47,7 @@ class GenericDecoder:
     capacity: int
     """Longest sequence that a row may reach, in tokens."""
     reserved_bytes = 0
-    """The cache is not reserved: it grows as it is used."""
+    """0: the cache is not reserved, but grows as it is used."""
     longest: int
     """Number of columns in use."""
 
@@ -90,7 +90,7 @@ class GenericDecoder:
         self.free()
 
     def _place(self, name: str, values: torch.Tensor, shape: tuple[int, ...], box: Box) -> None:
-        """Note where a parameter lies; raises ModelError for one in several stored parameters."""
+        """Note a parameter's storage; raises ModelError if it is in several stored parameters."""
         if box != Box.full(shape):
             raise ModelError(
                 f"{self.config.model_type}: {name} is saved as one parameter and stored in many, "
@@ -114,13 +114,13 @@ class GenericDecoder:
         return numbers * self.dtype.itemsize
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Forget all rows; the cache itself grows as it is used."""
+        """Drop all rows; the cache itself grows as it is used."""
         self.free()
         self.rows = rows
         self.capacity = capacity
 
     def free(self) -> None:
-        """Free the cache; all rows are forgotten."""
+        """Free the cache; all rows are dropped."""
         self.cache = None
         self._mask = None
         self.rows = 0
@@ -128,7 +128,7 @@ class GenericDecoder:
         self.longest = 0
 
     def order(self, alive: np.ndarray) -> np.ndarray:
-        """Return the rows that go on, bool [R] -> int64 [live], in the order that they should have.
+        """Return the live rows, bool [R] -> int64 [live], in the order that they should have.
 
         Few of them move.
         """
@@ -136,7 +136,7 @@ class GenericDecoder:
 
     @torch.inference_mode()
     def keep(self, index: np.ndarray) -> None:
-        """Make row index[i] row i; rows not in `index` are gone."""
+        """Make row index[i] row i; rows not in `index` are dropped."""
         # The cache cannot select no rows.
         if len(index) == 0:
             self.cache = None

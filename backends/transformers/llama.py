@@ -1,4 +1,4 @@
-"""Weights of Llama-like models in the form that the decoder reads.
+"""Weights of Llama-like models in the tensors that the fast decoder reads.
 
 Projections that read the same input are fused, one tensor each:
 
@@ -63,7 +63,7 @@ class LlamaShape:
         )
 
     def part(self, tp: int) -> LlamaShape:
-        """Return the sizes of what one of `tp` ranks computes.
+        """Return the sizes of the part that one of `tp` ranks computes.
 
         `vocab` stays whole. Ranks that share a key-value head have one each.
         """
@@ -129,11 +129,11 @@ class Layer:
 
 
 def _interleaved(d: int) -> torch.Tensor:
-    """Return the place of each element of a head, int64 [d]; `d` is even.
+    """Return the position of each element of a head, int64 [d]; `d` is even.
 
-    Hugging Face rotates elements i and i + d/2 together, and we put them side by side: i goes to
-    place 2 i, and i + d/2 to 2 i + 1. A rotation is then one complex product, and attention does
-    not see the order within a head.
+    Hugging Face rotates elements i and i + d/2 together; here they are neighbours: i is at position
+    2 i, and i + d/2 at 2 i + 1. A rotation is then one complex product, and attention does not
+    depend on the order within a head.
     """
     element = torch.arange(d)
     half = d // 2
@@ -146,7 +146,7 @@ class LlamaWeights:
     shape: LlamaShape
     """Sizes of this rank's part."""
     places: dict[str, StoredBox]
-    """Canonical name -> where this rank's box of the parameter lies."""
+    """Canonical name -> the storage of this rank's box of the parameter."""
     embed: torch.Tensor
     """Embedding of this rank's part of the vocabulary, [V / tp, H]."""
     layers: list[Layer]
@@ -159,7 +159,7 @@ class LlamaWeights:
     _names: dict[str, tuple[int, ...]]
     """Canonical name -> shape of the whole parameter."""
     _order: torch.Tensor
-    """Places of the elements of a head (see `_interleaved`), int64 [d]."""
+    """Positions of the elements of a head (see `_interleaved`), int64 [d]."""
     _rows: dict[str, torch.Tensor]
     """Row of the fused projection for each row of q_proj, k_proj and v_proj."""
 
@@ -184,7 +184,7 @@ class LlamaWeights:
         self._device = device
         self._number_rows()
 
-        # Allocating a tensor also notes the places of its parameters.
+        # Allocating a tensor also notes the places of its parameters in `places`.
         self.embed = self._vocabulary("model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(self.shape.layers)]
         self.norm = self._own("model.norm.weight")
@@ -204,7 +204,7 @@ class LlamaWeights:
         """Set the row of the fused projection that holds each row of q_proj, k_proj and v_proj.
 
         Element e of head j (queries 0 .. g - 1, key g, value g + 1) of kv head k is row
-        k (g + 2) d + j d + place(e), where values stay in order: place(e) = e.
+        k (g + 2) d + j d + position(e), where values stay in order: position(e) = e.
         """
         group = self.shape.group
         size = self.shape.head_dim
@@ -264,7 +264,7 @@ class LlamaWeights:
         storage: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Note where this rank's box of a parameter lies."""
+        """Note the storage of this rank's box of a parameter."""
         shape = self._names[name]
         box = self.split.box(name, shape)
         self.places[name] = StoredBox(storage, rows, shape, box)
@@ -284,7 +284,7 @@ class LlamaWeights:
     def _vocabulary(self, name: str) -> Any:
         """Allocate a parameter that is cut by vocabulary, with equally many rows on every rank.
 
-        Rows behind the end of the vocabulary are never written, and what they give is never read.
+        Rows after the end of the vocabulary are never written, and their outputs are never read.
         """
         shape = self._names[name]
         rows = -(-shape[0] // self.split.tp)

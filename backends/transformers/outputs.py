@@ -1,6 +1,6 @@
-"""Where the tokens of running requests are kept until they are done.
+"""Storage of the tokens of running requests until these are finished.
 
-Each request has a home: a row of the arrays that stays where it is while the decoder's rows move.
+Each request has a home: a row of the arrays that does not move when the decoder's rows do.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ import numpy as np
 from hybridflow.core.contracts.rollout import Completion, Request
 
 SPARE = 0
-"""The home of rows whose request is done: it takes what they go on to make."""
+"""The home of rows whose request is finished: their further tokens are written there."""
 
 
 class Outputs:
     """Response tokens of H homes, each with room for W tokens."""
 
     tokens: np.ndarray
-    """int64 [H, W]."""
+    """Token ids, int64 [H, W]."""
     logprobs: np.ndarray
     """Their log-probabilities, float32 [H, W]."""
     versions: np.ndarray
     """Versions of the weights that made them, int64 [H, W]."""
     free: list[int]
-    """Homes that nobody has; never the spare one."""
+    """Homes without a request, except the spare one."""
 
     def __init__(self):
         self._make((1, 0))
         self.free = []
 
     def _make(self, size: tuple[int, int]) -> None:
-        """Make empty arrays; the system gives out their pages on first use."""
+        """Make empty arrays; the system allocates their pages on first use."""
         self.tokens = np.zeros(size, np.int64)
         self.logprobs = np.zeros(size, np.float32)
         self.versions = np.zeros(size, np.int64)
 
     def reserve(self, count: int, width: int) -> None:
-        """Have at least `count` homes with room for `width` tokens; what is in use stays."""
+        """Allocate at least `count` homes for `width` tokens; homes in use keep their contents."""
         homes, present = self.tokens.shape
         if count < homes and width <= present:
             return
 
-        # Nothing in use: what was needed before does not matter any more.
+        # No home is in use, so that the arrays can have just the needed size.
         if len(self.free) == homes - 1:
             self._make((count + 1, width))
             self.free = list(range(1, count + 1))
@@ -71,7 +71,7 @@ class Outputs:
         logprobs: np.ndarray,
         version: int,
     ) -> None:
-        """Put tokens and log-probabilities [K, R] behind the first `lengths` [R] of `homes` [R]."""
+        """Write tokens and logprobs [K, R] after the first `lengths` [R] tokens of `homes` [R]."""
         columns = lengths[:, None] + np.arange(len(tokens))
         rows = homes[:, None]
         self.tokens[rows, columns] = tokens.T

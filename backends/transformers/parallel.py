@@ -23,7 +23,7 @@ from hybridflow.kit.layouts import engine_layout, tensor_shard
 
 @attrs.frozen(eq=False)
 class Split:
-    """A model cut over `tp` ranks, as seen by rank number `at` of them."""
+    """A model cut over `tp` ranks, on rank number `at` of them."""
 
     tp: int = 1
     """Number of tensor-parallel ranks."""
@@ -36,7 +36,7 @@ class Split:
     shape: ModelShape | None = None
     """Sizes of the model; known where tp > 1."""
     generation: GenerationLayout | None = None
-    """Which ranks form which replica; known where tp > 1."""
+    """The ranks of each replica; known where tp > 1."""
 
     @classmethod
     def of(cls, context, hf_config, unfit: str | None) -> Split:
@@ -137,8 +137,8 @@ class Split:
     def agreed(self, values: torch.Tensor) -> torch.Tensor:
         """Return the first rank's values on every rank.
 
-        Values that ranks compute alike may differ in a last bit, since GPUs scan a single row in no
-        fixed order. Ranks that sampled different tokens would never agree again.
+        Values that all ranks compute may differ in the last bit, since GPUs scan a single row in no
+        fixed order. Ranks that sample different tokens would diverge for the rest of the sequence.
         """
         if self.tp > 1:
             values = values.contiguous()

@@ -21,8 +21,8 @@ from hybridflow.kit.sampling import addable, cumulate, invert, share, uniforms
 class TokenSampler:
     """The sampling parameters of a batch's rows, on the device.
 
-    What no row asks for is None, and its step is left out. R are the rows, F those with top_k or
-    top_p, V the vocabulary.
+    Parameters that no row uses are None, and their step is skipped. R are the rows, F those with
+    top_k or top_p, V the vocabulary.
     """
 
     seeds: torch.Tensor
@@ -52,7 +52,7 @@ class TokenSampler:
     biased: Any
     """Rows with biases, int64 [B]."""
     places: tuple[torch.Tensor, torch.Tensor]
-    """Where their N biases belong: which of these rows, and which token, int64 [N] each."""
+    """The row (index into `biased`) and the token of each of their N biases, int64 [N] each."""
     biases: torch.Tensor
     """The biases / temperature, float32 [N]."""
 
@@ -125,8 +125,8 @@ class TokenSampler:
     def uniforms(self, lengths: np.ndarray, steps: int) -> torch.Tensor | None:
         """Return float32 [steps, R] for the response tokens from `lengths` [R] on.
 
-        None where no row draws. Numbers are made for several steps at once, so the next call must
-        go on where this one ends.
+        None where all rows are greedy. Numbers are computed for several steps at once, so the next
+        call must continue where this one ends.
         """
         if self.all_greedy:
             return None
@@ -175,7 +175,7 @@ class TokenSampler:
             probs.masked_fill_(probs < floor, 0.0)
         tokens = invert(cumulate(probs), uniform[:, None])
 
-        # Filtered and greedy rows were drawn too; their tokens are replaced.
+        # Filtered and greedy rows were sampled too; their tokens are replaced.
         if self.filtered is not None:
             tokens[self.filtered] = self._filtered(
                 scores[self.filtered],
@@ -189,9 +189,9 @@ class TokenSampler:
     def _with_biases(self, logp: torch.Tensor) -> torch.Tensor:
         """Return log-probabilities [R, V] with biases / temperature added, normalised again.
 
-        Rows without biases keep their bits, so that they draw what they would draw alone.
+        Rows without biases keep their bits, so that their tokens do not depend on other rows.
         """
-        # Indexing by a tensor copies: the log-probabilities themselves stay as they are.
+        # Indexing by a tensor copies, so that `logp` itself does not change.
         rows = logp[self.biased]
         rows[self.places] += self.biases
         return logp.index_copy(0, self.biased, rows.log_softmax(-1))
@@ -249,8 +249,8 @@ def _flat(
 ) -> tuple[np.ndarray, ...]:
     """Return the biases of a batch as flat arrays; `temperature` is [R].
 
-    These are the B rows with biases, int64 [B]; the places of their N biases (which of these rows,
-    which token), int64 [2, N]; and the biases / temperature, float32 [N].
+    These are the B rows with biases, int64 [B]; the row (among these) and token of each of their N
+    biases, int64 [2, N]; and the biases / temperature, float32 [N].
     """
     rows = np.array([row for row, pairs in enumerate(biases) if pairs])
     # Rows mostly share their biases, so each distinct one is converted once.

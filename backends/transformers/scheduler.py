@@ -1,16 +1,16 @@
-"""Requests under way: waiting requests enter the decoder's rows, and finished ones leave.
+"""Schedules requests: waiting ones enter the decoder's rows, and finished ones leave.
 
-A row is a sequence in the decoder's batch. Its output lies in a home (outputs.py), which stays
-where it is while rows move:
+A row is a sequence in the decoder's batch. Its output is in a home (outputs.py), which does not
+move when rows do:
 
     waiting         rows (decoder)            homes (outputs)
-    5, 6, 7  --->   0  request 3  home 3      0  spare: takes what dead rows go on to make
+    5, 6, 7  --->   0  request 3  home 3      0  spare: for further tokens of dead rows
                     1  request 0  dead        1  free
                     2  request 4  home 2      2  tokens of request 4
                                               3  tokens of request 3
 
-Dead rows are decoded on until they are compacted away. Work thus follows the live rows, without
-moving anything after each token.
+Rows of finished requests (dead rows) are decoded until the next compaction, so that not every
+finished sequence moves the others.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hybridflow.core.errors import HybridFlowError
 
 
 def _row_type(stops: int) -> np.dtype:
-    """Return the type of a row: its request, home, length so far, and sampling parameters.
+    """Return the dtype of a row: its request, home, length so far, and sampling parameters.
 
-    `need` is how many columns of the cache it may take. `stops` is the largest number of stop
-    tokens; unused places hold -1.
+    Its field `need` is the number of columns of the cache that it may take. `stops` is the largest
+    number of stop tokens; unused entries are -1.
     """
     integers = ("request", "home", "need", "length", "limit", "seed", "top_k")
     floats = ("temperature", "top_p", "min_p")
@@ -52,33 +52,33 @@ def _row_type(stops: int) -> np.dtype:
 class Scheduler:
     """The requests of one decoder. Each one's completion comes out of `turn` or `abort` once.
 
-    A request enters as soon as there is room for it, beside whatever runs. The ranks of a model cut
-    by tensor parallelism (`split`) go through the same steps, so nothing here may depend on time,
-    nor on a rank's own memory.
+    A request enters as soon as there is room for it beside the running ones. The ranks of a model
+    cut by tensor parallelism (`split`) take the same steps, so nothing here may depend on time, nor
+    on a rank's own memory.
     """
 
     decoder: Any
     """A FastDecoder or GenericDecoder."""
     limits: EngineLimits
-    """Largest number of rows, memory of the cache, and how far rows go on beyond their ends."""
+    """Largest number of rows, memory of the cache, and tokens of a row beyond its end."""
     waiting: deque[Request]
-    """Requests that have not entered, in the order in which they came."""
+    """Requests that have no row yet, in the order of their arrival."""
     running: dict[int, Request]
     """Requests of the live rows, by id."""
 
     rows: np.ndarray
     """The decoder's rows, of `_row_type`, [R]."""
     tokens: torch.Tensor
-    """Each row's latest token, which the decoder has not seen yet, int64 [R]."""
+    """Each row's latest token, which the decoder has not processed yet, int64 [R]."""
     sampler: Any
-    """The sampler of the present rows; None after they changed."""
+    """The sampler of the present rows; None after the rows have changed."""
     version: int
     """Version of the weights in this turn."""
     budget: float
-    """Bytes that keys and values may take; looked up whenever no row lives."""
+    """Limit of the bytes of keys and values; updated whenever there is no live row."""
 
     outputs: Outputs
-    """What the live rows have made."""
+    """The tokens of the live rows."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class Scheduler:
         self.outputs = Outputs()
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn."""
+        """Queue a request."""
         self.waiting.append(request)
 
     def turn(self, version: int) -> list[Completion]:
         """Prefill some waiting requests, or else decode some tokens for every row.
 
-        `version` is that of the weights. Returns the completions of what ended.
+        `version` is that of the weights. Returns the completions of finished requests.
         """
         self.version = version
         count, capacity = self._fitting()
@@ -127,7 +127,7 @@ class Scheduler:
         return completions
 
     def partial(self, number: int) -> np.ndarray:
-        """Return what a request has made so far, int64 [T]; none while it waits."""
+        """Return the tokens of a request so far, int64 [T]; none while it waits."""
         places = np.flatnonzero(self.rows["alive"] & (self.rows["request"] == number))
         if len(places) == 0:
             return np.zeros(0, np.int64)
@@ -137,7 +137,7 @@ class Scheduler:
     # --- requests in ---
 
     def _fitting(self) -> tuple[int, int]:
-        """Return how many waiting requests may enter, and the columns that a row needs then.
+        """Return the number of waiting requests that fit, and the columns that a row needs then.
 
         Rows are equally long in memory, so each one has room for the longest.
         """
@@ -157,13 +157,13 @@ class Scheduler:
         return count, int(capacities[count - 1]) if count else 0
 
     def _need(self, request: Request) -> int:
-        """Return how many columns of the cache a request may take."""
+        """Return the number of columns of the cache that a request may take."""
         return len(request.prompt_ids) + request.sampling.max_tokens + self.limits.spare_tokens
 
     def _room(self) -> float:
-        """Return how many bytes of keys and values can be had now.
+        """Return the bytes of keys and values that can be allocated now.
 
-        A larger cache is made beside the present one, whose rows live.
+        If there are live rows, a larger cache is allocated while the present one exists.
         """
         if not self.running:
             self.budget = self._budget()
@@ -188,7 +188,7 @@ class Scheduler:
         """Return whether to prefill `count` waiting requests now."""
         if count == 0 or not self.running:
             return count > 0
-        # A prefill holds up the live rows, so it waits for 1/8 of all, or for the last ones.
+        # A prefill delays the live rows, so it waits for 1/8 of all, or for the last requests.
         return count == len(self.waiting) or count * 8 >= len(self.running) + count
 
     def _admit(self, count: int, capacity: int) -> list[Completion]:
@@ -205,18 +205,18 @@ class Scheduler:
         self.rows = np.concatenate([self.rows, new])
         self.sampler = None
 
-        # Their sampler serves once; `_decode` makes one for all rows.
+        # This sampler is used once; `_decode` makes one for all rows.
         sampler = self._sampler(new)
         tokens, logprobs = self._sample(sampler, new["length"], logits)
         self.tokens = torch.cat([self.tokens, tokens])
         return self._record(old, tokens[None], logprobs[None])
 
     def _reserve(self, rows: int, capacity: int) -> None:
-        """Make room for the first waiting requests, so that there are `rows` rows then."""
+        """Allocate cache and outputs for `rows` rows, for the first waiting requests."""
         decoder = self.decoder
         live = len(self.rows)
         if not live or decoder.rows < rows or decoder.capacity < capacity:
-            # Requests that come one by one do not move the live rows each time.
+            # Some spare rows: requests that arrive one by one do not move the live rows each time.
             wanted = min(self.limits.max_sequences, max(live + len(self.waiting), 2 * live))
             fitting = int(self._room() // decoder.row_bytes(capacity))
             decoder.reserve(max(rows, min(wanted, fitting)), capacity)
@@ -229,7 +229,7 @@ class Scheduler:
             self._widen_stops(stops)
 
     def _widen_stops(self, stops: int) -> None:
-        """Let rows have so many stop tokens."""
+        """Change the dtype of `rows` so that each has `stops` entries for stop tokens."""
         old = self.rows
         self.rows = np.zeros(len(old), _row_type(stops))
         for name in old.dtype.names or ():
@@ -262,7 +262,7 @@ class Scheduler:
 
         Neighbours with equal contexts form one group. A prefill is padded to its longest context,
         and `prefill_tokens` limits its size with padding. The longest context comes first, so that
-        rows of like lengths are neighbours.
+        rows of similar lengths are neighbours.
         """
         contexts: list[np.ndarray] = []
         groups: list[list[Request]] = []
@@ -283,7 +283,7 @@ class Scheduler:
         return [contexts[i] for i in order], [groups[i] for i in order]
 
     def _make_rows(self, requests: list[Request]) -> np.ndarray:
-        """Make the rows of requests, which run from now on."""
+        """Return new rows for requests, which are running from now on."""
         self.running.update((request.id, request) for request in requests)
         rows = np.zeros(len(requests), self.rows.dtype)
         # Which requests they are, and where their output goes
@@ -314,7 +314,7 @@ class Scheduler:
         """Decode some tokens for every row, without waiting for the device in between."""
         steps = self._burst()
 
-        # Dead rows go when they are 1/16 of all, or when their lanes would overflow.
+        # Dead rows are removed when they are 1/16 of all, or when their lanes would overflow.
         dead = len(self.rows) - len(self.running)
         full = self.decoder.longest + steps > self.decoder.capacity
         if dead * 16 >= len(self.rows) or (dead and full):
@@ -343,9 +343,9 @@ class Scheduler:
         return torch.stack(tokens), self.split.agreed(torch.stack(logprobs))
 
     def _burst(self) -> int:
-        """Return the number of tokens until the next look at what has finished.
+        """Return the number of tokens until the next check for finished rows.
 
-        A row that stops inside a burst makes tokens in vain until the burst ends.
+        Tokens of a row that stops inside a burst are dropped until the burst ends.
         """
         live = self.rows[self.rows["alive"]]
         remaining = live["limit"] - live["length"]
@@ -362,7 +362,7 @@ class Scheduler:
         return 1
 
     def _compact(self) -> None:
-        """Let the live rows be rows 0 .. n-1, in the order that the decoder wants."""
+        """Remove dead rows: the live rows become 0 .. n-1, in the order of `decoder.order`."""
         if len(self.running) == len(self.rows):
             return
         index = self.decoder.order(self.rows["alive"])
@@ -380,10 +380,10 @@ class Scheduler:
         tokens: torch.Tensor,
         logprobs: torch.Tensor,
     ) -> list[Completion]:
-        """Store what rows `first` .. sampled, [K, R]; return the completions of rows that ended.
+        """Store the tokens [K, R] of rows from `first` on; return completions of rows that ended.
 
-        A row ends with its first stop token or at its length limit; tokens behind that do not
-        count. Raises HybridFlowError for log-probabilities that are not finite.
+        A row ends with its first stop token or at its length limit; tokens after that are ignored.
+        Raises HybridFlowError for log-probabilities that are not finite.
         """
         # Here the host waits for the device.
         sampled = tokens.cpu().numpy()
@@ -393,7 +393,7 @@ class Scheduler:
         if not np.isfinite(scores).all():
             self._not_finite(rows, scores)
 
-        # Everything is stored, and the lengths say later what of it counts.
+        # All tokens are stored; the lengths decide later which of them count.
         self.outputs.store(rows["home"], rows["length"], sampled, scores, self.version)
 
         # until: the tokens up to and with the first stop token, or steps + 1 where there is none.
@@ -414,7 +414,7 @@ class Scheduler:
         return completions
 
     def _close(self, row: np.void, reason: str) -> Completion:
-        """Take a row's output; the row stays in the decoder, dead, until the next compaction."""
+        """Return a row's completion; the row stays in the decoder until the next compaction."""
         number, home, length = int(row["request"]), int(row["home"]), int(row["length"])
         del self.running[number]
 
@@ -445,6 +445,6 @@ def _pick(
     rows: np.ndarray,
     chosen: np.ndarray,
 ) -> Iterator[tuple[int, np.void]]:
-    """Yield (index, row) where `chosen` holds; writing to a row writes to `rows`."""
+    """Yield (index, row) where `chosen` is true; writing to a row writes to `rows`."""
     for i in np.flatnonzero(chosen):
         yield int(i), rows[i]

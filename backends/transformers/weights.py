@@ -1,7 +1,6 @@
-"""Where this rank's part of each canonical parameter lies in the engine's storage.
+"""The storage of this rank's part of each canonical parameter, and its updates.
 
-The store also counts what of it has arrived. Fused projections hold several parameters in one
-storage, with rows in the decoder's order:
+Fused projections hold several parameters in one storage, with rows in the decoder's order:
 
     k_proj (canonical)   row 0, row 1, row 2, ...
                            |      |      |          place.rows = [8, 10, 9, ...]
@@ -36,7 +35,7 @@ class StoredBox:
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     held: Box
-    """The box of it that is here."""
+    """The box of the parameter that the storage holds."""
 
     @classmethod
     def whole(cls, storage: torch.Tensor) -> StoredBox:
@@ -58,14 +57,14 @@ class StoredBox:
         return columns.index_select(0, self.rows[first])
 
     def write(self, box: Box, tensor: torch.Tensor) -> None:
-        """Copy `tensor` (the values of `box`) in, with a cast to the storage's dtype and device."""
+        """Copy `tensor`, the values of `box`, with a cast to the storage's dtype and device."""
         first, *others = box.within(self.held)
         columns = self.storage[(slice(None), *others)]
         if self.rows is None:
             _copy(columns[first], tensor)
             return
 
-        # Rows lie behind each other in few runs, within which a copy is quick.
+        # Rows are consecutive in few runs, within which a copy is quick.
         rows, order = self.rows[first].sort()
         values = tensor.to(columns.device).index_select(0, order)
         start = 0
@@ -83,7 +82,7 @@ def _runs(rows: torch.Tensor) -> list[int]:
 
 
 def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy with a cast, in blocks that a cache holds where the memory is that of the transpose."""
+    """Copy with a cast; into transposed memory in blocks that fit into the CPU's cache."""
     if target.dim() != 2 or target.stride(0) != 1 or target.device.type != "cpu":
         target.copy_(values)
         return
@@ -95,7 +94,7 @@ def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class WeightStore:
-    """All places of a model, and which boxes of which parameter an update has brought."""
+    """All places of a model, and the boxes that have arrived in the present update."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class WeightStore:
         self.ties = ties
         self.split = split
         self._lent: set[str] = set()
-        """Parameters whose storage the trainer uses too."""
+        """Parameters whose storage is shared with the trainer."""
         self.begin()
 
         # Fused projections share a storage, whose memory is dropped and restored once.
@@ -126,7 +125,7 @@ class WeightStore:
         return self.split.layout(params, self.ties, reordered)
 
     def begin(self) -> None:
-        """Begin an update, which brings all but what is lent."""
+        """Begin an update of all parameters that are not lent to the trainer."""
         places = self.places.items()
         self.arrived = Arrivals(
             {name: (place.held,) for name, place in places if name not in self._lent}
@@ -139,10 +138,10 @@ class WeightStore:
         box: Box,
         tensor: torch.Tensor,
     ) -> None:
-        """Copy the values of a box in.
+        """Copy the values of a box.
 
-        Raises HybridFlowError for an unknown name, a box that is not held here, a tensor of another
-        shape, or elements that have come before.
+        Raises HybridFlowError for an unknown name, a box that this rank does not hold, a tensor of
+        another shape, or elements that have arrived before.
         """
         place = self._place(name, box)
         if tuple(tensor.shape) != box.shape:
@@ -154,7 +153,7 @@ class WeightStore:
         place.write(box, tensor)
 
     def lend(self, name: str) -> None:
-        """Leave this parameter's memory alone, and do not expect it in updates."""
+        """Mark a parameter as lent to the trainer: `drop` keeps its memory, updates omit it."""
         self._lent.add(name)
 
     def view(self, name: str, box: Box) -> torch.Tensor | None:
@@ -167,8 +166,8 @@ class WeightStore:
         return self._place(name, box).read(box)
 
     def _place(self, name: str, box: Box) -> StoredBox:
-        """Return where a parameter lies; raises HybridFlowError if `box` of it is not held here."""
-        # Say whether the name is wrong, or the box for any rank, or only for this one.
+        """Return a parameter's place; raises HybridFlowError if this rank does not hold `box`."""
+        # The message says whether the name is wrong, or the box on all ranks, or only on this one.
         place = self.places.get(name)
         if place is None:
             raise HybridFlowError(self._unknown(name))
@@ -188,7 +187,7 @@ class WeightStore:
         self.arrived.check()
 
     def drop(self) -> None:
-        """Free the memory, but for what is lent; places and views stay valid objects.
+        """Free the memory of parameters that are not lent; places and views stay valid objects.
 
         `restore` gives them memory again, with undefined values.
         """
@@ -197,20 +196,20 @@ class WeightStore:
             storage = self.places[name].storage.untyped_storage()
             lent.add(storage.data_ptr())
 
-        # What shares its memory with a lent parameter stays too.
+        # Parameters that share memory with a lent one are kept too.
         for storage, _ in self._storages:
             if storage.data_ptr() not in lent:
                 storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate what `drop` freed."""
+        """Allocate the memory that `drop` freed."""
         for storage, nbytes in self._storages:
             if storage.nbytes() < nbytes:
                 storage.resize_(nbytes)
 
     def _unknown(self, name: str) -> str:
         """Return the message for a name that has no place."""
-        # A tied name has values, but under its source's name.
+        # A tied parameter is known, but under its source's name.
         if name in self.ties:
             return f"{name} is tied to {self.ties[name]}; send that one alone"
 

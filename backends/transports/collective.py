@@ -1,6 +1,6 @@
 """Batched point-to-point sends over torch.distributed (gloo, NCCL).
 
-Nothing travels but the bytes of the resharding plan.
+Only the bytes of the resharding plan are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Collective(Transport):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        """Refuse ranks that are not in one process group."""
+        """Return a problem if the ranks are not in one process group."""
         return None if link.grouped else "source and target are not in one process group"
 
     def start(
@@ -30,7 +30,7 @@ class Collective(Transport):
             sender: torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
             for sender, nbytes in incoming.items()
         }
-        # A round without messages of this rank; a rank alone has no group at all.
+        # A round without messages of this rank; a single rank has no group at all.
         if not outgoing and not buffers:
             return _Works([], {})
 
@@ -52,9 +52,9 @@ class Collective(Transport):
 
 
 class _Works(PendingRound):
-    """A batch under way, its receive buffers by sender, and the sent tensors.
+    """A batch in flight, its receive buffers by sender, and the sent tensors.
 
-    The sent tensors are held until all sends are done, so that their memory is not used again.
+    The sent tensors are kept until all sends are done, so that their memory is not reused.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Messages as files in a folder that all ranks see: slow, but it works wherever nothing else does.
+"""Messages as files in a folder that all ranks see: slow, but needs no connection between ranks.
 
 sender: write weights-XXXX.part, rename it to weights-XXXX  ....  receiver: read weights-XXXX
 """
@@ -32,7 +32,7 @@ class Disk(Mailbox):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        """Ask for a folder, and refuse one that this rank cannot write to."""
+        """Return a problem if no folder is set, or if this rank cannot write to it."""
         if config is None:
             return "there is no folder that all ranks see; set sync.transport.folder"
 
@@ -44,7 +44,7 @@ class Disk(Mailbox):
         assert self.config is not None
         path = Path(self.config.folder) / f"weights-{secrets.token_hex(8)}"
 
-        # What ends in .part is incomplete; a file without it is a complete message.
+        # A file that ends in .part is incomplete; without that it is a complete message.
         part = path.with_suffix(".part")
         try:
             message.cpu().numpy().tofile(part)

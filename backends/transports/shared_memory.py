@@ -2,7 +2,7 @@
 
 On CPUs a message is a file under /dev/shm, which receivers map; on GPUs it is the sender's tensor,
 which receivers open by CUDA IPC. Files outlive a killed process: each sender holds a lock on its
-files while it lives, and whoever starts later removes the files without one.
+files while it lives, and processes that start later remove the files without one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hybridflow.core.contracts.transport import Link, Mailbox
 
 FOLDER = Path("/dev/shm")
 PREFIX = "hybridflow-weights-"
-"""How the names of complete messages begin."""
+"""Prefix of the names of complete messages."""
 
 
 class SharedMemory(Mailbox):
     """A plugin of kind "transport", name "shared_memory".
 
-    A ticket is (path, None) on CPUs, and (key, what rebuilds the tensor) on GPUs.
+    A ticket is (path, None) on CPUs, and (key, the pair of reduce_tensor) on GPUs.
     """
 
     def __init__(self, link: Link, config: Any = None):
@@ -41,7 +41,7 @@ class SharedMemory(Mailbox):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        """Refuse ranks on several nodes, and nodes without /dev/shm."""
+        """Return a problem for ranks on several nodes, and for nodes without /dev/shm."""
         if not link.one_node:
             return f"the ranks are on {len(set(link.nodes.values()))} nodes"
         return None if FOLDER.is_dir() or link.device.type == "cuda" else f"{FOLDER} is not there"
@@ -75,7 +75,7 @@ class SharedMemory(Mailbox):
             with mmap.mmap(descriptor, message.numel()) as memory:
                 np.frombuffer(memory, np.uint8)[:] = message.numpy()
 
-            # Locked before it gets the name by which others sweep.
+            # Locked before it gets the name by which other processes' `sweep` finds it.
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             hidden.rename(path)
         except OSError:
@@ -100,7 +100,7 @@ class SharedMemory(Mailbox):
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def drop(self, ticket: Any) -> None:
-        """Give up a lent tensor, or delete a file and its lock."""
+        """Release a sent tensor, or delete a file and its lock."""
         key, handle = ticket
         if handle is not None:
             self._lent.pop(key, None)
@@ -110,9 +110,9 @@ class SharedMemory(Mailbox):
 
 
 def sweep() -> None:
-    """Remove what killed processes have left: the files that nobody holds a lock on."""
+    """Remove the files that killed processes have left: those without a lock."""
     for path in FOLDER.glob(f"{PREFIX}*"):
-        # OSError: another user's file, removed by somebody else meanwhile, or locked.
+        # OSError: another user's file, removed by another process meanwhile, or locked.
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()

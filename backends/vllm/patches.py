@@ -1,6 +1,6 @@
-"""Undoes what vLLM does to the process that it lives in.
+"""Confines the side effects of vLLM on the process in which it runs.
 
-This is the only module that knows the side effects of vLLM's internals.
+This is the only module that handles side effects of vLLM's internals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.parallel import Replicas
 
 SHARED = Path("/dev/shm")
-"""Where Linux keeps the names of shared memory."""
+"""The folder of Linux's shared memory."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def a_guest(variables: dict[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        # First the function: the one that vLLM leaves in its place does nothing.
+        # First the function, since vLLM's replacement does nothing.
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         torch.set_grad_enabled(grad_enabled)
@@ -54,12 +54,12 @@ def a_guest(variables: dict[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_shared_memory(token: str) -> Iterator[None]:
-    """Give vLLM's shared memory names that no other job uses, and leave none of them behind.
+    """Give vLLM's shared memory names that no other job uses, and remove them at the end.
 
     On a CPU vLLM's ranks reduce through shared memory. Its name is the same for every job that an
-    external launcher started, so a job collides with what a killed one has left. `token` must be
-    equal on the ranks of a job, and differ between jobs. Collective: the context waits at its end
-    for all ranks. All of them have mapped the memory then, and its names can go.
+    external launcher started, so a job collides with the memory that a killed one has left. `token`
+    must be equal on the ranks of a job, and differ between jobs. Collective: the context waits at
+    its end for all ranks. All of them have mapped the memory by then, so its names can be removed.
     """
     from vllm.distributed.device_communicators import cpu_communicator
 
@@ -83,11 +83,11 @@ def own_shared_memory(token: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def classes_of_its_own() -> Iterator[None]:
-    """Let vLLM change transformers' classes for its own objects alone.
+    """Limit vLLM's changes of transformers' classes to its own objects.
 
-    vLLM 0.32 runs models that it has no code for by transformers' classes, to which it gives
-    another __init__ and __call__ for torch.compile. Neither works for a trainer's model of the same
-    class: its objects, made before or later, keep what the class had.
+    vLLM 0.32 runs models without code of its own by transformers' classes, whose __init__ and
+    __call__ it replaces for torch.compile. Neither works for a trainer's model of the same class:
+    such objects, made before or later, keep the original methods.
     """
     from vllm.compilation import decorators
     from vllm.config import get_current_vllm_config_or_none
@@ -125,11 +125,11 @@ def classes_of_its_own() -> Iterator[None]:
 
 @contextlib.contextmanager
 def groups_of(replicas: Replicas) -> Iterator[None]:
-    """Let vLLM form its groups of these replicas; a rank's place in its group is its tp rank.
+    """Make vLLM form its groups from these replicas; a rank's index in its group is its tp rank.
 
-    vLLM 0.32 knows neighbours alone: it cuts 0, 1, 2, ... into replicas, of which the n-th rank is
-    made the n-th of ours. The ranks of a group must ascend, since torch sorts them. Raises
-    HybridFlowError where an engine runs in this process with other groups.
+    vLLM 0.32 supports only neighbours: it cuts 0, 1, 2, ... into replicas, whose n-th rank is
+    mapped to the n-th of `replicas`. The ranks of a group must ascend, since torch sorts them.
+    Raises HybridFlowError where an engine runs in this process with other groups.
     """
     from vllm.distributed import parallel_state
 
@@ -149,16 +149,16 @@ def groups_of(replicas: Replicas) -> Iterator[None]:
 
 
 def pin_the_runner() -> None:
-    """Let vLLM use its model runner V1 in this process, for good: it asks for the variable again.
+    """Make vLLM use its model runner V1 in this process, permanently: the variable is read again.
 
-    By itself vLLM 0.32 takes V2 on CUDA, which keeps neither the requests nor the sampler that our
-    sampling is built on.
+    By default vLLM 0.32 uses V2 on CUDA, which has neither the requests nor the sampler that
+    SeededSampler needs.
     """
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
 def check_the_runner(runner: Any) -> None:
-    """Raise HybridFlowError for another model runner: a feature of vLLM's may ask for V2."""
+    """Raise HybridFlowError for another model runner: a feature of vLLM may require V2."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if not isinstance(runner, GPUModelRunner):
@@ -170,9 +170,9 @@ def check_the_runner(runner: Any) -> None:
 
 
 def make_room_for_the_stage_before(runner: Any) -> None:
-    """Give a later pipeline stage the memory that takes what the stage before it sends.
+    """Allocate the receive buffer of a later pipeline stage.
 
-    vLLM makes it while it measures memory, which it leaves out where the cache's size is given.
+    vLLM allocates it while it measures memory, which it skips where the cache's size is given.
     `runner` is vLLM's model runner.
     """
     from vllm.distributed.parallel_state import get_pp_group
@@ -184,22 +184,22 @@ def make_room_for_the_stage_before(runner: Any) -> None:
 
 
 _REPLICAS: Replicas = ()
-"""Those that vLLM's groups in this process were made of."""
+"""The replicas from which vLLM's groups in this process were made."""
 _RUNNING: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The engines that run in this process, by id(). All of them use the same groups."""
 
 
 def running(engine: Any) -> None:
-    """Note that an engine of vLLM's uses the groups, until `end`."""
+    """Note that an engine of vLLM uses the groups, until `end`."""
     _RUNNING[id(engine)] = engine
 
 
 def _renew(replicas: Replicas) -> None:
-    """Let vLLM make its groups anew if those that it remembers have ended, or are of other ranks.
+    """Make vLLM create its groups again if its present ones have ended, or are of other ranks.
 
-    vLLM makes them once in a process, for the model that comes first. A second run in this process
-    has other process groups, and a mixture of experts behind a dense model lacks the group of
-    experts, which without expert parallelism is that of the tp ranks.
+    vLLM creates them once in a process, for the first model. A second run in this process has other
+    process groups, and a mixture of experts after a dense model lacks the group of experts, which
+    without expert parallelism is that of the tp ranks.
     """
     global _REPLICAS
     from vllm.distributed import parallel_state
@@ -224,7 +224,7 @@ def _renew(replicas: Replicas) -> None:
 
 
 def forget_ended_groups() -> None:
-    """Let vLLM forget its groups if the process groups behind them have ended."""
+    """Make vLLM drop its groups if their process groups have ended."""
     from vllm.distributed import parallel_state
 
     world = parallel_state._WORLD
@@ -236,14 +236,14 @@ def forget_ended_groups() -> None:
 
 
 def _listed(replicas: Replicas) -> str:
-    """Write the ranks of replicas, one bracket for each."""
+    """Return the ranks of replicas as text, one bracket for each."""
     return " ".join(str([rank for stage in replica for rank in stage]) for replica in replicas)
 
 
 def process_as_at_first(layer: Any) -> None:
-    """Let vLLM process a layer's weights as when it was made, not as a second time.
+    """Make vLLM process a layer's weights as for the first time.
 
-    The second time vLLM leaves out what packs experts for a CPU, and the packed kernel then reads
+    The second time vLLM skips the packing of experts for a CPU, and the packed kernel then reads
     weights that are not packed (0.32: `_setup_kernel` of its unquantised experts).
     """
     layer.__dict__.pop("_already_called_process_weights_after_loading", None)
@@ -255,7 +255,7 @@ def process_as_at_first(layer: Any) -> None:
 
 
 def end(engine: Any) -> None:
-    """End an engine of vLLM's, but leave the process groups alone.
+    """End an engine of vLLM, but keep the process groups.
 
     vLLM's own end runs as a finalizer, and would destroy process groups that are not its own.
     """
@@ -274,8 +274,8 @@ def end(engine: Any) -> None:
 def _unlink_queues() -> None:
     """Remove the names of the queues of vLLM's groups.
 
-    Through a queue, which is shared memory, one rank tells the others what to do. It lives on for
-    those that have mapped it. Its creator removes the name.
+    A queue is shared memory, by which one rank sends work to the others. It stays usable for the
+    processes that have mapped it. Its creator removes the name.
     """
     from vllm.distributed import parallel_state
 

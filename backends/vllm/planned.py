@@ -1,9 +1,9 @@
-"""Asks vLLM's loader what each tp rank takes, for a config.json: no engine, GPU, group or weights.
+"""Traces vLLM's loader for each tp rank, from a config.json: without engine, GPU and weights.
 
     python -m hybridflow.backends.vllm.planned REQUEST ANSWER
 
 is a process of its own (kit/planned.py), since vLLM changes the process that it is imported in. The
-model of each tp rank is built on torch's meta device, with process groups that reach nobody.
+model of each tp rank is built on torch's meta device, with simulated process groups.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def traced_ranks(
     dtype: str,
     arguments: Mapping[str, Any],
 ) -> TracedRanks:
-    """Return what each tp rank takes of the model with these config fields.
+    """Return the boxes that each tp rank reads of the model with these config fields.
 
-    It changes this process, as vLLM does. Raises ModelError for a model that vLLM does not take.
+    It changes this process, as vLLM does. Raises ModelError for a model that vLLM does not support.
     """
     # Before vLLM, which changes transformers' classes
     hf_config = hf_config_of(ModelSpec(dict(fields), None, 0))
@@ -72,14 +72,14 @@ def _traced(
     dtype: str,
     arguments: Mapping[str, Any],
 ) -> tuple[dict[str, tuple[Box, ...]], Mapping[str, str]]:
-    """Return (name -> the boxes that one rank takes, opaque name -> reason)."""
+    """Return (name -> the boxes that one rank reads, opaque name -> reason)."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
 
     from hybridflow.backends.vllm.weights import tensors_of
 
-    # A config of each rank's own: layers write themselves down in it.
+    # A config for each rank, as layers register themselves in it.
     config = EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -107,7 +107,7 @@ def _traced(
 
 @contextmanager
 def _groups_of_nobody(tp: int, rank: int) -> Iterator[None]:
-    """Let vLLM have its groups as rank `rank` of `tp`, without anybody in them.
+    """Give vLLM simulated process groups, in which this process is rank `rank` of `tp`.
 
     torch's fake backend answers every collective at once; communicators are left out (vLLM 0.32).
     """

@@ -1,4 +1,4 @@
-"""vLLM's sampler with our meaning of logprobs and seeds."""
+"""A sampler for vLLM with hybridflow's definition of logprobs and seeds."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from vllm.v1.sample.sampler import Sampler
 
 GREEDY_BELOW = 1e-5
-"""vLLM takes temperatures below this one for greedy sampling."""
+"""vLLM treats temperatures below this one as greedy sampling."""
 
 
 class SeededSampler(Sampler):
     """Logprobs are log softmax(logits / temperature), before biases and filters.
 
-    vLLM's own are either without the temperature or after the filters. What is drawn is left to
-    vLLM. Random numbers follow from a request's seed and the position of the token alone. No state
+    vLLM's own are either without the temperature or after the filters. The sampling itself is left
+    to vLLM. Random numbers depend only on a request's seed and the position of the token. No state
     of a generator is kept, so a response may be interrupted and continued.
     """
 

@@ -1,7 +1,7 @@
-"""The weights of vLLM's model, written box by box into the places that its own loader names.
+"""The weights of vLLM's model, copied box by box to where its own loader would put them.
 
-A parameter of the checkpoint may be fused, cut, padded or repacked by vLLM. Where its boxes go is
-asked of vLLM's loader (kit/tracing), not written down here:
+A parameter of the checkpoint may be fused, cut, padded or repacked by vLLM. The positions of its
+boxes are found by tracing vLLM's loader (kit/tracing):
 
     canonical box --window--> tensor of a layer, as the loader knows it
                                  |
@@ -29,7 +29,7 @@ from hybridflow.kit.tracing.proving import take_pattern, write_pattern
 
 
 class MappedWeights(PlacedWeights):
-    """The places of one rank of vLLM: layers that it processes have them in their loaded form."""
+    """The weights of one rank of vLLM; layers that it processes get values in their loaded form."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class MappedWeights(PlacedWeights):
             who = f"{type(model).__name__} of vLLM"
             super().__init__(model.load_weights, tensors_of(model), params, ties, who, device)
         self.direct: set[str] = set()
-        """Layers whose live tensors hold values as they are loaded."""
+        """Layers whose live tensors have the values exactly as loaded."""
         self._processed: set[tuple] = set()
-        """Kinds of layers whose live tensors are not as they are loaded."""
+        """Kinds of layers whose live tensors differ from the loaded ones."""
         self._open: set[str] = set()
-        """Layers that this update has made tensors for, as the loader knows them."""
+        """Layers for which this update has made tensors in the loaded form."""
         self._lacks: Counter[str] = Counter()
         """The number of parameters that each layer lacks in this update."""
 
@@ -59,7 +59,7 @@ class MappedWeights(PlacedWeights):
 
     @torch.no_grad()
     def begin(self, version: int) -> None:
-        """Begin an update; what an earlier one left half done is dropped."""
+        """Begin an update; an unfinished earlier one is dropped."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         # An earlier update may have ended half-way.
@@ -67,12 +67,12 @@ class MappedWeights(PlacedWeights):
             self._finalize()
         super().begin(version)
         layerwise.initialize_layerwise_reload(self.model)
-        # Live tensors that take values as they are need no second form.
+        # Live tensors that get the values exactly as loaded need no second form.
         for name in self.direct:
             layer = self.layers[name]
             layerwise._place_kernel_tensors(layer, self._info(name))
             self._info(name).reset()
-            # No parameter brings their padding either.
+            # Their padding belongs to no parameter either.
             self._fill(name)
 
         self._lacks.clear()
@@ -89,7 +89,7 @@ class MappedWeights(PlacedWeights):
 
     @torch.no_grad()
     def came(self, name: str) -> None:
-        """Process the layers that are whole, so that few are there in two forms."""
+        """Process the layers that are complete, so that few exist in two forms."""
         # vLLM's loader writes into these.
         if name in self.map.opaque:
             for tensor in self.map.touched[name]:
@@ -104,7 +104,7 @@ class MappedWeights(PlacedWeights):
     def end(self) -> None:
         """Let vLLM process the layers that were written and are not processed yet."""
         self.arrived.check()
-        # What live tensors are the source of: packed copies, absorbed projections
+        # Tensors that are computed from live ones: packed copies, absorbed projections
         for name in self.direct:
             _process_again(self.layers[name])
         for name in list(self._open):
@@ -113,41 +113,41 @@ class MappedWeights(PlacedWeights):
         super().end()
 
     def _process(self, layer: str) -> None:
-        """Bring the values of a layer into its live tensors by vLLM's own processing."""
+        """Move the values of a layer into its live tensors by vLLM's own processing."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        # Packed values cannot be read back, so they are added up here.
+        # Packed values cannot be read back, so their checksums are computed here.
         self._look(layer)
         process_as_at_first(self.layers[layer])
         layerwise._layerwise_process(self.layers[layer], self._info(layer))
         self._open.discard(layer)
 
     def _look(self, layer: str) -> None:
-        """Add up what the tensors of a layer hold, as the loader knows them."""
+        """Compute the checksums of a layer's tensors in their loaded form."""
         for full, tensor in self._taking(layer):
             self.sums.look(full, tensor)
 
     def readable(self) -> Iterator[str]:
-        """Return the tensors that have values as they came: processed ones had their turn."""
+        """Return the tensors with values as received; processed layers were read before that."""
         there = self.direct | self._open
         for name in super().readable():
             if name.startswith(STAGED) or _layer(name) in there:
                 yield name
 
     def unreadable(self) -> set[str]:
-        """Return the parameters that outside of an update lie in no tensor as they came."""
+        """Return the parameters whose values as received are in no tensor outside of an update."""
         packed = {name for name in self.params if not self._layers_of(name) <= self.direct}
         return packed.union(super().unreadable())
 
     def _finalize(self) -> None:
-        """Put back what was not written, and let attention layers derive what they need."""
+        """Restore tensors that were not written, and let attention layers recompute theirs."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
         self._open.clear()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor that takes values: a live one, or one made for this update."""
+        """Return a tensor to write to, by name: a live one, or one made for this update."""
         if name.startswith(STAGED):
             return super().tensor(name)
         layer, _, own = name.rpartition(".")
@@ -157,7 +157,7 @@ class MappedWeights(PlacedWeights):
         return getattr(self.layers[layer], own)
 
     def _materialize(self, layer: str) -> None:
-        """Make real tensors of a layer's meta tensors, with the constants of the loader in them."""
+        """Allocate a layer's tensors in the loaded form, with the loader's constants in them."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         module = self.layers[layer]
@@ -185,7 +185,7 @@ class MappedWeights(PlacedWeights):
 
     @contextmanager
     def _on_meta(self) -> Iterator[None]:
-        """Give the layers meta tensors as the loader knows them; put the live ones back behind."""
+        """Replace the layers' tensors by meta tensors of the loaded form, and restore them."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         for name, layer in self.layers.items():
@@ -209,11 +209,11 @@ class MappedWeights(PlacedWeights):
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Load known values by vLLM's loader, and compare them with what the map says.
+        """Load known values by vLLM's loader, and compare them with the traced map.
 
-        The layers that share a parameter are loaded together, so that few tensors are there at a
-        time. It also finds the direct layers. The model's weights mean nothing afterwards. Raises
-        ModelError where the map is not what the loader does, or a tensor gets no values.
+        The layers that share a parameter are loaded together, so that few tensors exist at a time.
+        It also finds the direct layers. The model's weights are undefined afterwards. Raises
+        ModelError where the loader does not follow the map, or a tensor gets no values.
         """
         with self._on_meta():
             for layers, names in self._together():
@@ -226,7 +226,7 @@ class MappedWeights(PlacedWeights):
             raise self.problem(f"none of the checkpoint's parameters gives {name} its values")
 
     def _together(self) -> Iterator[tuple[list[str], list[str]]]:
-        """Yield (layers, parameters): the parameters that are loaded into these layers alone."""
+        """Yield (layers, parameters) such that the parameters are loaded only into these layers."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         # Layers that a parameter joins are in one set.
@@ -257,7 +257,7 @@ class MappedWeights(PlacedWeights):
                 yield sorted(group), names_of.get(id(group), [])
 
     def _taking(self, layer: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the layer's own tensors that take values, under their names in the model."""
+        """Yield the layer's own tensors that get loaded values, with their names in the model."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         for own, tensor in layerwise.get_layer_tensors(self.layers[layer]).items():
@@ -265,7 +265,7 @@ class MappedWeights(PlacedWeights):
                 yield _full(layer, own), tensor
 
     def _is_direct(self, layer: str) -> bool:
-        """Process the layer with known values; return whether its live tensors are what it got."""
+        """Process the layer with known values; return whether its live tensors keep them."""
         from vllm.model_executor.model_loader.reload import layerwise
 
         module = self.layers[layer]
@@ -273,8 +273,8 @@ class MappedWeights(PlacedWeights):
         if layerwise.is_deferred_attention_layer(module):
             return False
 
-        # Layers that are alike are not processed again where the first one's live tensors differ:
-        # to process a layer in each update is always right.
+        # If a layer's live tensors differ, equal layers are not tested: processing a layer in each
+        # update is always correct.
         kind: tuple = (type(module), type(getattr(module, "quant_method", None)))
         for name, tensor in layerwise.get_layer_tensors(module).items():
             kind += (name, tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -289,7 +289,7 @@ class MappedWeights(PlacedWeights):
                 write_pattern(name, tensor.data)
             else:
                 constants[name] = tensor.clone()
-        # Values can stay where they are only in a tensor of the same form.
+        # A live tensor can hold the loaded values only if its shape and dtype are the same.
         fits = all(
             name in live
             and live[name].shape == tensor.shape
@@ -316,7 +316,7 @@ class MappedWeights(PlacedWeights):
 
 
 def _process_again(layer: Any) -> None:
-    """Let vLLM derive again what it derives from a layer's weights."""
+    """Make vLLM recompute the tensors that it derives from a layer's weights."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     if isinstance(getattr(layer, "quant_method", None), QuantizeMethodBase):

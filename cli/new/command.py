@@ -45,14 +45,15 @@ class NewCommand(Command):
 
 
 def folder_name(name: str) -> str:
-    """Return the folder of a plugin's package: no module's name, so that it hides none."""
+    """Return the name of a plugin's folder, which is no module's name and so hides none."""
     return f"hybridflow-{name.replace('_', '-')}"
 
 
 def new_package(kind: str, name: str, folder: Path) -> list[Path]:
     """Write the package of the plugin `name` into a new folder in `folder`; return its files.
 
-    Raises ConfigError, and writes nothing, where the name is no module's or the folder exists.
+    Raises ConfigError, and writes nothing, where the name is not valid for a module or the folder
+    exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(
@@ -66,7 +67,7 @@ def new_package(kind: str, name: str, folder: Path) -> list[Path]:
             f"new {kind}: {str(target)!r} is there already; choose another name, or remove it"
         )
 
-    # What the templates leave open, and the files that they become.
+    # The values of the templates' placeholders, and the files that the templates become.
     words = {
         "kind": kind,
         "name": name,

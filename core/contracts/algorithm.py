@@ -48,7 +48,7 @@ class Algorithm(ABC):
         return {}
 
     def problems(self) -> list[str]:
-        """List what is wrong with the config beyond single values; asked before anything starts."""
+        """Return problems of the config beyond single values; called before anything starts."""
         return []
 
     @property
@@ -68,8 +68,8 @@ class Algorithm(ABC):
     # --- what a checkpoint keeps ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what must survive a restart (coefficients, multipliers, leftovers), JSON-like."""
+        """Return the state that a checkpoint saves (coefficients, multipliers), JSON-like."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Restore what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""

@@ -1,7 +1,7 @@
-"""What plugins can do, one class per kind of plugin.
+"""Capabilities of plugins, one class per kind of plugin.
 
-`hybridflow plugins` lists it, checks before a run use it, and the conformance kit tests it. Nothing
-here imports torch: descriptors are made whenever plugins are listed.
+`hybridflow plugins` lists them, checks before a run use them, and the conformance kit tests them.
+Nothing here imports torch: descriptors are made whenever plugins are listed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def _names(*default: str) -> frozenset[str]:
 
 @attrs.frozen
 class NoCapabilities:
-    """The capabilities of plugins of all other kinds: nothing needs to be known of them."""
+    """Capabilities of plugins of all other kinds: there are none."""
 
 
 @attrs.frozen(kw_only=True)
 class TrainingCapabilities:
-    """What jobs may ask of a training backend, and the columns that its models read."""
+    """The jobs that a training backend supports, and the columns that its models read."""
 
     # Which jobs it can take
     axes: frozenset[str] = _names("dp")
@@ -51,7 +51,7 @@ class TrainingCapabilities:
 
 @attrs.frozen(kw_only=True)
 class EngineCapabilities:
-    """What jobs may ask of a rollout engine: where it runs, how requests and weights reach it."""
+    """The jobs that a rollout engine supports: where it runs, how it gets requests and weights."""
 
     # Where it can run
     tp: bool = False
@@ -63,20 +63,20 @@ class EngineCapabilities:
 
     # Weights
     grouping: Literal["any", "consecutive"] = "any"
-    """Which ranks can form a replica."""
+    """Which ranks can form a replica: consecutive ones only, or ranks of any grouping."""
     views: bool = True
     """Whether `proof` returns checksums of stored weights, which every sync compares."""
 
     # Processes and columns
     process: Literal["worker", "own", "either"] = "worker"
-    """Where it runs: in the worker's process, in one of its own, or as its settings say."""
+    """Where it runs: in the worker's process, in one of its own, or as set in its config."""
     extras: frozenset[str] = _names()
     """Columns beyond those of docs/batch.md that it reads, passed in Request.extras."""
 
 
 @attrs.frozen(kw_only=True)
 class RuntimeCapabilities:
-    """How a runtime starts workers, and how far it reaches."""
+    """How a runtime starts workers: in processes, on several nodes, and how many."""
 
     # How workers run
     processes: bool = True
@@ -92,13 +92,13 @@ class TransportCapabilities:
     """Whether `transport = "auto"` may choose a weight transport."""
 
     order: int | None = None
-    """Its place among those that `transport = "auto"` tries, the lowest first; None: it is used
+    """Its order among those that `transport = "auto"` tries, the lowest first; None: it is used
     only when it is named."""
 
 
 @attrs.frozen(kw_only=True)
 class CommandCapabilities:
-    """What `hybridflow --help` says of a command without importing it."""
+    """The help of a command that `hybridflow --help` prints without importing it."""
 
     summary: str = ""
     """One sentence for `hybridflow --help`."""

@@ -19,7 +19,7 @@ class Command(ABC):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027
         """Declare options and positional arguments.
 
-        A positional named `overrides` takes key=value texts wherever they stand.
+        A positional named `overrides` takes key=value texts at any position.
         """
 
     @abstractmethod

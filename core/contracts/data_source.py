@@ -14,7 +14,7 @@ from hybridflow.core.validators import non_negative
 
 @attrs.frozen
 class DataConfig:
-    """Which rows a run draws, and how a row becomes a prompt and, if trained on, a response."""
+    """Settings of the rows that a run draws, and of how a row becomes a prompt and a response."""
 
     # Where rows come from
     source: str = "jsonl"
@@ -23,7 +23,7 @@ class DataConfig:
     path: str | None = None
     """File or folder of the source."""
 
-    # What a row becomes
+    # The texts of a row
     prompt: str = "{prompt}"
     """Format template over a row's fields, for example "Question: {question}\\nAnswer:"; dots reach
     into tables: "{extra_info.question}". If it is one field with a chat (a list of {"role",
@@ -39,8 +39,8 @@ class DataConfig:
     """Two fields with true or false: whether the response, and the rejected one, is unsafe (cost
     models); column `unsafe`."""
     answer: str | None = None
-    """Format template of the expected answer, which rewards find as meta["answer"], for example
-    "{reward_model.ground_truth}"; without it they find the row's own field `answer`, if it has
+    """Format template of the expected answer, which rewards get as meta["answer"], for example
+    "{reward_model.ground_truth}"; without it they get the row's own field `answer`, if it has
     one."""
     messages: str | None = None
     """Field with a chat (a list of {"role", "content"}), put through the tokenizer's chat template
@@ -49,8 +49,7 @@ class DataConfig:
     """Further values for the chat template, such as { enable_thinking = false }. A row's own
     fields `chat_template_kwargs` and `tools` go to the template too."""
     bos: bool = False
-    """Whether to put the tokenizer's bos token before each prompt (a chat template does that by
-    itself)."""
+    """Whether to put the tokenizer's bos token before prompts (chat templates add their own)."""
     pattern: str | None = None
     """Regex with named groups: each match in `pattern_field` becomes a row of its own. The groups
     are fields of it, beside those of the row that contains the match."""
@@ -69,7 +68,7 @@ class DataConfig:
     seed: int | None = attrs.field(default=None, validator=attrs.validators.optional(non_negative))
     """Seed of the order; by default `run.seed`."""
 
-    # What only this source knows
+    # Settings of this source alone
     options: dict[str, Any] = attrs.field(factory=dict)
     """The source's own options."""
 
@@ -78,7 +77,7 @@ class DataSource(ABC):
     """The plugin contract: a finite sequence of rows.
 
     Rows are dicts of JSON-like fields; row i is the same on every access and in every process.
-    Raise DataError with what is wrong and what to do.
+    Raise DataError with the problem and its remedy.
     """
 
     def __init__(self, config: DataConfig):

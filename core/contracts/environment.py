@@ -1,6 +1,6 @@
-"""Environments: what answers the model over several turns, with one object per episode.
+"""The contract of environments, which answer the model over several turns, one object per episode.
 
-reset(Start) -> Answer          its text stands before the first turn
+reset(Start) -> Answer          its text comes before the first turn
 step(Turn)   -> Answer          again and again, until an answer is `done`
 close()
 """
@@ -17,12 +17,12 @@ import numpy as np
 
 @attrs.frozen
 class Start:
-    """What an episode begins with."""
+    """The beginning of an episode: its prompt, the row's fields, and a seed."""
 
     prompt: str
     """Text of the prompt, special tokens removed."""
     meta: Mapping[str, Any]
-    """The fields of the data's row; `answer` is what is expected."""
+    """The fields of the data's row; `answer` is the expected answer."""
     seed: int
     """Seed of this sequence, for environments that draw random numbers."""
 
@@ -76,7 +76,10 @@ class Environment(ABC):
 
     @abstractmethod
     def step(self, turn: Turn) -> Answer:
-        """Answer a turn. Without `done` the answer has a text, which does not end with a stop."""
+        """Return the answer to a turn of the model.
+
+        Unless it is `done`, its text must not be empty, nor end with one of the stops.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """Release what the episode held. Called once, at its end, however it ended."""
+        """Release the episode's resources. Called once at its end, also after a failure."""

@@ -1,7 +1,7 @@
-"""What a planner must know of a model under a backend or an engine before the model is built.
+"""Memory and traffic of a model under a backend or an engine, for planning before it is built.
 
 A backend's settings return an Execution and Footprints (see TrainingSettings), an engine's settings
-EngineLimits (see EngineSettings). So no planner needs to know the name of a sharding.
+EngineLimits (see EngineSettings). So planners need no code for particular shardings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _count(default: int) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Execution:
-    """How a backend computes the passes of a model, whatever the layout."""
+    """How a backend computes the passes of a model, in any layout."""
 
     # Numbers in memory
     weight_bytes: int = _count(4)
@@ -36,8 +36,7 @@ class Execution:
     recompute: bool = False
     """Whether only the layers' inputs are kept, and each layer runs again in the backward pass."""
     adapter_rank: int = attrs.field(default=0, validator=non_negative)
-    """LoRA: rank of the adapters, which alone have gradients and an optimizer; 0: all weights
-    have."""
+    """Rank of LoRA adapters, which alone have gradients and optimizer state; 0: no adapters."""
     gathers_logits: bool = False
     """Whether every tp rank has the logits of the whole vocabulary."""
     logits_at_once: int = _count(LOGITS_AT_ONCE)
@@ -76,9 +75,9 @@ class Phase:
     nbytes: float
     """Bytes of weights, gradients and buffers beyond Footprint.resident."""
     activations: Literal["none", "forward", "backward", "head", "layer", "next", "rest"] = "none"
-    """Activations that are held as well: none, those at the end of the forward pass ("forward"), or
-    of the backward pass: the most of it ("backward"), while the head works ("head"), the last layer
-    ("layer"), the layer before it ("next"), or neither, between those two ("rest")."""
+    """Activations that are held as well: "none"; those at the end of the forward pass ("forward");
+    or those of the backward pass: the most of them ("backward"), those during the head ("head"),
+    the last layer ("layer"), the layer before it ("next"), or between these two layers ("rest")."""
 
 
 @attrs.frozen(kw_only=True)
@@ -94,7 +93,7 @@ class Footprint:
     reading: float = 0.0
     """Additional bytes during a forward-only pass, without activations."""
     ahead: float = 0.0
-    """Bytes beside `reading` while the layers work, and not while the head does."""
+    """Bytes in addition to `reading` while the layers are computed, but not during the head."""
     begun: float = 0.0
     """Additional bytes when a forward-only pass begins, before there are activations."""
     training: tuple[Phase, ...] = ()
@@ -123,7 +122,7 @@ class Footprint:
 
 @attrs.frozen(kw_only=True)
 class EngineLimits:
-    """What a rollout engine takes of a device, by its settings."""
+    """The memory of a device and the requests that a rollout engine's settings allow it."""
 
     weight_bytes: int = _count(2)
     """Bytes of a parameter in the engine, and of an element of its key/value cache."""
@@ -141,7 +140,7 @@ class EngineLimits:
     memory_share: float | None = attrs.field(
         default=None, validator=attrs.validators.optional(fraction)
     )
-    """Largest share of a device's memory for weights, cache, and what a pass works with."""
+    """Largest share of a device's memory for weights, cache, and the working memory of a pass."""
     cache_gb: float | None = attrs.field(default=None, validator=positive)
     """Maximum size of the cache, in GB (10^9 bytes)."""
     cache_tokens: int | None = attrs.field(
@@ -149,35 +148,36 @@ class EngineLimits:
     )
     """Number of tokens that the cache has room for."""
     grows: bool = False
-    """Whether the cache takes what the requests of a call need, up to its limits; else it takes all
-    that they allow when the engine starts."""
+    """Whether the cache grows to the needs of a call's requests, up to its limits; else it takes
+    the largest size within its limits when the engine starts."""
     stays: bool = False
     """Whether the weights stay on the device even where `generation.keep` is false."""
     prefill_tokens: int = attrs.field(default=0, validator=non_negative)
-    """Tokens of prompts in one pass, of an engine whose passes work beside its share; else 0."""
+    """Prompt tokens of one pass, if the working memory of passes is not part of `memory_share`;
+    else 0."""
     logit_copies: float = attrs.field(default=0.0, validator=non_negative)
-    """Copies of the float32 logits, of all sequences decoded at once, that exist while tokens are
-    drawn, of an engine whose passes work beside its share; else 0."""
+    """Copies of the float32 logits of all sequences that exist while tokens are sampled, if the
+    working memory of passes is not part of `memory_share`; else 0."""
     block_tokens: int = _count(1)
-    """A sequence's room in the cache is a multiple of this many tokens."""
+    """Size of a cache block in tokens; a sequence takes whole blocks."""
     spare_tokens: int = attrs.field(default=0, validator=non_negative)
-    """Tokens that a sequence may make beyond its end."""
+    """Tokens beyond a sequence's end for which it also takes cache."""
     graphs_gb: float = attrs.field(default=0.0, validator=non_negative)
     """Memory of CUDA graphs beside the share, in GB."""
 
     @property
     def unlimited(self) -> bool:
-        """Whether nothing is said of the cache's size."""
+        """Whether there is no limit on the cache's size."""
         return self.memory_share is None and self.cache_gb is None and self.cache_tokens is None
 
 
 @attrs.frozen(kw_only=True)
 class EngineRoom:
-    """What the models of a device leave to an engine, in bytes."""
+    """The memory of a device that its models leave to an engine, in bytes."""
 
     device: float
     """Bytes of the whole device."""
     share: float
-    """Bytes for weights, cache, and what a pass works with."""
+    """Bytes for weights, cache, and the working memory of a pass."""
     cache: float
     """Bytes for the cache alone."""

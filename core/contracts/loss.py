@@ -1,4 +1,4 @@
-"""Losses: what an author declares and returns, and how the core reduces it.
+"""The contract of losses: an author declares columns and returns terms, which the core reduces.
 
 A loss sees whole padded rows and returns terms. The core divides each term by counts that it takes
 over the whole mini-batch (all ranks, all micro-batches) before the forward pass. So the result does
@@ -55,7 +55,7 @@ class Term:
     value: torch.Tensor
     mask: torch.Tensor | None = None
 
-    # Their way to a number
+    # Their reduction to a number
     how: str = attrs.field(default="token-mean", validator=attrs.validators.in_(REDUCTIONS))
     weight: float = 1.0
     """Factor of the term in the loss; 0 only reports it."""
@@ -76,12 +76,12 @@ class Term:
 
 
 class Loss(ABC):
-    """The contract: subclass it, declare what the loss reads and needs, and return terms.
+    """The contract: subclass it, declare the columns and outputs that the loss uses, return terms.
 
     `__call__(batch, outputs)` gets both as mappings from names. batch[name] is [B, T, ...] for
     per-token columns (0 on the right; floats are also 0 wherever loss_mask is), [B, ...] for
     per-row columns, and a list for objects; `loss_mask` is always in it. outputs[name] has
-    gradients and the same layout: logprobs, entropy and values [B, T]; scores [B]; topk_logprobs
+    gradients and the same shapes: logprobs, entropy and values [B, T]; scores [B]; topk_logprobs
     [B, T, K] at the ids of column `topk_ids`.
     """
 
@@ -91,8 +91,8 @@ class Loss(ABC):
     """Outputs of the forward pass that it needs: logprobs, entropy, values, scores,
     topk_logprobs."""
     unit: str = "row"
-    """What is never split over dp ranks or micro-batches: "row", or a column ("pair", "group")
-    whose equal values keep rows together."""
+    """The unit that is never split over dp ranks or micro-batches: "row", or a column ("pair",
+    "group") whose equal values keep rows together."""
 
     @abstractmethod
     def __call__(

@@ -1,6 +1,6 @@
 """The contract of planners.
 
-A planner says where a job's models go, how long a step takes there, and whether it fits.
+A planner places a job's models on devices, predicts the time of a step, and checks the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAGES = ("generate", "infer", "train")
 """The step stages, one after the other (arXiv:2409.19256, section 2): generation, inference
 (forward passes for log-probabilities, values and scores: the paper's preparation) and training."""
 EXCESS = 0.15
-"""A share by which a job may need more than there is: the formulas may be wrong by as much."""
+"""The share by which a job may exceed the memory and still start: the formulas' possible error."""
 STAGE_NAMES: Mapping[str, str] = {
     "generate": "generation",
     "infer": "inference",
@@ -48,7 +48,7 @@ class PlannableJob(Typing):
     def data(self) -> DataConfig: ...
     @property
     def models(self) -> Mapping[str, Any]:
-        """Role -> core.job.job.PlacedModel: what runs, and in a placed job also where."""
+        """Role -> core.job.job.PlacedModel: the model, and in a placed job its placement."""
 
     @property
     def pools(self) -> Mapping[str, ResourcePool]: ...
@@ -118,7 +118,7 @@ class Plan:
     cluster: str = ""
     """The cluster that it is planned for, in a line."""
     explanation: tuple[Block, ...] = ()
-    """Why this placement, what limits it, and the next best; for `hybridflow plan`."""
+    """Reasons for this placement, its bottlenecks, and the next best; for `hybridflow plan`."""
     bars: tuple[Bar, ...] = ()
     """The timeline of a step."""
     ends: tuple[float, ...] = ()
@@ -130,16 +130,16 @@ class Plan:
 
 @attrs.frozen
 class DeviceMemory:
-    """The memory of a pool's devices, in bytes; of unequal ones the least."""
+    """The memory of each device of a pool, in bytes; if they differ, the least."""
 
     total: float
     free: float
-    """What nobody has taken before the run."""
+    """Bytes that are free before the run."""
 
 
 @attrs.frozen(kw_only=True)
 class PoolMemory:
-    """What a job takes of each device of a pool at its fullest moment, in bytes."""
+    """The memory that a job takes on each device of a pool at its fullest moment, in bytes."""
 
     pool: str
     needed: float
@@ -147,27 +147,27 @@ class PoolMemory:
     when: str
     """The moment: "while actor trains"."""
     parts: tuple[tuple[str, float], ...]
-    """What `needed` is the sum of, in words."""
+    """The summands of `needed`: (name, bytes)."""
     phases: Mapping[str, float] = attrs.field(factory=dict)
-    """Every moment, with what is needed then."""
+    """Moment -> the bytes needed then."""
     rooms: Mapping[str, EngineRoom] = attrs.field(factory=dict)
-    """Role -> what the models leave to its engine on this pool."""
+    """Role -> the memory that the models leave to its engine on this pool."""
     remedies: tuple[str, ...] = ()
-    """Where it does not fit: lines of a config with which it does; () where none were found."""
+    """If it does not fit: lines of a config with which it does; () where none were found."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is as much as is needed."""
+        """Whether the usable memory is enough."""
         return self.needed <= self.usable
 
     @property
     def refused(self) -> bool:
-        """Whether a run on GPUs does not begin with it."""
+        """Whether it exceeds the memory by so much that a run on GPUs does not start."""
         return self.needed > (1.0 + EXCESS) * self.usable
 
     @property
     def problem(self) -> str:
-        """Why it does not fit: the moment, the sum, and what there is."""
+        """The sentence on why it does not fit: the moment, the sum, and the usable memory."""
         parts = " + ".join(f"{what} {amount(nbytes)}" for what, nbytes in self.parts)
         over = 100 * (self.needed / self.usable - 1)
         return (
@@ -177,18 +177,18 @@ class PoolMemory:
 
 
 class NotPlanned(HybridFlowError):
-    """Raised when a planner cannot judge a job; the message says why."""
+    """Raised when a planner cannot plan or check a job; the message has the reason."""
 
 
 class Planner(ABC):
     """A plugin of kind "planner".
 
-    `placement = "auto"`, `hybridflow plan` and the predictions of a run ask it.
+    It is used by `placement = "auto"`, `hybridflow plan` and the predictions of a run.
     """
 
     Config: ClassVar[type | None] = None
-    """Its settings, a frozen attrs class; they stand beside its name in placement.planner. None: it
-    has no settings."""
+    """Its settings, a frozen attrs class; they are given beside its name in placement.planner.
+    None: it has no settings."""
 
     def __init__(self, config: Any = None):
         """`config`: an instance of its Config."""
@@ -216,13 +216,16 @@ class Planner(ABC):
 
     @abstractmethod
     def problems(self, job: PlannableJob, cluster: str) -> list[str]:
-        """List why the job, as it is placed, does not fit the cluster. Raises NotPlanned."""
+        """Return the reasons why the job, as it is placed, does not fit the cluster; [] if it does.
+
+        Raises NotPlanned.
+        """
 
     def memory(self, job: PlannableJob, devices: Mapping[str, DeviceMemory]) -> list[PoolMemory]:
-        """Return what the job as it is placed takes of the devices of each pool.
+        """Return the memory that the placed job takes on the devices of each pool.
 
-        devices: pool -> its devices' memory, as it was found before anything was built. Raises
-        NotPlanned where the planner cannot tell.
+        devices: pool -> its devices' memory, as measured before anything was built. Raises
+        NotPlanned where the planner has no formulas for it.
         """
         raise NotPlanned(f"the planner {type(self).__name__} has no formulas of memory")
 
@@ -234,8 +237,8 @@ class Planner(ABC):
         raise NotPlanned(f"the planner {type(self).__name__} has no what-if")
 
     def rehearse(self, job: PlannableJob, cluster: str) -> Iterator[Block]:
-        """Yield what the best placement's memory is when the backends' code runs without devices.
+        """Yield the best placement's memory, measured by the backends' code without devices.
 
-        Blocks come while the work goes on. Raises NotPlanned where the planner cannot tell.
+        Blocks are yielded while the work goes on. Raises NotPlanned where the planner cannot tell.
         """
         raise NotPlanned(f"the planner {type(self).__name__} has no dry run")

@@ -21,7 +21,7 @@ from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 
 
 class GroupShape(Typing):
-    """What a protocol may ask of a group."""
+    """The attributes of a group that a protocol may use."""
 
     layout: ParallelLayout
     generation: GenerationLayout | None
@@ -42,10 +42,9 @@ class TransferProtocol:
     # --- the way there ---
 
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
-        """Return what each rank gets of an argument: the whole value here. SplitProtocol splits
-        Batches.
+        """Return the piece of an argument for each rank; here it is the whole value.
 
-        Only Batches are split; any other value goes to every rank.
+        SplitProtocol splits Batches, and any other value goes to every rank.
         """
         return [value] * group.layout.world
 
@@ -60,7 +59,7 @@ class TransferProtocol:
         return self.called(group)
 
     def collect(self, group: GroupShape, results: Sequence[Any]) -> Any:
-        """Make one result of those of the sources."""
+        """Return the call's result, made of the results of the sources."""
         return list(results)
 
 
@@ -87,7 +86,7 @@ class SplitProtocol(TransferProtocol):
         """Return the rank whose result counts for a part."""
         raise NotImplementedError
 
-    # --- what follows from it ---
+    # --- derived from these ---
 
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
         # Other values are options of the call, which every rank needs.
@@ -115,7 +114,7 @@ class AllToAll(TransferProtocol):
     name = "ALL_TO_ALL"
 
     def distribute(self, group: GroupShape, value: Any) -> Sequence[Any]:
-        # The message says what came instead: another type, or another number of entries.
+        # The message has the actual type, or the number of entries.
         world = group.layout.world
         got = type(value).__name__
         if isinstance(value, (list, tuple)):
@@ -204,7 +203,7 @@ class MicroDataParallel(SplitProtocol):
 
 
 class PipelineOnly(TransferProtocol):
-    """The same to every rank; a list of one result per pipeline stage (from tp 0, cp 0, dp 0)."""
+    """Sends the same to every rank; returns one result per pipeline stage (tp 0, cp 0, dp 0)."""
 
     name = "PP_ONLY"
 

@@ -1,4 +1,4 @@
-"""Rewards: from generated responses to one number each, with errors that name the row."""
+"""The contract of rewards, which turn each generated response into a number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridflow.core.validators import at_least, non_negative, positive
 
 @attrs.frozen(eq=False)
 class RewardSample:
-    """What a reward sees of one response."""
+    """One response, as a reward gets it."""
 
     # The texts, and the row that they come from
     prompt: str
@@ -26,9 +26,9 @@ class RewardSample:
     response_ids: np.ndarray
     """Tokens of the response, int64 [T], special tokens included."""
     meta: Mapping[str, Any]
-    """The fields of the data's row; `answer` is what is expected."""
+    """The fields of the data's row; `answer` is the expected answer."""
 
-    # How the response came to its end
+    # The end of the response
     finish_reason: str = "stop"
     """Why generation ended: "stop", "length" (cut at the limit) or "abort"."""
     episode_return: float | None = None
@@ -61,20 +61,21 @@ class Reward(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether `answer` says what a response's answer is."""
+        """Whether `answer` is implemented."""
         return type(self).answer is not Reward.answer
 
     def answer(self, sample: RewardSample) -> str | None:
-        """Return the answer that a response comes to, in a form in which equal ones are equal.
+        """Return the final answer of a response, normalised so that equal answers are equal texts.
 
-        None where it comes to none. Optional: maj@k counts by it (`hybridflow evaluate`).
+        None where it has none. Optional: `hybridflow evaluate` needs it for maj@k.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what an answer is")
 
 
 class FunctionReward(Reward):
-    """A plain function `fn(sample, **options)` as a reward; it returns what a Reward does for one
-    sample. The function may have an attribute `answer`, a function that does what the method does.
+    """A plain function `fn(sample, **options)` as a reward; it returns the value of one sample.
+
+    The function may have an attribute `answer`, a function that replaces the method.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any):
@@ -90,7 +91,7 @@ class FunctionReward(Reward):
         return self._answer is not None
 
     def answer(self, sample: RewardSample) -> str | None:
-        """Return what the function's `answer` does."""
+        """Return the result of the function's `answer`."""
         if self._answer is None:
             return super().answer(sample)
         answer: str | None = self._answer(sample)

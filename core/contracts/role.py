@@ -18,11 +18,11 @@ class Role:
         "reward": scores for rows, by a function, a model or several of them; never trained.
     """
 
-    # What it is
+    # Name and kind
     name: str
     kind: str = attrs.field(default="policy", validator=attrs.validators.in_(KINDS))
 
-    # What the algorithm does with it
+    # Use in the algorithm
     trained: bool = False
     """Whether the algorithm updates its weights."""
     generates: bool = False

@@ -28,9 +28,9 @@ from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import Box, WeightLayout
 
 Wanted = Mapping[str, tuple[torch.dtype, tuple[Box, ...]]]
-"""What a proof is asked for, of one rank: parameter -> the dtype in which it travels, and boxes."""
+"""The request of a rank's proof: parameter -> the dtype in which it is sent, and the boxes."""
 Proof = Mapping[str, tuple[int | None, int | None]]
-"""Parameter -> the version that brought it last, whole (None: an earlier one), and the checksum of
+"""Parameter -> the last version that updated all of it (None: an earlier one), and the checksum of
 the wanted boxes (None: they cannot be read back)."""
 MAX_BIAS = 1e9
 """Largest absolute logit_bias: float32 still holds it after division by a small temperature."""
@@ -39,7 +39,7 @@ MAX_BIAS = 1e9
 def _pairs(
     biases: Mapping[int, float] | Iterable[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
-    """Bring biases into a form in which equal ones compare equal: pairs by ascending token."""
+    """Return biases as pairs by ascending token, so that equal biases compare equal."""
     if not biases:
         return ()
     pairs = biases.items() if isinstance(biases, Mapping) else biases
@@ -47,7 +47,7 @@ def _pairs(
 
 
 def check_biases(instance: Any, attribute: Any, pairs: Any) -> None:
-    """Check (token, bias) pairs in the order of tokens. Raises ValueError, as validators do."""
+    """Raise ValueError for bad (token, bias) pairs, which come in the order of tokens."""
     # A token that comes twice has itself for a neighbour.
     tokens = [token for token, _ in pairs]
     if repeated := [token for token, next_token in pairwise(tokens) if token == next_token]:
@@ -64,10 +64,10 @@ def check_biases(instance: Any, attribute: Any, pairs: Any) -> None:
 
 @attrs.frozen
 class SamplingParams:
-    """How the response of one request is sampled. Raises ValueError for what cannot be.
+    """Sampling parameters of one request. Raises ValueError for invalid ones.
 
-    The order is logit_bias, temperature, min_p, top_k, top_p. Each works on the renormalised rest
-    that those before it leave, so the nucleus is top_p of what min_p and top_k leave.
+    The order is logit_bias, temperature, min_p, top_k, top_p. Each filter works on the renormalised
+    distribution that those before it leave.
     """
 
     # Length
@@ -88,8 +88,8 @@ class SamplingParams:
         default=(), converter=_pairs, validator=check_biases
     )
     """(token, bias) pairs: each bias is added to its token's logit before the temperature, in
-    greedy sampling too. Takes a mapping or pairs, and keeps pairs in the order of tokens. A bias is
-    at most 1e9 either way: -1e9 rules a token out."""
+    greedy sampling too. Takes a mapping or pairs, and keeps pairs in the order of tokens. Biases
+    are between -1e9 and 1e9; -1e9 excludes a token."""
 
     # The end of the response
     stop_token_ids: tuple[int, ...] = ()
@@ -150,7 +150,7 @@ class Request:
         return ids, logprobs, versions
 
     def ended_before(self) -> str | None:
-        """Return the finish reason of a request whose prefix is already a whole response."""
+        """Return the finish reason if the prefix is already a whole response, else None."""
         prefix = self.prefix_ids
         sampling = self.sampling
         if (
@@ -175,8 +175,8 @@ class Completion:
     """Tokens of the response, int64 [T]."""
     logprobs: np.ndarray
     """log softmax(logits / temperature) of each sampled token, float32 [T]; with temperature 0
-    log softmax(logits). The logits are the model's: logit_bias, min_p, top_k and top_p decide what
-    is drawn, and do not change logprobs."""
+    log softmax(logits). The logits are the model's own: logit_bias, min_p, top_k and top_p do not
+    change logprobs."""
     weight_version: np.ndarray
     """Version of the weights that made each token, int64 [T]."""
     finish_reason: str
@@ -184,20 +184,20 @@ class Completion:
 
 
 class EngineSettings:
-    """Base of a rollout engine's `Config`: what is known of it before it starts.
+    """Base of a rollout engine's `Config`, with properties that are known before it starts.
 
     It must not need the engine's library.
     """
 
     switches: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Settings that trade memory for time, with the values that a planner tries, the one that takes
-    the least of a device that is the engine's own last."""
+    """Settings that trade memory for time -> the values that a planner tries; the last one takes
+    the least memory of a device that the engine has to itself."""
     start_timeout_s: float | None = None
     """Seconds within which the engine must start; None sets no limit."""
 
     @classmethod
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings whose default is another one on `device` ("cpu", "cuda").
+        """Return the defaults that depend on `device` ("cpu", "cuda"), by setting.
 
         hf_config: the fields of the model's config. Other defaults are those of the fields.
         """
@@ -223,13 +223,13 @@ class EngineSettings:
     def up_to(self, tokens: int) -> Self:
         """Return the settings for requests of at most `tokens`, a prompt with its response.
 
-        They are asked for on GPUs, where an engine reserves memory by its longest sequence. What
-        the settings say of it themselves comes first.
+        It is called for runs on GPUs, where an engine reserves memory by its longest sequence. A
+        limit that is set explicitly is kept.
         """
         return self
 
     def limits(self, device: str = "cuda") -> EngineLimits:
-        """Return what the engine takes of a device of a kind ("cpu", "cuda"), for planning."""
+        """Return the engine's limits on a device of a kind ("cpu", "cuda"), for planning."""
         return EngineLimits()
 
     def lent_params(self, shape: ModelShape, device: str) -> int:
@@ -240,15 +240,15 @@ class EngineSettings:
         return 0
 
     def within(self, room: EngineRoom) -> Self:
-        """Return the settings of an engine that takes no more of a device than `room`.
+        """Return settings with which the engine takes no more of a device than `room`.
 
-        A run on a GPU asks for it before the engine is built; these are the engine's own limits
-        where they are smaller. By default the settings stay as they are.
+        It is called for runs on a GPU before the engine is built. Limits of the settings that are
+        smaller are kept. By default the settings are returned unchanged.
         """
         return self
 
     def one_of(self, engines: int) -> Self:
-        """Return the settings of one of `engines` that share a device (`hybridflow calibrate`)."""
+        """Return settings for each of `engines` engines on one device (`hybridflow calibrate`)."""
         return self
 
     def problems(self) -> list[str]:
@@ -258,7 +258,7 @@ class EngineSettings:
     def planned_layout(
         self, shape: ModelShape, generation: GenerationLayout, dtype: torch.dtype
     ) -> WeightLayout:
-        """Return the boxes that each rank will ask for; by default everything, on every rank."""
+        """Return the boxes that each rank will hold; by default every rank holds everything."""
         params = shape.params(dtype)
         boxes = {name: (Box.full(param.shape),) for name, param in params.items()}
         ranks = sorted(generation.replica_of)
@@ -277,7 +277,7 @@ class RolloutEngine(ABC):
                                   ^                                               |
                                   +------------ the trained weights are newer ----+
 
-    An engine that never got weights, or whose update was begun and not ended, refuses to generate.
+    Without weights, and between `begin_update` and `end_update`, the engine refuses to generate.
     """
 
     Config: ClassVar[type | None] = None
@@ -285,14 +285,13 @@ class RolloutEngine(ABC):
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
     """Capabilities of a plugin that is registered in one line; a Descriptor has its own."""
 
-    # --- life ---
+    # --- construction, start and end ---
 
     @classmethod
     def build(
         cls, model: ModelSpec, config: Any, context: RankContext, logs: str | None = None
     ) -> RolloutEngine:
-        """Make the engine without starting it; one with a process of its own is a stand-in for
-        that.
+        """Return the engine, not started; for an engine in its own process, a proxy of it.
 
         An engine in its own process writes its log into the folder `logs`.
         """
@@ -323,7 +322,7 @@ class RolloutEngine(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Release what would outlive the object (processes, files); safe to call twice."""
+        """Release processes and files that would outlive the object; safe to call twice."""
 
     # --- generation ---
 
@@ -346,7 +345,7 @@ class RolloutEngine(ABC):
     def partial(self, number: int) -> np.ndarray | None:
         """Return the tokens that the running request of this id has made so far, int64 [T].
 
-        They are part of its completion. None where the engine does not say before it has ended.
+        Its completion begins with them. None where the engine has no partial results.
         """
         return None
 
@@ -361,7 +360,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def add(self, request: Request) -> None:
-        """Accept a request, now or when those that run have ended; `step` returns its completion.
+        """Queue a request; `step` will return its completion.
 
         Raises HybridFlowError for a request that cannot be served, and without weights.
         """
@@ -373,15 +372,15 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether `step` has work that somebody waits for."""
+        """Whether added requests have no completion yet, or completions wait for `step`."""
 
     def nudge(self) -> None:  # noqa: B027
         """Let a `step` that waits return at once; called from any thread when a request is due."""
 
     def disown(self) -> None:  # noqa: B027
-        """Give up all running requests: they end before the next request enters."""
+        """Drop all running requests and their completions; they end before the next one begins."""
 
-    # --- weights: what the engine holds, and how new values come in ---
+    # --- weights and their updates ---
 
     @abstractmethod
     def layout(self) -> WeightLayout:
@@ -395,7 +394,7 @@ class RolloutEngine(ABC):
         return None
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return the stored values of a box of this rank, to compare them with what was sent."""
+        """Return the stored values of a box of this rank, to compare them with the sent ones."""
         if (view := self.view(name, box)) is None:
             raise HybridFlowError(f"{type(self).__name__} gives no view of {name}")
         return view
@@ -408,14 +407,14 @@ class RolloutEngine(ABC):
     wanted: Wanted = {}
 
     def expect(self, wanted: Wanted) -> None:
-        """Hear what the next `proof` is asked for; it comes before the weights of an update."""
+        """Note the boxes of the next `proof`; called before the weights of an update arrive."""
         self.wanted = wanted
 
     def proof(self) -> Proof:
-        """Return which version brought each wanted parameter, and checksums of the wanted boxes.
+        """Return the version of each wanted parameter, and checksums of the wanted boxes.
 
-        It is called when all boxes of an update have come, before `end_update`; and outside of
-        updates. By default values are those of `read`, where the engine has any.
+        It is called when all boxes of an update have arrived, before `end_update`; and outside of
+        updates. By default the values come from `read`, where the engine has it.
         """
         mine = type(self)
         blind = mine.read is RolloutEngine.read and mine.view is RolloutEngine.view
@@ -430,9 +429,9 @@ class RolloutEngine(ABC):
                 yield name, checksum(self.read(name, box).to(dtype), box)
 
     def written(self, name: str) -> int | None:
-        """Return the version that brought this rank's part of a parameter last, and whole.
+        """Return the last version that updated all of this rank's part of a parameter.
 
-        None is an earlier one. By default the engine believes that updates bring everything.
+        None is an earlier one. By default every update is assumed to be complete.
         """
         return self._next_version
 
@@ -471,10 +470,10 @@ class RolloutEngine(ABC):
     storage."""
 
     def lend(self, name: str) -> None:
-        """Let the storage of this whole parameter hold the trainer's own weights from now on.
+        """Share the storage of this whole parameter with the trainer from now on.
 
-        They count as received in every update, and `sleep` must not drop them. They change when the
-        trainer steps, so whoever generates syncs first.
+        Its values count as received in every update, and `sleep` must not drop them. They change
+        when the trainer steps, so a sync must precede the next generation.
         """
         raise NotImplementedError(f"{type(self).__name__} lends no storage")
 
@@ -484,9 +483,9 @@ class RolloutEngine(ABC):
     def wake(self, cache: bool = True) -> None:  # noqa: B027
         """Undo `sleep`; the weights need an update if `sleep` dropped them.
 
-        With `cache` false the memory of keys and values stays released: a weight sync needs the
-        weights alone, and meets the trainer's. A later call with `cache` brings the rest, before
-        anything is generated.
+        With `cache` false the memory of keys and values stays released: a weight sync needs only
+        the weights, while the trainer's are still on the device. A later call with `cache` restores
+        the cache before anything is generated.
         """
 
 
@@ -510,7 +509,7 @@ def check_requests(requests: Sequence[Request], max_positions: int | None, vocab
             raise HybridFlowError(f"request {request.id}: {problem}")
         seen_ids.add(request.id)
 
-    # All tokens are looked at together, since requests are many; only a failure asks whose it is.
+    # All tokens are checked together, since requests are many; only on failure one by one.
     contexts = [request.context() for request in requests]
     if contexts and _outside(np.concatenate(contexts), vocab):
         culprit = next(request for request in requests if _outside(request.context(), vocab))
@@ -524,7 +523,7 @@ def _outside(ids: np.ndarray, vocab: int) -> bool:
 
 
 def _problem(request: Request, max_positions: int | None) -> str | None:
-    """Say why a request cannot be served, whatever its token ids; None if it can."""
+    """Return why a request cannot be served, apart from its token ids; None if it can."""
     # Lengths
     sampling = request.sampling
     prompt_length = len(request.prompt_ids)

@@ -37,7 +37,7 @@ class ResourcePool:
 class Label:
     """The name of one call in a runtime's reports.
 
-    All ranks of a call have the same object: by it a runtime knows which replies belong together.
+    All ranks of a call have the same object, by which a runtime knows the replies of one call.
     """
 
     role: str
@@ -105,7 +105,7 @@ def runtime_settings(config: Any) -> RuntimeSettings:
 
 
 class Store(Typing):
-    """Where blocks of arrays are left for other processes."""
+    """A store in which blocks of arrays are left for other processes."""
 
     def put(self, block: list[Any]) -> Any:
         """Leave a block; return a handle that can be sent to other processes."""
@@ -130,9 +130,9 @@ class Runtime(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Connect to, or start, what processes need.
+        """Connect to the cluster, or start the services that processes need.
 
-        Raises HybridFlowError that says what to do.
+        Raises HybridFlowError, whose message has the remedy.
         """
 
     @abstractmethod
@@ -144,9 +144,9 @@ class Runtime(ABC):
 
     @abstractmethod
     def check_alive(self) -> None:
-        """Raise WorkerDied if a process is gone; may take some seconds.
+        """Raise WorkerDied if a process has ended; this may take some seconds.
 
-        Asked after a failure, since a rank that lost its peer fails too.
+        It is called after a failure, since a rank whose peer has died fails too.
         """
 
     @abstractmethod
@@ -159,13 +159,13 @@ class Runtime(ABC):
     def wait(self, reply: Any) -> tuple[bytes, Sequence[Any], bool]:
         """Wait for a reply; return its (blob, handles, failed), as Host.call made it.
 
-        Raises WorkerDied if its process, or one that it may wait for, is gone.
+        Raises WorkerDied if its process, or one that it may wait for, has ended.
 
         A rank that failed leaves its peers waiting in a collective call, and their replies never
-        come. Its failed reply is then returned in place of theirs.
+        come. Its failed reply is then returned instead of theirs.
         """
 
-    # --- the store (Store), as the controller sees it ---
+    # --- the store (Store) of the controller ---
 
     @abstractmethod
     def put(self, block: list[Any]) -> Any:

@@ -1,7 +1,7 @@
-"""What an algorithm's step works with: prompts, roles with their verbs, numerical work, metrics.
+"""The interface of an algorithm's step: prompts, roles with their verbs, numerical work, metrics.
 
-`hybridflow.core.context` implements StepContext for a run. A planner that follows a step without
-running it brings an implementation of its own.
+`hybridflow.core.context` implements StepContext for a run. A planner that traces a step without
+running it has an implementation of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PendingResult(Typing):
 
 
 class RoleHandle(Typing):
-    """A role as a step sees it. Each verb returns at once; its result is a reference."""
+    """A role in a step. Each verb returns at once; its result is a reference."""
 
     role: Role
 
@@ -47,8 +47,8 @@ class RoleHandle(Typing):
         and turn_states.
 
         greedy: take the most likely token each time (ReMax's baseline).
-        Where the prompts have a column max_tokens, it limits each row's response, in tokens, in
-        place of sampling.max_tokens.
+        Where the prompts have a column max_tokens, it limits each row's response, in tokens,
+        instead of sampling.max_tokens.
         """
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
@@ -72,7 +72,7 @@ class RoleHandle(Typing):
         """Compute the loss without an update; gives Metrics, which are not among the step's."""
 
     def sync(self) -> PendingResult:
-        """Bring the trained weights to the rollout engine now (`generate` does it when it must)."""
+        """Send the trained weights to the rollout engine; `generate` does so if they are newer."""
 
 
 class StepContext(Typing):
@@ -85,7 +85,7 @@ class StepContext(Typing):
         """The roles of the run, by name."""
 
     sampling: SamplingParams
-    """How responses are sampled in this run."""
+    """Sampling parameters of the run."""
     step: int
     """Number of the current step, from 1."""
 

@@ -24,8 +24,8 @@ class TokenizerConfig:
     """
 
     name: str | None = None
-    """Plugin of kind "tokenizer" that reads or makes it. Default: the plugin that calls itself the
-    default one."""
+    """Plugin of kind "tokenizer" that reads or makes it. Default: the plugin whose descriptor says
+    so."""
     path: str | None = None
     """Folder with a tokenizer."""
     characters: str | None = None
@@ -43,7 +43,7 @@ class TokenizerConfig:
         return [name for name in ("path", "characters", "train") if getattr(self, name) is not None]
 
     def problems(self) -> list[str]:
-        """List what is wrong with this configuration, each with what to do."""
+        """Return the problems of this configuration, each with its remedy."""
         problems = []
         if len(self.given) > 1:
             problems.append(f"tokenizer: {' and '.join(self.given)} are given; keep one of them")
@@ -69,9 +69,9 @@ class TokenizerConfig:
 
 
 class Tokenizer(ABC):
-    """What a run needs of a tokenizer.
+    """The contract of tokenizers.
 
-    Ids are int64 arrays of shape [T]. No special token is ever added on the way in.
+    Ids are int64 arrays of shape [T]. `encode` adds no special tokens.
     """
 
     # --- special tokens and size ---
@@ -88,7 +88,7 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of a text, int64 [T], without special tokens.
 
-        Raises DataError for text that the tokenizer cannot spell.
+        Raises DataError for text that the tokenizer cannot encode.
         """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Tokenizer(ABC):
         """Write the tokenizer's files next to those of an exported model."""
 
     def check(self, model_vocab_size: int) -> None:
-        """Raise ModelError when there are tokens that the model has no embedding for."""
+        """Raise ModelError if the model has fewer embeddings than there are tokens."""
         if self.vocab_size > model_vocab_size:
             raise ModelError(
                 f"the tokenizer's largest id is {self.vocab_size - 1}, but the model has only "

@@ -14,8 +14,8 @@ class Tracker(ABC):
     """A plugin of kind "tracker". It lives on the controller."""
 
     Config: ClassVar[type | None] = None
-    """Its settings, a frozen attrs class; they stand beside its name in run.trackers. None: it has
-    no settings."""
+    """Its settings, a frozen attrs class; they are given beside its name in run.trackers. None: it
+    has no settings."""
 
     def __init__(self, config: Any = None):
         """`config`: an instance of its Config."""
@@ -25,7 +25,7 @@ class Tracker(ABC):
     def start(self, folder: Path, step: int) -> None:
         """Begin to write into the run's folder.
 
-        A resumed run continues after `step`: what was logged of later steps is removed.
+        A resumed run continues after `step`: logged metrics of later steps are removed.
         """
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Tracker(ABC):
 def remove_later_lines(path: Path, step: int) -> None:
     """Remove the lines of steps after `step` from a file of JSON objects with a "step", if any.
 
-    A line that a killed run left half written goes, too.
+    A line that a killed run left incomplete is removed too.
     """
     if not path.exists():
         return
@@ -53,7 +53,7 @@ def remove_later_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Return the line's step; infinity for a line that a killed run left half written."""
+    """Return the line's step; infinity for a line that a killed run left incomplete."""
     # A complete line ends in a newline.
     try:
         return json.loads(line)["step"] if line.endswith("\n") else float("inf")

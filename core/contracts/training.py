@@ -1,7 +1,7 @@
 """The contract of training backends.
 
-A backend runs a model forward and backward, steps its optimizer, saves and loads it, and says which
-rank holds which part of the weights.
+A backend runs a model forward and backward, steps its optimizer, saves and loads it, and states the
+layout of its weights.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class OptimizerConfig:
     schedule: str = attrs.field(
         default="constant", validator=attrs.validators.in_(("constant", "linear", "cosine"))
     )
-    """What follows the warm-up; linear and cosine end at min_lr_ratio * lr after total_steps."""
+    """Learning rate after the warm-up; linear and cosine end at min_lr_ratio * lr after
+    total_steps."""
     total_steps: int = 0
     """Optimizer steps over which linear and cosine run. 0: those of run.steps, so that more of
     these at --resume stretch the schedule."""
@@ -81,7 +82,7 @@ class OptimizerConfig:
     def over(self, steps: int | None) -> OptimizerConfig:
         """Return the same settings with a schedule of the run's `steps`, unless it has a length.
 
-        Raises ValueError where neither is known, or nothing of it is left after the warm-up.
+        Raises ValueError where neither is known, or the warm-up is as long as the schedule.
         """
         if self.schedule == "constant" or self.total_steps:
             return self
@@ -99,7 +100,7 @@ class OptimizerConfig:
         warm-up is lr * (m + (1 - m) * d): m = min_lr_ratio, d = 1 - p for linear and
         (1 + cos(pi * p)) / 2 for cosine.
         """
-        # Step 0 is not free: its rate is the first of warmup_steps equal rises.
+        # The rate of step 0 is not 0, but the first of warmup_steps equal increases.
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -115,30 +116,30 @@ class OptimizerConfig:
 
 
 class Packing(Enum):
-    """How the rows of a micro-batch lie beside each other; the values are for users."""
+    """How the rows of a micro-batch are packed; the values are texts for users."""
 
     PADDED = "padded"
     """Each row has the length of the longest."""
     PACKED = "packed"
-    """One behind the other, with nothing between them."""
+    """Rows are concatenated, without padding."""
     SHARED = "packed, prompts shared"
-    """Packed, and rows with equal prompts have one."""
+    """Packed, and rows with equal prompts share one copy of it."""
 
 
 @attrs.frozen(eq=False)
 class MicroBatch:
     """The B rows of one forward pass, padded to S tokens each, or packed into N tokens.
 
-    Response token t of row i stands at position prompt_lengths[i] + t of its row (every prompt has
-    a token); T is the length of the longest response.
+    Response token t of row i is at position prompt_lengths[i] + t of its row (every prompt has a
+    token); T is the length of the longest response.
 
         padded    ids[i]  p p p p r r r 0 0             p: prompt, r: response, 0: padding
         packed    ids[0]  p p r p p p r p p r r r       prompt_at 0 7 3, response_at 2 9 6
         shared    ids[0]  p p p r p p r r r r r         prompt_at 0 4 4, response_at 3 6 8
 
-    Packed rows are for backends that say so (`TrainingBackend.packing`): no token may see another
-    row's. A dummy (one row of two tokens that counts for nothing) keeps the number of forward
-    passes equal over ranks.
+    Only backends that support packed rows get them (`TrainingBackend.packing`): no token may attend
+    to another row's. A dummy (one row of two tokens, whose loss is multiplied by 0) keeps the
+    number of forward passes equal over ranks.
     """
 
     ids: torch.Tensor
@@ -149,17 +150,17 @@ class MicroBatch:
     response_lengths: torch.Tensor
     """Lengths of the responses, int64 [B], on the CPU."""
     topk_ids: torch.Tensor | None = None
-    """Ids at which outputs["topk_logprobs"] is asked for, int64 [B, T, K], on the device."""
+    """The token ids of outputs["topk_logprobs"], int64 [B, T, K], on the device."""
     dummy: bool = False
     extras: Mapping[str, Column] = attrs.field(factory=dict)
     """The columns that the backend declares (TrainingCapabilities.extras), unchanged; none for a
     dummy."""
     prompt_at: torch.Tensor | None = None
-    """Of packed rows: the place in ids of each one's first token, int64 [B], on the CPU. Rows with
-    equal prompts may have one prompt. None: rows are padded."""
+    """For packed rows: the index in ids of each row's first token, int64 [B], on the CPU. Rows with
+    equal prompts may share one. None: rows are padded."""
     response_at: torch.Tensor | None = None
-    """Of packed rows: the place in ids of each one's first response token, int64 [B], on the CPU:
-    behind the prompt, but where several rows share that."""
+    """For packed rows: the index in ids of each row's first response token, int64 [B], on the CPU:
+    after the prompt, unless several rows share the prompt."""
 
     @property
     def rows(self) -> int:
@@ -173,7 +174,7 @@ class MicroBatch:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """The tokens of each row, int64 [B], on the CPU."""
+        """The number of tokens of each row, int64 [B], on the CPU."""
         return self.prompt_lengths + self.response_lengths
 
     @property
@@ -183,7 +184,7 @@ class MicroBatch:
 
     @cached_property
     def response_starts(self) -> torch.Tensor:
-        """The place among the flat ids of each row's first response token, packed or padded."""
+        """The flat index in ids of each row's first response token, packed or padded."""
         if self.response_at is not None:
             return self.response_at
         return torch.arange(self.rows) * self.ids.shape[1] + self.prompt_lengths
@@ -193,7 +194,7 @@ class MicroBatch:
         """Whether each row shares its prompt with others, bool [B], on the CPU."""
         if self.prompt_at is None:
             return torch.zeros(self.rows, dtype=torch.bool)
-        # How many rows begin at each place
+        # How many rows begin at each index
         counts = torch.bincount(self.prompt_at)
         return counts[self.prompt_at] > 1
 
@@ -218,7 +219,7 @@ OUTPUTS = {
     "value": ("values",),
     "score": ("scores",),
 }
-"""Kind of model -> the outputs that it has; a policy also has topk:K for any K."""
+"""Kind of model -> its outputs; a policy also has topk:K for any K."""
 
 
 def check_needs(kind: str, needs: Sequence[str]) -> None:
@@ -230,26 +231,26 @@ def check_needs(kind: str, needs: Sequence[str]) -> None:
 
 
 PARTS = ("weights", "optimizer")
-"""What a backend moves off the device and back, each by itself."""
+"""The parts of a model that a backend can offload separately."""
 
 LossFunction = Callable[[int, Mapping[str, torch.Tensor]], torch.Tensor]
 """(index of the micro-batch, outputs with gradients) -> its share of the loss, a scalar."""
 
 
 class TrainingSettings:
-    """Base of a training backend's `Config`: what is known of a model before it is built.
+    """Base of a training backend's `Config`: figures of a model that are known before it is built.
 
     It must not need the backend's library. The defaults describe data parallelism alone: every rank
     holds the whole model in float32.
     """
 
     switches: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Settings that trade memory for time, with the values that a planner tries, the thriftiest
-    last."""
+    """Settings that trade memory for time -> the values that a planner tries, the one with the
+    least memory last."""
 
     @classmethod
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings whose default is another one on `device` ("cpu", "cuda").
+        """Return the defaults that depend on `device` ("cpu", "cuda"), by setting.
 
         hf_config: the fields of the model's config. Other defaults are those of the fields.
         """
@@ -280,11 +281,11 @@ class TrainingSettings:
         return Execution()
 
     def packing(self, hf_config: Mapping[str, Any]) -> tuple[Packing, str]:
-        """Return how the backend takes the rows of a model with these config fields, and why."""
+        """Return how rows are packed for a model with these config fields, and why not denser."""
         return Packing.PADDED, "the backend takes padded rows"
 
     def takes(self, shape: ModelShape, layout: ParallelLayout) -> bool:
-        """Return whether a model of this shape can be laid out so."""
+        """Return whether the backend supports this layout for a model of this shape."""
         return layout.world == layout.dp
 
     def footprint(
@@ -358,14 +359,14 @@ class TrainingBackend(ABC):
         self.version = 0
         """Number of optimizer steps taken: the version of the weights."""
         self.packing = Packing.PADDED
-        """How its passes take the rows of micro-batches: what `TrainingSettings.packing` says, if
-        `build` sets it so. Whoever takes packed rows takes padded ones too."""
+        """The packing of the micro-batches that it gets; `build` may set it to the result of
+        `TrainingSettings.packing`. A backend that takes packed rows must take padded ones too."""
 
-    # --- making the model ---
+    # --- building the model ---
 
     @classmethod
     def problems(cls, config: Any, layout: ParallelLayout, kind: str) -> list[str]:
-        """List why this config, layout and kind of model cannot work; asked before a run starts."""
+        """Return why this config, layout and kind of model cannot work; called before a run."""
         return []
 
     @abstractmethod
@@ -393,8 +394,8 @@ class TrainingBackend(ABC):
     ) -> None:
         """Accumulate gradients of the losses' sum over micro-batches and dp ranks.
 
-        What `loss` returns has gradients, for dummies and where all weights are 0 too: the backward
-        passes of the ranks must meet.
+        The result of `loss` has a graph, also for dummies and where all weights are 0, since the
+        backward passes of all ranks must run their collectives together.
         """
 
     @abstractmethod
@@ -413,10 +414,10 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
-        """Yield what this rank holds: canonical name, box, and a view of the storage.
+        """Yield this rank's shards: canonical name, box, and a view of the storage.
 
-        Every rank calls it, and reads to its end. The shard is a LazyShard where the stored values
-        are not those that an engine gets (adapters are merged, say).
+        Every rank calls it, and reads to its end. The shard is a LazyShard where an engine gets
+        values other than the stored ones (merged adapters, say).
         """
 
     def adopt(self, name: str, storage: torch.Tensor) -> bool:
@@ -432,7 +433,7 @@ class TrainingBackend(ABC):
         """Yield the whole canonical parameters, one after the other, on every rank.
 
         A collective call, to be read to its end. A tensor may be the storage itself (on one rank,
-        say) and is valid until the next one is asked for: copy what you keep.
+        say) and is valid until the next one is yielded: copy it to keep it.
         """
 
     # --- files ---
@@ -443,7 +444,7 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote, bit for bit, on any number of ranks.
+        """Restore the files of `save`, bit for bit, on any number of ranks.
 
         Raises CheckpointError when it cannot be read.
         """
@@ -458,7 +459,7 @@ class TrainingBackend(ABC):
     # --- memory ---
 
     def offload(self, parts: Sequence[str] = PARTS) -> None:  # noqa: B027
-        """Move these of PARTS off the device, while others use it; those that are off stay so."""
+        """Move these of PARTS to the host's memory; parts that are there already stay."""
 
     def onload(self, parts: Sequence[str] = PARTS) -> None:  # noqa: B027
-        """Move these of PARTS back; those that are on the device stay so."""
+        """Move these of PARTS back to the device; parts that are there already stay."""

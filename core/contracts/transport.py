@@ -1,7 +1,7 @@
-"""The contract of weight transports: how a round's messages get from rank to rank.
+"""The contract of weight transports, which carry a round's messages from rank to rank.
 
-A round is a set of messages that are under way together. Every rank calls `start` with what it
-sends and what it awaits, then `wait` on the Pending that it gets.
+A round is a set of messages that are in flight together. Every rank calls `start` with its outgoing
+messages and the sizes of the incoming ones, then `wait` on the Pending that it gets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridflow.core.contracts.runtime import Store
 
 @attrs.frozen(eq=False)
 class Link:
-    """How a rank can reach the others. Ranks are numbered as in the resharding plan."""
+    """A rank's connections to the others. Ranks are numbered as in the resharding plan."""
 
     # The ranks
     rank: int
@@ -28,7 +28,7 @@ class Link:
     """All ranks of the plan."""
     device: torch.device
 
-    # What connects them
+    # Connections
     group: dist.ProcessGroup | None = None
     """A process group of all ranks, in this order; None between pools, and for one rank."""
     grouped: bool = True
@@ -62,8 +62,8 @@ class Transport(ABC):
     crosses_pools: ClassVar[bool] = False
     """Whether it is a Mailbox, which needs no common process group."""
     Config: ClassVar[type | None] = None
-    """Its settings, a frozen attrs class; they stand beside its name in sync.transport. None: it
-    has no settings."""
+    """Its settings, a frozen attrs class; they are given beside its name in sync.transport. None:
+    it has no settings."""
     capabilities: ClassVar[TransportCapabilities] = TransportCapabilities()
     """Capabilities of a plugin that is registered in one line; a Descriptor has its own."""
 
@@ -74,14 +74,14 @@ class Transport(ABC):
 
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
-        """Return why it cannot serve these ranks; None if it can."""
+        """Return why it cannot connect these ranks; None if it can."""
         return None
 
     @abstractmethod
     def start(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]
     ) -> PendingRound:
-        """Begin a round. At most two rounds are under way at a time.
+        """Begin a round. At most two rounds are in flight at a time.
 
         outgoing: receiver -> message (uint8 [n], contiguous, on the device). Several receivers may
             share one tensor.
@@ -89,7 +89,7 @@ class Transport(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release what is held; called after the last round of all ranks."""
+        """Release all resources; called after the last round of all ranks."""
 
 
 class Mailbox(Transport):
@@ -123,7 +123,7 @@ class Mailbox(Transport):
     def drop(self, ticket: Any) -> None:
         """Delete a message that this rank left, after all have fetched it."""
 
-    # --- what follows from it ---
+    # --- derived from these ---
 
     def post(self, outgoing: Mapping[int, torch.Tensor]) -> dict[int, Any]:
         """Leave a round's messages; return the tickets by receiver.
@@ -149,17 +149,17 @@ class Mailbox(Transport):
     def start(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]
     ) -> PendingRound:
-        # Every rank tells all others where its messages lie.
+        # Every rank sends its tickets to all others.
         tickets = self.post(outgoing)
         all_tickets: list[Any] = [None] * len(self.link.ranks)
         if self.link.group is not None:
             dist.all_gather_object(all_tickets, tickets, group=self.link.group)
 
-        # All ranks have begun this round, and at most two are under way: what came before the
-        # previous round has been fetched.
+        # All ranks have begun this round, and at most two are in flight: messages from before the
+        # previous round have been fetched.
         self.forget(keep=2)
 
-        # Of the tickets of each sender, the one for this rank.
+        # The ticket for this rank, from each sender.
         positions = {rank: i for i, rank in enumerate(self.link.ranks)}
         own_tickets = {
             sender: (all_tickets[positions[sender]][self.link.rank], nbytes)

@@ -25,9 +25,9 @@ EVERY_AXIS = "tp-cp-pp-dp"
 
 @attrs.define(eq=False)
 class RankContext:
-    """The place of a worker: its rank, coordinates and device, and its process groups."""
+    """A worker's environment: its rank, coordinates, device and process groups."""
 
-    # Who this is
+    # Identity
     role: str
     """Name of the role that this worker serves."""
     rank: int
@@ -44,7 +44,7 @@ class RankContext:
     store: Store | None = attrs.field(default=None, repr=False)
     """The runtime's object store."""
     shared: dict[str, Any] = attrs.field(factory=dict, repr=False)
-    """What the workers of this process share, by name."""
+    """Objects that the workers of this process share, by name."""
     _groups: dict[str, dist.ProcessGroup | None] = attrs.field(factory=dict, repr=False)
     """The process groups made up to now, by axis."""
 
@@ -67,7 +67,7 @@ class RankContext:
         same axes in the same order.
         """
         if axis not in self._groups:
-            # The same axis means other ranks in training than in generation.
+            # The same axis name has different ranks in training and in generation.
             kind = axis.removeprefix("generation.")
             if kind != axis:
                 assert self.generation is not None
@@ -88,7 +88,7 @@ class RankContext:
                 "runtime gives none: the inline runtime has them for one rank only; use runtime=ray"
             )
 
-        # torch wants every process to make every group, also those it is not in.
+        # torch requires every process to create every group, also those it is not in.
         own_group = None
         for members in ranks:
             group = dist.new_group(members, timeout=self.shared.get(COLLECTIVE_TIMEOUT))
@@ -127,7 +127,7 @@ class Worker:
         return self.context.rank
 
     def close(self) -> None:
-        """Release what would outlive the object (child processes, files)."""
+        """Release child processes and files that would outlive the object."""
 
 
 def register(

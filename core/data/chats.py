@@ -4,7 +4,7 @@ prompt      [user]                          the prompt
 completion  [assistant]                     data.response = "{completion}"
 chosen      [assistant], or [user, assistant] with the prompt in it
 rejected    likewise
-tools       what the assistant may call     goes to the chat template
+tools       functions for the assistant     goes to the chat template
 chat_template_kwargs                        likewise, over data.chat_template_kwargs
 """
 
@@ -44,9 +44,9 @@ def messages_of(value: Any) -> list[Message]:
 
 
 def split_prompt(chats: Sequence[list[Message]]) -> list[Message]:
-    """Return the messages that chats begin with in common, up to the assistant's answer.
+    """Return the common first messages of chats, up to the assistant's answer.
 
-    `chats` are one row's response and, of a preference, the rejected one.
+    `chats` are one row's response and, for preferences, the rejected one.
     """
     common: list[Message] = []
     for turns in zip(*chats, strict=False):
@@ -62,7 +62,7 @@ def split_prompt(chats: Sequence[list[Message]]) -> list[Message]:
 def template_options(
     row: Mapping[str, Any], given: Mapping[str, Any], i: int
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return row `i`'s tools, and what else its chat template gets. Raises DataError."""
+    """Return row `i`'s tools, and the further arguments of its chat template. Raises DataError."""
     tools = _decoded(row.get(TOOLS))
     if tools is not None and not isinstance(tools, list):
         raise DataError(
@@ -81,7 +81,7 @@ def template_options(
 
 
 def _decoded(value: Any) -> Any:
-    """Return what a text of JSON says; any other value as it is."""
+    """Return the value of a JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

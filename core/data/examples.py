@@ -90,7 +90,7 @@ class ExampleSet:
         return example
 
     def check(self, limit: int = 10_000) -> None:
-        """Tokenise the first `limit` examples, and raise the DataError that a run would meet."""
+        """Tokenise the first `limit` examples, to raise the DataError that a run would raise."""
         source = f"data source {self.config.source!r}"
         if self.config.path:
             source += f" ({self.config.path})"
@@ -109,9 +109,7 @@ class ExampleSet:
             self[i]
 
     def _keep(self) -> list[int]:
-        """Return the rows with short prompts, up to `limit` of them; tokenised once, then
-        remembered.
-        """
+        """Return the rows with prompts that are not too long, up to `limit` of them; cached."""
         if self._kept is None:
             kept: list[int] = []
             dropped = 0
@@ -129,7 +127,7 @@ class ExampleSet:
         return self._kept
 
     def _tokenise(self, i: int) -> Example:
-        """Return the example of row `i` of the source, from the cache where it is there."""
+        """Return the example of row `i` of the source, from the cache if it has it."""
         if (example := self._cache.get(i)) is not None:
             return example
 
@@ -178,7 +176,7 @@ class ExampleSet:
             )
         ids = whole[len(prompt) :]
 
-        # A line break behind the end is not for the model to write.
+        # The model should not learn to write a line break after the end token.
         ends = np.flatnonzero(ids == tokenizer.eos_id)
         return ids[: ends[-1] + 1] if len(ends) else np.append(ids, tokenizer.eos_id)
 

@@ -44,19 +44,19 @@ class RenderedRow:
     messages: list[Message] | None
     """A chat, without the assistant's last message if that is the response."""
     response: str | list[Message] | None
-    """A text, or the messages that go on with `messages`."""
+    """A text, or messages that continue `messages`."""
     meta: dict[str, Any]
     """The row's fields, and `answer` where data.answer is set."""
     rejected: str | list[Message] | None = None
     tools: list[Any] = attrs.field(factory=list)
-    """What the chat template says that the assistant may call."""
+    """Functions that the assistant may call, for the chat template."""
     template_kwargs: dict[str, Any] = attrs.field(factory=dict)
-    """What else the chat template gets."""
+    """Further arguments of the chat template."""
     unsafe: tuple[bool, ...] = ()
     """Whether the response and the rejected one are unsafe, where data.unsafe is set."""
 
     def texts(self) -> Iterator[str]:
-        """Yield every text that a tokenizer must spell, the expected answer included."""
+        """Yield every text that a tokenizer must encode, the expected answer included."""
         if self.prompt is not None:
             yield self.prompt
         for part in (self.messages, self.response, self.rejected):
@@ -71,7 +71,7 @@ class RenderedRow:
 class Rows(Sequence):
     """The rows of a source after `pattern`, rendered on access.
 
-    Raises ConfigError for settings that do not go together, and DataError with the row and field.
+    Raises ConfigError for contradicting settings, and DataError with the row and field.
     """
 
     def __init__(self, source: DataSource, config: DataConfig):
@@ -138,7 +138,7 @@ class Rows(Sequence):
                 )
             return messages_of(value)
 
-        # The prompt may stand in the responses alone.
+        # The prompt may be given only as part of the responses.
         chats = [part for part in (response, rejected) if isinstance(part, list)]
         if chats and any(message["role"] != "assistant" for message in chats[0]):
             return split_prompt(chats)
@@ -148,7 +148,7 @@ class Rows(Sequence):
         self, messages: list[Message], response: Any, rejected: Any, i: int
     ) -> tuple[list[Message], Any, Any]:
         """Split a row's chat into its prompt, its response and the rejected one."""
-        # What repeats the prompt's messages goes on after them.
+        # A response that repeats the prompt's messages is cut after them.
         count = len(messages)
         parts = []
         for part in (response, rejected):
@@ -239,7 +239,7 @@ class Rows(Sequence):
 
 
 class _Formatter(string.Formatter):
-    """str.format that reads tables by dots, and refuses what it would write as Python does."""
+    """str.format that reads tables by dots, and refuses to print values as Python's repr."""
 
     def get_field(self, field_name, args, kwargs):
         first, rest = formatter_field_name_split(field_name)
@@ -260,7 +260,7 @@ class _Formatter(string.Formatter):
         return value, first
 
     def format_field(self, value, format_spec):
-        # After a conversion ("{choices!r}") it is a text: then it is meant.
+        # After a conversion ("{choices!r}") it is a text, which is intended.
         if isinstance(value, Mapping | Set | np.ndarray) or (
             isinstance(value, Sequence) and not isinstance(value, str)
         ):
@@ -273,18 +273,18 @@ class _Formatter(string.Formatter):
 
 
 def _inner(value: Any) -> str:
-    """Return how a template reaches into a table or a list."""
+    """Return an example of how a template indexes into a table or a list, for a message."""
     return f".{next(iter(value), 'key')}" if isinstance(value, Mapping) else "[0]"
 
 
 def single_field(template: str, row: Mapping[str, Any]) -> tuple[bool, Any]:
-    """Return (true, its value) where a template is one field and nothing else, as "{prompt}"."""
+    """Return (true, the field's value) if a template is a single field, as "{prompt}"."""
     pieces = list(string.Formatter().parse(template))
     if len(pieces) != 1 or pieces[0][0] or pieces[0][1] is None or pieces[0][2] or pieces[0][3]:
         return False, None
     try:
         return True, _Formatter().get_field(pieces[0][1], (), row)[0]
-    except Exception:  # `render` says what is wrong
+    except Exception:  # `render` will raise the error
         return False, None
 
 
@@ -321,7 +321,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def template_problems(name: str, template: str) -> list[str]:
-    """List what is wrong with a template before any row is seen."""
+    """Return problems of a template that show without any row."""
     try:
         fields = template_fields(template)
     except ValueError as error:
@@ -349,7 +349,7 @@ def _fields(row: Mapping[str, Any]) -> str:
 
 
 def data_problems(config: DataConfig) -> list[str]:
-    """List what is wrong with this configuration, each with what to do."""
+    """Return the problems of this configuration, each with its remedy."""
     problems = []
     for name in ("prompt", "response", "rejected", "answer"):
         if (template := getattr(config, name)) is not None:

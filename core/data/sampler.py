@@ -44,11 +44,11 @@ class Sampler:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream, and what identifies the stream."""
+        """Return the position in the stream, and the settings that identify the stream."""
         return {"epoch": self.epoch, "position": self.position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when that was another stream."""
+        """Continue at the position of `state`. Raises DataError if it is of another stream."""
         # Positions mean the same rows only with equal row counts, seeds and orders.
         identity = self._identity()
         if changed := [name for name, value in identity.items() if state[name] != value]:

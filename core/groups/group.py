@@ -1,7 +1,7 @@
 """A worker group: N ranks that run one program, called from the controller like one object.
 
-A call's way there and back. Only descriptions of batches pass through the controller; columns
-travel from rank to rank through the runtime's store, when somebody reads them.
+The path of a call and its result. Only descriptions of batches pass through the controller; columns
+travel from rank to rank through the runtime's store, when they are read.
 
     controller                                           process of a rank (host.py)
     ----------                                           ---------------------------
@@ -77,7 +77,7 @@ class PendingReply:
             blob, handles, failed = self.runtime.wait(self.reference)
             self.runtime.traffic.received += len(blob)
 
-            # A rank that lost its peer fails too; the loss is the error to report.
+            # A rank whose peer died fails too; the death is the error to report.
             if failed:
                 self.runtime.check_alive()
 
@@ -153,12 +153,12 @@ class WorkerGroup:
         writes: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ):
-        """Build the workers, and wait until they stand; `args` and `kwargs` are their arguments.
+        """Build the workers, and wait for that; `args` and `kwargs` are their arguments.
 
         name: the role's name, by default the class's. watch: called as (role, method, rank,
         reply) for every reply that is read. extras: columns that these workers read beside those
         that their methods name, where a batch has them. writes: method -> the columns of its
-        result, where these workers' arguments decide on them.
+        result, where they depend on these workers' arguments.
         """
         self.name = name or worker.__name__
         self.pool = pool
@@ -216,7 +216,7 @@ class WorkerGroup:
         """Send one call to its ranks; return the Batch or Future of its result."""
         protocol = method.protocol
 
-        # Columns that the method does not read stay where they are.
+        # Columns that the method does not read are not sent.
         promised = method.promised(args, kwargs)
         columns = method.columns(args, kwargs)
         if columns is not None:
@@ -245,7 +245,7 @@ class WorkerGroup:
         if not protocol.splits:
             messages = list(messages)
 
-        # Submitting does not wait: the replies are read when somebody asks for the result.
+        # Submitting does not wait: the replies are read when the result is.
         label = Label(self.name, method.name)
         pending = {}
         for rank, message in zip(called, messages, strict=True):
@@ -303,7 +303,7 @@ class WorkerGroup:
         pending: dict[int, PendingReply],
         sources: Sequence[int],
     ) -> Any:
-        """Return the call's result, of the sources' replies: a Batch of promises, or a Future."""
+        """Return the call's result from the sources' replies: a Batch of promises, or a Future."""
         if not method.returns_batch:
 
             def results() -> Any:
@@ -336,12 +336,12 @@ class WorkerGroup:
 
 
 def _host_method(name: str) -> Method:
-    """Return a method that every host has (host.py), whatever the worker registers."""
+    """Return a method of every host (host.py), which workers need not register."""
     return Method(name, Protocol.ONE_TO_ALL, False, False, None, None)
 
 
 def _read_batch(method: str, reply: PendingReply, peers: Sequence[PendingReply]) -> Batch:
-    """Wait for a promised batch, and for the peers, whose failures are failures of this result."""
+    """Wait for a promised batch, and for its peers' replies; a peer's failure is raised too."""
     value = reply.value()
 
     # The peers' values are dropped; a failure is raised here.
@@ -362,11 +362,11 @@ def _identity(piece: tuple) -> tuple[int, ...]:
 
 
 def _peers(pieces: dict[int, tuple], sources: Sequence[int]) -> dict[int, list[int]]:
-    """source -> the ranks that work on the same pieces and whose results are not collected.
+    """Return source -> the ranks that work on the same pieces and whose results are not collected.
 
-    A failure of such a rank is a failure of its source.
+    A failure of such a rank counts as a failure of its source.
     """
-    # Of several sources with the same pieces, the first one answers for the peers.
+    # If several sources have the same pieces, the first one gets the peers.
     keys = {rank: _identity(piece) for rank, piece in pieces.items()}
     source_of = {keys[rank]: rank for rank in reversed(sources)}
     peers: dict[int, list[int]] = {rank: [] for rank in sources}
@@ -381,7 +381,7 @@ def _entries(value: list | tuple | dict) -> list:
 
 
 def _rebuilt(value: list | tuple | dict, entries: list) -> Any:
-    """Return a container like `value` (keys and named fields included) with other entries."""
+    """Return a container of the type of `value`, with its keys or fields, and these entries."""
     # A named tuple takes its entries one by one, other containers as one list.
     if isinstance(value, dict):
         return dict(zip(value, entries, strict=True))

@@ -1,8 +1,8 @@
-"""What runs inside each process of a pool, whatever the runtime: workers by role, and their calls.
+"""The program of each process of a pool, under any runtime: holds workers by role, and calls them.
 
-A message's blob is pickle((role, method, keep)) followed by what an Encoder made of (args, kwargs);
-a reply's blob is what an Encoder made of (started, ended, value or error). See group.py for the way
-of a call, and wire.py for the encoding.
+A message's blob is pickle((role, method, keep)) followed by the encoding of (args, kwargs); a
+reply's blob is the encoding of (started, ended, value or error). See group.py for the path of a
+call, and wire.py for the encoding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reply:
 
 
 def read_reply(blob: bytes, handles: Sequence[Any], failed: bool, store: Store) -> Reply:
-    """Decode what `Host.call` returned."""
+    """Decode the result of `Host.call`."""
     started, ended, value = Decoder(blob, handles, store).load()
     return Reply(None, value, started, ended) if failed else Reply(value, None, started, ended)
 
@@ -74,7 +74,7 @@ class Host:
         self.device = torch.device("cpu")
         self.workers: dict[str, Worker] = {}
         self.shared: dict[str, Any] = {}
-        """What the workers share, by name."""
+        """Objects that the workers share, by name."""
         self._joined = False
 
     def address(self) -> str:
@@ -101,7 +101,7 @@ class Host:
         backend = "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # cuDNN's attention makes a plan for each shape, and hardly two micro-batches are alike.
+            # cuDNN's attention makes a plan for each shape, and micro-batches rarely share one.
             torch.backends.cuda.enable_cudnn_sdp(False)
             backend = "cpu:gloo,cuda:nccl"
 
@@ -138,7 +138,7 @@ class Host:
         for role in list(self.workers):
             self._close(role)
 
-        # A process group that somebody else made is not ours to end.
+        # A process group that `join` did not make is kept.
         if self._joined and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -204,9 +204,9 @@ class Host:
         return encoder.dumps(reply), encoder.handles
 
     def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
-        """Return the error as it travels: with role, phase, rank and the traceback's text.
+        """Return the error for the reply: a WorkerError with role, phase, rank and traceback.
 
-        One that was raised with its place stays as it is.
+        A WorkerError that has them already is returned unchanged.
         """
         if isinstance(error, WorkerError):
             return error
@@ -214,7 +214,7 @@ class Host:
             text = f"{type(error).__name__}: {error}"
             trace = traceback.format_exc()
         else:
-            # The message says it; only where somebody's code raised is worth a look.
+            # The message is enough for these; other errors need the traceback.
             text = str(error)
             cause: BaseException = error
             while cause.__cause__ is not None:

@@ -1,4 +1,4 @@
-"""The registered methods of a worker class: how a group calls each of them."""
+"""The registered methods of a worker class, and how a group calls each of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Method:
         return self.reads(*args, **kwargs) if callable(self.reads) else self.reads
 
     def promised(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...] | None:
-        """Return the columns of the result, or None where they are not known before."""
+        """Return the columns of the result, or None where they are not known before the call."""
         names = self.writes(*args, **kwargs) if callable(self.writes) else self.writes
         return None if names is None else tuple(names)
 

@@ -7,7 +7,7 @@ at most `INLINE_BYTES`.
 
 Inside the blob a batch is (views, metrics), a view is (tables, index, renames, only), a table is
 
-    ("s", rows, metas, lengths, blocks)    columns that lie in blocks: a StoredTable
+    ("s", rows, metas, lengths, blocks)    columns in blocks: a StoredTable
     ("p", number, rows, names)             the result of reply `number`: a PromisedTable
     ("n", batch)                           a batch inside a batch
 """
@@ -44,7 +44,7 @@ OWN_OBJECT_BYTES = 1 << 20
 MAX_NESTED = 4
 """Batches of batches deeper than this are sent as new columns.
 
-They arise where rows of several joined results stand behind one another.
+They arise where the rows of several joined results are concatenated.
 """
 
 _NAMES = (
@@ -75,7 +75,7 @@ _NUMPY = {
 }
 
 Block = list | Any
-"""Columns that lie together: a list of (shape, bytes) in the message, or a handle of the store."""
+"""Columns in one object: a list of (shape, bytes) in the message, or a handle of the store."""
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +89,7 @@ class Stored:
 
 
 def _to_numpy(tensor: torch.Tensor) -> tuple[str, np.ndarray]:
-    """(name of the dtype, the values in host memory, as bits where numpy lacks the dtype).
+    """Return (the dtype's name, the values in host memory, as bits where numpy lacks the dtype).
 
     Raises TypeError for a dtype that cannot be sent.
     """
@@ -117,7 +117,7 @@ def _to_torch(dtype: str, array: np.ndarray, index: Index | None) -> torch.Tenso
 
 
 def _pack_ints(array: np.ndarray) -> tuple[str, bytes]:
-    """Non-negative integers in the smallest dtype that holds them: (dtype, bytes)."""
+    """Return non-negative integers in the smallest dtype that holds them: (dtype, bytes)."""
     smallest = np.min_scalar_type(int(array.max())) if len(array) else np.uint8
     packed = array.astype(smallest)
     return packed.dtype.str, packed.tobytes()
@@ -128,7 +128,7 @@ def _unpack_ints(dtype: str, data: bytes) -> np.ndarray:
 
 
 def _runs(array: np.ndarray) -> tuple[np.ndarray, int]:
-    """(values, repeats): an index that `Batch.repeat` made is sent as one entry per run."""
+    """Return (values, repeats), to send an index of `Batch.repeat` as one entry per run."""
     # Every run must be as long as the first.
     if len(array) > 1 and array[0] == array[1]:
         changes = np.flatnonzero(np.diff(array))
@@ -140,7 +140,7 @@ def _runs(array: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _encode_index(index: Index | None) -> Any:
-    """None, (start, stop) for a slice, or (dtype, bytes, repeats)."""
+    """Return None for None, (start, stop) for a slice, else (dtype, bytes, repeats)."""
     if index is None:
         return None
     if isinstance(index, slice):
@@ -161,11 +161,11 @@ def _decode_index(wire: Any) -> Index | None:
 
 @attrs.frozen(eq=False)
 class StoredTable(Table):
-    """Columns that lie in blocks, and are fetched when they are read."""
+    """Columns in blocks, which are fetched when they are read."""
 
     _rows: int
     metas: dict[str, tuple]
-    """name -> (kind, dtype, number of its lengths or -1, block, place in the block)."""
+    """name -> (kind, dtype, number of its lengths or -1, block, index in the block)."""
     lengths: list[tuple[str, bytes]]
     """The row lengths of token columns, as `_pack_ints` packs them."""
     blocks: list[Block]
@@ -211,7 +211,7 @@ class StoredTable(Table):
 def _pack(
     columns: Mapping[str, Column], store: Store
 ) -> tuple[dict, list[tuple[str, bytes]], list[Block]]:
-    """(metas, lengths, blocks) of a StoredTable; large columns are put into the store."""
+    """Return (metas, lengths, blocks) of a StoredTable; large columns are put into the store."""
     metas: dict[str, tuple] = {}
     lengths: dict[tuple[str, bytes], int] = {}  # columns of equal lengths share them
     arrays = []
@@ -274,14 +274,15 @@ def _workers_can_import(module: str) -> bool:
 
 
 def _metric_parts(metrics: Metrics) -> tuple:
-    """Return the arguments that make these metrics again."""
+    """Return the arguments from which these metrics can be constructed."""
     return (metrics.means, metrics.maxima, metrics.spreads)
 
 
 class _Pickler(cloudpickle.Pickler):
-    """A pickler that gives batches to its encoder.
+    """A pickler that passes batches to its encoder.
 
-    What a worker cannot import (a class of a script, a notebook or a test) is sent by value.
+    Objects that a worker cannot import (a class of a script, a notebook or a test) are sent by
+    value.
     """
 
     def __init__(self, stream: io.BytesIO, encoder: Encoder):
@@ -309,9 +310,9 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def _resolved_views(view: View) -> list[View]:
-    """Return the views behind promises that were kept.
+    """Return a view's own views if it is of a fulfilled promise, recursively; else the view.
 
-    Without this, what calls pass on unchanged would grow with each call.
+    Otherwise the encoding of batches that calls return unchanged would grow with each call.
     """
     if len(view.tables) > 1:
         tables = tuple(chain.from_iterable(map(_resolved_tables, view.tables)))
@@ -321,7 +322,7 @@ def _resolved_views(view: View) -> list[View]:
     if not isinstance(table, PromisedTable) or table.reply is not None:
         return [view]
 
-    # The columns that the view sees of the kept promise's batch, by the batch's own views.
+    # The columns that the view has of the promised batch, by that batch's own views.
     inner = table.batch()
     if view.renames is None:
         views = inner.views if view.only is None else inner.select(sorted(view.only)).views
@@ -332,15 +333,13 @@ def _resolved_views(view: View) -> list[View]:
         views = [home.rename(names) for home, names in names_of.items()]
     views = views or [View((LocalTable({}, inner.rows),))]
 
-    # Their promises may have been kept too.
+    # They may be views of fulfilled promises too.
     taken = (inner_view.take(view.index) for inner_view in views)
     return list(chain.from_iterable(map(_resolved_views, taken)))
 
 
 def _resolved_tables(table: Table) -> tuple[Table, ...]:
-    """Return the tables of a kept promise that is nothing but tables in a row; else the table
-    itself.
-    """
+    """Return the tables of a fulfilled promise whose batch is plain tables; else the table."""
     if isinstance(table, PromisedTable) and table.reply is None and len(table.batch().views) == 1:
         view = table.batch().views[0]
         if view.index is None and view.renames is None and view.only is None:
@@ -356,17 +355,17 @@ class Encoder:
         self.handles: list[Any] = []
         self.replies: list[Any] = []
         self._numbers: dict[Any, int] = {}
-        """The place of each handle among `handles`, and of each reply among `replies`."""
+        """The index of each handle in `handles`, and of each reply in `replies`."""
         self._depth = 0
 
     def dumps(self, value: Any) -> bytes:
-        """Return the blob of a value; what it names is added to `handles` and `replies`."""
+        """Return the blob of a value; its handles and replies are added to the lists."""
         stream = io.BytesIO()
         _Pickler(stream, self).dump(value)
         return stream.getvalue()
 
     def batch(self, batch: Batch) -> tuple:
-        """(views, metrics) of a batch, in plain values."""
+        """Return (views, metrics) of a batch, as plain values."""
         views = []
         for view in batch.views:
             views += [self._view(resolved.narrow()) for resolved in _resolved_views(view.narrow())]
@@ -378,7 +377,7 @@ class Encoder:
         renames = view.renames
         only = view.only
 
-        # Columns in this process's memory: just the rows and names that the view sees.
+        # Columns in this process's memory: just the rows and names of the view.
         if all(isinstance(table, LocalTable) for table in tables) and (
             len(tables) == 1 or view.index is not None
         ):
@@ -405,7 +404,7 @@ class Encoder:
 
         wanted: the names of the columns to send; None for all.
         """
-        # Columns that lie in blocks already: just those blocks that are used.
+        # Columns that are in blocks already: just those blocks that are used.
         if isinstance(table, StoredTable):
             metas = {
                 name: meta for name, meta in table.metas.items() if wanted is None or name in wanted
@@ -436,7 +435,7 @@ class Encoder:
         return ("n", nested)
 
     def _used(self, block: Block, number: int, used: set[tuple[int, int]]) -> Block:
-        """Return the block without the columns that are not in `used`, a set of (block, place)."""
+        """Return the block with only the columns in `used`, a set of (block, index)."""
         if isinstance(block, list):
             return [
                 column if (number, place) in used else None for place, column in enumerate(block)
@@ -444,13 +443,13 @@ class Encoder:
         return self._block(block) if any(number == other for other, _ in used) else []
 
     def _block(self, block: Block) -> Block:
-        """Return a list as it is, or the number of a handle among this message's handles."""
+        """Return an inline block unchanged, or the index of a handle in this message's handles."""
         if isinstance(block, list):
             return block
         return self._number(block, self.handles)
 
     def _number(self, item: Any, items: list[Any]) -> int:
-        """Return the place of a handle or reply in its list, where it is put if it is new."""
+        """Return the index of a handle or reply in its list; it is appended if it is new."""
         if item not in self._numbers:
             self._numbers[item] = len(items)
             items.append(item)
@@ -458,7 +457,7 @@ class Encoder:
 
 
 def _local_columns(view: View) -> dict[str, Column]:
-    """Return the columns that a view of LocalTables sees; a single table's share its memory."""
+    """Return the columns of a view of LocalTables; a single table's share its memory."""
     if len(view.tables) > 1:
         return {name: view.read(name) for name in view.names()}
 
@@ -473,9 +472,9 @@ def _local_columns(view: View) -> dict[str, Column]:
 
 
 class Decoder(pickle.Unpickler):
-    """The inverse of `Encoder`, where the message arrived.
+    """The inverse of `Encoder`, for the receiver of a message.
 
-    `resolve(i)` gives the batch of reply i.
+    `resolve(i)` returns the batch of reply i.
     """
 
     def __init__(

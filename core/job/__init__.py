@@ -1,1 +1,1 @@
-"""Everything that a run is told, as values: a job, and the sections of its configuration."""
+"""A job with all its resolved settings, and the sections of its configuration."""

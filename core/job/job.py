@@ -2,7 +2,7 @@
 
 Job
  |- models:  {role: PlacedModel}   a model on a pool, in a parallel layout
- |    `- spec: ModelRole           what each of its ranks must know
+ |    `- spec: ModelRole           settings that each of its ranks gets
  |         |- model: ModelSpec     architecture and weights
  |         `- sync, transport      how weights come to the rollout engine
  |- scorers: {role: Rewards}       reward functions, which need no model
@@ -38,7 +38,7 @@ from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
 
 AUTO = "auto"
-"""The transport's name while none is chosen: the ranks choose one when they first meet."""
+"""The transport's name while none is chosen: the ranks choose one when they connect."""
 
 
 @attrs.frozen
@@ -52,7 +52,7 @@ class Chosen:
 
 @attrs.frozen
 class ModelRole:
-    """What a rank must know to build its part of a role."""
+    """The settings by which a rank builds its part of a role."""
 
     model: ModelSpec
 
@@ -70,17 +70,17 @@ class ModelRole:
     """Name of the rollout engine; None for a model that does not generate."""
     engine_config: Any = None
     temperature: float = 1.0
-    """Softmax temperature of the policy: the same for its logprobs in training as in sampling."""
+    """Softmax temperature of the policy, for its logprobs in training as in sampling."""
     offload: bool = False
     """Whether weights and optimizer leave the device while other roles of the pool work."""
     sync: SyncConfig = attrs.field(factory=SyncConfig)
-    """How weights come to the rollout engine, as the role's table says."""
+    """Settings of the weight sync to the rollout engine, from the role's table."""
     transport: Chosen = Chosen(AUTO)
-    """What carries them: a plugin of kind "transport", or "auto"."""
+    """The transport of the weights: a plugin of kind "transport", or "auto"."""
     keep_engine: bool = True
     """Whether the engine's memory (cache and weights) stays between generations."""
     mismatch_stop: float = math.inf
-    """By how many nats its engine's logprobs may differ from the trainer's, on average."""
+    """The largest mean difference, in nats, of its engine's logprobs from the trainer's."""
 
     # Observation.
     logs: str | None = None
@@ -89,7 +89,7 @@ class ModelRole:
 
 @attrs.frozen
 class PlacedModel:
-    """A model role: what it runs, and where."""
+    """A role with a model, and its placement."""
 
     role: Role
     spec: ModelRole
@@ -127,7 +127,7 @@ class Job:
     """Folder of checkpoints, metrics and exports."""
     run: RunSection
 
-    # The plugins that carry it out, and the devices.
+    # The plugins that run it, and the devices.
     algorithm_name: str
     """The algorithm's plugin name, or its path to code."""
     algorithm: Algorithm
@@ -165,7 +165,7 @@ class Job:
     """Folder of the models' own tokenizer; None where [tokenizer] gives another, or none exists."""
     sampling: SamplingParams
 
-    # What the configuration said.
+    # The configuration.
     device: str
     """ "cpu" or "cuda"."""
     tables: dict[str, Any]
@@ -176,9 +176,9 @@ class Job:
     """Whether its models come from an earlier stage."""
 
     def plugins(self) -> list[tuple[str, str]]:
-        """List (kind, name) of the registered plugins that the job uses, each once.
+        """Return (kind, name) of the registered plugins that the job uses, each once.
 
-        Those that are given by a path to code are not registered, and left out.
+        Plugins that are given by a path to code are not registered, and left out.
         """
         # Optional plugins have the name "", and are left out at the end.
         plugins = [
@@ -206,7 +206,7 @@ class Job:
 
     def follows_stage(self, earlier: Job) -> bool:
         """Return whether its models or tokenizer come from the exports of the stage `earlier`."""
-        # A stage writes both into its own folder, so their paths tell.
+        # A stage writes both into its own folder, so their paths show it.
         sources = [model.spec.model.export for model in self.models.values()]
         sources.append(self.tokenizer_path)
         return any(path is not None and earlier.folder in Path(path).parents for path in sources)

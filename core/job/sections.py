@@ -19,7 +19,7 @@ from hybridflow.core.values.units import BUCKET_MB
 
 @attrs.frozen
 class RunSection:
-    """[run]: how long, where, how often."""
+    """[run]: length, folder, checkpoints and reports of a run."""
 
     # Length and place
     name: str | None = None
@@ -32,8 +32,8 @@ class RunSection:
     """Random seed of sampling, of the order of mini-batches, and of rows where a data set gives no
     seed. Models have seeds of their own."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the models: "auto" means cuda where this machine has one, else cpu. For a cluster
-    (runtime.address), a machine without CUDA devices asks for one of the two."""
+    """Device of the models: "auto" means cuda where this machine has one, else cpu. With a cluster
+    (runtime.address), a machine without CUDA devices requires one of the two."""
 
     # Checkpoints and restarts
     checkpoint_every: int = setting(0, non_negative)
@@ -51,23 +51,25 @@ class RunSection:
     restarts: int = setting(0, non_negative)
     """How many times the run resumes from its last checkpoint by itself after a worker has died."""
 
-    # Guards against training on other data than was sampled
+    # Guards against rollouts that do not match the trainer
     max_staleness: int = setting(0, non_negative)
-    """Weight versions by which a rollout may lag behind. 0 (synchronous) is the only value so
-    far."""
+    """Number of weight versions by which a rollout may be older than the trainer. 0 (synchronous)
+    is the only value so far."""
     mismatch_stop: float | None = setting(None, positive)
-    """End the run before an update changes any weights, when the logprobs of engine and trainer, of
-    the same tokens and weights, differ by more than this, in nats: the mean over the update's
-    tokens of the present weights. By default 0.001 where both compute in float32, 0.05 in bfloat16,
-    and 0.1 there for mixtures of experts, whose routing may tip over. inf switches it off."""
+    """End the run before an update changes any weights, when the logprobs of engine and trainer,
+    for the same tokens and weights, differ by more than this, in nats: the mean over the update's
+    tokens that the present weights generated. By default 0.001 where both compute in float32, 0.05
+    in bfloat16, and 0.1 there for mixtures of experts, whose routing may change by rounding. inf
+    switches it off."""
     mismatch_warn: float | None = setting(None, positive)
     """Warn when the mean over a step's tokens (metric actor/mismatch_mean) is more than this; by
     default a fifth of mismatch_stop. inf switches it off."""
 
     preflight: Literal["on", "off"] = "on"
-    """Whether the memory that the models will need is summed up beside that of the devices before
-    anything is built. On a GPU a run that needs over 15% more than there is does not start, and
-    engines get what the models leave; what lacks less, and every lack on CPUs, is a warning."""
+    """Whether the estimated memory of the models is compared with that of the devices before
+    anything is built. On a GPU a run that needs over 15% more than is usable does not start, and
+    engines get the memory that the models leave; a smaller excess, and any on CPUs, is a
+    warning."""
 
     # Observation
     samples: int = setting(1, non_negative)
@@ -80,7 +82,7 @@ class RunSection:
 
 @attrs.frozen
 class PlacementSection:
-    """[placement]: who decides where the models go; `placement = "auto"` for short."""
+    """[placement]: by hand or by a planner; `placement = "auto"` for short."""
 
     name: Literal["given", "auto"] = "given"
     """given: [pools] and the roles' layouts decide. auto: the best placement that `hybridflow plan`
@@ -123,8 +125,8 @@ class GenerationSection:
     pp: int = setting(1, at_least(1))
     """Number of pipeline stages of one rollout engine."""
     grouping: Literal["zero-redundancy", "consecutive"] = "zero-redundancy"
-    """Which ranks form a replica. "zero-redundancy": ranks such that each one's training shard lies
-    inside its generation shard, as far as the layouts allow. "consecutive": neighbouring ranks."""
+    """Which ranks form a replica. "zero-redundancy": each rank's training shard lies inside its
+    generation shard, as far as the layouts allow. "consecutive": neighbouring ranks."""
     pool: str | None = None
     """A pool on which the engines run beside training. Default: the actor's own processes, where
     generation and training take turns."""
@@ -141,7 +143,7 @@ class SyncConfig:
     """`name` of a plugin of kind "transport", and its own settings. auto: the first transport that
     reaches all ranks."""
     bucket_mb: float = setting(BUCKET_MB, at_least(0.01))
-    """Limit of the memory for all messages of a sync that are under way, per rank, in 10^6
+    """Limit of the memory for all messages of a sync that are in flight, per rank, in 10^6
     bytes."""
     alias: bool = True
     """Whether trainer and engine share storage where they can: whole parameters of the same dtype
@@ -153,7 +155,7 @@ class SyncConfig:
 
     @property
     def bucket_bytes(self) -> int:
-        """The limit of messages under way, in bytes."""
+        """The limit of messages in flight, in bytes."""
         return int(self.bucket_mb * 1e6)
 
 
@@ -183,7 +185,7 @@ class RoleSection:
     of `function`, `parts` and `model`.
     """
 
-    # The model and its place
+    # The model and its placement
     model: ModelConfig = attrs.field(factory=ModelConfig)
     """The model: a folder, an earlier stage's export, or a config with random weights."""
     pool: str = "main"
@@ -205,8 +207,8 @@ class RoleSection:
     optimizer: OptimizerConfig = attrs.field(factory=OptimizerConfig)
     """The optimizer of a role that is trained."""
     micro_batch_tokens: int = setting(16384, at_least(1))
-    """Limit of the tokens of one forward pass, padding included. A single sequence that is longer
-    goes alone."""
+    """Limit of the tokens of one forward pass, padding included. A sequence that is longer has a
+    pass to itself."""
     offload: bool = False
     """Whether weights and optimizer move to the CPU while other roles of the pool work."""
 
@@ -226,12 +228,12 @@ class RoleSection:
 
 @attrs.frozen
 class EnvironmentSection:
-    """[environment]: what answers the actor's turns. Without this table a response is one turn."""
+    """[environment]: answers the actor's turns. Without this table a response is one turn."""
 
     name: str
     """Name of a plugin of kind "environment", or "package.module:Class"."""
     max_turns: int = setting(8, attrs.validators.ge(1))
-    """Limit of the turns of an episode. One that is not done by then ends like one that reaches
+    """Limit of the turns of an episode. An episode that is not done by then ends as at
     sampling.max_tokens, which counts all tokens of an episode, the environment's included."""
     options: dict[str, Any] = attrs.field(factory=dict)
     """The environment's own options."""
@@ -265,7 +267,7 @@ class ValidationSection:
     """The run, or its stage, ends at the first validation whose score reaches this; needs `every`.
     Without it the end is after run.steps."""
 
-    # What a validation does
+    # The work of a validation
     generate: bool = True
     """Whether the actor generates responses to be scored. False: only the loss on the set's own
     responses is computed."""

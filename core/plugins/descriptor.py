@@ -1,4 +1,4 @@
-"""Descriptors of plugins: kind, name, where the code is, what it can do and what it needs."""
+"""Descriptors of plugins: kind, name, code path, capabilities and requirements."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KINDS = {
     "planner": "says where models go and how long a step takes",
     "command": "a subcommand of hybridflow",
 }
-"""The kinds of plugin, each with what its plugins do."""
+"""The kinds of plugin, each with a description of its plugins."""
 
 BY_PATH = frozenset({"reward", "algorithm", "data_source", "protocol", "environment", "tokenizer"})
-"""The kinds for which "package.module:Object" may stand in place of a registered name."""
+"""The kinds for which "package.module:Object" may be given instead of a registered name."""
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -58,14 +58,14 @@ class Descriptor:
     has one. Give it when the factory's module is slow to import or its requirements may be missing,
     so that `hybridflow show` works without them."""
     capabilities: Capabilities | None = None
-    """What it can do, an instance of its kind's class in core/contracts/capabilities.py. None: what
-    its class says when it is loaded."""
+    """Its capabilities, an instance of its kind's class in core/contracts/capabilities.py. None:
+    those of its class, once it is loaded."""
     default: bool = False
     """Whether it is used where a configuration names no plugin of this kind. At most one plugin of
     a kind may be the default."""
     default_on: Mapping[str, int] = attrs.field(factory=dict)
-    """Device types ("cuda") on which it is used instead, where it is installed: type -> its place
-    among those that say so, the lowest first."""
+    """Device types ("cuda") on which it is the default if it is installed: type -> its priority
+    among such plugins, the lowest first."""
     requires: tuple[str, ...] = attrs.field(default=(), converter=_names)
     """Modules that must be importable ("ray", "torch.distributed"). They are looked for, but not
     imported."""
@@ -85,7 +85,7 @@ class Descriptor:
         return [module for module in self.requires if not is_installed(module)]
 
     def how_to_install(self) -> str:
-        """Say how to install the missing modules: a command, where one is known."""
+        """Return how to install the missing modules: a command, where one is known."""
         # The plugin's own remedy comes first, then its extra.
         if self.remedy:
             return self.remedy
@@ -95,7 +95,7 @@ class Descriptor:
 
 
 def check_descriptor(descriptor: Descriptor, owner: str) -> None:
-    """Refuse a descriptor that cannot work. Raises PluginError with what is wrong."""
+    """Raise PluginError for a descriptor that cannot work."""
     check_kind(descriptor.kind)
     check_api(descriptor.api, owner)
 
@@ -107,7 +107,7 @@ def check_descriptor(descriptor: Descriptor, owner: str) -> None:
             f"got {descriptor.capabilities!r:.80}"
         )
 
-    # A colon is the mark of a path to code.
+    # A colon marks a path to code.
     if not descriptor.name or ":" in descriptor.name:
         raise PluginError(f"a name is text without a colon, got {descriptor.name!r}; rename it")
 
@@ -119,7 +119,7 @@ def check_descriptor(descriptor: Descriptor, owner: str) -> None:
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a kind that this hybridflow does not know. Raises PluginError."""
+    """Raise PluginError for a kind that this version of hybridflow does not know."""
     if kind not in KINDS:
         raise PluginError(
             f"unknown kind {kind!r}{did_you_mean(kind, KINDS)} (kinds: {', '.join(KINDS)})"
@@ -127,7 +127,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_api(found: Any, owner: str) -> None:
-    """Refuse a plugin that was made for another plugin API. Raises PluginError.
+    """Raise PluginError for a plugin that was made for another plugin API.
 
     `found` is the version that the plugin states; None means that it states none, and is accepted.
     """

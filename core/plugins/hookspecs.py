@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PROJECT = "hybridflow"
 """Name of the pluggy project, and of the entry-point group."""
 
-# Each hook is a function below; its signature is all that an implementation may ask for.
+# Each hook is a function below; an implementation may take any of its parameters.
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a function as the implementation of the hook of its name."""
@@ -36,13 +36,13 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def hybridflow_plugins() -> list[Descriptor]:  # type: ignore[empty-body]
     """List the plugins of a package.
 
-    It is called once, when plugins are listed: import nothing here that takes long.
+    It is called once, when plugins are listed: import nothing slow here.
     """
 
 
 @hookspec
 def hybridflow_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """A step of the algorithm is over: models are updated; engines follow at the next generate.
+    """A step of the algorithm has ended: models are updated; engines follow at the next generate.
 
     `run` is the controller's run, to be read but not changed. `step` counts from 1, and `metrics`
     are those of the step, by name. The next step waits for this call.

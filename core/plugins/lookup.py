@@ -10,7 +10,7 @@
                              v
              _registered[kind, name]  --get-->  import of the descriptor's factory
 
-Plugins of this repository and of other packages come in the same way (docs/plugins.md).
+Plugins of this repository and of other packages are found in the same way (docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Entry:
     """Name of the distribution that brings the plugin."""
     version: str
     capabilities: Capabilities | None
-    """What the descriptor says that the plugin can do; None where it says nothing."""
+    """The capabilities in the descriptor; None where it has none."""
     state: str
     """"ready", "missing: MODULES" or "failed: REASON"."""
     remedy: str
-    """What to do about it; empty when ready."""
+    """How to make it ready; empty when it is."""
 
     @property
     def owner(self) -> str:
@@ -103,7 +103,7 @@ class Registry:
     def __init__(self) -> None:
         # More than one holder of a (kind, name): none of them can be used.
         self._registered: dict[tuple[str, str], list[_Registered]] = {}
-        # What could not be registered, and why the import of a registered plugin failed.
+        # Plugins that could not be registered, and errors of imports of registered ones.
         self._failed: list[Entry] = []
         self._broken: dict[tuple[str, str], str] = {}
 
@@ -116,7 +116,7 @@ class Registry:
     def load(self) -> Registry:
         """Read the entry points of every installed package, once.
 
-        Nothing is raised; what fails is among `entries`.
+        Nothing is raised; plugins that fail are among `entries`.
         """
         if not self._loaded:
             self._loaded = True
@@ -173,7 +173,7 @@ class Registry:
                 self._hooks.unregister(plugin)
             raise error if isinstance(error, PluginError) else PluginError(reason(error)) from error
 
-        # One bad descriptor costs only its own plugin.
+        # One bad descriptor affects only its own plugin.
         for descriptor in descriptors:
             try:
                 self.add(descriptor, owner, version)
@@ -323,10 +323,10 @@ class Registry:
             ) from error
 
     def capabilities(self, kind: str, name: str) -> Capabilities:
-        """Return what a plugin can do: as its descriptor says, else as its class says.
+        """Return a plugin's capabilities: those of its descriptor, else those of its class.
 
-        The class is imported for that. Where a requirement is missing it cannot be asked, and the
-        kind's defaults are returned. Raises PluginError as `get` does.
+        The class is imported for that. Where a requirement is missing, the kind's defaults are
+        returned instead. Raises PluginError as `get` does.
         """
         # The descriptor's own need no import, and so no GPU library.
         descriptor = self.descriptor(kind, name)
@@ -366,7 +366,7 @@ class Registry:
                 if not descriptor.missing():
                     return descriptor.name
 
-        # Elsewhere a configuration that names no plugin means the same one everywhere.
+        # On other devices a configuration without a name means the same plugin on every machine.
         defaults = [descriptor.name for descriptor in own if descriptor.default]
         if len(defaults) == 1:
             return defaults[0]
@@ -440,7 +440,7 @@ class Registry:
         missing = plugin.missing()
         broken = self._broken.get((plugin.kind, plugin.name))
 
-        # The first obstacle is shown: who has the name, then what it needs, then how it failed.
+        # The first obstacle is shown: a second owner, then missing requirements, then an error.
         state = "ready"
         remedy = ""
         if len(holders) > 1:
@@ -464,11 +464,11 @@ class Registry:
         )
 
     def _unknown(self, kind: str, name: str) -> str:
-        """Write the sentence that a kind has no such plugin.
+        """Return the sentence that a kind has no such plugin.
 
-        It lists what there is, what is spelt like it, and what failed to load and might be it.
+        It lists the kind's plugins, a similar name, and plugins that failed to load and may be it.
         """
-        # A module that failed to load may have had the plugin, whatever its kind.
+        # A module that failed to load may have had the plugin, of any kind.
         entries = [entry for entry in self.entries() if entry.kind in (kind, "module")]
         usable = []
         failed = []
@@ -493,17 +493,17 @@ def _import_object(path: str, owner: str) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    """Describe an exception in a line; errors of ours need no type in front."""
+    """Return an exception in a line; for a HybridFlowError without its type."""
     return str(error) if isinstance(error, PluginError) else reason(error)
 
 
 def _claims(holders: list[_Registered]) -> str:
-    """Say who claims one (kind, name), for a message."""
+    """Return in words which packages claim one (kind, name), for a message."""
     return f"claimed by {' and by '.join(holder.owner for holder in holders)}"
 
 
 def _remedy(package: str, version: str) -> str:
-    """Say what a user can do about a plugin that fails.
+    """Return the remedy for a plugin that fails.
 
     Code of this process, which has no version, is the user's own.
     """
@@ -530,7 +530,7 @@ def registry() -> Registry:
 
 
 def _check_contract(kind: str, found: Any) -> None:
-    """Check that a plugin's class can do what its kind promises.
+    """Check that a plugin's class implements the contract of its kind.
 
     Raises TypeError for anything but a class of the kind's contract, for one that lacks a method,
     and for capabilities of another kind.

@@ -1,4 +1,4 @@
-"""Makes the object that a plugin's name stands for, and checks its class and its options."""
+"""Makes the object of a plugin by its name, and checks its class and its options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def reward_from(name: str, options: Mapping[str, Any] | None = None) -> Reward:
 
 
 def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
-    """Make a Reward of `found`, a Reward class or a function of one sample.
+    """Make a Reward from `found`, a Reward class or a function of one sample.
 
     `name` is for messages. Raises ConfigError for anything else, and for options that do not fit.
     """
@@ -39,7 +39,7 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
             "derived from hybridflow.core.contracts.reward.Reward"
         )
 
-    # Functions for another library would bind, if they take any keyword.
+    # A function for another library that takes any keyword would pass the check below.
     signature = inspect.signature(found)
     for parameter, library in FOREIGN.items():
         if parameter in signature.parameters and parameter not in options:
@@ -120,7 +120,7 @@ def build_tokenizer(
     name = config.name or registry().default("tokenizer")
     plugin: Tokenizers = registry().get("tokenizer", name)()
 
-    # What [tokenizer] gives, before the models' own.
+    # The source that [tokenizer] names comes before the models' own.
     if config.characters is not None:
         return plugin.of_characters(config.characters)
     if config.train is not None:
@@ -136,7 +136,7 @@ def build_tokenizer(
 
 
 def build_planner(name: str, config: Any) -> Planner:
-    """Make a planner of a plugin's name, "" for none, and its settings.
+    """Make a planner by its plugin's name ("" for none) and its settings.
 
     Raises ConfigError where none is installed.
     """
@@ -147,7 +147,7 @@ def build_planner(name: str, config: Any) -> Planner:
 
 
 def find_protocol(protocol: TransferProtocol | type[TransferProtocol] | str) -> TransferProtocol:
-    """Make a transfer protocol of an object, a class or a name.
+    """Make a transfer protocol from an object, a class or a name.
 
     A name is of a built-in protocol, else of a plugin of kind "protocol". Raises PluginError where
     there is none.

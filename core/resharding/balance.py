@@ -17,9 +17,9 @@ def balance(
     """Return bytes for each sender of each set, so that the largest load of a sender is least.
 
     `demands`: set of senders -> bytes that any of them may send; `load`: rank -> bytes that it
-    sends already. Every set in turn levels its bytes over its senders, given what the other sets
-    put there. Each turn lowers the sum of squared loads, and the loads with the least such sum (a
-    base of a polymatroid) also have the least maximum.
+    sends already. Every set in turn levels its bytes over its senders, given the bytes of the other
+    sets. Each turn lowers the sum of squared loads, and the loads with the least such sum (a base
+    of a polymatroid) also have the least maximum.
     """
     if not demands:
         return {}
@@ -38,7 +38,7 @@ def balance(
     for _ in range(_ROUNDS if len(order) > 1 else 1):
         change = 0.0
         for senders in order:
-            # What the other sets put on these senders stays; this set's share is poured anew.
+            # The loads from other sets stay; this set's bytes are distributed anew.
             indices = places[senders]
             others = total[indices] - shares[senders]
             share = level(others, demands[senders])
@@ -51,11 +51,11 @@ def balance(
 
 
 def level(load: np.ndarray, amount: float) -> np.ndarray:
-    """Pour `amount` over vessels filled to heights `load`; return what each gets, float [n].
+    """Return how to add `amount` to the loads so that their maximum is least, float [n].
 
-    The lowest are filled first. With sorted heights h and a surface that reaches h[i], vessels
-    0 to i have got (i + 1) h[i] - (h[0] + ... + h[i]) together. If `amount` wets the first k
-    vessels, their common surface s solves k s - (h[0] + ... + h[k - 1]) = amount.
+    The lowest loads are raised first (water-filling). To raise the sorted loads h[0] to h[i] to
+    h[i] takes (i + 1) h[i] - (h[0] + ... + h[i]). If `amount` raises the first k loads, their
+    common level s solves k s - (h[0] + ... + h[k - 1]) = amount.
     """
     if amount <= 0:
         return np.zeros(len(load))

@@ -1,4 +1,4 @@
-"""Many boxes at once: whether any overlap, which ones a box touches, what they leave uncovered."""
+"""Operations on many boxes at once: overlaps, and the parts of a box that they do not cover."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def overlaps(boxes: Sequence[Box]) -> Callable[[Box], list[int]]:
 
 
 def covers(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """Return disjoint boxes that make up what `parts` leave uncovered of `box`."""
+    """Return disjoint boxes that make up the part of `box` that `parts` do not cover."""
     rest = [box]
     for part in parts:
         rest = subtract(rest, part)

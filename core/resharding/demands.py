@@ -1,4 +1,4 @@
-"""Demands: what receivers lack. Each byte is sent once, by senders with even loads.
+"""Demands: the boxes that receivers lack. Each byte is sent once, by senders with even loads.
 
 _atoms     source layout -> disjoint boxes, each with all ranks that hold it
 lacking    target boxes cut at the atoms -> demands
@@ -65,7 +65,7 @@ class Demand:
 
 
 def lacking(names: tuple[str, ...], itemsize: int, have: Shards, want: Shards):
-    """Return the demands of a class, and (box, a rank that wants it) for what nobody holds.
+    """Return the demands of a class, and (box, a rank that wants it) for boxes that no rank holds.
 
     `have` and `want` map ranks to their boxes in the source and in the target.
     """
@@ -88,7 +88,7 @@ def lacking(names: tuple[str, ...], itemsize: int, have: Shards, want: Shards):
             holes += [(hole, min(ranks)) for hole in covers(box, held)]
             continue
 
-        # A piece that all its wanters hold already is no demand.
+        # A piece that all its wanters hold already needs no transfer.
         for piece, i in pieces:
             senders, owner = owners[i]
             holders = owner & wanting
@@ -174,9 +174,9 @@ def _deal_out(
 ) -> Iterator[Flow]:
     """Yield flows to one receiver each, taking the senders in turn until their quotas are used up.
 
-    A box is cut only where a sender's quota ends; the last sender takes what is left.
+    A box is cut only where a sender's quota ends; the last sender takes the remaining bytes.
     """
-    nobody: frozenset[int] = frozenset()
+    no_holders: frozenset[int] = frozenset()
     index = 0  # of the sender whose turn it is
     left = quotas[0]  # bytes that this sender still has to send
 
@@ -205,7 +205,7 @@ def _deal_out(
             count = len(names) if last else min(len(names), left // nbytes)
             if count:
                 sender = (senders[index],)
-                yield Flow(names[:count], demand.box, itemsize, sender, target, nobody)
+                yield Flow(names[:count], demand.box, itemsize, sender, target, no_holders)
                 names = names[count:]
                 left -= count * nbytes
                 continue
@@ -219,7 +219,7 @@ def _deal_out(
                 stop = min(demand.box.numel, start + max(room, 1))
                 sender = (senders[index],)
                 for box in demand.box.flat_range(start, stop):
-                    yield Flow(names[:1], box, itemsize, sender, target, nobody)
+                    yield Flow(names[:1], box, itemsize, sender, target, no_holders)
                 left -= (stop - start) * itemsize
                 start = stop
             names = names[1:]

@@ -1,6 +1,6 @@
-"""A plan carried out on one rank: its rounds are packed, sent, received and unpacked.
+"""Runs a plan on one rank: its rounds are packed, sent, received and unpacked.
 
-The next round is packed, and travels, before the one under way is unpacked (see rounds).
+The next round is packed and sent before the one in flight is unpacked (see rounds).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Write = Callable[[str, Box, torch.Tensor], object]
 
 @attrs.define
 class Moved:
-    """What one rank's part of an exchange cost."""
+    """Figures of one rank's part of an exchange."""
 
     bytes_received: int = 0
     bytes_sent: int = 0
-    """Sizes of the buffers, which is exactly what travels."""
+    """Sizes of the sent buffers: exactly the bytes that are transferred."""
     messages: int = 0
     """Number of messages sent."""
     peak_buffer_bytes: int = 0
-    """The most bytes in messages at a time, over the rounds under way: at most bucket_bytes."""
+    """The most bytes in messages at a time, over the rounds in flight: at most bucket_bytes."""
     seconds: float = 0.0
 
 
 class Exchange:
-    """The rounds of one rank, made once for a plan and run at every sync."""
+    """The rounds of one rank, computed once for a plan and run at every sync."""
 
     def __init__(self, plan: ReshardPlan, rank: int, device: torch.device):
         self.plan = plan
@@ -68,7 +68,7 @@ class Exchange:
         held = 0  # bytes in the messages of these rounds
 
         def finish() -> None:
-            """Wait for the oldest round under way and unpack it."""
+            """Wait for the oldest round in flight and unpack it."""
             nonlocal failure, held
             pending, oldest, size = under_way.pop(0)
             received = pending.wait()
@@ -80,13 +80,13 @@ class Exchange:
                 failure = error
             held -= size
 
-        # Send each round before the oldest one is unpacked, so that something always travels.
+        # Send each round before the oldest one is unpacked, so that one is always in flight.
         for one in self.rounds:
             try:
                 outgoing = self.pack_all(one, read)
             except Exception as error:
-                # Zeros travel in their place, so that no rank waits for ever. All ranks hear of
-                # the failure before the update ends, and an engine generates after its end alone.
+                # Zeros are sent instead, so that no rank waits for ever. All ranks learn of the
+                # failure before the update ends, and engines generate only after its end.
                 failure = failure or error
                 outgoing = {peer: self._zeros(message) for peer, message in one.sends.items()}
 
@@ -97,7 +97,7 @@ class Exchange:
             size = sum(distinct.values()) + incoming_bytes
             under_way.append((transport.start(outgoing, incoming), one, size))
 
-            # Counted while the round is under way.
+            # Counted while the round is in flight.
             held += size
             moved.peak_buffer_bytes = max(moved.peak_buffer_bytes, held)
             moved.bytes_received += incoming_bytes
@@ -108,7 +108,7 @@ class Exchange:
         while under_way:
             finish()
 
-        # A rank that could not pack or unpack gets here, too: none is left waiting.
+        # A rank that failed to pack or unpack gets here too, so that none is left waiting.
         transport.close()
         moved.seconds = time.perf_counter() - started
         if failure is not None:
@@ -133,7 +133,7 @@ class Exchange:
         A single piece that is contiguous and in wire dtype is not copied.
         """
         if len(message) == 1:
-            # A message of one piece may travel from its storage.
+            # A message of one piece may be sent from its storage.
             name, box = message[0]
             values = read(self.plan.origin[name], box)
             wire = values.dtype == self.plan.wire[name]
@@ -164,7 +164,7 @@ class Exchange:
 
 
 class ShardReader:
-    """A rank's source storage, which finds the values of a box among the boxes that it holds."""
+    """A rank's source shards; reads the values of any box within one of them."""
 
     def __init__(self, shards: Iterable[tuple[str, Box, Shard]]):
         self._of: dict[str, list[tuple[Box, Shard]]] = {}
@@ -172,7 +172,7 @@ class ShardReader:
             self._of.setdefault(name, []).append((box, view))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """Return the values of a box: a view, or a part of the tensor that a LazyShard makes.
+        """Return the values of a box: a view, or a part of the tensor computed by a LazyShard.
 
         Raises ReshardError for a box that does not lie within one of those held.
         """
@@ -185,7 +185,7 @@ class ShardReader:
 
 
 def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two views are of the very same elements."""
+    """Return whether two views have the same elements of one storage."""
     return (
         a.data_ptr() == b.data_ptr()
         and a.dtype == b.dtype

@@ -35,13 +35,13 @@ class Flow:
         receivers  4   5    6   7
     """
 
-    # What travels
+    # The box
     names: tuple[str, ...]
     box: Box
     itemsize: int
     """Bytes per element on the wire."""
 
-    # From whom to whom
+    # Senders and receivers
     senders: tuple[int, ...]
     wanters: np.ndarray
     """Ranks whose target has the box, sorted."""
@@ -76,7 +76,7 @@ class Flow:
         if rank in self.holders:
             return None
 
-        # Wanters are sorted, so a rank that is not among them is not where it would stand.
+        # Wanters are sorted: at the insertion index of a rank there is the rank, or it is missing.
         index = int(np.searchsorted(self.wanters, rank))
         if index == len(self.wanters) or self.wanters[index] != rank:
             return None
@@ -96,7 +96,7 @@ class Flow:
 
 
 class Transfers(Sequence[Transfer]):
-    """All transfers of a plan, made as they are read: for thousands of ranks there are millions."""
+    """All transfers of a plan, created lazily: for thousands of ranks there are millions."""
 
     def __init__(self, flows: Sequence[Flow]):
         self._flows = flows

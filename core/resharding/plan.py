@@ -1,4 +1,4 @@
-"""The resharding planner: each missing byte is sent once, and nothing that is already there.
+"""The resharding planner: each byte that a rank lacks is sent to it once, and no other.
 
 It generalises HybridFlow (arXiv:2409.19256), section 5, to any two layouts. Parameters that both
 sides cut alike form a class and are planned once. A flow sends one box of such a class from the
@@ -27,23 +27,23 @@ BUCKET_BYTES = int(BUCKET_MB * 1e6)
 
 
 class ReshardError(HybridFlowError):
-    """Two layouts do not fit. The message lists every problem; nothing was moved."""
+    """Two layouts do not match. The message lists every problem; nothing was moved."""
 
 
 @attrs.frozen(eq=False, slots=False)
 class ReshardPlan:
-    """Who sends what to whom, and what it costs. Figures are bytes, indexed by rank."""
+    """All transfers between two layouts, and their costs. Figures are bytes, indexed by rank."""
 
-    # What was asked for
+    # The request
     source: WeightLayout
     target: WeightLayout
     bucket_bytes: int
     """Limit of the bytes that a rank has in message buffers at a time."""
 
-    # What was planned
+    # The result
     flows: tuple[Flow, ...]
     wire: Mapping[str, torch.dtype]
-    """Target name -> the dtype that travels: the narrower of the two sides."""
+    """Target name -> the dtype that is sent: the narrower of the two sides."""
     origin: Mapping[str, str]
     """Target name -> the source's name of it (another one where the source ties it)."""
 
@@ -54,7 +54,7 @@ class ReshardPlan:
 
     @cached_property
     def transfers(self) -> Transfers:
-        """Every single transfer of the plan, made as it is read."""
+        """Every single transfer of the plan, created when it is read."""
         return Transfers(self.flows)
 
     @cached_property
@@ -180,7 +180,7 @@ class ReshardPlan:
         return self._figure(held["source"] + held["target"] - held["shared"])
 
     def local(self, rank: int) -> Iterator[tuple[str, Box]]:
-        """Yield (target name, box) of what the rank's target takes from its own source."""
+        """Yield (target name, box) of the parts of the rank's target that its own source has."""
         # Boxes of both sides overlap in any way; each common part is one piece.
         held = self.source.held.get(rank, {})
         wanted = self.target.held.get(rank, {})
@@ -209,10 +209,10 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan how every rank of `target` gets the boxes that it lacks from ranks of `source`.
 
-    Both layouts number the same ranks: a rank in both is one process, whose own boxes do not
-    travel. Every rank receives exactly the bytes of its target that its source lacks; senders are
-    balanced over all ranks that hold a box; equal layouts give equal plans. What the source has and
-    nobody wants is left out. Raises ReshardError with everything that does not fit.
+    Both layouts number the same ranks: a rank in both is one process, whose own boxes are not sent.
+    Every rank receives exactly the bytes of its target that its source lacks; senders are balanced
+    over all ranks that hold a box; equal layouts give equal plans. Boxes that no target has are
+    left out. Raises ReshardError with all mismatches.
     """
     if bucket_bytes < 1024:
         raise ReshardError(f"buckets must have at least 1,024 bytes, got {bucket_bytes}")
@@ -244,7 +244,7 @@ def plan_reshard(
         key = (shape, wire[name].itemsize, pattern(have[source_name]), pattern(want[name]))
         classes.setdefault(key, []).append(name)
 
-    # One parameter stands for its class; what it lacks, all of them lack.
+    # One parameter is planned for its class: all of them lack the same boxes.
     wanted: list[Demand] = []
     missing: list[str] = []
     for (_, itemsize, _, _), names in classes.items():
@@ -276,7 +276,7 @@ def _match(source: WeightLayout, target: WeightLayout) -> dict[str, str]:
         else:
             origin[name] = source_name
 
-    # Weights of the source that the target has no place for.
+    # Parameters of the source that the target does not have.
     for name, param in source.params.items():
         if name in target.ties:
             problems.append(
@@ -303,7 +303,7 @@ def _classes(params: Mapping, shards: Mapping[str, Shards]) -> list[tuple[list[s
     for name, param in params.items():
         classes.setdefault((id(shards.get(name)), param), []).append(name)
 
-    # A name without shards is held by nobody.
+    # A name without shards is held by no rank.
     held = [names for names in classes.values() if names[0] in shards]
     return [(names, shards[names[0]]) for names in held]
 

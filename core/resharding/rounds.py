@@ -1,8 +1,8 @@
 """Rounds: a plan cut into sets of messages that are small enough for the buffers of every rank.
 
-A round is packed, sent and unpacked as one. Two rounds are under way at a time, so that one is
-unpacked while the next travels. Each has buffers for what a rank sends and for what it receives, so
-a round may take a quarter of bucket_bytes each way.
+A round is packed, sent and unpacked as one. Two rounds are in flight at a time, so that one is
+unpacked while the next is transferred. Each has buffers for sending and for receiving, so a round
+may take a quarter of bucket_bytes each way.
 
     one rank        time ------------------------------------------------------------>
       round 0       pack  ~~~~~~~~~~  unpack
@@ -48,15 +48,15 @@ class Slice:
 
 
 IN_FLIGHT = 2
-"""Rounds under way at a time: one travels while the one before is unpacked and the next packed."""
+"""Rounds in flight at a time: one is sent while the one before is unpacked and the next packed."""
 Round = tuple[Slice, ...]
 Message = tuple[tuple[str, Box], ...]
-"""What travels from one rank to another in a round: (target name, box), in this order."""
+"""The pieces that one rank sends to another in a round: (target name, box), in this order."""
 
 
 @attrs.frozen(eq=False)
 class RankRound:
-    """One round as one rank sees it."""
+    """One rank's messages of one round."""
 
     sends: dict[int, Message]
     """Receiver -> message."""
@@ -147,9 +147,9 @@ def _loads(plan: ReshardPlan) -> dict[str, tuple[np.ndarray, int]]:
 
 
 def rank_rounds(plan: ReshardPlan, rounds: Sequence[Round], rank: int) -> list[RankRound]:
-    """Return what `rank` sends and receives in each round.
+    """Return the messages that `rank` sends and receives in each round.
 
-    Within a message wider dtypes come first, so that all values lie aligned.
+    Within a message wider dtypes come first, so that all values are aligned.
     """
     # Name -> (is sent, other rank, box), for the transfers that the rank takes part in.
     sends, receives = plan.of_rank(rank)

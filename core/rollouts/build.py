@@ -1,4 +1,4 @@
-"""Building an engine by its plugin's name, and starting it."""
+"""Builds an engine by its plugin's name, and starts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start_engine(engine: RolloutEngine) -> None:
     settings = engine_settings(engine.config)
     seconds = settings.start_timeout_s
 
-    # An engine in a process of its own keeps the limit itself.
+    # An engine in a process of its own applies the limit itself.
     if settings.own_process or seconds is None:
         engine.start()
         return

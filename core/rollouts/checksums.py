@@ -1,8 +1,8 @@
-"""Whether engines hold what trainers sent: versions, and checksums of wire values.
+"""Checks that engines hold the weights that trainers sent: versions, and checksums of wire values.
 
-Each side adds up the values of the same boxes, a 32nd of them or all, in the dtype in which they
-travel (core/values/checksum.py). An engine also says which version brought a parameter, so that one
-that never came is found whichever boxes were looked at.
+Each side computes checksums of the same boxes, a 32nd of them or all, in the dtype in which they
+are sent (core/values/checksum.py). An engine also states the version of each parameter, so that one
+that never arrived is found even if its boxes are not among the compared ones.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from hybridflow.core.values.weights import Box
 Sums = dict[tuple[str, int], int]
 """(parameter, receiver) -> the checksum of its wire values, modulo 2**64."""
 Proofs = dict[int, Proof]
-"""Receiver -> what its engine holds."""
+"""Receiver -> the proof of its engine."""
 
 
 def sums_sent(plan: ReshardPlan, rank: int, source: ShardReader, part: int | None = None) -> Sums:
-    """Return the checksums of what a rank sends, and of what it keeps for itself.
+    """Return the checksums of the boxes that a rank sends, or copies to its own engine.
 
     `part` is that of a rotating proof, None everything.
     """
-    # First what goes to other ranks, then what stays on this one.
+    # First the boxes for other ranks, then those that stay on this one.
     pieces = [
         (transfer.name, transfer.receiver, transfer.box) for transfer in plan.of_rank(rank)[0]
     ]
     pieces += [(name, rank, box) for name, box in plan.local(rank)]
 
-    # A box that goes to several ranks is added up once.
+    # The checksum of a box for several ranks is computed once.
     receivers: dict[tuple[str, Box], list[int]] = {}
     for name, receiver, box in pieces:
         for common in _looked_at(plan, name, (box,), part):
@@ -56,8 +56,8 @@ def sums_sent(plan: ReshardPlan, rank: int, source: ShardReader, part: int | Non
 
 
 def wanted(plan: ReshardPlan, rank: int, part: int | None = None) -> Wanted:
-    """Return what a rank's engine is asked to prove: all its parameters, and boxes of `part`."""
-    # A rank may hold empty boxes, which nobody sends.
+    """Return the request for a rank's proof: all its parameters, with their boxes of `part`."""
+    # A rank may hold empty boxes, which are not sent.
     return {
         name: (plan.wire[name], tuple(_looked_at(plan, name, boxes, part)))
         for name, boxes in plan.target.held.get(rank, {}).items()
@@ -68,7 +68,7 @@ def wanted(plan: ReshardPlan, rank: int, part: int | None = None) -> Wanted:
 def _looked_at(
     plan: ReshardPlan, name: str, boxes: Iterable[Box], part: int | None
 ) -> Iterator[Box]:
-    """Yield what lies in the part."""
+    """Yield the intersections of boxes with part `part` of the parameter."""
     chosen = part_of(name, plan.target.params[name].shape, part)
     for box in boxes:
         common = box.intersect(chosen) if chosen is not None else None
@@ -77,17 +77,17 @@ def _looked_at(
 
 
 def compare(version: int, every: Iterable[tuple[Sums, Proofs]]) -> dict[str, str]:
-    """Return parameters that are not what was sent, and what is wrong with each.
+    """Return the parameters that differ from the sent ones, each with a description.
 
-    every: (sent, held) of each rank. What an engine cannot read back is not compared.
+    every: (sent, held) of each rank. Values that an engine cannot read back are not compared.
     """
     expected: Counter[tuple[str, int]] = Counter()
     held: Proofs = {}
     for sent, proofs in every:
         expected.update(sent)
-        held |= proofs  # each receiver speaks for itself
+        held |= proofs  # each receiver has its own proof
 
-    # Several receivers of a parameter may differ: the first one is told of.
+    # If several receivers of a parameter differ, the first one is reported.
     wrong: dict[str, str] = {}
     for rank, proof in held.items():
         for name, (written, value) in proof.items():
@@ -96,7 +96,7 @@ def compare(version: int, every: Iterable[tuple[Sums, Proofs]]) -> dict[str, str
                 wrong.setdefault(name, f"rank {rank} has that of {of}")
             elif value is not None and (value - expected[name, rank]) % 2**64:
                 wrong.setdefault(name, f"rank {rank} has other values")
-    # What a rank should have and does not speak of
+    # Parameters that should be in a rank's proof and are not
     for name, rank in expected:
         if rank in held and name not in held[rank]:
             wrong.setdefault(name, f"rank {rank} has no such parameter")
@@ -111,7 +111,7 @@ def differing(
     version: int,
     part: int | None = None,
 ) -> dict[str, str]:
-    """`compare` over the ranks of one process group; the engine was told what to expect.
+    """Return `compare` over the ranks of one process group; the engine knows the wanted boxes.
 
     A collective call; every rank gets the same answer, or raises where one fails.
     """

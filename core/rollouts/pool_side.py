@@ -1,4 +1,4 @@
-"""One rank's part of a weight transfer between two pools: messages left, and fetched by tickets."""
+"""One rank's part of a weight transfer between two pools, whose messages are fetched by tickets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridflow.core.rollouts.transports import connect
 
 
 class PoolSide:
-    """One rank of either side.
+    """A rank's end of the transfer, in the sending or in the receiving pool.
 
     In the plan's numbering the source's ranks come first, and the target's ranks after them.
     """
@@ -62,7 +62,7 @@ class PoolSide:
 
         tickets: (sender, receiver) -> ticket, of every rank.
         """
-        # The plan says which ranks have left something for this one.
+        # The plan has the ranks that have left messages for this one.
         received = 0
         for sender, message in self.exchange.rounds[at].receives.items():
             nbytes = self.exchange.message_bytes(message)

@@ -1,8 +1,8 @@
 """The 3D-HybridEngine: a training backend and a rollout engine on the same ranks.
 
-It brings the weights from one to the other: HybridFlow (arXiv:2409.19256), section 5, for any two
-layouts. Both sides are known by canonical parameter names and boxes alone. Of each box that a
-rank's engine holds, the rank's trainer
+It copies the weights from the backend to the engine: HybridFlow (arXiv:2409.19256), section 5, for
+any two layouts. Both sides are described only by canonical parameter names and boxes. For each box
+that a rank's engine holds, the rank's trainer
 
     has it, in the same storage      ->  aliased: nothing moves
     has it, in storage of its own    ->  copied on the rank
@@ -46,9 +46,9 @@ class HybridEngine(WeightSync):
         verify: bool = False,
         share: bool = True,
     ):
-        """plan: from the trainer's layout to the engine's, which both stay as they are.
+        """plan: from the trainer's layout to the engine's, which both do not change.
 
-        share: one storage may serve both sides, since they keep their weights where they are.
+        share: whether both sides may use one storage, since neither moves its weights.
         """
         super().__init__(verify)
         self.plan = plan
@@ -58,9 +58,9 @@ class HybridEngine(WeightSync):
         self.engine = engine
         self.context = context
         self.last = Moved()
-        """What the last sync moved, on this rank."""
+        """Figures of the last sync on this rank."""
         self.aliased_bytes = 0
-        """Bytes that the last sync left where they were: one storage serves both sides."""
+        """Bytes that the last sync did not copy, as both sides share their storage."""
         self._shared: set[str] = set()
         """Parameters that the trainer keeps in the engine's storage."""
 
@@ -99,8 +99,8 @@ class HybridEngine(WeightSync):
         return connect(self.chosen, self.link)
 
     def prepare(self) -> SyncCost:
-        """Connect, before the first step; return what a sync will cost this rank."""
-        transport = self.transport  # one that cannot serve raises now
+        """Connect, before the first step; return this rank's cost of a sync."""
+        transport = self.transport  # a transport that cannot connect the ranks raises now
         plan = self.plan
         rank = self.context.rank
         if self.share and self.engine.lends:
@@ -120,21 +120,21 @@ class HybridEngine(WeightSync):
     def _share(self) -> None:
         """Let the trainer keep parameters in the engine's storage.
 
-        Only whole parameters that both lay out alike can be shared.
+        Only parameters that both sides hold whole, in the same memory order, can be shared.
         """
         for name, box in self._local:
             view = self.engine.view(name, box)
             whole = box == Box.full(self.plan.target.params[name].shape)
             if not whole or view is None or not view.is_contiguous():
                 continue
-            # Each side may decline: the backend here, the engine by having no view.
+            # Either side may decline: the backend in `adopt`, the engine by having no view.
             if self.backend.adopt(self.plan.origin[name], view):
                 self.engine.lend(name)
                 self._shared.add(name)
 
     @torch.no_grad()
     def sync(self) -> float:
-        """Bring the training weights to the engine; return the seconds that it took.
+        """Update the engine with the training weights; return the seconds that it took.
 
         Raises on every rank if it failed on any.
         """
@@ -143,7 +143,7 @@ class HybridEngine(WeightSync):
         return time.perf_counter() - started
 
     def begin(self, version: int) -> None:
-        """Let the engine refuse to generate until `end`."""
+        """Begin the update: the engine refuses to generate until `end`."""
         self.engine.begin_update(version)
 
     def expect(self, part: int | None) -> None:
@@ -157,8 +157,8 @@ class HybridEngine(WeightSync):
         return differing(self.plan, self.context, source, self.engine, version, part)
 
     def transfer(self, version: int) -> None:
-        """Copy what this rank has, and receive what it lacks. A collective call."""
-        # Boxes in shared storage are not in `own`: they are there already.
+        """Copy the boxes that this rank has, and receive the others. A collective call."""
+        # Boxes in shared storage are not in `own`: they need no copy.
         failure: Exception | None = None
         source = ShardReader(self.backend.named_shards())
         own = self._own_boxes(source)
@@ -167,8 +167,8 @@ class HybridEngine(WeightSync):
             for box in own.pop(name, ()):
                 self.engine.receive(name, box, source.read(self.plan.origin[name], box))
 
-        # What this rank has of a parameter comes with the first box that it receives of it: an
-        # engine may have to put the parameter together.
+        # The rank's own boxes of a parameter are copied with the first box that it receives of it:
+        # an engine may have to assemble the parameter.
         def receive(name: str, box: Box, values: torch.Tensor) -> None:
             deliver(name)
             self.engine.receive(name, box, values)
@@ -190,7 +190,7 @@ class HybridEngine(WeightSync):
             )
 
     def _own_boxes(self, source: ShardReader) -> dict[str, list[Box]]:
-        """By parameter, what this rank has of its engine's boxes and must copy."""
+        """Return, by parameter, the engine's boxes that this rank's trainer has, to be copied."""
         aliased = {(name, box): values.nbytes for name, box, values in self._aliased(source)}
         self.aliased_bytes = sum(aliased.values())
         boxes: dict[str, list[Box]] = {}
@@ -200,9 +200,9 @@ class HybridEngine(WeightSync):
         return boxes
 
     def _aliased(self, source: ShardReader) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Yield the boxes that both sides have in one storage: they stay where they are."""
+        """Yield the boxes that both sides have in one storage, which need no copy."""
         for name, box in self._local:
-            # What is not shared is not read here: some values are made by being read.
+            # Other parameters are not read here: reading a LazyShard computes its values.
             if name not in self._shared:
                 continue
             values = source.read(self.plan.origin[name], box)

@@ -1,7 +1,7 @@
 """Weights from an actor's pool to engines in a pool of their own.
 
-They travel in the plan's rounds, by tickets through the controller. The actor packs a round while
-the engines fetch the one before:
+They are sent in the plan's rounds, whose tickets pass through the controller. The actor packs a
+round while the engines fetch the one before:
 
     actor        post(0)   post(1)   post(2)   ...
                     |         |         |          tickets
@@ -22,7 +22,7 @@ from hybridflow.core.values.batch import Batch
 
 
 class SeparateRollout(WeightSync):
-    """The actor's group and its engines' group, as the controller calls them.
+    """The actor's group and its engines' group, on the controller.
 
     It generates with the actor's newest weights.
     """
@@ -35,9 +35,9 @@ class SeparateRollout(WeightSync):
         self._rounds = 0
 
     def connect(self) -> SyncCost:
-        """Plan and connect both sides; return what a sync will cost.
+        """Plan the transfer and connect both sides; return the cost of a sync.
 
-        Raises ReshardError when the models do not fit.
+        Raises ReshardError when the two layouts do not match.
         """
         source = self.actor.weight_layout().result()
         engine_layout = self.engines.weight_layout().result()
@@ -75,14 +75,14 @@ class SeparateRollout(WeightSync):
         return self.engines.episodes(batch, sampling, seed)
 
     def sync(self) -> Future:
-        """Bring the weights to the engines if they are newer; it has ended when this returns."""
+        """Send the weights to the engines if they are newer; the sync has ended on return."""
         version = self.actor.version().result()
         if version != self.version:
             self.run(version)
         return Future(lambda: None)
 
     def begin(self, version: int) -> None:
-        """Let every engine refuse to generate until `end`."""
+        """Begin the update: every engine refuses to generate until `end`."""
         self.engines.begin_update(version).result()
 
     def expect(self, part: int | None) -> None:
@@ -96,7 +96,7 @@ class SeparateRollout(WeightSync):
         posted = self.actor.post(0) if self._rounds else None
         for number in range(self._rounds):
             assert posted is not None
-            # Tickets of all ranks; each engine takes those that are for it.
+            # Tickets of all ranks; each engine takes its own.
             tickets = {}
             for sender, sent in enumerate(posted.result()):
                 for receiver, ticket in sent.items():
@@ -109,7 +109,7 @@ class SeparateRollout(WeightSync):
         self.actor.forget_messages().result()
 
     def differing(self, version: int, part: int | None) -> dict[str, str]:
-        """`compare` over the ranks of both groups, in the controller."""
+        """Return `compare` over the ranks of both groups, computed by the controller."""
         all_sent = self.actor.sums_sent(part)
         all_held = self.engines.proof()
         every: list[tuple[Sums, Proofs]] = [(sent, {}) for sent in all_sent.result()]

@@ -14,11 +14,11 @@ log = logging.getLogger(__name__)
 
 
 def connect(chosen: Chosen, link: Link) -> Transport:
-    """Return the transport that was chosen, or for "auto" the first that can serve.
+    """Return the chosen transport, or for "auto" the first that can connect the ranks.
 
     Raises HybridFlowError with the reasons where none can.
     """
-    # A named transport is tried alone: no other takes its place.
+    # A named transport is not replaced by another one.
     reasons = []
     for name in automatic(link) if chosen.name == AUTO else [chosen.name]:
         transport: type[Transport] = registry().get("transport", name)
@@ -39,7 +39,7 @@ def automatic(link: Link) -> list[str]:
         if registry().descriptor("transport", name).missing():  # packages that it needs
             continue
 
-        # One without an order is for those who name it.
+        # A transport without an order is used only when it is named.
         try:
             can = registry().capabilities("transport", name)
             if isinstance(can, TransportCapabilities) and can.order is not None:

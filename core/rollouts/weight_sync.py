@@ -1,4 +1,4 @@
-"""Bringing a trainer's weights to rollout engines: what both ways have in common."""
+"""Common code of both ways to send a trainer's weights to rollout engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hybridflow.core.values.weights import WeightLayout
 
 @attrs.frozen
 class SyncCost:
-    """What a weight sync moves; it is known, and reported, before the first step."""
+    """Cost of a weight sync, which is computed and reported before the first step."""
 
     received: int
     """The most bytes that a rank receives."""
@@ -33,9 +33,9 @@ class SyncCost:
 class WeightSync(ABC):
     """One update of the engines' weights.
 
-    Engines refuse to generate until it has ended. If it fails, the next one repairs it, since
-    that moves everything again. There are two kinds: engines on the trainer's own ranks
-    (same_ranks.py), and engines in a pool of their own (separate.py).
+    Engines refuse to generate until it has ended. If it fails, the next one repairs it, since that
+    moves everything again. There are two kinds: for engines on the trainer's own ranks
+    (same_ranks.py), and for engines in a pool of their own (separate.py).
     """
 
     def __init__(self, verify: bool):
@@ -48,11 +48,11 @@ class WeightSync(ABC):
         """The number of syncs since the last one that failed, or the start."""
 
     def forget(self) -> None:
-        """Sync next time whatever the version: the trainer has loaded other weights."""
+        """Sync next time even at an equal version: the trainer has loaded other weights."""
         self.version = None
 
     def run(self, version: int) -> None:
-        """Bring the weights of `version` to the engines, and prove that they are there.
+        """Send the weights of `version` to the engines, and verify that they have arrived.
 
         A 32nd of the values is compared, and all of them at the start, after a failure, every 32
         syncs, and with sync.verify. Raises HybridFlowError where weights did not arrive, or differ.
@@ -63,7 +63,7 @@ class WeightSync(ABC):
         self.version = None
         part = None if self.verify else count % PARTS or None
 
-        # What raises here leaves the engines between `begin` and `end`: they do not generate.
+        # An error here leaves the engines between `begin` and `end`, so that they do not generate.
         self.begin(version)
         self.expect(part)
         self.transfer(version)
@@ -85,27 +85,27 @@ class WeightSync(ABC):
 
     @abstractmethod
     def begin(self, version: int) -> None:
-        """Tell the engines that weights of `version` come."""
+        """Begin the engines' update to the weights of `version`."""
 
     @abstractmethod
     def expect(self, part: int | None) -> None:
-        """Tell the engines which part they have to prove; None is all."""
+        """Tell the engines which part of the weights their proof is about; None: all."""
 
     @abstractmethod
     def transfer(self, version: int) -> None:
-        """Move what the engines lack."""
+        """Send the engines the boxes that they lack."""
 
     @abstractmethod
     def differing(self, version: int, part: int | None) -> dict[str, str]:
-        """Return the parameters that differ on both sides, and how; None is all of their values."""
+        """Return the parameters that differ, and how; part None: all values are compared."""
 
     @abstractmethod
     def end(self) -> None:
-        """Let the engines generate."""
+        """End the update; the engines may generate again."""
 
 
 def first_of(different: Mapping[str, str]) -> str:
-    """Write the first parameter that differs, and how."""
+    """Return in words the first parameter that differs, and how."""
     name, how = next(iter(different.items()))
     return f"{name} ({how})"
 
@@ -113,17 +113,16 @@ def first_of(different: Mapping[str, str]) -> str:
 def node_name() -> str:
     """Return the node's name, equal for processes that share a /dev/shm.
 
-    The device of /dev/shm tells containers apart that have the same host name.
+    The device of /dev/shm distinguishes containers that have the same host name.
     """
     device = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else ""
     return f"{socket.gethostname()}:{device}"
 
 
 def on_every_rank(layout: WeightLayout, context: RankContext) -> WeightLayout:
-    """Return the layout of all ranks, from one that an engine on a single rank may give of rank 0
-    alone.
+    """Return the layout of all ranks. If only rank 0 is in `layout`, all hold the same as it.
 
-    Every rank then holds what that one does.
+    Engines on a single rank may return such a layout.
     """
     # Engines whose model is cut over several ranks report all of them.
     generation = context.generation

@@ -43,7 +43,7 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
 
-        # A folder counts once it has its state.json; others are not ours.
+        # A folder is a checkpoint once it has its state.json.
         steps = []
         for path in self.folder.iterdir():
             digits = path.name.removeprefix(PREFIX)
@@ -60,8 +60,8 @@ class Checkpoints:
     def write(self, step: int, state: dict[str, Any], save: Any) -> Path:
         """Write `state` as JSON and the models by `save(folder)`; return the checkpoint's folder.
 
-        Whatever fails, earlier checkpoints stay as they were. Raises CheckpointError with the cause
-        (a full disk, say), and WorkerDied if a worker died while it wrote.
+        After a failure earlier checkpoints are unchanged. Raises CheckpointError with the cause (a
+        full disk, say), and WorkerDied if a worker died while it wrote.
         """
         final = self.path(step)
         partial = final.with_name(f"partial-{final.name}")
@@ -84,7 +84,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         except Exception as error:
-            # The cause may be a full disk, so what is there of the new one goes at once.
+            # The cause may be a full disk, so the incomplete one is removed at once.
             shutil.rmtree(partial, ignore_errors=True)
             steps = self.steps()
             earlier = "there is no earlier one"
@@ -95,13 +95,13 @@ class Checkpoints:
                 f"{earlier}. Free disk space or change run.folder, and go on with --resume"
             ) from error
 
-        # Only now that the new one is complete may older ones go.
+        # Older ones are removed only when the new one is complete.
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old), ignore_errors=True)
         return final
 
     def read(self, step: int) -> dict[str, Any]:
-        """Return the `state` that `write` got.
+        """Return the `state` that was passed to `write`.
 
         Raises CheckpointError for a file that cannot be read and for another format.
         """

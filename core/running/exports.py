@@ -1,4 +1,4 @@
-"""What an exported folder says beside the weights: which tokens begin, end and pad texts.
+"""Writes the ids of special tokens into an exported folder: those that begin, end and pad texts.
 
 Training backends write the weights and config.json; the tokenizer writes its own files. Without the
 tokenizer's ids in config.json and generation_config.json, `generate()` of transformers would not
@@ -31,8 +31,8 @@ def write_special_tokens(
 ) -> None:
     """Write the special tokens' ids into an exported folder's config and generation config.
 
-    `stop_ids` are the tokens at which responses stopped in training. What the generation config of
-    the model's own folder says besides (its temperature, say) is kept.
+    `stop_ids` are the tokens at which responses stopped in training. Other fields of the generation
+    config in the model's own folder (its temperature, say) are kept.
     """
     config = _read(folder / CONFIG)
     config |= _ids(config, tokenizer)
@@ -40,7 +40,7 @@ def write_special_tokens(
     if model.kind != "policy":
         return
 
-    # Backends know the model's class; what a folder says of generation they need not keep.
+    # Backends need not export the generation config of the model's folder.
     generation = _read(folder / GENERATION)
     if model.path is not None:
         generation |= _read(Path(model.path) / GENERATION)
@@ -55,9 +55,9 @@ def write_special_tokens(
 
 
 def begin_with_bos(folder: Path, bos_id: int) -> None:
-    """Let transformers begin every text with the bos token, as prompts did in training (data.bos).
+    """Make the exported tokenizer begin every text with bos, as in training (data.bos).
 
-    A tokenizer that puts something around texts already is left as it is, and so is one that has no
+    A tokenizer that adds tokens around texts already is not changed, nor one without
     tokenizer.json.
     """
     fields = _read(folder / TOKENIZER)
@@ -79,9 +79,9 @@ def begin_with_bos(folder: Path, bos_id: int) -> None:
 
 
 def _ids(fields: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the ids that a config lacks, or has of another tokenizer."""
+    """Return the special tokens' ids that are missing in a config, or differ in it."""
     ids: dict[str, Any] = {}
-    # A model may have several ends, of which the tokenizer's is one.
+    # A model may have several end tokens, the tokenizer's among them.
     if tokenizer.eos_id not in _as_list(fields.get("eos_token_id")):
         ids["eos_token_id"] = tokenizer.eos_id
     if tokenizer.bos_id is not None:

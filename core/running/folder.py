@@ -27,8 +27,9 @@ def claim(
     overwrite: bool,
     mark: Mapping[str, Any] | None = None,
 ) -> Iterator[None]:
-    """Hold the folder of a job while the body runs; `mark` is what its run.json gets beside the
-    config's tables and the versions.
+    """Hold the lock of a job's folder while the body runs, and write its run.json.
+
+    `mark` has the entries of run.json beside the config's tables and the versions.
 
     `overwrite` without `resume` empties the folder first. Raises ConfigError if another process
     holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
@@ -52,9 +53,9 @@ def claim(
 
 
 def versions(job: Job) -> dict[str, str]:
-    """Return package -> version of everything that the run's results may depend on.
+    """Return package -> version of all packages on which the run's results may depend.
 
-    These are Python, torch, numpy, the packages of the job's plugins and what the plugins require.
+    These are Python, torch, numpy, the packages of the job's plugins and their requirements.
     """
     # Plugins by their packages; code of this process has no version.
     by_package = {"python": platform.python_version()}

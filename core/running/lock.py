@@ -1,4 +1,4 @@
-"""The lock of a folder: one process at a time works in it."""
+"""The lock of a folder, by which one process at a time works in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hold(folder: Path) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a+") as lock:
-        # The system gives the lock back when the process ends, however it ends.
+        # The system releases the lock when the process ends in any way.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

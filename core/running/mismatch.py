@@ -1,4 +1,4 @@
-"""Why an engine's logprobs are not the trainer's: what the error of an update cannot know."""
+"""Adds a diagnosis to the error that an engine's logprobs differ from its trainer's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridflow.core.rollouts.weight_sync import first_of
 
 
 def explained(error: MismatchError, step: int, role: GroupRoleHandle) -> MismatchError:
-    """Return the error of an update of `role` with the step, and with what its weights say."""
+    """Return the error of an update of `role`, with the step and a comparison of the weights."""
     return MismatchError(
         f"step {step}: {error.message}; {_cause(role)}",
         role=error.role,
@@ -19,7 +19,7 @@ def explained(error: MismatchError, step: int, role: GroupRoleHandle) -> Mismatc
 
 
 def _cause(role: GroupRoleHandle) -> str:
-    """Compare all weights, and say which differ, or what else it may be."""
+    """Compare all weights; return in words which differ, or other likely causes."""
     rollout = role.rollout
     try:
         if isinstance(rollout, SeparateRollout):

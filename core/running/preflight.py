@@ -1,8 +1,8 @@
-"""Whether a job's models fit the devices that it got: asked before anything is built.
+"""Checks whether a job's models fit the memory of its devices, before anything is built.
 
-A planner has the formulas (Planner.memory). On GPUs a job that needs little more than there is gets
-a warning, one that needs more than EXCESS above it does not start, and engines get what the models
-leave. On CPUs, whose memory is everybody's, there are warnings alone.
+A planner has the formulas (Planner.memory). On GPUs a job that exceeds the usable memory by more
+than EXCESS does not start, one that exceeds it by less gets a warning, and engines get the memory
+that the models leave. On CPUs, whose memory is shared with other programs, there are only warnings.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ HINT = (
 
 
 def devices_of(found: Mapping[str, Sequence[RankMemory | None]]) -> dict[str, DeviceMemory]:
-    """Return the least memory that a rank of each pool has; ranks of a node share the host's.
+    """Return the least memory of a rank, by pool; ranks of a node share the host's memory equally.
 
-    found: pool -> what its ranks told. A pool whose ranks cannot tell is left out.
+    found: pool -> the memory that its ranks report. A pool whose ranks report none is left out.
     """
     ranks = Counter(
         one.node for pool in found.values() for one in pool if one is not None and one.shared
@@ -50,7 +50,7 @@ def devices_of(found: Mapping[str, Sequence[RankMemory | None]]) -> dict[str, De
 
 
 def torch_allocates(job: Job, pool: str) -> bool:
-    """Return whether a pool's memory is all torch's, and goes to no other process's engine."""
+    """Return whether all GPU memory of a pool is allocated by torch in the pool's own processes."""
     engines = [
         (engine_settings(placed.spec.engine_config), placed.rollout_pool)
         for placed in job.models.values()
@@ -60,15 +60,15 @@ def torch_allocates(job: Job, pool: str) -> bool:
 
 
 def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str], None]) -> Job:
-    """Check a job against the memory of its pools; return it with engines that leave enough.
+    """Check a job against the memory of its pools; return it with engines limited accordingly.
 
-    Raises ConfigError for a job on GPUs that needs more than EXCESS above what there is. What is
-    not known is said.
+    Raises ConfigError for a job on GPUs that exceeds the usable memory by more than EXCESS. `say`
+    prints results, warnings, and why the memory was not checked.
     """
     if not job.planner:
         say("memory: not checked, as no planner is installed")
         return job
-    # Advice alone: what a plugin of somebody's raises here must not end a run that may work.
+    # This is advice: an error in a planner plugin must not end a run that may work.
     try:
         pools = build_planner(job.planner, job.planner_config).memory(job, devices)
     except HybridFlowError as error:
@@ -103,7 +103,7 @@ def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str]
 
 
 def _problem(pool: PoolMemory) -> str:
-    """Return why a pool does not fit, and what would."""
+    """Return why a pool does not fit, and how to make it fit."""
     fits = f"it fits with {', '.join(pool.remedies)}" if pool.remedies else HINT
     return f"memory: pool {pool.pool}: {pool.problem}; {fits}"
 
@@ -111,7 +111,7 @@ def _problem(pool: PoolMemory) -> str:
 def _with_rooms(job: Job, pools: Sequence[PoolMemory], say: Callable[[str], None]) -> Job:
     """Return the job with engines that take no more than the models leave.
 
-    Where the models do not fit, nothing is left to divide, and engines stay as they are.
+    Where the models do not fit, engines are not changed.
     """
     models = dict(job.models)
     for pool in pools:
@@ -120,7 +120,7 @@ def _with_rooms(job: Job, pools: Sequence[PoolMemory], say: Callable[[str], None
         for role, room in pool.rooms.items():
             placed = models[role]
             config = placed.spec.engine_config
-            # A config that says nothing of itself has no limits either.
+            # A config without EngineSettings has no limits to set.
             if not isinstance(config, EngineSettings):
                 continue
             within = config.within(room)

@@ -1,4 +1,4 @@
-"""What a run reports: a progress line, metrics to trackers, the results of validations."""
+"""Reports of a run: a progress line, metrics to trackers, the results of validations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridflow.core.running.session import Prepared
 from hybridflow.core.values.metrics import Metrics
 
 LINE_EVERY_S = 2.0
-"""Without a terminal, seconds between two progress lines at least."""
+"""Least seconds between two progress lines, without a terminal."""
 SHOWN = {
     "reward/scores": "reward",
     "cost/costs": "cost",
@@ -38,17 +38,17 @@ SHOWN = {
     "tokens_per_second": "tok/s",
     "bytes/per_sequence": "B/seq",
 }
-"""Metric -> its label in the progress line, what a run is after first."""
+"""Metric -> its label in the progress line, the most important first."""
 
 
 class Observer(Protocol):
-    """Looks at a run's metrics beside it: a planner's predicted times, say."""
+    """Gets a run's metrics and adds its own, such as a planner's predicted times."""
 
     def step(self, values: Mapping[str, float]) -> Mapping[str, float]:
         """Take the metrics of a step, and return further ones."""
 
     def ended(self) -> Iterable[str]:
-        """Return lines for the console; the run is over."""
+        """Return lines for the console at the end of the run."""
 
 
 class Reporter:
@@ -70,7 +70,7 @@ class Reporter:
         self._task: TaskID | None = None
         self._last_line = 0.0
         self._begun: tuple[int, float] | None = None
-        """The first step of this attempt that is over, and when it was (time.monotonic)."""
+        """The first completed step of this attempt, and its time (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
 
@@ -98,7 +98,7 @@ class Reporter:
         return self.job.stage or self.job.name
 
     def say(self, text: str) -> None:
-        """Print a line on the console as it is, without rich's markup."""
+        """Print a line on the console unchanged, without rich's markup."""
         self.console.print(text, markup=False)
 
     def begin(self, step: int, parameters: Mapping[str, int]) -> None:
@@ -113,7 +113,7 @@ class Reporter:
         for tracker in self.trackers:
             tracker.close()
 
-        # A tracker whose package is missing costs its own metrics only.
+        # If a tracker's package is missing, only its own metrics are lost.
         self.trackers = []
         for spec in self.job.trackers:
             try:
@@ -171,7 +171,7 @@ class Reporter:
         for observer in self.observers:
             values |= observer.step(values)
 
-        # Where the run stands.
+        # The progress of the run.
         run.tokens += int(tokens)
         values["tokens_total"] = float(run.tokens)
         if (eta := self._eta(run.step)) is not None:
@@ -183,9 +183,9 @@ class Reporter:
         return values
 
     def _eta(self, step: int) -> float | None:
-        """Return the seconds until run.steps are over at the pace so far, validations included.
+        """Return the seconds until run.steps are completed at the present pace, with validations.
 
-        The first step does not count, since it warms everything up; None after it.
+        The first step does not count, since it includes start-up work; None after it.
         """
         now = time.monotonic()
         if self._begun is None:
@@ -196,8 +196,10 @@ class Reporter:
         return (now - since) / (step - first) * (self.job.run.steps - step)
 
     def _check_mismatch(self, step: int, values: Mapping[str, float]) -> None:
-        """Warn of an engine whose logprobs differ by more than run.mismatch_warn from its
-        trainer's, once until none does."""
+        """Warn if an engine's logprobs differ by more than run.mismatch_warn from its trainer's.
+
+        The warning is repeated only after a step without it.
+        """
         above = []
         for name, model in self.job.models.items():
             mismatch = values.get(f"{name}/mismatch_mean", 0.0)
@@ -215,7 +217,7 @@ class Reporter:
         self._warned = bool(above)
 
     def ended(self) -> None:
-        """Print what observers found."""
+        """Print the observers' lines."""
         for observer in self.observers:
             for line in observer.ended():
                 self.say(line)
@@ -256,7 +258,7 @@ class Reporter:
             for label, value in shown.items()
         )
 
-        # The calls that took longest say where the step's time goes.
+        # The calls that took longest.
         totals = ("seconds/step", "seconds/predicted")
         calls = [
             (value, name)

@@ -12,7 +12,7 @@ from hybridflow.core.running.session import Session
 
 @attrs.define
 class Run:
-    """Everything that a part of a run, or an observer of it, may ask for."""
+    """The state of a run, for its parts and its observers."""
 
     # Made once
     job: Job
@@ -24,7 +24,7 @@ class Run:
 
     # Changes with every step
     step: int = 0
-    """Number of steps that are over."""
+    """Number of completed steps."""
     tokens: int = 0
     """Number of tokens that the actor has generated in them."""
     validations: dict[int, dict[str, float]] = attrs.field(factory=dict)

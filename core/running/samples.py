@@ -19,7 +19,7 @@ def write_rollouts(run: Run) -> None:
     if not scored or not run.job.run.samples:
         return
 
-    # The first reward that scored has seen every response of the step's first generation.
+    # The first reward that scored got every response of the step's first generation.
     batch = scored[0].batch
     if not all(name in batch for name in ("prompt_ids", "response_ids", "group", "meta")):
         return
@@ -29,7 +29,7 @@ def write_rollouts(run: Run) -> None:
     chosen = batch.join(scored[0].scores).take(rows)
     write_samples(run, chosen, scored[0].role.column, "train")
 
-    # Bytes that were fetched to look at are not the next step's.
+    # Bytes that were fetched for samples do not count in the next step.
     run.session.runtime.traffic.take()
 
 

@@ -52,12 +52,12 @@ from hybridflow.core.workers.rollout_worker import RolloutWorker
 from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, example_batch, reward_columns
 
 PATIENCE_S = (2.0, 8.0)
-"""Seconds before the memory of devices is looked at again, where it is too little."""
+"""Seconds before the memory of devices is measured again, where it is too little."""
 
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """What was checked and built before any process starts."""
+    """The checked data and tokenizer of a job, before any process starts."""
 
     tokenizer: Tokenizer
     sets: dict[str, DataConfig]
@@ -69,11 +69,11 @@ class Prepared:
     first: dict[str, Batch]
     """Data set -> its first row, on which rewards are tried."""
     notes: tuple[str, ...] = ()
-    """What is legal, and probably not meant."""
+    """Remarks on settings that are legal and probably unintended."""
 
 
 def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
-    """Prepare every run stage before the first one starts. Raises what `prepare` raises."""
+    """Prepare every run stage before the first one starts. Raises as `prepare` does."""
     tokenizers: dict[str, Tokenizer] = {}
     prepared = []
     for job in jobs:
@@ -85,7 +85,7 @@ def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
 
 
 def try_rewards(job: Job, prepared: Prepared) -> None:
-    """Try a job's reward functions in this process, long before it has workers that will try them.
+    """Try a job's reward functions in this process, long before its workers would.
 
     Nothing is tried where the workers are on other machines. Raises RewardError.
     """
@@ -215,8 +215,9 @@ class Session:
             self._build(main)
 
     def _look_at_devices(self) -> Job:
-        """Return the job with engines that leave the models what they need; raises ConfigError
-        where models need more than their devices have.
+        """Return the job with engines that leave enough memory to the models.
+
+        Raises ConfigError where models need more memory than their devices have.
         """
         job = self.job
         groups = {
@@ -233,9 +234,9 @@ class Session:
         return job
 
     def _preflight(self, groups: Mapping[str, WorkerGroup]) -> Job:
-        """Return the job within the memory of its devices. Raises ConfigError where it is too much.
+        """Return `preflight` of the job. Raises ConfigError where the memory is not enough.
 
-        Processes of before may take a moment to give back theirs.
+        It is repeated, as earlier processes may take a moment to free their memory.
         """
         job = self.job
         for patience in PATIENCE_S:
@@ -345,7 +346,7 @@ class Session:
         """Role -> worker group of the models that have an optimizer."""
         return {name: self.groups[name][1] for name in self.job.trained}
 
-    # --- state: all groups are at work before the first result is waited for ---
+    # --- state: all groups are called before the first result is waited for ---
 
     def save(self, folder: Path) -> None:
         """Write the weights and optimizers of the trained roles, a folder per role."""
@@ -354,7 +355,7 @@ class Session:
             future.result()
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
+        """Load the files of `save`."""
         path = folder.absolute()
         for future in [group.load(str(path / name)) for name, group in self.trained.items()]:
             future.result()
@@ -379,12 +380,12 @@ class Session:
             begin_with_bos(folder, tokenizer.bos_id)
 
     def rows(self, name: str, start: int, stop: int) -> Batch:
-        """Return rows `start` to `stop` of the data set `name`, which draws nothing."""
+        """Return rows `start` to `stop` of the data set `name`; its sampler does not advance."""
         return self.tasks.rows(name, start, stop)
 
 
 def _memory(groups: Mapping[str, WorkerGroup]) -> dict[str, DeviceMemory]:
-    """Return the memory of each pool's devices as it is now."""
+    """Return the present memory of each pool's devices."""
     return devices_of({name: group.memory().result() for name, group in groups.items()})
 
 

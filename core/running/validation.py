@@ -58,7 +58,7 @@ def validate(run: Run, report: Reporter) -> dict[str, float]:
 
 
 def _losses(run: Run, rows: Batch) -> Iterator[Metrics]:
-    """Yield the loss of each trained role that the held-out rows suffice for.
+    """Yield the loss of each trained role for which the held-out rows have all columns.
 
     A column that they lack may be one that a frozen policy computes (ref_logprobs).
     """

@@ -1,4 +1,4 @@
-"""Repeated messages while something slow goes on."""
+"""Repeated messages during slow work."""
 
 from __future__ import annotations
 

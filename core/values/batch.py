@@ -1,8 +1,8 @@
 """The batch: columns by name, one row per sequence, local or by reference.
 
-    Batch     columns side by side: views, of which the later hides the earlier's equal names
-    View      tables one behind the other, the rows taken of them, and the names seen of them
-    Table     rows and columns: in this process (LocalTable), or what a call will return
+    Batch     columns side by side: views, of which a later one hides equal names of earlier ones
+    View      concatenated tables, with an index of rows and a selection of names
+    Table     rows and columns: in this process (LocalTable), or the future result of a call
               (PromisedTable)
 
 Joining, splitting, taking, repeating and renaming only make new views: no data moves. Reading a
@@ -52,7 +52,7 @@ class Table(ABC):
 
 
 class LocalTable(Table):
-    """Columns in this process's memory. `rows` says how many rows there are without any column."""
+    """Columns in this process's memory. `rows` is the row count, also without any column."""
 
     def __init__(self, columns: Mapping[str, Column], rows: int = 0):
         self.columns = dict(columns)
@@ -82,16 +82,16 @@ class PromisedTable(Table):
 
     _resolve: Callable[[], Batch]
     known: int | None
-    """The row count that was promised, or that is known by now."""
+    """The row count that was promised, or is known meanwhile; None: it is not known."""
     _names: tuple[str, ...] | None
     reply: Any = None
-    """What the wire sends in place of the table."""
+    """The reply that the wire sends instead of the table."""
     _batch: Batch | None = None
 
     def batch(self) -> Batch:
         """Wait for the batch, and check it against the promise."""
         if self._batch is None:
-            # Others have relied on the promise already: a broken one cannot be put right here.
+            # Other code has relied on the promise already, so a mismatch is an error.
             batch = self._resolve()
             if self.known is not None and batch.views and batch.rows != self.known:
                 raise HybridFlowError(
@@ -129,11 +129,11 @@ class PromisedTable(Table):
 
 @attrs.frozen(eq=False)
 class View:
-    """Tables one behind the other, the rows taken of them, and the names seen of them.
+    """Concatenated tables, with an index of rows and a selection of names.
 
     index: the rows, numbered over all tables; None: all.
-    renames: seen name -> the tables' own name; None: all names, unchanged.
-    only: the names that may be seen of tables that do not know their names yet; None: all.
+    renames: the view's name -> the tables' own name; None: all names, unchanged.
+    only: the names to select from tables whose names are not known yet; None: all.
     """
 
     tables: tuple[Table, ...]
@@ -141,12 +141,12 @@ class View:
     renames: dict[str, str] | None = None
     only: frozenset[str] | None = None
 
-    # --- what is in it ---
+    # --- contents ---
 
     @property
     def known_rows(self) -> int | None:
         """The number of rows, if it is known without waiting."""
-        # An array says itself how many rows it takes; a slice needs the tables' row counts.
+        # An array has one entry per row; a slice needs the tables' row counts.
         if isinstance(self.index, np.ndarray):
             return len(self.index)
 
@@ -165,7 +165,7 @@ class View:
         return index_rows(self.index, sum(table.rows for table in self.tables))
 
     def known_names(self) -> tuple[str, ...] | None:
-        """Return the names seen, if they are known without waiting."""
+        """Return the view's names, if they are known without waiting."""
         if self.renames is not None:
             return tuple(self.renames)
 
@@ -176,7 +176,7 @@ class View:
         return None
 
     def names(self) -> tuple[str, ...]:
-        """Return the names seen; may wait."""
+        """Return the view's names; may wait."""
         known = self.known_names()
         return known if known is not None else self._seen(self.tables[0].names())
 
@@ -186,19 +186,19 @@ class View:
         return tuple(name for name in names if name in self.only)
 
     def may_have(self, name: str) -> bool:
-        """Return whether it has the column, or may turn out to have it; never waits."""
+        """Return whether it has the column, or may have it as names are not known; never waits."""
         known = self.known_names()
         if known is None:
             return self.only is None or name in self.only
         return name in known
 
-    # --- making others of it ---
+    # --- derived views ---
 
     def take(self, index: Index | None, cache: dict[int, Index | None] | None = None) -> View:
         """Return a view of some rows; None takes all.
 
-        The views of a batch often share one index object. A `cache`, passed to all of them with the
-        same `index`, lets them share the composed one too: id() of the old index -> the new index.
+        The views of a batch often share one index object. With one `cache`, passed to all of them
+        with the same `index`, they share the composed one too: id() of the old index -> the new.
         """
         if index is None:
             return self
@@ -238,10 +238,10 @@ class View:
         return self._narrowed(self.index, bounds)
 
     def cut(self, ends: Sequence[int], caches: Sequence[dict[int, Index | None]]) -> list[View]:
-        """Return views of the rows between each two neighbours of `ends`, narrow ones.
+        """Return a view of the rows from each entry of `ends` to the next.
 
-        Each takes time that does not grow with the number of tables. `caches`: see `take`, one for
-        each part.
+        Each has only the tables of its rows (see `narrow`), in time that does not grow with the
+        number of tables. `caches`: one for each view, see `take`.
         """
         bounds = self._bounds()
         views = []
@@ -266,7 +266,7 @@ class View:
         return None if None in counts else np.cumsum([0, *counts])
 
     def _narrowed(self, index: Index, bounds: np.ndarray) -> View:
-        """Return a view of rows `index` of the tables, with those that it touches."""
+        """Return a view of rows `index`, with only the tables that have any of these rows."""
         if isinstance(index, slice):
             start, stop, step = index.indices(int(bounds[-1]))
             if step == 1:
@@ -287,8 +287,8 @@ class View:
         return View(tables, rows, self.renames, self.only)
 
     def _between(self, start: int, stop: int, bounds: np.ndarray) -> View:
-        """Return a view of neighbouring rows."""
-        # One table stays in any case, since it knows the names.
+        """Return a view of the rows start to stop."""
+        # One table is kept in any case, since it has the names.
         if start >= stop:
             return View(self.tables[:1], slice(0, 0), self.renames, self.only)
         first = int(np.searchsorted(bounds, start, side="right")) - 1
@@ -333,7 +333,7 @@ def _gather(tables: Sequence[Table], name: str, wanted: np.ndarray) -> Column:
     bounds = np.cumsum([0, *(table.rows for table in tables)])
     owner = np.searchsorted(bounds, wanted, side="right") - 1
 
-    # places: where the rows of each table stand in the result, table by table.
+    # places: the positions of each table's rows in the result, table by table.
     places = np.argsort(owner, kind="stable")
     touched, counts = np.unique(owner, return_counts=True)
     parts = [
@@ -341,7 +341,7 @@ def _gather(tables: Sequence[Table], name: str, wanted: np.ndarray) -> Column:
         for table, place in zip(touched, np.split(places, np.cumsum(counts)[:-1]), strict=True)
     ]
 
-    # The parts stand in the order of the tables; put their rows into the wanted one.
+    # The parts are in the order of the tables; put their rows into the wanted order.
     return Column.concat(parts).take(np.argsort(places, kind="stable"))
 
 
@@ -350,8 +350,8 @@ class Batch:
 
     `Batch({"scores": tensor, "response_ids": tokens([...]), "meta": [obj, ...]})`. A column has a
     value per row (a tensor [rows, *trailing]), a run of values per row (`tokens(...)`: ragged, no
-    padding) or an object per row (a list). Columns that nobody reads travel untouched. Of two
-    columns with one name, the one joined later is seen.
+    padding) or an object per row (a list). Columns that are not read are not fetched. Of two
+    columns with one name, the one joined later counts.
     """
 
     __slots__ = ("_cuts", "_metrics", "_read", "views")
@@ -372,7 +372,7 @@ class Batch:
         batch.views = list(views)
         return batch
 
-    # --- what is in it: "known" properties never wait for a call, the others may ---
+    # --- contents: "known" properties never wait for a call, the others may ---
 
     @property
     def rows(self) -> int:
@@ -406,7 +406,7 @@ class Batch:
         return iter(self.names)
 
     def _view_of(self, name: str) -> View | None:
-        """Return the view whose column of this name is seen; None if there is none."""
+        """Return the last view with a column of this name; None if there is none."""
         undecided: list[View] = []
         view = None
         for candidate in reversed(self.views):
@@ -421,7 +421,7 @@ class Batch:
         return next((later for later in undecided if name in later.names()), view)
 
     def _home(self, name: str) -> View:
-        """Return the view that has a column. Raises KeyError with the names there are."""
+        """Return the last view with this column. Raises KeyError with all names."""
         view = self._view_of(name)
         if view is None:
             raise KeyError(
@@ -430,9 +430,9 @@ class Batch:
         return view
 
     def __getitem__(self, name: str) -> Column:
-        """Return a column; only this one is fetched if it is elsewhere.
+        """Return a column, which is fetched if it is in another process.
 
-        Raises KeyError with the names there are.
+        Raises KeyError with all names.
         """
         if name not in self._read:
             column = self._home(name).read(name)
@@ -445,7 +445,7 @@ class Batch:
         return self._read[name]
 
     def read(self, name: str, index: Index | None) -> Column:
-        """Return some rows of a column, for another batch; this one does not keep them."""
+        """Return some rows of a column, for another batch; they are not cached in this one."""
         return self._home(name).take(index).read(name)
 
     @property
@@ -458,7 +458,7 @@ class Batch:
             table.batch().metrics for table in tables if isinstance(table, PromisedTable)
         )
 
-    # --- making others of it; nothing moves ---
+    # --- derived batches; no data is moved ---
 
     def select(self, names: Iterable[str]) -> Batch:
         """Return a batch of only these columns.
@@ -535,12 +535,11 @@ class Batch:
         return joined
 
     def with_columns(self, **columns: Any) -> Batch:
-        """Return the batch with further columns, or other ones in place of those it has."""
+        """Return the batch with further columns, which replace its own of equal names."""
         return self.join(Batch(columns))
 
     def take(self, index: Index | Sequence[int]) -> Batch:
-        """Return rows by slice, row numbers (from the end if negative) or boolean mask, in that
-        order."""
+        """Return rows by slice, row numbers (from the end if negative) or boolean mask."""
         # A slice without a step stays one: it needs no array, and `narrow` can drop tables.
         if not isinstance(index, slice):
             index = self._row_numbers(np.asarray(index))
@@ -572,7 +571,7 @@ class Batch:
         return np.where(index < 0, index + self.rows, index)
 
     def whole(self, units: np.ndarray) -> Batch:
-        """Return the same rows, those with equal entries of `units` [rows] next to each other.
+        """Return the rows reordered: those with equal entries of `units` [rows] are neighbours.
 
         `split` keeps such rows together.
         """
@@ -586,7 +585,7 @@ class Batch:
         in_order = (order == np.arange(len(order))).all()
         batch = self if in_order else self.take(order)
         batch = self._same_rows(batch.views, batch._read)
-        # Rows may be cut apart where the unit changes, and at both ends.
+        # A cut may be where the unit changes, and at both ends.
         borders = np.flatnonzero(np.diff(units[order])) + 1
         batch._cuts = np.concatenate([[0], borders, [len(order)]])
         return batch
@@ -618,7 +617,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence[Batch]) -> Batch:
-        """Return the rows of all batches, one batch behind the other.
+        """Return the concatenated rows of all batches.
 
         All must have the same columns. Raises ValueError where it is known that they do not.
         """
@@ -657,7 +656,7 @@ def _own_metrics(batches: Iterable[Batch]) -> Metrics | None:
 
 
 def _tables(batch: Batch) -> tuple[Table, ...]:
-    """Return the tables that are just this batch, or else the batch as one table."""
+    """Return the tables of a batch that is a single plain view; else the batch as one table."""
     view = batch.views[0]
     is_plain = view.index is None and view.renames is None and view.only is None
     if is_plain and len(batch.views) == 1:

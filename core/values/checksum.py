@@ -1,7 +1,7 @@
-"""Checksums of weights, by which two sides see whether they hold the same values.
+"""Checksums of weights, to compare the values of two processes.
 
-A parameter's checksum is the sum of those of its boxes modulo 2**64, however it is cut. A rotating
-proof takes a 32nd of the rows each time, chosen by their place in the whole parameter:
+A parameter's checksum is the sum of those of its boxes modulo 2**64, for any cut into boxes. A
+rotating proof takes a 32nd of the rows each time, chosen by their index in the whole parameter:
 
     part 0            part 1                   part 31
     rows 0 to R/32    rows R/32 to 2 R/32 ...  the last R/32    together: every value once
@@ -24,14 +24,14 @@ Key = TypeVar("Key", bound=Hashable)
 PARTS = 32
 """Parts of a parameter, of which a rotating proof takes one."""
 GRAIN = 1 << 17
-"""Elements that a part has at least; a smaller parameter is a part by itself."""
+"""The least elements of a part; a smaller parameter is a part by itself."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def part_of(name: str, shape: Sequence[int], part: int | None) -> Box | None:
-    """Return part number `part` of a parameter, all of it for None; None where that is empty.
+    """Return the box of part number `part` of a parameter, or of all for None; None if empty.
 
-    A name decides which part is a parameter's first one, so that small ones take turns.
+    The number of the first part depends on the name, so that small parameters take turns.
     """
     number = 0 if part is None else (part + zlib.crc32(name.encode())) % PARTS
     if part is None or not shape:
@@ -54,9 +54,9 @@ def checksum(values: torch.Tensor, box: Box) -> torch.Tensor:
     It is the sum of (bits of x) w_0(i_0) w_1(i_1) ... over the elements, where each w is an odd
     number mixed from an index in the complete parameter. Along the last dimension w is that of the
     8 bytes in which the element lies, times 2 to the power of its first bit in them, so that 8
-    bytes are taken at once. One element that differs always changes the sum; two that changed
-    places do, but for one case in 10,000 of 16-bit values, since the last of four has 16 bits of
-    the sum.
+    bytes are processed at once. One element that differs always changes the sum; two elements that
+    are swapped do, except in one case of 10,000 with 16-bit values, since the last of four has 16
+    bits of the sum.
     """
     if not values.dim():
         values = values.reshape(1)

@@ -67,7 +67,7 @@ class Column:
     def take(self, index: Index, copy: bool = True) -> Column:
         """Return rows by slice or int64 array, copied (never a view that others could write to).
 
-        copy=False lets a slice share memory, for callers that copy it themselves (the wire).
+        With copy=False a slice shares memory, for callers that copy it themselves (the wire).
         """
         if not isinstance(index, slice):
             index = np.array(index, dtype=np.int64)  # torch takes no negative strides
@@ -183,9 +183,9 @@ def _positions(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def tokens(rows: Sequence[Any], dtype: torch.dtype | None = None) -> Column:
-    """Make a token column of one sequence (list, array or tensor) per row.
+    """Make a token column from one sequence (list, array or tensor) per row.
 
-    Without `dtype` it is that of the sequences, or int64 if all of them are empty.
+    The default dtype is that of the sequences, or int64 if all of them are empty.
     """
     # A tensor keeps its dtype; NumPy chooses that of lists.
     parts = [
@@ -202,7 +202,7 @@ def tokens(rows: Sequence[Any], dtype: torch.dtype | None = None) -> Column:
 
 
 def as_column(value: Any) -> Column:
-    """Make a column of a tensor or array (a value per row), or of a list (an object per row).
+    """Make a column from a tensor or array (a value per row), or a list (an object per row).
 
     A Column is returned unchanged. Raises TypeError for anything else.
     """

@@ -1,4 +1,4 @@
-"""The names of what a run writes into its folder; readers of folders need nothing else of a run."""
+"""Names of the files in a run's folder, for all code that reads such folders."""
 
 MARK = "run.json"
 """The file that marks a folder as a run's; it holds the run's config, settings and versions."""

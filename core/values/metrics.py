@@ -1,4 +1,4 @@
-"""Metrics that do not depend on how rows were split: sums with their counts, maxima, values."""
+"""Metrics that do not depend on how rows were split: means (sums, counts), maxima, spreads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Metrics:
         maxima: Mapping[str, float] | None = None,
         spreads: Mapping[str, Any] | None = None,
     ):
-        # Plain floats, whatever came: tensors would hold on to device memory.
+        # Plain floats of any input: tensors would keep device memory.
         self.means = {}
         for name, (total, count) in (means or {}).items():
             self.means[name] = (float(total), float(count))
@@ -58,7 +58,7 @@ class Metrics:
         return merged
 
     def values(self) -> dict[str, float]:
-        """Return name -> figure; means without any count and spreads of nothing are left out."""
+        """Return name -> figure; means with count 0 and spreads without values are left out."""
         figures = {name: total / count for name, (total, count) in self.means.items() if count}
         figures |= self.maxima
         for name, values in self.spreads.items():

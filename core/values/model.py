@@ -1,4 +1,4 @@
-"""Which model a role runs: a Hugging Face folder, or a config with weights drawn from a seed."""
+"""The model of a role: a Hugging Face folder, or a config with weights drawn from a seed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import attrs
 
 @attrs.frozen
 class ModelConfig:
-    """Give `path` (a Hugging Face folder with config.json and safetensors) or `config` (random
-    weights)."""
+    """Settings of a model: `path` (a Hugging Face folder with config.json and safetensors) or
+    `config` (random weights)."""
 
     path: str | None = None
     """Folder with config.json and model.safetensors; that of a finished run, for the model that it
@@ -32,7 +32,7 @@ class ModelSpec:
     init_seed: int
     """Seed of random weights, and of a new value head."""
 
-    # What a run makes of it
+    # Its use in a run
     kind: str = "policy"
     """"policy" (next-token logits), "value" (one value per token) or "score" (one score per
     sequence)."""

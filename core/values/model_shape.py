@@ -43,15 +43,15 @@ class ModelShape:
 
     # Parameters
     layer: Mapping[str, Shape]
-    """Parameters of one layer, by name behind `layer_prefix`."""
+    """Parameters of one layer, by name after `layer_prefix`."""
     before: Mapping[str, Shape] = attrs.field(factory=dict)
-    """Parameters in front of the layers: the embedding."""
+    """Parameters before the layers: the embedding."""
     after: Mapping[str, Shape] = attrs.field(factory=dict)
-    """Parameters behind the layers: the last norm, and the head where it is not tied."""
+    """Parameters after the layers: the last norm, and the head where it is not tied."""
     ties: Mapping[str, str] = attrs.field(factory=dict)
     """Tied name -> the name whose storage it shares."""
     layer_prefix: str = "layers.{}."
-    """Prefix of a layer's parameters, with the layer's number in place of {}."""
+    """Prefix of a layer's parameters, in which {} is replaced by the layer's number."""
 
     # A mixture of experts
     experts: int = 0

@@ -1,7 +1,7 @@
 """Parallel layouts: which rank has which coordinates, and which ranks form a process group.
 
 HybridFlow (arXiv:2409.19256), section 5, trains with layout `p-t-d` and generates with layout
-`p_g-t_g-d_g-d` on the same ranks. Its zero-redundancy groups let each rank's training shard lie
+`p_g-t_g-d_g-d` on the same ranks. In its zero-redundancy groups, each rank's training shard lies
 inside its generation shard. With t = 4, t_g = 2 and a parameter of four parts A to D:
 
     rank                              0     1     2     3
@@ -96,7 +96,7 @@ class ParallelLayout:
         if not 0 <= rank < self.world:
             raise ValueError(f"rank {rank} is outside a layout of {self.world} ranks")
 
-        # The digits of a number whose places count by the sizes of the axes.
+        # The digits of the rank in a mixed radix: the sizes of the axes.
         coords = {axis: rank // self._strides[axis] % getattr(self, axis) for axis in AXES}
         return Coords(**coords, ep=coords["dp"] % self.ep)
 
@@ -126,7 +126,7 @@ class ParallelLayout:
         if unknown := [name for name in names if name not in AXES]:
             raise ValueError(f"unknown axis {unknown[0]!r}; axes are {', '.join((*AXES, 'ep'))}")
 
-        # One group for each place along the other axes. Within it the fastest axis comes last.
+        # One group for each position along the other axes. Within it the fastest axis comes last.
         others = self._places([name for name in AXES if name not in names])
         members = self._places(sorted(names, key=self._strides.__getitem__, reverse=True))
         groups = []
@@ -285,8 +285,8 @@ def _replicas(train: ParallelLayout, pp: int, tp: int, grouping: str, node: int)
 
 
 def _spread(train: ParallelLayout, pp: int, tp: int, node: int) -> Replicas:
-    """Return replicas of `pp * tp` of one node's ranks, with TP ranks as far apart as possible."""
-    # TP ranks are node // tp apart; pipeline stages take neighbouring ranks.
+    """Return replicas of `pp * tp` ranks of one node, with the largest distance of TP ranks."""
+    # The distance of TP ranks is node // tp; pipeline stages take neighbouring ranks.
     if train.world % node or node % (pp * tp):
         node = pp * tp  # replicas do not fill nodes evenly, so they take neighbouring ranks
 

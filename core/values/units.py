@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BUCKET_MB = 64.0
-"""Limit of the messages of a weight transfer that are under way, per rank, in 10^6 bytes."""
+"""Limit of the messages of a weight transfer that are in flight, per rank, in 10^6 bytes."""
 
 
 def amount(nbytes: float) -> str:

@@ -1,4 +1,4 @@
-"""Who holds which part of which parameter: the language that trainers and rollout engines share.
+"""Layouts of weights: which rank holds which boxes of which parameter, in trainers and engines.
 
 A *box* is an axis-aligned part of a parameter; the *shard* of a rank is the values of its boxes.
 Canonical names and shapes are those of the exported safetensors (Hugging Face).
@@ -38,7 +38,7 @@ class Box:
             (*full.stop[:dim], stop, *full.stop[dim + 1 :]),
         )
 
-    # --- sizes and places ---
+    # --- sizes and slices ---
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Box:
         return Box(start, stop) if all(map(operator.lt, start, stop)) else None
 
     def minus(self, other: Box) -> Iterator[Box]:
-        """Yield disjoint boxes of what this one holds and `other` does not.
+        """Yield disjoint boxes with the elements of this one that `other` does not have.
 
         There are at most two for each dimension.
         """
@@ -81,7 +81,7 @@ class Box:
                 yield self
             return
 
-        # Dimension by dimension, cut off what lies before and behind the common part.
+        # Dimension by dimension, cut off the parts before and after the common one.
         start = list(self.start)
         stop = list(self.stop)
         for dim in range(len(common.start)):
@@ -136,7 +136,7 @@ def _flat(origin: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int
         yield from inside(tail, start - tail * row, stop - tail * row)
         return
 
-    # The parts before, among and behind the whole rows, where there are any.
+    # The part before the whole rows, these rows, and the part after them, if not empty.
     if start < head * row:
         yield from inside(head - 1, start - (head - 1) * row, row)
     if head < tail:
@@ -211,8 +211,8 @@ class _ByRank(Mapping[int, Mapping[str, tuple[Box, ...]]]):
 class WeightLayout:
     """Which boxes of each parameter each rank holds; `()`, nothing, is legal.
 
-    Boxes are parts of the canonical parameter, whatever the storage looks like: padding is in none
-    of them. A holder that fuses, interleaves or transposes parameters returns a view of a box, or
+    Boxes are parts of the canonical parameter, for any form of storage: padding is in none of them.
+    A backend or engine that fuses, interleaves or transposes parameters returns a view of a box, or
     copies it in and out.
     """
 
@@ -251,7 +251,7 @@ class WeightLayout:
         if isinstance(self.held, _ByRank):
             return self.held.shards
 
-        # Every parameter has an entry, also one that nobody holds.
+        # Every parameter has an entry, also one that no rank holds.
         shards: dict[str, dict[int, tuple[Box, ...]]] = {name: {} for name in self.params}
         for rank, holding in self.held.items():
             for name, boxes in holding.items():
@@ -266,7 +266,7 @@ class WeightLayout:
         return nbytes
 
     def renumbered(self, number: Callable[[int], int]) -> WeightLayout:
-        """Return the same layout on other ranks: those of another pool, behind the first's, say."""
+        """Return the same layout on other ranks, such as those after another pool's ranks."""
         # Parameters that share a Shards object go on sharing it.
         by_id: dict[int, dict[int, tuple[Box, ...]]] = {}
         shards = self.shards()

@@ -1,1 +1,1 @@
-"""The programs inside a pool's processes: model workers, tasks, and the path of an update."""
+"""The workers inside a pool's processes: models, rewards, tasks, and the computation of updates."""

@@ -1,8 +1,8 @@
-"""Whether a rollout engine says what its trainer would: asked before the optimizer steps.
+"""Compares the logprobs of rollout engine and trainer, before the optimizer steps.
 
-Of the tokens that the present weights made, an update has both logprobs. One reduction gives the
-mean of their differences, the same on every rank. Tokens of earlier weights are not compared: of
-the mini-batches of a step only the first has others.
+For tokens that the present weights generated, an update has the logprobs of both. One reduction
+gives the mean of their differences, the same on every rank. Tokens of earlier weights are not
+compared; all mini-batches of a step but the first have only such tokens.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def disagreement(
     limit: float,
     just_synced: bool,
 ) -> str | None:
-    """Return what is wrong with the engine's logprobs, the same on every rank; None if nothing is.
+    """Return the problem with the engine's logprobs, the same on every rank; None if there is none.
 
     metrics: those of the losses on this rank. limit: nats; inf switches the check off.
-    just_synced: the engines have the weights that are to be updated, so that tokens of theirs are
-    expected. A collective call where a loss has what it takes.
+    just_synced: the engines have the weights that are to be updated, so that some tokens must be of
+    these. A collective call if a part has the columns and outputs to compare.
     """
     compared = [part for part in parts if part.compared]
     if limit == inf or not compared:
         return None
 
-    # Ranks that compute the same rows count them alike, which leaves the mean as it is.
+    # Ranks of one replica count the same rows, which does not change the mean.
     own = metrics.means.get(MISMATCH_MEAN, (0.0, 0.0))
     total, count = context.sum(own, EVERY_AXIS)
     if count:

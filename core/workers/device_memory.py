@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it is free."""
+"""Measures the memory of a device: its size, and the free part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.rollouts.weight_sync import node_name
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where Linux tells the limits of a container (cgroups, version 2)."""
+"""The folder with the limits of a container in Linux (cgroups, version 2)."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables with settings of torch's allocator."""
 MEMINFO = Path("/proc/meminfo")
@@ -32,14 +32,14 @@ class RankMemory:
 
 
 class DeviceWorker(Worker):
-    """A worker that tells of its rank's device."""
+    """A worker that measures the memory of its rank's device."""
 
     @register(Protocol.ONE_TO_ALL)
     def memory(self) -> RankMemory | None:
-        """Return the device's memory as it is now; None where the system does not tell."""
+        """Return the device's present memory; None where the system does not report it."""
         device = self.context.device
         if device.type == "cuda":
-            # What models of before have left in this process is free, too.
+            # Memory that earlier models have left in this process is free, too.
             gc.collect()
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
@@ -51,8 +51,8 @@ class DeviceWorker(Worker):
     def grow_segments(self) -> None:
         """Map memory in segments that grow, which leaves fewer gaps between tensors.
 
-        It holds for what this process allocates from now on. Settings of the allocator that are in
-        the environment stay as they are.
+        It applies to later allocations of this process. Settings of the allocator in the
+        environment take precedence.
         """
         if any(name in os.environ for name in ALLOCATOR):
             return
@@ -80,7 +80,7 @@ def host_memory() -> tuple[int, int] | None:
 
 
 def _file_pages() -> int:
-    """Return the bytes of files that were read and that the container can drop; 0 if not told."""
+    """Return the bytes of cached files that the container can drop; 0 if they are not known."""
     try:
         lines = (CGROUP / "memory.stat").read_text().splitlines()
     except OSError:

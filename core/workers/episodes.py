@@ -31,12 +31,12 @@ from hybridflow.core.workers.environment_calls import Answered
 
 log = logging.getLogger(__name__)
 NOT_MADE = -1
-"""The turn, and the weight version, of tokens that the environment wrote."""
+"""The value for tokens of the environment in the columns turn and weight_version."""
 
 
 @attrs.frozen
 class Episodes:
-    """What a worker needs to run episodes."""
+    """The environment and the tokenizer by which a worker runs episodes."""
 
     section: EnvironmentSection
     """The environment's name, options and limits."""
@@ -59,7 +59,7 @@ class Episodes:
 
 
 class Episode:
-    """One row: what was written so far, with mask, logprob, version and turn of each token."""
+    """One row: the tokens so far, with mask, logprob, weight version and turn of each."""
 
     def __init__(
         self, spec: Episodes, request: Request, meta: Mapping[str, Any], stops: tuple[int, ...]
@@ -70,13 +70,13 @@ class Episode:
         self.meta = meta
         self.stops = stops
 
-        # Of each token so far, the model's and the environment's.
+        # For each token so far, the model's and the environment's.
         self.ids = np.zeros(0, np.int64)
         self.logprobs = np.zeros(0, np.float32)
         self.versions = np.zeros(0, np.int64)
         self.turns = np.zeros(0, np.int64)
 
-        # Of each turn so far; `reason` is None while the episode runs.
+        # For each turn so far; `reason` is None while the episode runs.
         self.rewards: list[float] = []
         self.states: list[str] = []
         self.reason: str | None = None
@@ -100,7 +100,7 @@ class Episode:
         return self.environment.step(turn)
 
     def close(self) -> None:
-        """Close the environment. What it raises is logged, so that the others are closed too."""
+        """Close the environment. An error is logged, so that the other ones are closed too."""
         try:
             if self.environment is not None:
                 self.environment.close()
@@ -142,7 +142,7 @@ class Episode:
             self.reason = "stop"
             return
 
-        # An engine would take a prefix that ends in a stop for a turn that has ended.
+        # An engine would treat a prefix that ends in a stop as a complete turn.
         sampling = self.request.sampling
         ids = np.zeros(0, np.int64)
         if said["text"]:
@@ -161,15 +161,13 @@ class Episode:
         logprobs = np.zeros(len(taken), np.float32)
         versions = np.full(len(taken), NOT_MADE)
         self._put(taken, logprobs, versions, NOT_MADE)
-        # No room for a token of the model, or no turn left.
+        # The row's limit is reached, or the number of turns.
         if len(ids) >= room or len(self.rewards) >= self.spec.section.max_turns:
             self.reason = "length"
         self.states.append(said["state"])
 
     def next_request(self) -> Request:
-        """Return the request for the model's next turn, which goes on after what was written so
-        far.
-        """
+        """Return the request for the model's next turn, whose prefix is all tokens so far."""
         return attrs.evolve(
             self.request,
             prefix_ids=self.ids,
@@ -209,7 +207,7 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
     returns = torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float32)
     masks = [episode.turns != NOT_MADE for episode in episodes]
 
-    # The state after the last turn is one in which no turn was taken.
+    # No turn is taken in the state after the last turn, so it is left out.
     states = [episode.states[: len(episode.rewards)] for episode in episodes]
     columns = {
         "response_ids": ids,

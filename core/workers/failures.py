@@ -1,6 +1,6 @@
-"""The rule for a reward that fails: retries, a time limit, and a score in its place.
+"""The rule for a reward that fails: retries, a time limit, and a substitute score.
 
-Every failure is logged; none becomes a 0 silently.
+Every failure is logged.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def score_by_rule(
     rule: FailureRule,
     per_token: bool = False,
 ) -> tuple[Any, int]:
-    """(the rewards, how many of them the rule gave).
+    """Return (the rewards, the number of them that are the rule's substitute score).
 
     The rewards are float32 [n], or with `per_token` a list of float32 [T_i]. Raises RewardError
-    that names reward and row where the rule gives no score. A class that scores batches gets the
+    that names reward and row where the rule has no score. A class that scores batches gets the
     batch first; if that fails, its samples one by one.
     """
     function = reward.function if isinstance(reward, FunctionReward) else None
@@ -48,7 +48,7 @@ def score_by_rule(
             except RewardError as error:
                 log.warning("%s; its rows are scored one by one", error)
 
-    # Sample by sample, with retries and what the rule gives for a failure.
+    # Sample by sample, with retries and the rule's score.
     call: Callable[[RewardSample], Any] = function or (lambda sample: reward([sample])[0])
     return _Scoring(call, waits, name, rule, per_token).run(samples)
 
@@ -64,10 +64,10 @@ class _Scoring:
     rule: FailureRule
     per_token: bool
     failed: int = 0
-    """How many samples the rule has scored."""
+    """Number of samples that got the rule's score."""
 
     def run(self, samples: Sequence[RewardSample]) -> tuple[Any, int]:
-        # In the caller's own thread, where the reward may do what it likes.
+        # In the caller's own thread, as some code only works in the main thread.
         if not self.waits and self.rule.timeout_s is None:
             values = [self._score(row, sample) for row, sample in enumerate(samples)]
             return gathered(values, self.per_token), self.failed
@@ -116,9 +116,9 @@ class _Scoring:
         return list(await asyncio.gather(*scores))
 
     async def _outcome(self, row: int, sample: RewardSample) -> Any:
-        """Return what the reward returned, or a RewardError: it raised, or took too long."""
+        """Return the reward's result, or a RewardError if it raised or took too long."""
 
-        # A plain function runs in a thread, so that the loop can give it up.
+        # A plain function runs in a thread, so that the loop can abandon it.
         async def work() -> Any:
             try:
                 if self.waits:
@@ -127,7 +127,7 @@ class _Scoring:
             except Exception as error:  # its own TimeoutError is not ours
                 return self._raised(error, row, sample)
 
-        # What `work` raises is an outcome too, so a TimeoutError here is the time limit's.
+        # `work` returns errors as values, so a TimeoutError here is the time limit's.
         try:
             return await asyncio.wait_for(work(), self.rule.timeout_s)
         except TimeoutError:
@@ -139,9 +139,9 @@ class _Scoring:
         return failure(problem, self.name, row, sample)
 
     def _judged(self, outcome: Any, row: int, sample: RewardSample, left: int) -> Any:
-        """Return the reward's number or numbers, or a RewardError that says what is wrong.
+        """Return the reward's checked number or numbers, or a RewardError.
 
-        left: how often the reward will be tried again.
+        left: the number of further tries.
         """
         if not isinstance(outcome, RewardError):
             try:
@@ -154,7 +154,7 @@ class _Scoring:
         return outcome
 
     def _by_rule(self, error: RewardError, sample: RewardSample) -> Any:
-        """Return the score that the rule gives. Raises `error` where it gives none."""
+        """Return the rule's score. Raises `error` where it has none."""
         score = self.rule.score
         if score is None:
             raise error
@@ -164,7 +164,7 @@ class _Scoring:
 
 
 def at_last_token(score: float, sample: RewardSample) -> np.ndarray:
-    """float32 [T]: the score at the last token that the model wrote, if any, and 0 elsewhere."""
+    """Return float32 [T]: the score at the last token of the model, if any, and 0 elsewhere."""
     tokens = np.zeros(len(sample.response_ids), np.float32)
     written = np.arange(len(tokens)) if sample.written is None else np.flatnonzero(sample.written)
     tokens[written[-1:]] = score
@@ -174,7 +174,7 @@ def at_last_token(score: float, sample: RewardSample) -> np.ndarray:
 def _in_thread(call: Callable[[], Any]) -> asyncio.Future:
     """Return a future of the call's result.
 
-    Nobody waits for its thread once the deadline has passed: Python cannot end it.
+    After the deadline the thread is abandoned, since Python cannot end it.
     """
     loop = asyncio.get_running_loop()
     future = loop.create_future()

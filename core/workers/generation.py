@@ -21,7 +21,7 @@ from hybridflow.core.workers.episodes import Episodes
 GENERATE_READS = ("prompt_ids", "sample_id", "max_tokens")
 """Columns that generation reads; max_tokens where the batch has it."""
 EPISODE_READS = (*GENERATE_READS, "meta")
-"""The same of episodes."""
+"""Columns that episodes read."""
 GENERATED = ("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason")
 """The columns that `generate` adds."""
 EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
@@ -89,7 +89,7 @@ def make_requests(
 ) -> list[Request]:
     """Return one request per row, whose id is the row's number.
 
-    extras: columns that the engine declares; a row's values go along, where the batch has them.
+    extras: columns that the engine declares; requests get the row's values if the batch has them.
     """
     # Seeds follow the sample's number, which does not depend on ranks or batches.
     samples = torch.as_tensor(batch["sample_id"].values).tolist()
@@ -120,7 +120,9 @@ def _generation_metrics(
     started: float,
     engine: RolloutEngine,
 ) -> Metrics:
-    """lengths: generated tokens of each row; started: of the generation, by time.perf_counter."""
+    """Return the metrics of a generation.
+
+    lengths: generated tokens of each row; started: its start, by time.perf_counter."""
     rows = len(reasons)
     means = {
         "response_length": (sum(lengths), rows),
@@ -136,7 +138,7 @@ def _generation_metrics(
 def row_seed(seed: int, sample: int) -> int:
     """Return the seed of one sequence, 63 bits.
 
-    It follows from the run's seed and the sample's number, so not from ranks or batches.
+    It depends only on the run's seed and the sample's number, not on ranks or batches.
     """
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

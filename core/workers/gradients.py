@@ -1,4 +1,4 @@
-"""The path of an update on one rank, from mini-batches and losses to gradients and metrics.
+"""Computes an update on one rank, from mini-batches and losses to gradients and metrics.
 
 (mini-batch, loss) pairs        LossPart: this rank's rows, planned into micro-batches
     |  agree                    one all-reduce: counts of the whole mini-batches, and equally
@@ -67,8 +67,8 @@ class LossPart:
     ):
         """Plan the micro-batches of at most `micro_batch_tokens` tokens, padding included.
 
-        extras: columns that the backend reads beside ours, where the batch has them. packing: how
-        it takes the rows.
+        extras: columns that the backend reads beside the framework's, where the batch has them.
+        packing: how the backend takes rows.
         """
         self.loss = loss
         self.context = context
@@ -76,7 +76,7 @@ class LossPart:
         self.prompts, self.responses, self.masks = (batch[name] for name in BASE)
         assert self.prompts.lengths is not None and self.responses.lengths is not None
 
-        # Of each row: its tokens to train on, and the unit that it belongs to.
+        # For each row: its number of tokens to train on, and its unit.
         self.tokens = _row_tokens(self.masks)
         self.units: np.ndarray | None = None
         if loss.unit != "row":
@@ -98,10 +98,10 @@ class LossPart:
         self.micros: list[MicroBatch] = []
         """The planned micro-batches, then the dummies; `make_micros` makes them."""
 
-        # `dict.fromkeys` drops what is named twice.
+        # `dict.fromkeys` drops repeated names.
         names = (*loss.reads, "loss_mask", *(name for name in MISMATCH if name in batch))
         self.columns = {name: batch[name] for name in dict.fromkeys(names)}
-        # Whether the loss has what the two sides are compared by.
+        # Whether the batch and the loss have the logprobs of both engine and trainer.
         self.compared = "logprobs" in loss.needs and all(name in batch for name in MISMATCH)
         self.topk = batch["topk_ids"] if "topk_logprobs" in loss.needs else None
         self.extras = {name: batch[name] for name in extras if name in batch}
@@ -113,7 +113,7 @@ class LossPart:
         return np.flatnonzero(np.isin(self.units, self.units[self.tokens > 0]))
 
     def _count(self, rows: np.ndarray) -> Counts:
-        """This rank's share of the counts that losses divide by: tokens, sequences, units."""
+        """Return this rank's share of the counts that losses divide by."""
         tokens = self.tokens[rows]
         sequences = (tokens > 0).sum()
         units = len(rows) if self.units is None else len(np.unique(self.units[rows]))
@@ -129,7 +129,7 @@ class LossPart:
             for rows in self.plan
         ]
 
-        # Dummies have as many candidates per token as the others, for equal shapes on all ranks.
+        # Dummies have as many top-k ids per token as the others, for equal shapes on all ranks.
         topk = 0
         if self.topk is not None:
             topk = int(torch.as_tensor(self.topk.values).shape[-1])
@@ -140,7 +140,7 @@ class LossPart:
         tally = Tally()
 
         def share(number: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            """Micro-batch `number`'s share of the loss; its terms go to the tally."""
+            """Return micro-batch `number`'s share of the loss, and add its terms to the tally."""
             if self.micros[number].dummy:
                 return _zero_loss(outputs)
 
@@ -156,7 +156,7 @@ class LossPart:
             if self.compared:
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
 
-            # Every term had weight 0: the ranks' backwards must still meet.
+            # Every term has weight 0, but all ranks must run the same backward passes.
             if train and not value.requires_grad:
                 return value + _zero_loss(outputs)
             return value
@@ -183,7 +183,7 @@ def agree(parts: Sequence[LossPart]) -> None:
     """Sum the counts of every part over the data parallel ranks, by one all-reduce.
 
     Then make equally many micro-batches on each rank, at least one: sharded models wait for one
-    another. Per part a rank adds 3 counts and, at its own place, its number of micro-batches.
+    another. Per part a rank adds 3 counts and, at its own index, its number of micro-batches.
     """
     context = parts[0].context
     size = 3 + context.layout.dp
@@ -201,9 +201,9 @@ def agree(parts: Sequence[LossPart]) -> None:
 
 
 def mismatch(rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, version: int) -> Tally:
-    """Measure how far the trainer's logprobs are from the rollout engine's.
+    """Return metrics of the difference between the trainer's and the rollout engine's logprobs.
 
-    Over the tokens that the present weights made, with d = logprobs - rollout_logprobs:
+    Over the tokens that the present weights generated, with d = logprobs - rollout_logprobs:
     mismatch_mean is the mean of |d|; mismatch_kl the mean of exp(d) - 1 - d, the k3 estimator of
     KL(rollout || trainer); mismatch_max_ratio the largest exp(|d|).
     """
@@ -250,10 +250,10 @@ def padded_rows(
 ) -> dict[str, Any]:
     """Return the columns that a loss is called with, for these rows.
 
-    Float columns come in float32, masks as float32, integers as they are; token columns padded to
+    Floats and masks become float32, integers are unchanged; token columns are padded to
     [rows, width], by default to the longest row. Float columns of response tokens are 0 where
-    loss_mask is 0: a nan there (tool output has no logprobs, say) would come back as a nan
-    gradient, mask or not.
+    loss_mask is 0: a nan there (tool output has no logprobs, say) would give nan gradients even
+    where it is masked.
     """
     mask = columns["loss_mask"].take(rows)
     hidden = torch.as_tensor(mask.values) == 0
@@ -272,7 +272,7 @@ def padded_rows(
                 trailing = (1,) * (tensor.dim() - 1)
                 tensor = tensor.masked_fill(hidden.view(-1, *trailing), 0)
             tensor = Column(tensor, taken.lengths).padded(width=width)
-        # Losses compute in float32, whatever the columns came in.
+        # Losses compute in float32, for any dtype of the columns.
         if tensor.is_floating_point() or name == "loss_mask":
             tensor = tensor.float()
         padded[name] = tensor.to(device)

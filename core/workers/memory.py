@@ -1,4 +1,4 @@
-"""How much memory a phase takes."""
+"""Measures the memory that a phase takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 import torch
 
 PROC = Path("/proc/self")
-"""Where Linux tells a process about its memory (see proc(5))."""
+"""The folder with a process's memory figures in Linux (see proc(5))."""
 
 
 @attrs.define

@@ -1,4 +1,4 @@
-"""Rows into micro-batches within a token budget: rows of like length together, units whole."""
+"""Splits rows into micro-batches within a token budget, by similar length and with whole units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.columns import Column
 
 OVERHEAD_TOKENS = 256
-"""The cost of one more forward and backward, in tokens' worth of time.
+"""The cost of one more forward and backward pass, as the number of tokens that take as long.
 
 Less padding than that is cheaper than a split.
 """
@@ -28,9 +28,10 @@ def plan_micro_batches(
     packing: Packing = Packing.PADDED,
     prompts: Column | None = None,
 ) -> list[np.ndarray]:
-    """Row indices per micro-batch of at most `budget` tokens: rows * longest, or all of them.
+    """Return the row indices of micro-batches of at most `budget` tokens each.
 
-    A single unit may exceed the budget. Units (rows with equal values in `units`) stay whole. They
+    Padded rows count rows * longest, packed ones their sum. A single unit may exceed the budget.
+    Units (rows with equal values in `units`) stay whole. They
     are sorted by length, then by their number of rows; the cuts minimise padded tokens plus
     `overhead` per micro-batch. Packed rows have no padding: each micro-batch is filled. Rows that
     share one of `prompts` stay together as far as the budget allows. Deterministic.
@@ -41,7 +42,7 @@ def plan_micro_batches(
         shares = prompts if packing is Packing.SHARED else None
         return _plan_packed(np.asarray(lengths), budget, units, shares)
 
-    # Of each unit the longest row and the number of rows; without units each row is one.
+    # For each unit its longest row and its number of rows; without units each row is a unit.
     members = _unit_rows(len(lengths), units)
     if units is None:
         longest = np.asarray(lengths)
@@ -50,7 +51,7 @@ def plan_micro_batches(
         longest = np.array([lengths[rows].max() for rows in members])
         sizes = np.array([len(rows) for rows in members])
 
-    # `ends` are the rows before each of the sorted units, and all rows at its end.
+    # `ends`: the number of rows before each of the sorted units, then the number of all rows.
     order = np.lexsort((sizes, longest))
     ends = np.concatenate([[0], np.cumsum(sizes[order])])
     stops = _cuts(longest[order], ends, budget, overhead)
@@ -99,9 +100,9 @@ def _plan_packed(
 
 
 def _filled(tokens: np.ndarray, budget: int) -> list[int]:
-    """Return where to cut the sorted pieces into micro-batches that are as full as they can be.
+    """Return where to cut the sorted pieces into micro-batches that are as full as possible.
 
-    tokens: [n], those of each piece.
+    tokens: [n], the tokens of each piece.
     """
     ends = np.cumsum(tokens)
     stops = [0]
@@ -114,7 +115,7 @@ def _filled(tokens: np.ndarray, budget: int) -> list[int]:
 
 
 def _owners(prompts: Column) -> np.ndarray:
-    """Return of each row the first row that has the same prompt, int64 [rows]."""
+    """Return for each row the first row that has the same prompt, int64 [rows]."""
     assert prompts.lengths is not None
     values = np.asarray(torch.as_tensor(prompts.values))
     stops = np.cumsum(prompts.lengths)
@@ -162,7 +163,7 @@ def _cuts(longest: np.ndarray, ends: np.ndarray, budget: int, overhead: int) -> 
         stops = stops[stops > np.maximum(start, run_starts[runs])]
         stops = stops if len(stops) else np.array([start + 1])
 
-        # Paths that are cheaper by way of `start`.
+        # Paths that are cheaper through `start`.
         cost = best[start] + (ends[stops] - ends[start]) * longest[stops - 1] + overhead
         better = cost < best[stops]
         best[stops[better]] = cost[better]
@@ -223,7 +224,7 @@ def make_micro_batch(
         prompt_at = torch.arange(len(rows)) * ids.shape[1]
         response_at = prompt_at + prompt_lengths
 
-    # Rows that share a prompt write the same tokens there.
+    # Rows that share a prompt write the same tokens to one position.
     flat = ids.view(-1)
     row, at = counted(prompt_lengths)
     flat[prompt_at[row] + at] = torch.as_tensor(prompt.values).long()
@@ -244,9 +245,9 @@ def make_micro_batch(
 def _packed_places(
     prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, owners: torch.Tensor
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return (tokens in all, the places of prompts, those of responses), int64 [rows] each.
+    """Return (tokens in all, the indices of prompts, those of responses), int64 [rows] each.
 
-    owners: of each row the first one that has its prompt. Whole rows and shared prompts come first,
+    owners: for each row the first one with its prompt. Whole rows and shared prompts come first,
     ascending by length, then the responses to shared prompts, by the lengths of both.
     """
     rows = torch.arange(len(owners))

@@ -4,7 +4,7 @@ Every rank of the role has one. Where the actor has an engine of its own, its ra
 training and generation:
 
     update     backend.forward_backward, backend.optim_step     weights of version v + 1
-    generate   HybridEngine.sync  ->  engine.generate  ->  engine.sleep (unless it is kept)
+    generate   HybridEngine.sync  ->  engine.generate  ->  engine.sleep (unless generation.keep)
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ from hybridflow.core.workers.residents import Residents
 
 @attrs.frozen
 class Built:
-    """What a rank reports about its model once it is built."""
+    """A rank's report about its model once it is built."""
 
     parameters: int
     """The number of parameters of the whole model, not of this rank's shards."""
     sync: SyncCost | None = None
-    """What a weight sync to the rank's engine will cost; None without an engine."""
+    """The cost of a weight sync to the rank's engine; None without an engine."""
 
 
 def _logprob_columns(batch: Batch, columns: Mapping[str, str], topk: int = 0) -> Sequence[str]:
@@ -89,7 +89,7 @@ class ModelWorker(PoolMember):
     def __init__(self, context: RankContext, role: ModelRole, driver: Episodes | None = None):
         """Make the training backend, which `build` builds.
 
-        driver: what an environment's episodes need; None without an environment.
+        driver: the environment and its tokenizer; None without an environment.
         """
         super().__init__(context)
         self.role = role
@@ -100,7 +100,7 @@ class ModelWorker(PoolMember):
         self.hybrid: HybridEngine | None = None
         self.sync_peak = Peak()
         self._brought: int | None = None
-        """The version of the weights that engines were last brought."""
+        """The version of the weights that engines got last."""
         self.residents: Residents = context.shared.setdefault("residents", Residents())
 
         # Further columns that the backend reads, and that the engine is sent.
@@ -147,7 +147,7 @@ class ModelWorker(PoolMember):
             self.engine.close()
 
     def _resident(self, *parts: str, alone: bool = False) -> TrainingBackend:
-        """Return the backend with these of PARTS on the device; roles that move make room."""
+        """Return the backend with these of PARTS on the device; other offloaded roles leave it."""
         self.residents.enter(self.context.role, parts, alone)
         return self.backend
 
@@ -155,7 +155,7 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.THREE_D, reads=BASE, writes=_logprob_columns)
     def logprobs(self, batch: Batch, columns: dict[str, str], topk: int = 0) -> Batch:
-        """Per response token: the logprobs and the entropy of the policy.
+        """Return the policy's logprobs and entropy at each response token.
 
         columns: output ("logprobs", "entropy") -> the name of its column. `topk` > 0 adds the
         columns topk_ids and topk_logprobs, [T, topk] per row.
@@ -207,8 +207,8 @@ class ModelWorker(PoolMember):
             for rows in plan
         ]
 
-        # Every data parallel rank runs equally many forwards, since sharded models wait for one
-        # another; dummies fill up.
+        # Every data parallel rank runs equally many forwards, if needed with dummies, since sharded
+        # models wait for one another.
         most = int(max(*self.context.max([len(micros)]), 1))
         micros += [dummy_micro_batch(device) for _ in range(most - len(plan))]
         outputs = self._resident("weights").forward(micros, needs, self.role.temperature)
@@ -271,8 +271,7 @@ class ModelWorker(PoolMember):
         return loss_metrics(tallies, self.context)
 
     def _check_agreement(self, parts: Sequence[LossPart], metrics: Metrics) -> None:
-        """Raise MismatchError on every rank, without gradients, where an engine says something
-        else."""
+        """Raise MismatchError on every rank if the engine's logprobs differ; clear gradients."""
         backend = self.backend
         just_synced = self._brought == backend.version
         limit = self.role.mismatch_stop
@@ -280,7 +279,7 @@ class ModelWorker(PoolMember):
         if problem is None:
             return
 
-        # A step with a gradient that is not finite does nothing but clear.
+        # A step with a gradient that is not finite only clears the gradients.
         def not_finite(_: int, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
             return outputs["logprobs"].sum() * torch.nan
 
@@ -307,7 +306,7 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
-        """Responses for the rows' prompts, with the trained weights of this moment.
+        """Generate responses to the rows' prompts, with the present trained weights.
 
         The weights are synced first if the trainer's are newer. A column max_tokens has each row's
         own limit; without it that is sampling.max_tokens.
@@ -316,19 +315,19 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.MICRO_DP, reads=EPISODE_READS, writes=EPISODE_COLUMNS)
     def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
-        """`generate` in turns, with the environment's answers between them."""
+        """Generate responses in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         verb = partial(generate_episodes, episodes=self.driver, context=self.context)
         return self._generated(verb, batch, sampling, seed)
 
     def _generated(self, verb: Callable[..., Batch], batch: Batch, *how: Any) -> Batch:
-        """Generate with the weights of this moment, then give the engine's memory back.
+        """Generate with the present weights, then free the engine's memory unless it is kept.
 
         The result carries the metrics of the sync and of the generation.
         """
         assert self.engine is not None, "this role has no rollout engine"
 
-        # The engine's caches take what the trainers leave.
+        # Offloaded roles leave the device to the engine's caches.
         sync_seconds = self._sync()
         self.residents.clear()
         if not self.role.keep_engine:
@@ -346,7 +345,7 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def sync(self) -> float:
-        """Bring the trained weights to the rollout engine; return the seconds that it took."""
+        """Send the trained weights to the rollout engine; return the seconds that it took."""
         return self._sync()
 
     def _sync(self) -> float:
@@ -365,9 +364,10 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def compared(self) -> dict[str, str]:
-        """Compare the engine's weights with the trainer's, all that can be read back.
+        """Compare all of the engine's weights that can be read back with the trainer's.
 
-        It gives the parameters that differ, and how; the weights must not be newer than the sync.
+        Return the parameters that differ, and how; the trainer's weights must not be newer than the
+        last sync.
         """
         if self.engine is None or self.hybrid is None or self.hybrid.version is None:
             return {}
@@ -384,7 +384,7 @@ class ModelWorker(PoolMember):
 
     @register(Protocol.RANK_ZERO)
     def version(self) -> int:
-        """Return the number of optimizer steps that made the weights."""
+        """Return the number of optimizer steps taken, the version of the weights."""
         return self.backend.version
 
     @register(Protocol.ONE_TO_ALL)
@@ -414,7 +414,7 @@ class ModelWorker(PoolMember):
         """Read what `save` wrote."""
         self._resident(*PARTS).load(Path(folder))
         self._brought = None
-        # Weights of as many steps may be others.
+        # Weights with the same number of steps may differ.
         if self.hybrid is not None:
             self.hybrid.forget()
 
@@ -441,11 +441,11 @@ class ModelWorker(PoolMember):
         return digest.hexdigest()
 
     def _sync_figures(self, seconds: float) -> dict[str, float]:
-        """Return what the sync before this generation moved and took, in MB (10^6 bytes).
+        """Return metrics of the sync before this generation, in MB (10^6 bytes).
 
         sync_received_mb: received from other ranks. sync_buffer_mb: the plan's buffers.
-        sync_aliased_mb: left in place. sync_extra_mb: memory beyond what was in use before, which
-        the plan's buffers should account for.
+        sync_aliased_mb: in shared storage, not copied. sync_extra_mb: the increase of memory during
+        the sync, which should be about the plan's buffers.
         """
         if not seconds or self.hybrid is None:
             return {}
@@ -460,12 +460,12 @@ class ModelWorker(PoolMember):
 
 
 def _peak_metric(phase: str, peak: Peak) -> Metrics:
-    """<phase>_peak_gb: the most memory in use during it (10^9 bytes), the largest over ranks."""
+    """Return the metric <phase>_peak_gb: the phase's peak memory (10^9 bytes), max over ranks."""
     return Metrics(maxima={f"{phase}_peak_gb": peak.most / 1e9} if peak.most else {})
 
 
 def _output_names(needs: Sequence[str]) -> list[str]:
-    """Return the outputs that a backend gives for these needs: "topk:K" is two of them."""
+    """Return the outputs that a backend returns for these needs: "topk:K" gives two."""
     names = []
     for need in needs:
         names += ["topk_ids", "topk_logprobs"] if need.startswith("topk:") else [need]
@@ -486,6 +486,6 @@ def _column(outputs: list[torch.Tensor], plan: list[np.ndarray], lengths: np.nda
     outputs = outputs[: len(plan)]
     if per_token:
         return unpad(outputs, plan, lengths)
-    # `plan` says which row each output is of; sorting it gives the rows' own order.
+    # `plan` has the row of each output; sorting it gives the rows' own order.
     order = torch.from_numpy(np.argsort(np.concatenate(plan), kind="stable"))
     return Column(torch.cat(outputs).cpu()[order])

@@ -1,4 +1,4 @@
-"""The worker base for groups between whose pools weights travel."""
+"""The base of workers that transfer weights between pools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridflow.core.values.weights import WeightLayout
 
 
 class PoolMember(Worker):
-    """A worker whose group sends weights to another pool, or takes them from one."""
+    """A worker whose group sends weights to another pool, or receives them from one."""
 
     role: ModelRole
     side: PoolSide

@@ -1,4 +1,4 @@
-"""How the terms of a loss become its value and its figures.
+"""Reduces the terms of a loss to its value and its metrics.
 
 Every term is a sum over a count of the whole mini-batch, so that the result does not depend on how
 rows are spread over ranks and micro-batches.
@@ -47,7 +47,7 @@ class Tally:
             scalars += [value for value in (total, count) if isinstance(value, torch.Tensor)]
         scalars += [value for _, value in self._maxima]
 
-        # One transfer to the host; `numbers` then gives them in the order in which they were added.
+        # One transfer to the host; `numbers` then yields them in the order of their addition.
         numbers = iter(
             torch.stack([value.double() for value in scalars]).tolist() if scalars else ()
         )
@@ -70,7 +70,7 @@ class Tally:
 def reduce_terms(
     terms: Term | Sequence[Term], loss_mask: torch.Tensor, counts: Counts, local: Counts
 ) -> tuple[torch.Tensor, Tally]:
-    """This micro-batch's share of the loss (the shares add up to it), and a tally of the terms.
+    """Return this micro-batch's share of the loss (shares add up to it), and a tally of the terms.
 
         share = sum over terms of  weight * (numerator over this micro-batch) / (mini-batch's count)
 
@@ -100,7 +100,7 @@ def reduce_terms(
 def _share(
     term: Term, loss_mask: torch.Tensor, counts: Counts, local: Counts
 ) -> tuple[torch.Tensor, float, float]:
-    """(numerator, the mini-batch's count, this micro-batch's count), by the term's `how`.
+    """Return (numerator, the mini-batch's count, this micro-batch's count), by the term's `how`.
 
     With m the mask, the numerator is the sum over rows of: sum_t m_t v_t for token-mean and
     seq-mean-token-sum; that over sum_t loss_mask_t for seq-mean-token-mean; that over `length` for
@@ -139,7 +139,7 @@ def _mask_of(term: Term, loss_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _masked(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """value * mask, and exactly 0 (not nan) where the mask is 0."""
+    """Return value * mask, which is exactly 0 (not nan) where the mask is 0."""
     # nan * 0 is nan, so a product with the mask alone would not do.
     zero = torch.zeros((), dtype=value.dtype, device=value.device)
     return torch.where(mask.bool(), value, zero) * mask

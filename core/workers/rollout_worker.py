@@ -36,18 +36,18 @@ class RolloutWorker(PoolMember):
     def __init__(self, context: RankContext, role: ModelRole, driver: Episodes | None = None):
         """Make the engine, which `build` starts.
 
-        driver: what an environment's episodes need; None without an environment.
+        driver: the environment and its tokenizer; None without an environment.
         """
         super().__init__(context)
         self.role = role
         self.driver = driver
         assert role.engine is not None
-        # Further columns that the engine declares, and is sent with its requests.
+        # Further columns that the engine declares, which are sent with its requests.
         self._sends = registry().engine_capabilities(role.engine).extras
         self.engine = build_engine(role.engine, role.model, role.engine_config, context, role.logs)
 
     def close(self) -> None:
-        """Free what the engine holds: its processes, files and memory."""
+        """Close the engine, with its processes, files and memory."""
         self.engine.close()
 
     @register(Protocol.ONE_TO_ALL)
@@ -64,12 +64,12 @@ class RolloutWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def begin_update(self, version: int) -> None:
-        """Stop generating until the weights of `version` are there."""
+        """Begin the engine's update to the weights of `version`."""
         self.engine.begin_update(version)
 
     @register(Protocol.ONE_TO_ALL)
     def expect(self, part: int | None) -> None:
-        """Tell the engine which part of its weights is proven next; None is all of them."""
+        """Tell the engine which part of its weights the next proof is about; None: all."""
         self.engine.expect(wanted(self.side.plan, self.side.rank, part))
 
     @register(Protocol.ONE_TO_ALL)
@@ -82,19 +82,19 @@ class RolloutWorker(PoolMember):
 
     @register(Protocol.ONE_TO_ALL)
     def proof(self) -> dict:
-        """Return what the engine holds, by its rank in the plan (core/rollouts/checksums.py)."""
+        """Return the engine's proof, by its rank in the plan (core/rollouts/checksums.py)."""
         return {self.side.rank: self.engine.proof()}
 
     @register(Protocol.ONE_TO_ALL)
     def end_update(self) -> None:
-        """Generate again, with the new weights."""
+        """End the engine's update; it generates with the new weights."""
         self.engine.end_update()
 
     # --- generation ---
 
     @register(Protocol.MICRO_DP, reads=EPISODE_READS, writes=EPISODE_COLUMNS)
     def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
-        """`generate` in turns, with the environment's answers between them."""
+        """Generate responses in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
         return generate_episodes(
             self.engine, batch, sampling, seed, self.driver, self.context, self._sends
@@ -102,5 +102,5 @@ class RolloutWorker(PoolMember):
 
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
-        """Responses for the rows' prompts, with the weights of the last sync."""
+        """Generate responses to the rows' prompts, with the weights of the last sync."""
         return generate_rows(self.engine, batch, sampling, seed, self._sends)

@@ -18,8 +18,8 @@ def score_samples(
     """Return the reward of each sample, float32 [n].
 
     With `per_token` a list of float32 [T_i], one number per response token. Raises RewardError that
-    names the reward and the row that failed: its number, prompt and response. Its cause is what the
-    reward raised.
+    names the reward and the row that failed: its number, prompt and response. Its cause is the
+    reward's own error.
     """
     if not samples:
         return gathered([], per_token)
@@ -39,7 +39,7 @@ def score_samples(
 
 
 def gathered(values: list[Any], per_token: bool) -> Any:
-    """Return the values that `checked` gave, as a list of float32 [T_i], or as float32 [n]."""
+    """Return the results of `checked` as a list of float32 [T_i], or as float32 [n]."""
     return values if per_token else np.array(values, np.float32)
 
 
@@ -70,7 +70,7 @@ def _raise_for_row(
 
 
 class _BadShape(Exception):
-    """A reward returned something else than one value per sample."""
+    """A reward did not return one value per sample."""
 
 
 def _as_list(returned: Any, count: int, name: str) -> list[Any]:
@@ -94,7 +94,7 @@ def _as_list(returned: Any, count: int, name: str) -> list[Any]:
 def checked(value: Any, name: str, row: int, sample: RewardSample, per_token: bool = False) -> Any:
     """Return the value of one sample as float32, or with `per_token` as float32 [T].
 
-    Raises RewardError for what is no finite number, or not one per response token.
+    Raises RewardError unless it is a finite number, or one per response token.
     """
     if not per_token:
         return _number(value, name, row, sample)
@@ -121,7 +121,7 @@ def checked(value: Any, name: str, row: int, sample: RewardSample, per_token: bo
 
 
 def _number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32:
-    """Return the value as float32. Raises RewardError for what is no finite number."""
+    """Return the value as float32. Raises RewardError unless it is a finite number."""
     try:
         if isinstance(value, str | bytes):  # float("1") would accept a text
             raise TypeError
@@ -137,7 +137,7 @@ def _number(value: Any, name: str, row: int, sample: RewardSample) -> np.float32
 
 
 def _description(error: Exception, sample: RewardSample) -> str:
-    """Return what a reward raised, in words."""
+    """Return a reward's error in words."""
     if isinstance(error, HybridFlowError):
         return f"failed: {error}"  # a message to the user already, which needs no type
     fields = ""
@@ -147,7 +147,7 @@ def _description(error: Exception, sample: RewardSample) -> str:
 
 
 def failure(what: str, name: str, row: int, sample: RewardSample) -> RewardError:
-    """Return the error of a reward that `what` is wrong with, for one row."""
+    """Return the error of a reward for one row; `what` is the problem."""
     return RewardError(
         f"reward {name!r} {what} [row {row}: prompt {shorten(sample.prompt)}, "
         f"response {shorten(sample.response)}]"

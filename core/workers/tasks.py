@@ -33,7 +33,7 @@ from hybridflow.core.workers.failures import at_last_token, score_by_rule
 class TaskWorker(Worker):
     """The worker on rank 0 of a pool that holds the data sets.
 
-    Prompts so reach the models without passing the controller.
+    So prompts reach the models without passing through the controller.
     """
 
     def __init__(self, context: RankContext, sets: dict[str, DataConfig], tokenizer: Tokenizer):
@@ -59,7 +59,7 @@ class TaskWorker(Worker):
 
     @register(Protocol.RANK_ZERO, same_rows=False)
     def rows(self, name: str, start: int, stop: int) -> Batch:
-        """Return the rows by position, whatever the sampler's state (validation)."""
+        """Return the rows by position, for any state of the sampler (validation)."""
         return self._batch(name, np.arange(start, stop), np.arange(start, stop))
 
     def _batch(self, name: str, rows: np.ndarray, numbers: np.ndarray) -> Batch:
@@ -76,12 +76,12 @@ class TaskWorker(Worker):
 
     @register(Protocol.RANK_ZERO)
     def state(self) -> dict[str, Any]:
-        """Return where each sampler stands, by the data set's name, for a checkpoint."""
+        """Return the state of each sampler, by the data set's name, for a checkpoint."""
         return {name: sampler.state_dict() for name, sampler in self.samplers.items()}
 
     @register(Protocol.RANK_ZERO)
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises DataError when a sampler's settings differ."""
+        """Set the samplers to `state`. Raises DataError when a sampler's settings differ."""
         for name, sampler in self.samplers.items():
             if name in state:
                 sampler.load_state_dict(state[name])
@@ -120,7 +120,7 @@ def _responses(responses: Sequence[Any]) -> dict[str, Column]:
 
 
 def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
-    """Return two rows of each example: its response, then the rejected one."""
+    """Return two rows for each example: its response, then the rejected one."""
     doubled = list(chain.from_iterable((example, example) for example in examples))
     responses = chain.from_iterable(
         (example.response_ids, example.rejected_ids) for example in examples
@@ -134,7 +134,7 @@ def _pairs(examples: Sequence[Example], numbers: np.ndarray) -> Batch:
         "meta": [example.meta for example in doubled],
     }
 
-    # The flags count only where every example has them.
+    # The flags are used only if every example has them.
     if examples and all(example.unsafe for example in examples):
         unsafe = list(chain.from_iterable(example.unsafe for example in examples))
         columns["unsafe"] = torch.tensor(unsafe, dtype=torch.uint8)
@@ -179,7 +179,7 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
 
 
 def _full(name: str, column: Column) -> Any:
-    """Return a column as functions get it: objects, or a tensor; floats and masks are float32."""
+    """Return a column as an argument: objects, or a tensor; floats and masks are float32."""
     if column.kind == "object":
         return column.values
     tensor = column.padded() if column.kind == "token" else torch.as_tensor(column.values)
@@ -187,7 +187,7 @@ def _full(name: str, column: Column) -> Any:
 
 
 def _answer_ids(meta: Mapping[str, Any], tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of a row's expected answer; its end alone where it cannot be spelled."""
+    """Return the tokens of a row's expected answer; only eos where it cannot be encoded."""
     try:
         ids = tokenizer.encode(str(meta.get("answer") or ""))
     except DataError:
@@ -224,11 +224,11 @@ class RewardWorker(Worker):
         ),
     )
     def score(self, batch: Batch, column: str) -> Batch:
-        """`column` float32 [rows]: the weighted sum of the parts.
+        """Return `column`, float32 [rows]: the weighted sum of the parts.
 
-        With several parts the batch also has rewards/<name> of each. Where a part is per token it
-        has token_`column`, float32 [T] per row: each token's sum, with what counts for a whole
-        response at its last token. Raises RewardError.
+        With several parts the batch also has rewards/<name> of each. If a part is per token it also
+        has token_`column`, float32 [T] per row: each token's sum, with the scores of whole
+        responses at the last token. Raises RewardError.
         """
         # Sums over the parts: per row, and per token of each row.
         samples = self._samples(batch)
@@ -241,7 +241,7 @@ class RewardWorker(Worker):
                 reward, samples, part.name, part.on_failure, part.per_token
             )
 
-            # What counts for a whole response counts at its last token.
+            # The score of a whole response counts at its last token.
             weight = np.float32(part.weight)
             for row_total, sample, value in zip(per_token, samples, values, strict=True):
                 row_total += weight * (value if part.per_token else at_last_token(value, sample))
@@ -255,7 +255,7 @@ class RewardWorker(Worker):
             if len(self.parts) > 1:
                 columns[f"rewards/{part.name}"] = torch.from_numpy(values)
 
-        # Without per-token parts the rows' sums say it all.
+        # Without per-token parts there are only the rows' sums.
         if any(part.per_token for part in self.parts):
             columns[f"token_{column}"] = tokens(per_token, torch.float32)
         means = {column: (float(total.sum()), len(total)), **means}
@@ -266,8 +266,8 @@ class RewardWorker(Worker):
     def try_out(self, batch: Batch, data: str) -> None:
         """Score the first row of a data set, so that a reward that cannot work ends the run.
 
-        The response is the row's own, else its expected answer; and once more a wrong one, the
-        prompt. Raises RewardError.
+        The response is the row's own, else its expected answer; then a wrong one, the prompt, is
+        scored too. Raises RewardError.
         """
         if "response_ids" not in batch:
             answers = [_answer_ids(meta, self.tokenizer) for meta in batch["meta"].values]
@@ -289,7 +289,7 @@ class RewardWorker(Worker):
                 ) from error
 
     def _samples(self, batch: Batch) -> list[RewardSample]:
-        """Return the rows as rewards see them; columns that the batch lacks have neutral values."""
+        """Return the rows as samples for rewards; missing columns get neutral values."""
         if batch.rows == 0:
             return []
 

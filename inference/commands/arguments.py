@@ -6,7 +6,7 @@ import argparse
 
 
 def add_model(parser: argparse.ArgumentParser, example: str, engine: bool = True) -> None:
-    """Add the arguments that say which model is meant, its engine, and overrides of settings."""
+    """Add the arguments that select the model and its engine, and override settings."""
     parser.add_argument("model", help="a run's folder, its stage's, or a Hugging Face folder")
     parser.add_argument("--step", type=int, help="the run's checkpoint of this step")
     parser.add_argument("--stage", help="the run's stage; default: the last one")

@@ -56,10 +56,10 @@ class ChatCommand(Command):
             ends = dict.fromkeys((*sampling.stop_token_ids, tokenizer.eos_id))
             sampling = attrs.evolve(sampling, stop_token_ids=tuple(ends))
 
-            # A run whose data is texts has learnt texts.
+            # Without a chat template, each line is a prompt by itself.
             plain = arguments.plain or not has_template(tokenizer)
             with ExitStack() as stack:
-                # What an engine says of its start is no answer.
+                # An engine's start-up messages must not mix with the answers on stdout.
                 with redirect_stdout(sys.stderr):
                     engine = stack.enter_context(started(job))
                 room = job.data.max_prompt_tokens + sampling.max_tokens
@@ -70,7 +70,7 @@ class ChatCommand(Command):
 
 
 def _how(talk: Talk) -> str:
-    """Say what becomes of a line."""
+    """Return in words how a line of input becomes a prompt."""
     if not talk.plain:
         return "a conversation by the model's chat template"
     if talk.data.prompt != "{prompt}":
@@ -110,7 +110,7 @@ def converse(talk: Talk) -> None:
 
 
 def _obey(talk: Talk, line: str) -> None:
-    """Do what a line says that begins with a slash."""
+    """Run a command of the conversation: a line that begins with a slash."""
     command, _, text = line.partition(" ")
     if command == "/system":
         talk.system = text.strip() or None

@@ -154,7 +154,7 @@ def _print_differences(
 ) -> None:
     """Print by how much the first model's figures are above the second one's.
 
-    Raises ConfigError where they were not asked the same: another tokenizer may drop other rows.
+    Raises ConfigError where their rows differ: another tokenizer may drop other rows.
     """
     from hybridflow.kit.console import make_console, print_line, print_table
 
@@ -193,7 +193,7 @@ def _pass_at(given: list[int] | None, samples: int) -> list[int]:
 
 
 def _folder(found: FoundModel) -> Path:
-    """Return where an evaluation of this model goes."""
+    """Return the folder for an evaluation of this model."""
     if found.run is not None:
         return found.run / "evaluations" / f"step-{found.step}"
     return Path("evaluations") / found.label
@@ -202,9 +202,9 @@ def _folder(found: FoundModel) -> Path:
 def _evaluation(
     found: FoundModel, out: Path, arguments: argparse.Namespace, like: FoundModel | None = None
 ) -> Evaluation:
-    """Resolve what to evaluate.
+    """Resolve the jobs that evaluate a model, one for each data set. Raises ConfigError.
 
-    like: the model from whose run data, reward and sampling come. Raises ConfigError.
+    like: another model, whose run's data, reward and sampling are used instead of its own.
     """
     from hybridflow.inference.evaluation import Evaluation
     from hybridflow.inference.job import inference_tables, resolve, with_data, with_overrides

@@ -60,7 +60,7 @@ class GenerateCommand(Command):
             tables = inference_tables(found, Path(logs) / "logs", arguments.engine)
             if arguments.prompts is not None:
                 tables = with_data(tables, arguments.prompts)
-                # Prompts alone are asked for.
+                # Only prompts are read, not the responses that the data may have.
                 tables["data"] |= {"shuffle": False, "answer": None, "response": None}
             job = resolve(with_overrides(tables, arguments.overrides, found))
             prepared = prepare(job, sets={})
@@ -80,7 +80,7 @@ class GenerateCommand(Command):
                 file = sys.stdout
                 if arguments.out:
                     file = stack.enter_context(open(arguments.out, "w"))
-                # What engines say of their start is no line of the output.
+                # An engine's start-up messages must not mix with the output's lines.
                 stack.enter_context(redirect_stdout(sys.stderr))
                 session = stack.enter_context(Session(job, prepared, _say))
                 ctx = session.context()
@@ -103,14 +103,14 @@ def _prompt(text: str, tokenizer: Tokenizer, data: DataConfig, plain: bool) -> n
 
 
 def _say(text: str) -> None:
-    """Tell of progress beside the lines, which may be piped on."""
+    """Print progress to stderr, as stdout has the lines, which may be piped."""
     print(text, file=sys.stderr)
 
 
 def _lines(
     ctx: GroupStepContext, tokenizer: Tokenizer, prompts: list[Any], arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Generate responses to some prompts; return what is written of each."""
+    """Generate responses to some prompts; return the JSON object of each."""
     import torch
 
     from hybridflow.core.values.batch import Batch

@@ -18,11 +18,11 @@ from hybridflow.kit.fakes.rehearsal import MicroBatches, rehearsed
 
 
 def main(request: Path) -> None:
-    """Rehearse what is asked, and write each phase when it has ended."""
-    # Whoever asked has written the file.
+    """Rehearse the role of the request file, and write each phase when it has ended."""
+    # The file comes from this process's own parent.
     asked: Asked = pickle.loads(request.read_bytes())
 
-    # The weights themselves are not needed, so a model that is not here is rehearsed as well.
+    # Only the config is needed, so that models without weights on this machine can be rehearsed.
     folder = write_hollow_folder(request.parent / "model", asked.model.hf_config)
     spec = attrs.evolve(asked.model, path=str(folder))
     backend_class = registry().get("training_backend", asked.backend)
@@ -50,7 +50,7 @@ def main(request: Path) -> None:
             run.offload("away")
             _say(run, "away")
 
-        # A backend that holds its weights elsewhere was not counted.
+        # A backend that holds its weights elsewhere is not counted correctly.
         if NAME not in run.result().devices:
             found = ", ".join(sorted(run.result().devices))
             _say_line("elsewhere", {"devices": found})

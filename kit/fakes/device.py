@@ -1,4 +1,4 @@
-"""A GPU that is not there: its tensors have shapes, dtypes and storages, but no values.
+"""A simulated GPU: its tensors have shapes, dtypes and storages, but no values.
 
     with FakeGPU() as gpu:
         model = build(torch.device("fakegpu"))      # the real code
@@ -30,7 +30,7 @@ NAME = "fakegpu"
 
 
 class Event:
-    """An event of the device's queue, which is always over."""
+    """An event of the device's queue, which has always completed."""
 
     def __init__(self, *args: Any, **options: Any):
         pass
@@ -62,7 +62,7 @@ class Stream:
         """Do nothing: no work is queued."""
 
     def record_event(self, event: Any = None) -> Event:
-        """Return an event that is over."""
+        """Return an event that has completed."""
         return event or Event()
 
     def synchronize(self) -> None:
@@ -76,7 +76,7 @@ class Stream:
 
 
 class DeviceModule:
-    """What PyTorch and libraries ask of a device's module (as they ask torch.cuda)."""
+    """The device's module, with the functions that PyTorch and libraries call in torch.cuda."""
 
     def is_initialized(self) -> bool:
         """Return True."""
@@ -95,7 +95,7 @@ class DeviceModule:
         return 0
 
     def set_device(self, device: Any) -> None:
-        """Do nothing: one device stands for all."""
+        """Do nothing: one device represents all of a node."""
 
     def device(self, device: Any) -> Any:
         """Return a context in which the device is in use."""
@@ -134,7 +134,7 @@ class DeviceModule:
         """Do nothing: there are no values to draw."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return a state of random numbers, which nobody draws."""
+        """Return an arbitrary generator state: there are no values to draw."""
         return torch.zeros(16, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
@@ -169,7 +169,7 @@ def fake_device() -> torch.device:
 
 
 class _FromLists(TorchFunctionMode):
-    """Makes tensors of Python's numbers on the CPU, and moves them to the device.
+    """Creates tensors from Python numbers on the CPU, and moves them to the device.
 
     PyTorch itself would write them into the device's memory.
     """
@@ -193,7 +193,7 @@ ATEN = torch.library.Library("aten", "IMPL")
 
 
 def _attention(query, key, value, *args, **options):
-    """Return what attention gives, as a kernel that keeps no scores does."""
+    """Return an empty result of attention, as of a kernel that keeps no scores."""
     return _Attention.apply(query, key, value)
 
 
@@ -239,7 +239,7 @@ class FakeGPU(TorchDispatchMode):
     def __enter__(self) -> FakeGPU:
         # Modules that move to the device get other parameters: PyTorch cannot change a tensor's
         # kind in place.
-        # What is changed here is undone at the end.
+        # All changes here are undone at the end.
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         undo = contextlib.ExitStack()
@@ -262,16 +262,16 @@ class FakeGPU(TorchDispatchMode):
         if not all(kind in PLAIN for kind in types):
             return NotImplemented
 
-        # Operations on the CPU alone run as ever.
+        # Operations on the CPU alone run unchanged.
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if _is_tensor(leaf)]
         ours = [tensor for tensor in tensors if tensor.device.type == NAME]
         if not ours and not _makes_ours(kwargs):
             return func(*args, **kwargs)
-        # The host asks for a value, and nobody has it.
+        # The host reads a value, which the device does not have.
         if func in READS:
             return _read(ours[0].dtype)
 
-        # What has no values runs for its shapes; the CPU's tensors stay real.
+        # Device tensors run for their shapes; the CPU's tensors keep their values.
         if func in COALESCED:
             return _one_by_one(func, args, kwargs, self._fake)
 
@@ -311,12 +311,12 @@ READS = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.eq
 
 
 def _number(leaf: Any) -> Any:
-    """Return what the host reads of a number on the device; other leaves as they are."""
+    """Return the value that the host reads for a scalar on the device; other leaves unchanged."""
     return leaf.item() if isinstance(leaf, FakeTensor) and not leaf.dim() else leaf
 
 
 def _read(dtype: torch.dtype) -> bool | int | float:
-    """Return what the host reads from a tensor of this dtype."""
+    """Return the value that the host reads from a tensor of this dtype."""
     if dtype == torch.bool:
         return False
     return 1.0 if dtype.is_floating_point else 1

@@ -1,4 +1,4 @@
-"""Model folders of any size that take no space: safetensors files with holes in place of values."""
+"""Model folders that take no disk space: safetensors files with holes instead of values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hybridflow.kit.huggingface.models import saved_parameters
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-"""How safetensors names dtypes."""
+"""dtype -> its name in safetensors files."""
 LARGEST = 5_000_000_000
 """Bytes of a file, at most; a larger parameter has one of its own."""
 
@@ -34,7 +34,7 @@ def write_hollow_folder(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
 
-    # Readers map a whole file, and no host maps one of a hundred GB.
+    # Readers map a whole file into memory, which fails for one of a hundred GB.
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in shapes.items():

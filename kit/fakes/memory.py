@@ -1,7 +1,7 @@
-"""Counts the memory of a device without values: what is live, what was at the peak, what moved.
+"""Counts the memory of a simulated device: live bytes, their peak, and copies from and to the host.
 
-A storage counts from the operation that makes it until it is freed, or resized to nothing: FSDP
-gives gathered weights back so.
+A storage counts from the operation that makes it until it is freed, or resized to 0 bytes, as FSDP
+does with gathered weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FakeMemory:
     # --- what the device reports ---
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Count what an operation is about to move between host and device."""
+        """Count the bytes that an operation is about to copy between host and device."""
         if func is torch.ops.aten.copy_.default:
             to, source = args[0].device.type, args[1]
         elif func is torch.ops.aten._to_copy.default:
@@ -52,7 +52,7 @@ class FakeMemory:
             to = torch.device(kwargs.get("device") or source.device).type
         else:
             return
-        # Only what crosses between the two counts.
+        # Only copies between the two count.
         nbytes = source.numel() * source.element_size()
         if to == self.device and source.device.type != self.device:
             self.arrived += nbytes
@@ -69,7 +69,7 @@ class FakeMemory:
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, or its new size."""
-        # A storage that is freed tells so.
+        # A finalizer notices when a storage is freed.
         key = storage._cdata
         nbytes = storage.nbytes()
         if key not in self._live:
@@ -106,7 +106,7 @@ class FakeMemory:
             finally:
                 self._paused = before
 
-        # Both are methods of classes that everybody uses.
+        # Both are methods of torch's own classes, and must be restored.
         patched: Any = torch.UntypedStorage
         propagator: Any = ShardingPropagator
         patched.resize_ = resized

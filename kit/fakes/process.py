@@ -3,8 +3,8 @@
     for name, phase in rehearse(Asked(...)):      # as each phase ends
         ...
 
-The child is called with a file of what is asked, and writes a line of JSON for each phase. Its
-model has zeros for weights, and takes no space on disk.
+The child gets a file with the request, and writes a line of JSON for each phase. Its model has
+zeros for weights, and takes no space on disk.
 
     build -> rest (an update has been) -> forward -> update -> step -> away
 """
@@ -28,7 +28,7 @@ from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
 
 SAID = "rehearsed: "
-"""How a line begins that the child writes for us."""
+"""Prefix of the lines that the child writes for its parent."""
 
 
 class NotRehearsed(HybridFlowError):
@@ -44,14 +44,14 @@ class Asked:
     config: Any
     model: ModelSpec
     optimizer: OptimizerConfig | None
-    """None: it is not trained."""
+    """Settings of the optimizer; None: the role is not trained."""
     layout: ParallelLayout
     forward: dict[str, int] | None = None
-    """Fields of the forward pass's Rows; None: it is not asked for outputs."""
+    """Fields of the forward pass's Rows; None: no forward pass is rehearsed."""
     update: dict[str, int] | None = None
     """Fields of the update's Rows."""
     offload: bool = False
-    """Whether it leaves the device in the end."""
+    """Whether the model is offloaded at the end."""
 
 
 def rehearse(asked: Asked) -> Iterator[tuple[str, dict[str, int]]]:
@@ -63,7 +63,7 @@ def rehearse(asked: Asked) -> Iterator[tuple[str, dict[str, int]]]:
         request = Path(folder) / "asked"
         request.write_bytes(pickle.dumps(asked))
         errors = Path(folder) / "errors"
-        # What libraries say goes into a file: a full pipe would stop the child.
+        # The output of libraries goes into a file: a full pipe would block the child.
         with open(errors, "w") as log:
             child = subprocess.Popen(
                 [sys.executable, "-m", "hybridflow.kit.fakes.child", str(request)],
@@ -80,11 +80,11 @@ def rehearse(asked: Asked) -> Iterator[tuple[str, dict[str, int]]]:
                     yield name, phase
             status = child.wait()
         finally:
-            # Whoever reads no further ends the child.
+            # The child is ended if the caller reads no further.
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        # The last line of a traceback says what went wrong.
+        # The last line of a traceback is the error.
         if status:
             lines = [line for line in errors.read_text().splitlines() if line.strip()]
             reason = lines[-1] if lines else "it said nothing"

@@ -1,4 +1,4 @@
-"""Ranks that are not there: one process is one of many, and its collectives move nothing."""
+"""Simulated ranks: one process is one rank of many, and its collectives move nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridflow.core.values.parallel import ParallelLayout
 
 
 class FakeRank(RankContext):
-    """The place of one rank among ranks that are not there."""
+    """The context of one rank whose peers are simulated."""
 
     def _reduce(self, values: Any, axis: str, op: Any) -> list[float]:
         """Return the values: the other ranks have none."""
@@ -34,7 +34,7 @@ def fake_ranks(
     # Both kinds of devices have collectives.
     backend = f"cpu:fake,{device.type}:fake"
     dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=layout.world)
-    # Only the place is told: whoever asks the others hears itself.
+    # Collectives of this context return the rank's own values.
     try:
         yield FakeRank(role, rank, layout, device)
     finally:

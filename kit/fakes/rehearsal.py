@@ -1,4 +1,4 @@
-"""A training backend's life on a GPU and ranks that are not there, with its memory by phase.
+"""Runs a training backend through its phases on a simulated GPU and ranks, and records its memory.
 
     build -> update of 1 micro-batch -> of several -> a forward beside others -> an update beside
     others -> sync -> save and load
@@ -36,7 +36,7 @@ from hybridflow.kit.fakes.ranks import FakeRank, fake_ranks
 
 @attrs.frozen
 class PhaseMemory:
-    """What one phase did to the device. All figures are bytes."""
+    """The device memory of one phase. All figures are bytes."""
 
     before: int
     """In use when it began."""
@@ -54,7 +54,7 @@ class PhaseMemory:
 
 @attrs.frozen
 class Rehearsal:
-    """The phases of a backend's life on one rank."""
+    """The recorded phases of a backend on one rank."""
 
     parameters: int
     """The number of parameters of the whole model."""
@@ -81,7 +81,7 @@ class MicroBatches:
 
     def micros(self, device: torch.device) -> list[MicroBatch]:
         """Return the micro-batches, on the device."""
-        # Half of the tokens are the response's, unless more is said.
+        # Half of the tokens are the response's, unless `response` is given.
         response = self.tokens // 2 if self.response is None else self.response
         prompts = torch.full((self.rows,), self.tokens - response)
         responses = torch.full((self.rows,), response)
@@ -109,7 +109,7 @@ def rehearsed(
     rank: int = 0,
 ) -> Iterator[Rehearser]:
     """Yield a backend that is built on the fake device, as one of the layout's ranks."""
-    # The device counts, the ranks answer, and rows are not packed.
+    # The device counts memory, collectives return at once, and rows are not packed.
     fakes = FakeGPU(), fake_ranks(layout, fake_device(), rank), _unpacked()
     with fakes[0] as gpu, fakes[1] as context, fakes[2]:
         backend = backend_class(spec, config, optimizer, context)
@@ -119,7 +119,7 @@ def rehearsed(
         try:
             yield rehearser
         finally:
-            # What is left of the model must not count in the next rehearsal.
+            # Memory of this model must not count in the next rehearsal.
             del rehearser.backend, backend
 
 
@@ -149,7 +149,7 @@ class Rehearser:
 
     @property
     def context(self) -> FakeRank:
-        """The place of the rank."""
+        """The context of the rank."""
         context = self.backend.context
         assert isinstance(context, FakeRank)
         return context
@@ -227,7 +227,7 @@ def _sum(index: int, outputs: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Let torch's checkpoints ask no other rank: none is there to answer."""
+    """Make torch's checkpoints treat this rank as the only one: the others are simulated."""
     import torch.distributed.checkpoint as dcp
 
     # torch has no setting for it.
@@ -244,9 +244,10 @@ def _alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unpacked() -> Iterator[None]:
-    """Let transformers find one sequence in each row.
+    """Make transformers find one sequence in each row.
 
-    It reads positions to tell, and would else build masks that rows of one sequence do not need.
+    It reads this from position values, which are missing here, and would build masks that rows of
+    one sequence do not need.
     """
     from transformers import masking_utils
 

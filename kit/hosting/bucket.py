@@ -26,7 +26,7 @@ ALIGNED = 16
 
 @attrs.frozen
 class BucketEntry:
-    """A box of a parameter, and where its values lie in the bucket, row by row."""
+    """A box of a parameter, and the position of its values in the bucket, in row-major order."""
 
     name: str
     box: Box
@@ -42,7 +42,7 @@ class BucketEntry:
 
 @attrs.frozen
 class Load:
-    """What a bucket holds, as its reader is told."""
+    """The contents of a bucket, as sent to its reader."""
 
     pieces: tuple[BucketEntry, ...]
     written: bytes | None = None
@@ -72,7 +72,7 @@ class Bucket:
             self.memory = _mapped(self.fd, nbytes)
 
     def handle(self) -> Any:
-        """Return what a BucketReader opens the memory by in another process; it is pickled."""
+        """Return a picklable handle by which a BucketReader opens the memory in another process."""
         if self.device.type == "cuda":
             # CUDA has handles of its own; a file is found through this process's descriptors.
             from torch.multiprocessing.reductions import reduce_tensor
@@ -84,10 +84,10 @@ class Bucket:
     def write(
         self, name: str, box: Box, values: torch.Tensor, dtype: torch.dtype
     ) -> Iterator[Load]:
-        """Add a box in the reader's dtype; yield what the bucket holds each time that it is full.
+        """Add a box in the reader's dtype; yield the bucket's contents each time that it is full.
 
-        The reader must have taken that when the generator is advanced. What is added last stays in
-        the bucket until `taken`.
+        The reader must have taken them when the generator is advanced. The last pieces stay in the
+        bucket until `taken`.
         """
         start = 0
         while start < box.numel:
@@ -108,14 +108,14 @@ class Bucket:
             start += part.numel
 
     def taken(self) -> Load:
-        """Return what the bucket holds, which the reader takes now, and start an empty bucket."""
+        """Return the bucket's contents, which the reader takes now, and start an empty bucket."""
         load = Load(tuple(self._pieces), self.fence.record())
         self._pieces = []
         self._filled = 0
         return load
 
     def emptied(self, read: bytes | None) -> None:
-        """Let later copies wait until the reader's are done; `read` is what its `done` gave."""
+        """Make later copies wait for the reader's; `read` is the handle from its `done`."""
         self.fence.wait(read)
 
     def close(self) -> None:

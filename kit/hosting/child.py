@@ -2,17 +2,17 @@
 
 It is started by `python -m hybridflow.kit.hosting.child FD`, with the socket's descriptor.
 
-It ends with the worker, however that ends, and takes every process that the engine started with it.
+It ends when the worker ends, in any way, together with all processes that the engine started.
 
     worker -> child:  (name, *arguments)         handled by on_NAME
     child -> worker:  ("answer", value)          to every message but add and abort
                       ("done", completion)       of a request
-                      ("error", text)            generation went wrong
+                      ("error", text)            generation failed
                       ("alive", steps)           every ALIVE_S seconds
                       ("failed", text)           the engine did not start
 
-The replica's first rank has the process. Its other ranks connect to an address of the process's,
-and use the messages OF_A_RANK alone: each has a bucket for its own weights.
+The replica's first rank owns the process. Its other ranks connect to an address of the process,
+and use only the messages OF_A_RANK: each has a bucket for its own weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridflow.kit.hosting.group import end_own_group
 ALIVE_S = 1.0
 """Seconds between two signs of life."""
 OF_A_RANK = ("join", "load", "expect", "proof")
-"""Messages that the replica's ranks send for themselves: the handler is told which one."""
+"""Messages that each of the replica's ranks sends; the handler also gets the rank's number."""
 
 
 class Child:
@@ -50,11 +50,11 @@ class Child:
         self.inbox: queue.SimpleQueue[tuple[int, tuple]] = queue.SimpleQueue()
         """(the rank's number in the replica, message)"""
         self.steps = 0
-        """Steps of the engine so far: the worker sees from them whether it makes progress."""
+        """Number of the engine's steps so far, by which the worker sees its progress."""
         self._sending = threading.Lock()
 
     def say(self, *message: Any, place: int = 0) -> None:
-        """Send a message to a rank of the replica; several threads do."""
+        """Send a message to a rank of the replica; safe to call from several threads."""
         with self._sending:
             self.connections[place].send(message)
 
@@ -64,8 +64,8 @@ class Child:
             while True:
                 self.inbox.put((0, self.connections[0].recv()))
         except (EOFError, OSError):
-            # The worker is gone: so are this process, its scratch folder (which the worker made for
-            # it alone), and the engine's own processes.
+            # The worker is gone: end this process, its scratch folder (which the worker made for it
+            # alone), and the engine's own processes.
             shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
             end_own_group()
 
@@ -74,17 +74,17 @@ class Child:
         with listener:
             joined = 1
             while joined < ranks:
-                # Somebody who does not know the key is no rank of ours.
+                # A connection without the key is not one of the replica's ranks.
                 with contextlib.suppress(AuthenticationError):
                     connection = listener.accept()
                     joined += 1
                     threading.Thread(target=self.follow, args=(connection,), daemon=True).start()
 
     def follow(self, connection: Connection) -> None:
-        """Put a later rank's messages into the inbox; the first one says which rank it is."""
-        # A rank that ends takes its job with it; nothing is to be done here.
+        """Put a later rank's messages into the inbox; the first one has the rank's number."""
+        # If a rank ends, the whole job ends; nothing is to be done here.
         with contextlib.suppress(EOFError, OSError):
-            # It says who it is.
+            # The first message has the rank's number.
             _, place, bucket = connection.recv()
             self.connections[place] = connection
             self.inbox.put((place, ("join", bucket)))
@@ -127,8 +127,8 @@ class Child:
     ) -> None:
         """Build and start the engine; what takes seconds to import is imported here.
 
-        `place` has role, device, seed and tp. `bucket` is a Bucket's handle. `door` is where the
-        replica's other ranks connect: an address, and the key that they must know.
+        `place` has role, device, seed and tp. `bucket` is a Bucket's handle. `door` has the address
+        to which the replica's other ranks connect, and the key that they must know.
         """
         import torch
 
@@ -167,7 +167,7 @@ class Child:
                 value = getattr(self, f"on_{name}")(*arguments)
             except HybridFlowError as error:
                 value = error
-            # What becomes of added and aborted requests is told by events.
+            # Added and aborted requests are answered by events.
             if name not in ("add", "abort"):
                 self.say("answer", value, place=place)
             elif value is not None:
@@ -186,7 +186,7 @@ class Child:
             self.say("done", completion)
 
     def on_add(self, requests: Any) -> None:
-        """Add requests. One that is refused is answered too, with what it has: the worker waits."""
+        """Add requests. A refused one gets a completion with its prefix, as the worker waits."""
         from hybridflow.core.contracts.rollout import Completion
         from hybridflow.core.errors import HybridFlowError
 
@@ -203,7 +203,7 @@ class Child:
         self.engine.abort(ids)
 
     def on_begin_update(self, version: int) -> None:
-        """Tell the engine of the weights that come; from now on it generates nothing."""
+        """Begin the engine's update of weights; it generates nothing until `on_end_update`."""
         self.engine.begin_update(version)
 
     def on_join(self, place: int, bucket: Any) -> None:
@@ -213,19 +213,19 @@ class Child:
         self.readers[place] = BucketReader(bucket, self.device)
 
     def on_load(self, place: int, load: Any) -> bytes | None:
-        """Let the engine take what this rank's bucket holds."""
+        """Let the engine take the contents of this rank's bucket."""
         return self.engine.take(place, self.readers[place], load)
 
     def on_expect(self, place: int, wanted: Any) -> None:
-        """Tell the engine what this rank's proof is asked for."""
+        """Tell the engine the boxes that this rank's proof is about."""
         self.engine.expect_of(place, wanted)
 
     def on_proof(self, place: int) -> Any:
-        """Let the engine say what it holds for this rank."""
+        """Return the engine's proof of this rank's weights."""
         return self.engine.proof_of(place)
 
     def on_end_update(self) -> None:
-        """Let the engine generate with the weights that have come."""
+        """End the engine's update of weights, after which it generates with them."""
         self.engine.end_update()
 
     def on_sleep(self) -> None:
@@ -233,13 +233,13 @@ class Child:
         self.engine.sleep()
 
     def on_wake(self, cache: bool = True) -> None:
-        """Take the device memory again; without `cache` not that of keys and values."""
+        """Allocate the device memory again; without `cache` not that of keys and values."""
         self.engine.wake(cache)
 
 
 def main() -> None:
     """Serve the worker at the other end of the socket whose descriptor is the first argument."""
-    # Ctrl-C is the worker's to answer.
+    # The worker handles Ctrl-C.
     with contextlib.suppress(AttributeError, OSError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     Child(Connection(int(sys.argv[1]))).run()

@@ -1,8 +1,8 @@
 """Order between two processes that work on one piece of GPU memory.
 
-A GPU runs what it is told later, so a message through a socket says nothing about memory. Each side
-records an event behind its work and sends the event's handle along; the other side's stream waits
-for it before it touches the memory:
+A GPU runs its work asynchronously, so a message through a socket does not order memory accesses.
+Each side records an event after its work and sends the event's handle along; the other side's
+stream waits for it before it touches the memory:
 
     writer                          reader
     copy in, record, send handle -> wait, copy out, record
@@ -29,7 +29,7 @@ class Fence:
         self._others: dict[bytes, Any] = {}
 
     def record(self) -> bytes | None:
-        """Record an event behind what this side's stream has been told; return its handle."""
+        """Record an event after the queued work of this side's stream; return its handle."""
         if self.device.type != "cuda":
             return None
         if self._own is None:
@@ -41,7 +41,7 @@ class Fence:
         """Let this side's stream wait for the other side's event."""
         if handle is None:
             return
-        # The other side records one event again and again: its handle stays.
+        # The other side records the same event again and again: its handle does not change.
         if handle not in self._others:
             self._others[handle] = self.cuda.Event.from_ipc_handle(self.device, handle)
         self.cuda.current_stream(self.device).wait_event(self._others[handle])

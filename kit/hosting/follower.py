@@ -1,4 +1,4 @@
-"""The connection of a replica's later ranks to the engine's process, which the first rank has."""
+"""The connection of a replica's later ranks to the engine's process, which the first rank owns."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hybridflow.kit.hosting.process import EngineDied
 
 
 class Follower:
-    """A socket through which a rank tells the process that its bucket is full."""
+    """A socket by which a later rank of a replica sends its messages to the engine's process."""
 
     def __init__(self, address: str, key: bytes):
-        """Connect. Raises EngineDied where nobody listens any more."""
+        """Connect. Raises EngineDied where the process does not listen any more."""
         try:
             self.connection = Client(address, authkey=key)
         except (OSError, EOFError) as error:

@@ -1,6 +1,6 @@
 """Ends the processes of an engine: a process group, and its files under /dev/shm.
 
-The files are known by the processes' numbers in their names, or because a process has mapped them.
+The files are found by the processes' numbers in their names, or because a process has mapped them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def members(group: int) -> set[int]:
     """Return the living processes of a process group."""
     pids = set()
     for folder in Path("/proc").iterdir():
-        # Processes end while we read, and not every folder is one's.
+        # Processes end meanwhile, and not every folder is that of a process.
         with suppress(OSError, ValueError, IndexError):
             # Behind the command in parentheses: state, parent, process group (man 5 proc).
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
@@ -35,14 +35,14 @@ def end_group(group: int, known: Iterable[int] = (), patience_s: float = 15.0) -
 
     No process of the group may call it (see `end_own_group`). `known` are processes that were of
     the group earlier. Python's resource trackers may live for `patience_s`: they unlink semaphores,
-    whose names say nothing, and end when nobody is left whom they serve.
+    whose names do not show their owner, and end when the processes that they serve have ended.
     """
     numbers = {group, *known}
     started = time.monotonic()
     mapped: set[Path] = set()
     # Processes may be started meanwhile, until none is left that could.
     while pids := members(group):
-        # What a process has mapped is only known while it lives.
+        # The files that a process has mapped are only known while it lives.
         numbers |= pids
         for pid in pids:
             mapped |= _mapped(pid)
@@ -60,7 +60,7 @@ def end_group(group: int, known: Iterable[int] = (), patience_s: float = 15.0) -
 
 
 def end_own_group() -> None:
-    """End the group that this process is of.
+    """End the process group of this process.
 
     A new process outside the group does it: while this one lives, more may be started.
     """

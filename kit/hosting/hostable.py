@@ -28,21 +28,22 @@ class Hostable(RolloutEngine):
         return cls(model, config, context)
 
     def expect_of(self, place: int, wanted: Wanted) -> None:
-        """Hear what the proof of the replica's rank number `place` is asked for."""
+        """Note the boxes that the proof of the replica's rank number `place` is about."""
         self.expect(wanted)
 
     def proof_of(self, place: int) -> Proof:
-        """Return the proof of that rank, whose boxes `take` has brought.
+        """Return the proof of that rank's boxes, which `take` has received.
 
         An engine that drives several devices replaces both methods.
         """
         return self.proof()
 
     def take(self, place: int, reader: BucketReader, load: Load) -> bytes | None:
-        """Take weights out of the bucket of the replica's rank number `place`; return `done`'s.
+        """Copy weights from the bucket of the replica's rank number `place`.
 
-        `receive` gets values that are the bucket's own: it must copy them before it returns. An
-        engine that drives several devices replaces this method.
+        Return the handle from `reader.done()`. `receive` gets views of the bucket's memory, and
+        must copy them before it returns. An engine that drives several devices replaces this
+        method.
         """
         if place:
             raise HybridFlowError(f"{type(self).__name__} drives one device; got weights of two")

@@ -47,14 +47,14 @@ SAME_NATS = 0.05
 
 
 class HostedEngine(ContinuousEngine):
-    """A rollout engine that another process runs.
+    """A rollout engine that runs in another process.
 
-    Under generation tensor parallelism the first rank of a replica has the process, whose engine
-    drives all of the replica's devices; the other ranks follow it. Each rank receives the boxes of
-    its own device, and brings them there through a bucket of its own.
+    Under generation tensor parallelism the first rank of a replica owns the process, whose engine
+    drives all of the replica's devices; the other ranks connect to it. Each rank receives the boxes
+    of its own device, and sends them there through a bucket of its own.
 
-    When the process dies it is started anew, up to `restarts` times. It gets the weights of the
-    last update again, is asked for a token that is known, and then gets the unfinished requests.
+    When the process dies it is restarted, up to `restarts` times. The new one gets the weights of
+    the last update again, must reproduce a known token, and then gets the unfinished requests.
     Their tokens are the same as without a restart: they follow from seeds and positions.
     """
 
@@ -77,17 +77,17 @@ class HostedEngine(ContinuousEngine):
         self._follower: Follower | None = None
         """A later rank's connection to the process."""
         self.restarts = 0
-        """How often it was started anew."""
+        """How often the process was restarted."""
         self._told = 0
-        """Restarts that `figures` has reported."""
+        """Number of restarts that `figures` has reported already."""
         self._kept: dict[tuple[str, Box], torch.Tensor] = {}
         """This rank's weights in host memory, where restarts are allowed."""
         self._entering: list[Request] = []
-        """Requests that the process does not have yet."""
+        """Requests that were not sent to the process yet."""
         self._broken: EngineDied | None = None
-        """How the process died in the weight update that is under way."""
+        """The error, if the process died in the present weight update."""
         self._proof: tuple[Request, Completion] | None = None
-        """An answered request of this version, to compare a restarted engine with."""
+        """A request of this version with its completion, to check a restarted engine by."""
 
     # --- ranks of a replica ---
 
@@ -101,7 +101,7 @@ class HostedEngine(ContinuousEngine):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank has the process."""
+        """Whether this rank owns the process: it is the first of its replica."""
         return self._ranks[0] == self.context.rank
 
     @property
@@ -111,25 +111,25 @@ class HostedEngine(ContinuousEngine):
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """The process group of the replica's ranks; None where there is one alone."""
+        """The process group of the replica's ranks; None for a single rank."""
         return self.context.group("generation.tp") if len(self._ranks) > 1 else None
 
     def _leading(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the replica's first rank; every rank returns its result. Collective.
 
-        All of them raise where it fails: EngineDied where the process did, else the first rank its
-        own error and the others HybridFlowError.
+        All ranks raise where it fails: EngineDied if the process died, else the first rank its own
+        error and the others HybridFlowError.
         """
-        outcome: list[Any] = [None, None]  # the result, and what failed: (whether it died, text)
+        outcome: list[Any] = [None, None]  # the result, and the failure: (whether it died, text)
         failure: Exception | None = None
         if self.leads:
-            # A failure is sent before it is raised, for the other ranks wait.
+            # A failure is sent before it is raised, as the other ranks wait.
             try:
                 outcome[0] = work()
             except Exception as error:
                 failure = error
                 outcome[1] = _told(error)
-        # The other ranks wait here for what the first one got.
+        # The other ranks wait here for the first one's result.
         if (group := self._group) is not None:
             dist.broadcast_object_list(outcome, src=self._ranks[0], group=group)
 
@@ -142,7 +142,7 @@ class HostedEngine(ContinuousEngine):
     def _everyone(self, work: Callable[[], Any]) -> None:
         """Run `work` on every rank of the replica; all raise where it fails on any. Collective.
 
-        A process that died counts more than another failure, for it can be replaced.
+        If one rank finds that the process died, all raise EngineDied, since it can be restarted.
         """
         failure: Exception | None = None
         try:
@@ -154,7 +154,7 @@ class HostedEngine(ContinuousEngine):
             every = [None] * len(self._ranks)
             dist.all_gather_object(every, _told(failure), group=group)
 
-        # The gravest failure is told to all, each rank's own to itself.
+        # EngineDied takes precedence; a rank raises its own error if that is the one chosen.
         failed = sorted((told for told in every if told is not None), reverse=True)
         if failed and failed[0] != _told(failure):
             raise _error_of("on another rank of the replica: ", *failed[0])
@@ -162,7 +162,7 @@ class HostedEngine(ContinuousEngine):
             raise failure
 
     def _surviving(self, work: Callable[[], Any]) -> Any:
-        """Return what a collective call gives; where the process dies, that of its successor."""
+        """Return `work()`, a collective call; if the process dies, restart it and call again."""
         while True:
             try:
                 return work()
@@ -194,7 +194,7 @@ class HostedEngine(ContinuousEngine):
     def _visible_devices(self) -> dict[str, str]:
         """Return the variable that shows the replica's GPUs, and no others, to the process.
 
-        They stand in the order of the replica's ranks, so that the engine's rank and ours agree.
+        They are in the order of the replica's ranks, so that the engine's ranks are the same.
         """
         device = self.context.device
         group = self._group
@@ -228,12 +228,12 @@ class HostedEngine(ContinuousEngine):
     def _start_process(self) -> tuple[tuple[str, bytes], WeightLayout]:
         """Start a process and wait for its engine.
 
-        Returns where the other ranks connect, and what the engine takes of the weights.
+        Returns the address and key for the other ranks, and the engine's layout of the weights.
         """
         started = time.monotonic()
         name = f"{self.engine_class.__name__} of {self.context.role}, rank {self.context.rank}"
         print(f"starting {name} in a process of its own; its log: {self.logs}", flush=True)
-        # One that died may have left children.
+        # A process that died may have left children.
         if self.process is not None:
             self.process.end()
         self.process = EngineProcess(self.logs, self._environment)
@@ -295,8 +295,8 @@ class HostedEngine(ContinuousEngine):
     # --- weights ---
 
     def layout(self) -> WeightLayout:
-        """Give each rank the boxes that the engine takes for its device."""
-        # Each replica's engine is like this one.
+        """Return the layout in which each rank holds the boxes that its device needs."""
+        # The engines of all replicas have the same layout.
         generation = self.context.generation
         own = self._boxes_of
         replicas: list[Sequence[int]] = [[rank] for rank in range(self.context.world_size)]
@@ -311,14 +311,14 @@ class HostedEngine(ContinuousEngine):
 
     @property
     def _own_boxes(self) -> Mapping[str, Sequence[Box]]:
-        """What the engine takes for this rank's device, by parameter."""
+        """The boxes of each parameter that the engine needs on this rank's device."""
         return self._boxes_of.held.get(self._place, {})
 
     def begin_update(self, version: int) -> None:
-        """Send what waits while the engine still takes requests, then begin the update there."""
+        """Send waiting requests while the engine still accepts any, then begin its update."""
         super().begin_update(version)
         self._enter_all()
-        # Answers of the old weights prove nothing about the new ones.
+        # A completion of the old weights cannot check the new ones.
         self._proof = None
         self._broken = None
         self._arrived = Arrivals(self._own_boxes)
@@ -329,7 +329,7 @@ class HostedEngine(ContinuousEngine):
             self._break(error)
 
     def expect(self, wanted: Wanted) -> None:
-        """Tell the engine what this rank's proof is asked for."""
+        """Tell the engine the boxes that this rank's proof is about."""
         super().expect(wanted)
         if self._broken is None:
             try:
@@ -338,9 +338,9 @@ class HostedEngine(ContinuousEngine):
                 self._break(error)
 
     def proof(self) -> Proof:
-        """Return what the engine holds in its own process. Collective over the replica.
+        """Return the proof of the weights in the engine's process. Collective over the replica.
 
-        Where the process has died it is what the one that replaces it will get, and prove.
+        If the process has died, it is that of the copy from which the new process will be loaded.
         """
         answers: list[Proof] = []
 
@@ -361,7 +361,7 @@ class HostedEngine(ContinuousEngine):
 
     def _kept_proof(self, wanted: Wanted) -> Proof:
         """Return the proof of the weights that are kept for restarts."""
-        # A parameter of which a part is missing is not of this version: `end_update` raises then.
+        # An incomplete parameter does not have this version: `end_update` will raise.
         values = totals(self._kept_sums(wanted))
         version = self._next_version
         return {
@@ -382,7 +382,7 @@ class HostedEngine(ContinuousEngine):
         self.check_updating(name)
         check_box(self._boxes_of.params, self._boxes_of.ties, name, box, tensor)
         self._arrived.note(name, box)
-        # A copy is kept even while the process is dead, for the one that replaces it.
+        # A copy is kept even while the process is dead, for the restarted one.
         if self.process_config.restarts:
             self._keep(name, box, tensor)
         if self._broken is not None:
@@ -393,23 +393,23 @@ class HostedEngine(ContinuousEngine):
             self._break(error)
 
     def _write(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Put a box into the bucket, and hand that over each time that it is full."""
+        """Write a box into the bucket, and hand the bucket over each time that it is full."""
         for load in self.bucket.write(name, box, tensor, self._boxes_of.params[name].dtype):
             self._hand_over(load)
 
     def _hand_over(self, load: Load) -> None:
-        """Let the engine take what the bucket holds."""
+        """Let the engine take the contents of the bucket."""
         if load.pieces:
             self.bucket.emptied(self._ask("load", load))
 
     def _keep(self, name: str, box: Box, tensor: torch.Tensor) -> None:
-        """Copy a box into host memory, which is made once for each box of this rank."""
+        """Copy a box into host memory, which is allocated once for each box of this rank."""
         for own in self._own_boxes.get(name, ()):
             common = box.intersect(own)
             if common is None:
                 continue
 
-            # A box of the plan may be a part of this one.
+            # The received box may be a part of this one.
             if (name, own) not in self._kept:
                 dtype = self._boxes_of.params[name].dtype
                 self._kept[name, own] = torch.empty(own.shape, dtype=dtype)
@@ -418,15 +418,15 @@ class HostedEngine(ContinuousEngine):
     def _break(self, error: EngineDied) -> None:
         """Note that the process died in a weight update.
 
-        The rest of the weights is only kept then, and `end_update` starts a process anew. Raises
-        EngineDied where restarts are used up.
+        Further boxes are then only copied to host memory, and `end_update` starts a new process.
+        Raises EngineDied where restarts are used up.
         """
         if self.restarts >= self.process_config.restarts:
             raise self._final(error) from error
         self._broken = error
 
     def end_update(self) -> None:
-        """Send the rest and end the update; start the process anew if it died meanwhile."""
+        """Send the last boxes and end the update; restart the process if it died meanwhile."""
         self.check_updating("end_update")
 
         def send_the_rest() -> None:
@@ -466,7 +466,7 @@ class HostedEngine(ContinuousEngine):
             except EngineDied as again:
                 error = again
                 continue
-            # `running` has the requests that wait to be sent, too.
+            # `running` includes the requests that wait to be sent.
             self._entering.clear()
             if self.leads:
                 self._send("add", list(self.running.values()))
@@ -483,12 +483,12 @@ class HostedEngine(ContinuousEngine):
 
     def _load_again(self) -> None:
         """Give a new process the weights that were kept. Collective. Raises EngineDied."""
-        # Drop what the dead process did not take.
+        # Drop the contents that the dead process did not take.
         self.bucket.taken()
         if self.version is None:
             return
 
-        # All that this rank holds, in the engine's dtype
+        # All boxes of this rank, in the engine's dtype
         everything: dict[str, tuple[torch.dtype, tuple[Box, ...]]] = {}
         for name, boxes in self._own_boxes.items():
             if any(box.numel for box in boxes):
@@ -506,7 +506,7 @@ class HostedEngine(ContinuousEngine):
         self._leading(lambda: self._ask("end_update"))
 
     def _check_again(self, held: Proof, kept: Proof) -> None:
-        """Raise HybridFlowError where a new process does not hold what was kept."""
+        """Raise HybridFlowError where a new process's weights differ from the kept copy."""
         for name, (version, value) in held.items():
             if version != kept[name][0] or value not in (None, kept[name][1]):
                 raise HybridFlowError(
@@ -515,7 +515,7 @@ class HostedEngine(ContinuousEngine):
                 )
 
     def _prove(self) -> None:
-        """Check that a new process draws a known first token with its log-probability.
+        """Check that a new process samples a known first token with its log-probability.
 
         Raises HybridFlowError where it does not, EngineDied where the process ends.
         """
@@ -549,27 +549,28 @@ class HostedEngine(ContinuousEngine):
     # --- generation ---
 
     def enter(self, request: Request) -> None:
-        """Note a request, which `advance` sends.
+        """Queue a request; `advance` sends all queued ones in one message.
 
-        What comes together enters together, so that the engine makes the same batches each time.
+        So requests that are submitted together also reach the engine together, and its batches are
+        the same in each run.
         """
         self._entering.append(request)
 
     def _enter_all(self) -> None:
-        """Send the requests that the process does not have yet."""
+        """Send the queued requests."""
         if self._entering and self.leads:
             self._send("add", self._entering)
         self._entering = []
 
     def leave(self, ids: Sequence[int]) -> Iterable[Completion]:
-        """Let the engine end requests early; `advance` gives their completions."""
+        """Let the engine end requests early; `advance` returns their completions."""
         self._enter_all()
         if self.leads:
             self._send("abort", list(ids))
         return ()
 
     def _send(self, name: str, *arguments: Any) -> None:
-        """Send a message without an answer. A death is an event, which `advance` sees."""
+        """Send a message without an answer. If the process is gone, `advance` finds that event."""
         assert self.process is not None
         try:
             self.process.send(name, *arguments)
@@ -584,7 +585,7 @@ class HostedEngine(ContinuousEngine):
     def advance(self) -> list[Completion]:
         """Wait up to LOOK_S for completions. Collective over the replica.
 
-        A process that died, or made no progress for hang_timeout_s, is started anew.
+        A process that died, or made no progress for hang_timeout_s, is restarted.
         """
         self._enter_all()
         return self._surviving(lambda: self._leading(self._advance))
@@ -606,7 +607,7 @@ class HostedEngine(ContinuousEngine):
                 raise self.process.died(how)
             return []
 
-        # Take the completions that are there already; anything else is for the next call.
+        # Take all completions that have arrived; any other event is left for the next call.
         done = [value]
         while not self.process.events.empty():
             kind, value = self.process.events.get()
@@ -619,12 +620,12 @@ class HostedEngine(ContinuousEngine):
         ]
 
     def _remembered(self, completion: Completion) -> Completion:
-        """Return the completion; the first one that can prove a restart is kept for that.
+        """Return the completion; keep the first one by which a restarted engine can be checked.
 
-        Its first token must have been drawn by this engine with the weights of now.
+        Its first token must have been sampled by this engine with the present weights.
         """
         request = self.running[completion.id]
-        # A prefix was drawn earlier, maybe with other weights.
+        # A prefix was sampled earlier, maybe with other weights.
         has_prefix = request.prefix_ids is not None and len(request.prefix_ids) > 0
         new = len(completion.response_ids) > 0 and not has_prefix
         if self._proof is None and new and int(completion.weight_version[0]) == self.version:
@@ -649,7 +650,7 @@ def _first_token_agrees(before: Completion, after: Completion) -> bool:
 
 
 def _told(error: Exception | None) -> tuple[bool, str] | None:
-    """Return what other ranks are told of a failure: (whether the process died, text)."""
+    """Return a failure as it is sent to other ranks: (whether the process died, text)."""
     return None if error is None else (isinstance(error, EngineDied), str(error))
 
 

@@ -1,4 +1,4 @@
-"""The worker's side of an engine's process: started with a deadline, and ended for certain."""
+"""The worker's side of an engine's process: starts it with a time limit, and ends it reliably."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ PROGRESS_S = 10.0
 
 
 class EngineDied(HybridFlowError):
-    """The process of a rollout engine is gone, or hangs."""
+    """The process of a rollout engine has ended, or hangs."""
 
 
 class EngineProcess:
     """One child process with an engine in it.
 
-    A thread reads what it says into two queues: `answers` to calls, and `events` (completions and
+    A thread sorts its messages into two queues: `answers` to calls, and `events` (completions and
     errors). Both get ("gone", None) when the connection ends. See child.py for the messages.
     """
 
@@ -74,7 +74,7 @@ class EngineProcess:
         self.moved = time.monotonic()
         """When it last showed progress, by time.monotonic."""
         self.ended: str | None = None
-        """How it ended, once that is known."""
+        """How the process ended, in words, once that is known."""
         self._steps = -1
         self._members: set[int] = set()
         self._listener = threading.Thread(target=self._listen, daemon=True, name="engine-listener")
@@ -122,7 +122,7 @@ class EngineProcess:
         return self.answer(name, timeout_s)
 
     def started(self, timeout_s: float, waiting: Callable[[float], None]) -> Any:
-        """Wait until the engine has started, as `answer` does; return what it says then."""
+        """Wait until the engine has started, as `answer` does; return its first answer."""
         answer = self.answer("start", timeout_s, waiting)
         self._members = members(self.pid)
         return answer
@@ -130,7 +130,9 @@ class EngineProcess:
     def answer(
         self, what: str, timeout_s: float, waiting: Callable[[float], None] | None = None
     ) -> Any:
-        """Return the answer to `what`; `waiting` is called with the seconds so far now and then.
+        """Return the answer to the message `what`.
+
+        `waiting` is called every PROGRESS_S with the seconds so far.
 
         Raises EngineDied when the process ends, fails, or is silent for `timeout_s`, and the
         HybridFlowError with which the engine answered.
@@ -157,9 +159,9 @@ class EngineProcess:
             return value
 
     def died(self, how: str | None = None) -> EngineDied:
-        """End what is left of the process; return an error that says how it ended, with its log.
+        """Kill the process if it still runs; return an error with how it ended, and its log.
 
-        `how` is known where this side gives it up; else the exit code says it.
+        `how` is given if this side gives the process up; otherwise the exit code shows it.
         """
         if self.ended is None:
             if how is None:
@@ -188,7 +190,7 @@ class EngineProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10.0)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        # The listener ends when nobody holds the other end of the connection.
+        # The listener ends when no process holds the other end of the connection.
         self._listener.join(5.0)
         self.connection.close()
 
@@ -203,7 +205,7 @@ def _alive(process: subprocess.Popen, wait_s: float) -> bool:
 
 
 def _ending(code: int) -> str:
-    """Say how a process ended by its return code, which is -N after signal N."""
+    """Return in words how a process ended by its return code, which is -N after signal N."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

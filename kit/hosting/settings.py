@@ -13,9 +13,9 @@ from hybridflow.core.validators import at_least, positive
 
 @attrs.frozen
 class ProcessConfig(EngineSettings):
-    """How an engine in a process of its own is watched.
+    """Settings of an engine in a process of its own: restarts and time limits.
 
-    An engine that need not have such a process also has the field `own_process: bool`.
+    An engine for which such a process is optional also has the field `own_process: bool`.
     """
 
     restarts: int = attrs.field(default=0, validator=at_least(0))
@@ -33,7 +33,7 @@ class ProcessConfig(EngineSettings):
     a process of its own."""
 
     def problems(self) -> list[str]:
-        """Refuse restarts where there is no process to restart."""
+        """Return a problem if restarts are set and there is no process to restart."""
         if self.restarts and not self.own_process:
             return [
                 "restarts: is for an engine in a process of its own; set rollout.own_process = true"

@@ -1,4 +1,4 @@
-"""Hugging Face models as roles: what the training backends that run them share.
+"""Common code of the training backends that run Hugging Face models.
 
 Checking a config imports `config`, `models` and `shapes` alone, which do not import transformers.
 """

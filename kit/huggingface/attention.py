@@ -1,12 +1,12 @@
-"""Causal attention for trainers, of padded rows and of packed ones, which do not see each other.
+"""Causal attention for trainers, of padded rows, and of packed rows separately from each other.
 
 Packed rows lie one after another, ascending by length. Rows with equal prompts may share one:
 
     ids [1, N]     a a a b b b c c c c c | p p p q q r r      q and r go on from p
 
-On a GPU in half precision one call of a kernel has them all. Elsewhere a call takes rows of like
+On a GPU in half precision one kernel call computes all rows. Elsewhere a call takes rows of similar
 lengths, as a batch [rows, heads, S, D] that is padded a little. transformers calls `attend` by its
-registered name; under that name it makes no mask, and it hands `packed_rows` through every layer.
+registered name; under that name it makes no mask, and it passes `packed_rows` through every layer.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 NAME = "hybridflow"
-"""Of this attention in a config's `_attn_implementation`."""
+"""Name of this attention in a config's `_attn_implementation`."""
 HALF = (torch.bfloat16, torch.float16)
-"""What the kernel for rows of any lengths takes."""
+"""The dtypes that the kernel for rows of any lengths takes."""
 LARGEST_HEAD = 256
 """The largest size of a head that it takes."""
 
 MOST_PADDING = 1 << 19
-"""The most multiplications that a block spends on padding: one block more costs about 60
-microseconds, which is as much."""
+"""The most multiplications that a block spends on padding: they take about as long as another block
+costs, some 60 microseconds."""
 MOST_MASKED = 1 << 22
 """The most elements of the mask of a block whose prompts differ in length."""
 
 
 @attrs.frozen(eq=False)
 class RowBlock:
-    """Rows, or tails, that one call attends to, each padded at the right to the longest."""
+    """Rows, or tails (see PackedRows), of one kernel call, padded at the right to the longest."""
 
     count: int
-    """How many they are."""
+    """Number of rows or tails."""
     queries: int
     """Tokens of the longest."""
     keys: int
     """Tokens of the longest with its prompt."""
     mask: torch.Tensor | None
-    """What is added to the scores, 0 or -inf, float32 [count or 1, 1, queries, keys]; None: queries
-    see the keys up to their own place."""
+    """The mask to add to the scores, 0 or -inf, float32 [count or 1, 1, queries, keys]; None:
+    queries attend to the keys up to their own position."""
 
 
 @attrs.frozen(eq=False)
 class Blocks:
     """All tokens of a packed sequence in blocks.
 
-    No token sees padding, which lies behind it, and what padding attends to is thrown away.
+    No token attends to padding, which comes after it, and the outputs of padding are dropped.
     """
 
     blocks: list[RowBlock]
     at: torch.Tensor | None
-    """The place of each token among the queries of all blocks, int64 [N]; None if it stays."""
+    """The index of each token among the queries of all blocks, int64 [N]; None: the same order."""
     queries: torch.Tensor | None
-    """The token of each query of all blocks, 0 for padding; None if they are the tokens."""
+    """The token of each query of all blocks, 0 for padding; None: the same order."""
     padding: torch.Tensor
-    """The queries of all blocks that are padding, int64."""
+    """The indices of the queries of all blocks that are padding, int64."""
     keys: torch.Tensor | None
-    """The token of each key of all blocks, 0 for padding; None if they are the tokens."""
+    """The token of each key of all blocks, 0 for padding; None: the same order."""
 
     def queries_of(self, tensor: torch.Tensor, clear: bool = False) -> list[torch.Tensor]:
-        """Bring [N, heads, D] into blocks: [count, heads, queries, D] of each.
+        """Split [N, heads, D] into blocks, each [count, heads, queries, D].
 
-        Padding has what the first token has, or 0 with `clear`.
+        Padding has the values of the first token, or 0 with `clear`.
         """
         if self.queries is not None:
             tensor = tensor.index_select(0, self.queries)
@@ -80,18 +80,18 @@ class Blocks:
         return _apart(tensor, [(block.count, block.queries) for block in self.blocks])
 
     def keys_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Bring keys or values [N, heads, D] into blocks: [count, heads, keys, D] of each."""
+        """Split keys or values [N, heads, D] into blocks, each [count, heads, keys, D]."""
         if self.keys is not None:
             tensor = tensor.index_select(0, self.keys)
         return _apart(tensor, [(block.count, block.keys) for block in self.blocks])
 
     def tokens_of(self, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Bring what belongs to queries back to the tokens: the inverse of `queries_of`."""
+        """Return the values of queries in the order of the tokens: the inverse of `queries_of`."""
         flat = _flat(batches)
         return flat if self.at is None else flat.index_select(0, self.at)
 
     def key_sums_of(self, batches: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
-        """Sum what belongs to keys over those of one token: [N, heads, D]."""
+        """Return for each token the sum of the values of its keys: [N, heads, D]."""
         flat = _flat(batches)
         if self.keys is None:
             return flat
@@ -99,7 +99,7 @@ class Blocks:
 
 
 def _apart(tensor: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return [count, heads, length, D] of [all, heads, D] for each (count, length)."""
+    """Split [all, heads, D] into a [count, heads, length, D] for each (count, length)."""
     # One split costs less than a slice for each block, in the backward pass above all.
     parts = tensor.split([count * length for count, length in sizes])
     return [
@@ -108,16 +108,16 @@ def _apart(tensor: torch.Tensor, sizes: list[tuple[int, int]]) -> list[torch.Ten
 
 
 def _flat(batches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return [all, heads, D] of [count, heads, length, D] for each block."""
+    """Concatenate [count, heads, length, D] of each block to [all, heads, D]."""
     flat = [batch.transpose(1, 2).flatten(0, 1) for batch in batches]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 class PackedRows:
-    """The lengths of the rows and tails that lie one after another in a packed sequence.
+    """The lengths of the rows and tails that follow one another in a packed sequence.
 
     A row begins with its own first token; a prompt that several responses share is a row too. A
-    tail is a response that goes on from such a prompt. All rows lie before all tails.
+    tail is a response that continues such a prompt. All rows come before all tails.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PackedRows:
         self._blocks: dict[int, Blocks] = {}
 
     def blocks(self, width: int) -> Blocks:
-        """Return the blocks for queries of `width` = heads x D numbers; made once."""
+        """Return the blocks for queries of `width` = heads x D numbers; cached."""
         if width not in self._blocks:
             self._blocks[width] = self._make_blocks(MOST_PADDING // width)
         return self._blocks[width]
@@ -146,7 +146,7 @@ class PackedRows:
         firsts = lengths.cumsum() - lengths
         prompts = [row for row, _ in self.tails]
         begins = len(self.lengths)
-        # Of each row and tail: its own tokens, its prompt's, and the first one of each.
+        # For each row and tail: its number of tokens, its prompt's, and the index of each's first.
         pieces = np.zeros((len(lengths), 4), np.int64)
         pieces[:, 0] = lengths
         pieces[:, 2] = firsts
@@ -188,18 +188,18 @@ class PackedRows:
 
     @cached_property
     def bounds(self) -> torch.Tensor:
-        """The place of the first token of each row and tail, and N: int32 on the device."""
+        """The index of the first token of each row and tail, and N: int32 on the device."""
         return self._bounds([*self.lengths, *(length for _, length in self.tails)])
 
     @cached_property
     def key_bounds(self) -> torch.Tensor:
-        """`bounds` of the keys: a tail has its prompt's before its own."""
+        """The same for keys, where a tail has its prompt's keys before its own."""
         tails = [self.lengths[row] + length for row, length in self.tails]
         return self._bounds([*self.lengths, *tails])
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """The place of each key among the tokens, int64 on the device."""
+        """The index of each key among the tokens, int64 on the device."""
         firsts = [0]
         for length in (*self.lengths, *(length for _, length in self.tails)):
             firsts.append(firsts[-1] + length)
@@ -225,13 +225,13 @@ class PackedRows:
 
 
 def _alike(rows: list[list[int]], most_padding: int) -> list[list[list[int]]]:
-    """Sort rows into lists of like lengths. A row's first numbers are its tokens and its prompt's.
+    """Group rows by similar length. A row's first two numbers are its tokens and its prompt's.
 
     A list grows while its padding is at most `most_padding` pairs of query and key.
     """
     lists: list[list[list[int]]] = []
     longest = least = most = needed = 0
-    # The longest row of a list comes first, and says how long the others become.
+    # The longest row of a list comes first, and the others are padded to its length.
     for row in sorted(rows, reverse=True):
         own, prompt, *_ = row
         fits = False
@@ -252,10 +252,10 @@ def _alike(rows: list[list[int]], most_padding: int) -> list[list[list[int]]]:
 
 
 def _mask(prompts: np.ndarray, queries: int) -> torch.Tensor:
-    """Return what is added to the scores of queries that go on from `prompts` tokens, int64 [rows].
+    """Return the mask to add to the scores of queries after prompts of `prompts` [rows] tokens.
 
     It is float32 [rows, 1, queries, longest prompt + queries], with 1 row if all prompts are equal:
-    0 up to a query's own place, -inf behind it.
+    0 up to a query's own position, -inf after it.
     """
     if (prompts == prompts[0]).all():
         prompts = prompts[:1]
@@ -338,10 +338,10 @@ def _any_lengths(
     rows: PackedRows,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return what `attend_packed` does, by FlashAttention."""
+    """Return the result of `attend_packed`, computed by FlashAttention."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The last query of a sequence sees its last key, so a tail sees its whole prompt.
+    # The last query of a sequence attends to its last key, so a tail to its whole prompt.
     if rows.tails:
         key = key.index_select(0, rows.keys)
         value = value.index_select(0, rows.keys)
@@ -368,7 +368,7 @@ def _by_blocks(
     rows: PackedRows,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return what `attend_packed` does, by one call for each block."""
+    """Return the result of `attend_packed`, computed by one call for each block."""
     blocks = rows.blocks(query[0].numel())
     if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         return _Blocks.apply(query, key, value, blocks, scaling)
@@ -386,7 +386,7 @@ def _batches(
 
 
 class _Blocks(torch.autograd.Function):
-    """All blocks as one node of the graph, on a CPU: the kernel of scaled_dot_product_attention.
+    """All blocks as one autograd node, on a CPU, by the kernel of scaled_dot_product_attention.
 
     A node for every step of every block takes as long as the arithmetic of short rows, and would
     keep each block's result, and the keys that were gathered for it, for the backward pass.
@@ -422,7 +422,7 @@ class _Blocks(torch.autograd.Function):
         grads = []
         for (q, k, v, mask), given, out, logsumexp in zip(
             _batches(query, key, value, blocks),
-            # What padding attends to has no gradient.
+            # The outputs of padding have no gradient.
             blocks.queries_of(grad, clear=True),
             blocks.queries_of(result),
             sums,
@@ -434,7 +434,7 @@ class _Blocks(torch.autograd.Function):
             )
             grads.append(found)
 
-        # A prompt's keys and values have the gradients of all its tails besides.
+        # A prompt's keys and values also get the gradients of all its tails.
         of_query, of_key, of_value = zip(*grads, strict=True)
         return (
             blocks.tokens_of(of_query),

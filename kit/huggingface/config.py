@@ -11,7 +11,7 @@ import attrs
 class LoRAConfig:
     """Low-rank adapters (arXiv:2106.09685), by peft.
 
-    A frozen role has none: a reference is the model without them.
+    A frozen role has no adapters: a reference is the model without them.
     """
 
     rank: int = attrs.field(default=16, validator=attrs.validators.ge(1))
@@ -23,7 +23,7 @@ class LoRAConfig:
 
 
 def lora_problems(config: LoRAConfig | None) -> list[str]:
-    """Return what is missing on this machine to train the adapters of a config."""
+    """Return problems if peft is missing on this machine and the config has adapters."""
     if config is not None and find_spec("peft") is None:
         return ["backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"]
     return []

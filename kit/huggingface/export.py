@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybridflow.core.contracts.worker import RankContext
 
 FILE_BYTES = 5 * 10**9
-"""A file has at most so many bytes, unless a single parameter has more."""
+"""The most bytes of a file, unless a single parameter has more."""
 INDEX = "model.safetensors.index.json"
 
 
@@ -33,7 +33,7 @@ def export_role(
     The folder gets config.json, model*.safetensors in `dtype`, and generation_config.json unless
     `generation` is None. `parameters` yields (canonical name, whole tensor) and is read to its end
     on every rank. `hf` is the model's class, `config` its PretrainedConfig. `more` is called on
-    rank 0 and writes what else belongs into the folder.
+    rank 0 and writes further files into the folder.
     """
     # All ranks read, since reading gathers a parameter; only rank 0 has to keep it.
     files = _Files(folder)
@@ -73,7 +73,7 @@ class _Files:
         self._held = 0
 
     def add(self, name: str, values: torch.Tensor) -> None:
-        """Take a tensor; a file that it does not fit into is written first."""
+        """Add a tensor to the open file; if it does not fit, that file is written first."""
         # A parameter that is larger than a file has one to itself.
         if self._tensors and self._held + values.nbytes > FILE_BYTES:
             self._write()
@@ -82,7 +82,7 @@ class _Files:
         self.nbytes += values.nbytes
 
     def finish(self) -> None:
-        """Write the last file, and give all of them transformers' names."""
+        """Write the last file, and rename all of them to transformers' names."""
         # The number of files is known only now.
         self._write()
         count = len(self.written)
@@ -112,7 +112,7 @@ class _Files:
         self._held = 0
 
     def _part(self, number: int) -> Path:
-        """Return the name of a file while the number of files is not known."""
+        """Return the temporary name of a file, while the number of files is not known."""
         return self.folder / f"model.safetensors.part{number}"
 
 
@@ -124,7 +124,7 @@ def _umask() -> int:
 
 
 def _describe(hf: type, config: Any, generation: Any, dtype: torch.dtype, folder: Path) -> None:
-    """Write the config, and that of generation."""
+    """Write the config, and the generation config."""
     # fully_shard puts "FSDP" before the name of the model's class.
     config.architectures = [hf.__name__.removeprefix("FSDP")]
     config.dtype = dtype

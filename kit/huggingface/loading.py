@@ -1,4 +1,4 @@
-"""Models that no host could hold: built without memory, cut, then filled box by box.
+"""Loads models that do not fit a host: built on meta, cut into shards, then read box by box.
 
     empty_model      parameters on meta: shapes and dtypes, no memory
         |            (a backend cuts the model into shards)
@@ -38,7 +38,7 @@ from hybridflow.kit.huggingface.models import auto_class
 logger = logging.getLogger(__name__)
 
 Part = tuple[str, Box, torch.Tensor]
-"""(canonical name, box, the storage that takes the box's values)."""
+"""(canonical name, box, the tensor that gets the box's values)."""
 
 
 # --- a model without memory ---
@@ -66,7 +66,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, PretrainedCon
 
 
 def _widen(model: Any, dtype: torch.dtype) -> None:
-    """Give the parameters that transformers reads in float32, whatever `dtype` is, that dtype."""
+    """Make those parameters float32 that transformers keeps in float32 for any `dtype`."""
     # Names or patterns, of which most models have none.
     wide = model._get_dtype_plan(dtype)
     if not wide:
@@ -82,7 +82,7 @@ def _widen(model: Any, dtype: torch.dtype) -> None:
 
 
 def _replace(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of a module's parameter or buffer."""
+    """Replace a module's parameter or buffer by a tensor."""
     if key in module._buffers:
         module._buffers[key] = tensor
     else:
@@ -98,8 +98,8 @@ def _compute_buffers(model: Any) -> None:
 
 
 def _initialize(model: Any, seed: int) -> None:
-    """Run transformers' initialisation on what is not on meta, with random numbers of `seed`."""
-    # It skips tensors that are marked, and modules, which it has been to on meta already.
+    """Run transformers' initialisation, seeded by `seed`, on the tensors that are not on meta."""
+    # It skips marked tensors, and modules that it has initialised on meta already.
     skipped = [tensor for tensor in model.state_dict(keep_vars=True).values() if tensor.is_meta]
     for tensor in skipped:
         tensor._is_hf_initialized = True
@@ -122,7 +122,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give the module's meta tensors memory on the device, with any values.
+    """Allocate the module's meta tensors on the device, with undefined values.
 
     Parameters that are shared stay shared, and sharded ones (DTensors) get memory for this rank's
     shard alone.
@@ -143,12 +143,12 @@ def allocate(module: nn.Module, device: torch.device) -> None:
             owner._parameters[other] = first._parameters[key]
 
 
-# --- its values ---
+# --- the values of the parameters ---
 
 
 @torch.no_grad()
 def fill(parts: Iterable[Part], spec: ModelSpec, dtype: torch.dtype) -> None:
-    """Write the model's first values into the parts, which are this rank's boxes.
+    """Write the model's initial values into the parts, which are this rank's boxes.
 
     Only these boxes are read from the folder. The head of a value or score model that the folder
     lacks is drawn from `init_seed`. A model without a folder, and one whose folder has another form
@@ -160,7 +160,7 @@ def fill(parts: Iterable[Part], spec: ModelSpec, dtype: torch.dtype) -> None:
         _from_whole(wanted, spec, dtype)
         return
 
-    # Files of another form, and quantised ones, are transformers' own business.
+    # Files of another form, and quantised ones, are left to transformers.
     folder = Folder.of(Path(spec.path))
     names = {name for name, *_ in wanted}
     lacking = names - folder.files.keys()
@@ -187,7 +187,7 @@ class Folder:
 
     @classmethod
     def of(cls, path: Path) -> Folder:
-        """Read which file has which tensor; a folder without safetensors files has none."""
+        """Return the tensors of a folder by file; none if it has no safetensors files."""
         from safetensors import safe_open
 
         # Several files have an index.
@@ -215,7 +215,7 @@ class Folder:
         return dtypes
 
     def read(self, parts: Sequence[Part]) -> None:
-        """Copy the parts' boxes from the files, of which nothing else is read."""
+        """Copy the parts' boxes from the files; nothing else is read."""
         from safetensors import safe_open
 
         # Each file is opened once.
@@ -223,7 +223,7 @@ class Folder:
         for part in parts:
             by_file.setdefault(self.files[part[0]], []).append(part)
         for file, here in by_file.items():
-            # A file that is closed gives back the pages that were read.
+            # Closing a file frees the pages that were read.
             with safe_open(self.path / file, "pt") as tensors:
                 for name, box, storage in here:
                     values = tensors.get_slice(name)

@@ -1,4 +1,4 @@
-"""LoRA (arXiv:2106.09685) on Hugging Face models by peft, for backends that train those.
+"""LoRA (arXiv:2106.09685) on Hugging Face models by peft, for training backends.
 
 An adapted linear layer computes W x + scale B A x, with scale = alpha / rank. Only the adapters A
 and B are trained (and a value or score head, which is new). Engines and exported folders get the
@@ -62,8 +62,8 @@ class Adapters:
     ) -> torch.Tensor:
         """Return W + scale B A of a box whose values of W are `values`, added in float32.
 
-        A parameter that is not adapted comes back as it is. The bits depend on the box: who
-        compares or sends parts takes them from one box's result.
+        A parameter that is not adapted is returned unchanged. The bits of an element may depend on
+        the box, so parts that are compared or sent must come from the result of one box.
         """
         if name not in self.of or not box.numel:
             return values
@@ -73,7 +73,7 @@ class Adapters:
     def shard(
         self, name: str, box: Box, values: torch.Tensor, whole: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | LazyShard:
-        """Return `merged`, computed when it is read: no second model is in memory."""
+        """Return `merged`, computed when it is read, so that no second model is in memory."""
         if name not in self.of:
             return values
         return LazyShard(box.shape, lambda: self.merged(name, box, values, whole))
@@ -153,12 +153,12 @@ def _named(name: str, ends: Iterable[str]) -> bool:
 
 
 def _names_any(end: str, names: Iterable[str]) -> bool:
-    """Return whether `end` names one of the layers."""
+    """Return whether one of the layers' names ends with `end`."""
     return any(_named(name, (end,)) for name in names)
 
 
 def _inject(hf: nn.Module, config: LoRAConfig, targets: list[str]) -> Any:
-    """Put peft's layers in place of the targets, and return peft's config of them."""
+    """Replace the target layers by peft's, and return peft's config of them."""
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(_peft_config(config, targets), hf, ADAPTER)
@@ -168,7 +168,7 @@ def _inject(hf: nn.Module, config: LoRAConfig, targets: list[str]) -> Any:
 def exported_config(config: LoRAConfig, layers: Iterable[str]) -> Any:
     """Return peft's config of the adapters of `layers`, for files.
 
-    It has the layers' short names, as people write them.
+    It has the layers' short names, such as "q_proj".
     """
     ends = {name.rpartition(".")[2] for name in layers}
     return _peft_config(config, config.target_modules or ends)

@@ -1,4 +1,4 @@
-"""The Hugging Face model of a role, wrapped so that one forward pass gives the outputs asked for.
+"""The Hugging Face model of a role, wrapped so that one forward pass gives the requested outputs.
 
 ids [B, S]  ->  trunk  ->  hidden [B, S, H]       packed rows: ids [1, N]
                               |  pick the states before the N response tokens
@@ -32,7 +32,7 @@ from hybridflow.kit.huggingface.attention import PackedRows
 from hybridflow.kit.huggingface.models import attention_of, auto_class, why_padded
 
 HEAD = "score."
-"""How the names of a value or score model's head begin."""
+"""Prefix of the parameter names of a value or score model's head."""
 
 
 def hf_config(spec: ModelSpec) -> PretrainedConfig:
@@ -40,7 +40,7 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
 
     Raises ModelError when transformers does not accept it.
     """
-    # A folder's config is read by transformers itself, else the fields say everything.
+    # A folder's config is read by transformers itself; else the fields are complete.
     fields = dict(spec.hf_config)
     model_type = fields.pop("model_type")
     try:
@@ -62,7 +62,7 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def running_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config to train with: without noise, with attention kernels that are right for it.
+    """Return the config to train with: without dropout and noise, with a suitable attention kernel.
 
     Dropout would make old and new log-probabilities of equal weights differ.
     """
@@ -98,11 +98,11 @@ def quiet() -> Iterator[None]:
 def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, PretrainedConfig]:
     """Return the model with its weights, equal on every rank, and its config.
 
-    Weights come from the folder, or are drawn from `init_seed`, as the head of a value or score
-    model is that the folder lacks. Raises ModelError when transformers cannot build the model, and
+    Weights come from the folder, or are drawn from `init_seed`, as is the head of a value or score
+    model if the folder lacks it. Raises ModelError when transformers cannot build the model, and
     when the folder lacks another parameter.
     """
-    # `config` stays as it is exported; the model runs with another one.
+    # `config` is returned for export; the model runs with another one.
     config = hf_config(spec)
     running = running_config(config)
     auto = auto_class(spec.kind)
@@ -123,7 +123,7 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
             f"could not build {config.model_type!r} from {spec.path or 'its config'}: {error}"
         ) from error
 
-    # transformers would draw what the folder lacks.
+    # transformers would initialise parameters that the folder lacks at random.
     if spec.kind != "policy":
         missing = {name for name in missing if not name.startswith(HEAD)}
     if missing:
@@ -135,11 +135,11 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
 
 
 ADAPTER = "default"
-"""peft's name of an adapter that has no other."""
+"""peft's default name of an adapter."""
 
 
 def canonical(name: str) -> str:
-    """Return a parameter's name without what RoleModel and peft put into it."""
+    """Return a parameter's canonical name: without the parts that RoleModel and peft add."""
     return name.removeprefix("hf.").replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
 
 
@@ -156,7 +156,7 @@ def ties_of(role: RoleModel) -> dict[str, str]:
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, values) of what a checkpoint has of the module beside parameters."""
+    """Yield (name, values) of the module's buffers that a checkpoint has."""
     for path, part in module.named_modules():
         for name, values in part.named_buffers(path, recurse=False):
             if name.rpartition(".")[2] not in part._non_persistent_buffers_set:
@@ -167,7 +167,7 @@ class RoleModel(nn.Module):
     """A model that runs its trunk on rows, and its head only where it is needed.
 
     Padded rows start at position 0 with padding on their right, so causal attention needs no mask.
-    Packed ones are for models that `why_padded` lets pass.
+    Rows are packed for models for which `why_padded` returns None.
     """
 
     hf: Any
@@ -193,7 +193,7 @@ class RoleModel(nn.Module):
     def forward(
         self, micro: MicroBatch, needs: Sequence[str], temperature: float
     ) -> dict[str, torch.Tensor]:
-        """Return the outputs in `needs`, float32, 0 behind each response's end.
+        """Return the outputs in `needs`, float32, 0 after each response's end.
 
         See TrainingBackend for their names and shapes: [B, T, ...], scores [B].
         """
@@ -203,7 +203,7 @@ class RoleModel(nn.Module):
         hidden = self.hf.base_model(**inputs, use_cache=False).last_hidden_state
         shares = bool(micro.shared.any())
         if last:
-            # Flat places of the last tokens.
+            # Flat indices of the last tokens.
             lengths = micro.response_lengths
             ends = torch.where(lengths > 0, starts + lengths - 1, prompt_ends)
             scores = self.head(pick(hidden, ends.to(hidden.device), shares))
@@ -211,7 +211,7 @@ class RoleModel(nn.Module):
             # A sum over the one label: FSDP wants no view of the head's output.
             return {"scores": scores.float().sum(-1)}
 
-        # Flat places of the state before each response token, and of the token itself among ids.
+        # Flat indices of the state before each response token, and of the token itself among ids.
         rows, at = micro.places
         before = torch.where(at > 0, starts[rows] + at - 1, prompt_ends[rows])
         target = micro.response_starts[rows] + at
@@ -241,7 +241,7 @@ class RoleModel(nn.Module):
             logits = finished(self.head(states), self.hf.config)
             return dict(token_outputs(logits, targets, needs, temperature, topk_ids))
 
-        # So many states have at most LOGITS_AT_ONCE logits.
+        # The number of states that have at most LOGITS_AT_ONCE logits.
         size = max(LOGITS_AT_ONCE // self.hf.config.vocab_size, 1)
         if len(states) <= size:
             return piece(states, targets, topk_ids)
@@ -257,7 +257,7 @@ class RoleModel(nn.Module):
 
 
 def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
-    """Return what the trunk is called with, and two flat places of each row in it, int64 [B].
+    """Return the trunk's arguments, and two flat indices into its tokens for each row, int64 [B].
 
     They are those of the prompt's last token and of the response's first one. Without `whole` the
     last token of each row is left out, of padded rows the last column.
@@ -280,7 +280,7 @@ def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tenso
     tails = tails[micro.response_starts[tails].argsort()]
     tails = tails[responses[tails] > 0]
 
-    # Every token's place among ids, and its position in its row.
+    # Every token's index among ids, and its position in its row.
     lengths = torch.cat([sizes, responses[tails]])
     firsts = torch.cat([heads, micro.response_starts[tails]])
     offsets = torch.cat([torch.zeros_like(sizes), prompts[tails]])
@@ -294,7 +294,7 @@ def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tenso
         "packed_rows": PackedRows(sizes.tolist(), ids.device, list(pairs)),
     }
 
-    # Where they lie in the trunk.
+    # Their indices in the trunk.
     begins = lengths.cumsum(0) - lengths
     prompt_ends = begins[head_of] + prompts - 1
     starts = prompt_ends + 1
@@ -303,7 +303,7 @@ def _inputs(micro: MicroBatch, whole: bool) -> tuple[dict[str, Any], torch.Tenso
 
 
 def _firsts(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the places in order, each once; the number of each row's; and a row that has each."""
+    """Return the distinct places, sorted; each row's index among them; and a row for each."""
     unique, number = places.unique(return_inverse=True)
     rows = torch.empty_like(unique)
     rows[number] = torch.arange(len(places))
@@ -311,7 +311,7 @@ def _firsts(places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def finished(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return a head's output as the model's own forward turns it into logits.
+    """Return the logits that the model's own forward computes from a head's output.
 
     Cohere multiplies it, granite divides it, and gemma2 caps it: c tanh(logits / c).
     """
@@ -334,8 +334,8 @@ def token_outputs(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, float32 [N, ...]) for each need.
 
-    `logits` [N, V] stand at the N response tokens, `targets` [N] are these tokens, `topk_ids`
-    [N, K] the tokens whose log-probabilities are asked for. With p = softmax(logits / temperature):
+    `logits` [N, V] predict the N response tokens `targets` [N]; `topk_ids` [N, K] are the tokens
+    for the output topk_logprobs. With p = softmax(logits / temperature):
     logprobs = log p[target], entropy = -sum p log p.
     """
     logits = logits.float()
@@ -366,7 +366,7 @@ def token_outputs(
 
 
 class _Entropy(torch.autograd.Function):
-    """-sum p log p of log-probabilities [N, V], which keeps nothing that they do not keep."""
+    """-sum p log p of log-probabilities [N, V]; for the backward pass it keeps only these."""
 
     @staticmethod
     def forward(ctx, log_p):
@@ -381,9 +381,9 @@ class _Entropy(torch.autograd.Function):
 
 
 def pick(hidden: torch.Tensor, places: torch.Tensor, several: bool = False) -> torch.Tensor:
-    """Return the states [N, H] of hidden [B, S, H] at flat places [N].
+    """Return the states [N, H] of hidden [B, S, H] at flat indices `places` [N].
 
-    several: whether a place may occur more than once.
+    several: whether an index may occur more than once.
     """
     if several:
         return hidden.flatten(0, 1).index_select(0, places)
@@ -391,7 +391,7 @@ def pick(hidden: torch.Tensor, places: torch.Tensor, several: bool = False) -> t
 
 
 class _Pick(torch.autograd.Function):
-    """An index_select whose backward copies instead of adding up, as no place occurs twice."""
+    """An index_select whose backward copies instead of adding up, as no index occurs twice."""
 
     @staticmethod
     def forward(ctx, hidden, places):
@@ -410,7 +410,7 @@ class _Pick(torch.autograd.Function):
 def spread(
     flat: torch.Tensor, rows: torch.Tensor, at: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Return [B, T, ...] with flat [N, ...] at the places (rows, at), and 0 elsewhere.
+    """Return [B, T, ...] with flat [N, ...] at the indices (rows, at), and 0 elsewhere.
 
     `shape` is (B, T). Gradients flow back to `flat`.
     """

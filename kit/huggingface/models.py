@@ -10,7 +10,7 @@ from hybridflow.core.values.model import ModelSpec
 
 
 def auto_class(kind: str) -> Any:
-    """Return transformers' class that builds a policy; for other kinds, one with a new head."""
+    """Return transformers' auto class for a kind of model: a causal LM or a classifier."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     return AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
@@ -38,10 +38,10 @@ def policy_config(model: ModelSpec) -> Any:
 
 
 def attention_of(hf_config: Any) -> str:
-    """Return the attention of transformers that computes a causal model right: "sdpa" or "eager".
+    """Return the attention of transformers that is correct for a causal model: "sdpa" or "eager".
 
-    torch's kernels know no sinks (gpt_oss), which transformers refuses, and no capped scores
-    (gemma2), which it leaves out in silence.
+    torch's kernels support neither sinks (gpt_oss), for which transformers raises an error, nor
+    capped scores (gemma2), which it silently ignores.
     """
     from transformers import AutoModelForCausalLM
 
@@ -61,10 +61,10 @@ PACKABLE = frozenset(
         "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
     }
 )  # fmt: skip
-"""Model types whose packed rows are known not to see each other.
+"""Model types whose packed rows are known not to attend to each other.
 
-tests/kit/huggingface/test_attention.py shows it of each. Some that take the arguments do not pass
-(nemotron), so no other type is packed.
+tests/kit/huggingface/test_attention.py shows it for each. Some types that take the arguments fail
+it (nemotron), so no other type is packed.
 """
 
 
@@ -85,7 +85,7 @@ def why_padded(fields: Mapping[str, Any]) -> str | None:
     if fields.get("attn_logit_softcapping") is not None:
         return "its attention scores are capped"
 
-    # Attention to all tokens before a token is the only kind that packed rows have.
+    # Packed rows support only attention to all earlier tokens.
     partial = set(fields.get("layer_types") or ()) - {"full_attention"}
     window = fields.get("sliding_window", WINDOWS.get(kind))
     if kind in SWITCHED and not fields.get("use_sliding_window", False):

@@ -1,7 +1,7 @@
 """RMSNorm of float32 on CPUs, with a backward pass of its own.
 
-As transformers writes it, torch makes fifteen passes over the states in training, and keeps the
-input and the normalised states. Ours makes ten, and keeps the input.
+In transformers' implementation torch makes fifteen passes over the states in training, and keeps
+the input and the normalised states. This one makes ten, and keeps the input.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 def use(module: nn.Module) -> None:
-    """Let the module's norms compute as `rms_norm` does, in place.
+    """Make the module's norms compute by `rms_norm`; the module is changed.
 
-    They are those whose code is Llama's: models with another formula keep theirs.
+    Only norms whose code is that of Llama are changed: models with another formula keep theirs.
     """
     parts = list(module.modules())
     replacements = {kind: _replacement(kind) for kind in set(map(type, parts))}
@@ -37,14 +37,14 @@ def _replacement(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 
 class _Norm(nn.Module):
-    """Comes before transformers' class, whose weight and epsilon it takes."""
+    """A mixin before transformers' class, of which it uses weight and epsilon."""
 
     weight: torch.Tensor
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         x = hidden_states
-        # DTensors and the tensors of a trace are none of its business; a compiler does better.
+        # DTensors and the tensors of a trace keep the original; a compiler fuses better.
         fits = type(x) is torch.Tensor and x.dtype == torch.float32 and x.device.type == "cpu"
         if not fits or self.weight.dtype != x.dtype or torch.compiler.is_compiling():
             return super().forward(x)

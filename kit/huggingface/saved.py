@@ -1,14 +1,14 @@
-"""The form in which transformers saves a model: canonical names, and boxes of what is stored.
+"""The form in which transformers saves a model: canonical names, and boxes of stored parameters.
 
-Transformers runs some models with parameters other than those of their checkpoints. It stacks the
-experts of a mixture, say, and takes the stack apart when it saves:
+Transformers runs some models with parameters other than those of their checkpoints. For instance,
+it stacks the experts of a mixture, and splits the stack when it saves:
 
     stored: experts.gate_up_proj [2, 8, 4]         saved: experts.0.gate_proj.weight [4, 4]
                                                           experts.0.up_proj.weight   [4, 4]
                                                           experts.1.gate_proj.weight ...
 
-Canonical names and shapes are the saved ones. Its own conversion is traced, so that every box of a
-stored parameter has its place, and no rule about names is ours.
+Canonical names and shapes are the saved ones. The mapping of boxes is found by tracing
+transformers' own conversion, so that it needs no rules about names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Part:
     """The canonical name."""
     saved: Box
     dims: tuple[int, ...]
-    """For each dimension of the canonical parameter the stored dimension that it lies along."""
+    """The stored dimension of each dimension of the canonical parameter."""
 
     def common(self, held: Box) -> tuple[Box, Box] | None:
         """Return the common box of `held`, in stored and in canonical indexes; None without one."""
@@ -72,9 +72,9 @@ class SavedForm:
 
     @classmethod
     def of(cls, model: Any) -> SavedForm:
-        """Ask transformers how it saves this model; `model` may be on meta.
+        """Return the form in which transformers saves this model, which may be on meta.
 
-        Raises ModelError where what it does cannot be described by boxes.
+        Raises ModelError where the conversion cannot be described by boxes.
         """
         stored = {
             name: torch.empty(values.shape, dtype=values.dtype, device="meta")
@@ -139,7 +139,7 @@ class SavedForm:
             for parts in self.parts.values()
             for part in parts
         }
-        # One that has several stored parameters waits here until all have come.
+        # A canonical parameter of several stored ones waits here until all have come.
         made: dict[str, torch.Tensor] = {}
         for name, held, values in self.shards(
             (name, Box.full(values.shape), values) for name, values in parameters
@@ -167,7 +167,7 @@ def _add(held: dict[int, tuple[Box, ...]], shards: Shards, part: Part) -> None:
 
 
 def _part_of(part: Part, values: Shard, held: Box, common: tuple[Box, Box]) -> Shard:
-    """Return the canonical view of a common box; of a LazyShard one that reads it when asked."""
+    """Return the canonical view of a common box; for a LazyShard, another LazyShard of it."""
     stored, saved = common
     if isinstance(values, torch.Tensor):
         return part.view(values, held, stored)
@@ -187,7 +187,7 @@ def _trace(
     model: Any, stored: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each stored parameter that is saved under other names or shapes."""
-    # Its conversion makes new tensors; copied into these, they show what they were made of.
+    # The conversion makes new tensors; copying them into `homes` shows their sources.
     homes = {name: torch.empty_like(v, device="meta") for name, v in saved.items()}
 
     def save(pairs: list[tuple[str, torch.Tensor]]) -> None:

@@ -184,7 +184,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     if missing := [name for name in SIZES if not isinstance(config.get(name), int)]:
         raise ConfigError([f"the model's config lacks {name}" for name in missing])
 
-    # Only mixtures have experts, whatever else a config says.
+    # Only mixtures have experts, even if another type's config has such fields.
     experts = 0
     experts_per_token = 0
     if kind in MIXTURES:
@@ -219,7 +219,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 def read_shape(where: str | Path) -> ModelShape:
     """Return the shape by a published name (`llama-70b`), a config.json, or a folder with one.
 
-    Raises ConfigError where none of them is there, or the shape is not known.
+    Raises ConfigError where none of them exists, or the shape is not known.
     """
     if str(where) in PUBLISHED:
         return PUBLISHED[str(where)]

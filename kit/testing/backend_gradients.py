@@ -76,7 +76,7 @@ class BackendGradients(BackendBase):
                 )
 
     def test_packed_rows_have_the_gradients_of_hugging_face(self, build):
-        """With responses to one prompt, of several lengths, beside rows of their own."""
+        """So do responses to a shared prompt, of several lengths, beside other rows."""
         self._needs_training()
         for ref in self.references():
             if build(ref.spec, memoryless()).packing is Packing.PADDED:
@@ -117,7 +117,7 @@ class BackendGradients(BackendBase):
         ref = next(self.references())
         needs = first_output(ref)
 
-        # One step shows what all backward passes before it gathered.
+        # One step shows the gradients that all backward passes before it accumulated.
         once = gradients(_passes(build, ref, seed=8), needs)
         twice = gradients(_passes(build, ref, seed=8), needs, times=2)
         self._same(

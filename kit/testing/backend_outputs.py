@@ -136,7 +136,7 @@ class BackendOutputs(BackendBase):
                     self._is_apart(values, expected, f"{name} of row {row} with its prompt", ref)
 
     def _is_apart(self, found, expected, what: str, ref: Reference) -> None:
-        """Require that a packed row has the outputs that are expected of it."""
+        """Require that a packed row has the expected outputs."""
         require_close(
             found,
             expected,

@@ -1,4 +1,4 @@
-"""How the kit fails: each message says what was got, what is expected, and the likely cause."""
+"""Failures of the kit: messages have the actual value, the expected one, and the likely cause."""
 
 from __future__ import annotations
 

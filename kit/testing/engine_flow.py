@@ -87,8 +87,8 @@ class EngineFlow(EngineBase):
     def test_weights_may_change_while_sequences_run(self, start):
         """A sequence goes on over an update, and each token's stamp is right.
 
-        Tokens stamped with the old version are the old model's; where the engine `recomputes`, the
-        others are what the new model gives after them.
+        Tokens of the old version are those of the old model; where the engine `recomputes`, the
+        others are those of the new model after them.
         """
         for architecture in self.architectures:
             first = reference(architecture, seed=0, width=self.width)

@@ -291,7 +291,7 @@ class EngineRequests(EngineBase):
         )
 
     def test_it_speaks_again_after_sleep(self, start):
-        """After sleep, wake and an update the engine gives the tokens of before."""
+        """After sleep, wake and an update the engine gives the same tokens as before."""
         if not self.sleeps:
             pytest.skip("it does not sleep")
 

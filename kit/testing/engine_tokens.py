@@ -295,7 +295,7 @@ class EngineTokens(EngineBase):
     def _all_logprobs(
         self, ref: Reference, completions: list[Completion], temperature: float, more: str = ""
     ) -> None:
-        """Require `_logprobs` of the completions of PROMPTS."""
+        """Require of the completions of PROMPTS what `_logprobs` requires of one."""
         for done, prompt in zip(completions, PROMPTS, strict=True):
             self._logprobs(ref, prompt, done, temperature, more)
 

@@ -1,10 +1,10 @@
-"""Conformance of a training backend on GPUs and ranks that are not there.
+"""Conformance of a training backend on simulated GPUs and ranks.
 
 Every case is a layout of up to many ranks, of which one runs, with 7B's widths. The device has no
 values, so these tests say nothing about numbers: they see tensors on the wrong device, whole models
 where shards should be, gradients that stay whole, and bytes that move without need.
 
-They change the process (PyTorch has one device of this kind), so they run apart from other tests:
+They change the process (PyTorch has one device of this kind), so they run separately from others:
 `make test-fake` for ours.
 """
 
@@ -49,7 +49,7 @@ MOST_SAVED = 600 << 20
 
 @attrs.frozen(kw_only=True)
 class FakeCase:
-    """A layout and settings, and what its author says that a rank holds."""
+    """A layout and settings, with the memory that a rank is expected to hold."""
 
     layout: ParallelLayout
     config: Any
@@ -82,7 +82,7 @@ class FakeCase:
 
 @attrs.frozen
 class Lived:
-    """A case, and what its rehearsal recorded."""
+    """A case, and the record of its rehearsal."""
 
     case: FakeCase
     record: Rehearsal
@@ -172,12 +172,12 @@ class FakeGPUConformance:
     # --- updates ---
 
     def test_gradients_are_cut_in_each_micro_batch(self, lived):
-        """Several micro-batches take no more memory than one: but for the shards' gradients."""
+        """Several micro-batches take no more memory than one, except for the shards' gradients."""
         if not lived.case.trained:
             pytest.skip("it does not train")
         case = lived.case
         outside = 2.0 * FIELDS["vocab_size"] * FIELDS["hidden_size"]
-        # Of several micro-batches the shard's gradients stay, and what is gathered.
+        # With several micro-batches the shard's gradients stay, and gathered weights.
         held = lived.record.parameters / case.shards * case.gradient_bytes
         kept = case.gathered * lived.record.parameters + case.outside_gathered * outside
         allowed = lived.moments + held + kept + SLACK
@@ -281,7 +281,7 @@ def hollow_model(root: Path, layers: int) -> Path:
 
 
 def live(backend: type[TrainingBackend], case: FakeCase, folder: Path) -> Rehearsal:
-    """Run a case's whole life."""
+    """Run all phases of a case, and return the record."""
     spec = resolve_model(ModelConfig(path=str(folder)), case.kind, "fake")
     optimizer = OptimizerConfig() if case.trained else None
     # Few tokens: activations are not what these tests look at.
@@ -290,7 +290,7 @@ def live(backend: type[TrainingBackend], case: FakeCase, folder: Path) -> Rehear
         if case.trained:
             run.update("one", few)
             run.update("several", attrs.evolve(few, count=SEVERAL))
-        # What engines are sent, then turns with other roles, then files.
+        # A sync to engines, then calls beside other roles, then files.
         run.sync("sync")
         if case.moves:
             run.offload("away")

@@ -236,7 +236,7 @@ def evaluate(
     # The denominators are those of the whole mini-batch, however it is split.
     counts = count(mini.masks, mini.shape.units)
 
-    # What is gathered over the micro-batches.
+    # Sums over the micro-batches.
     total = torch.zeros(())
     figures = []
     sums: dict[str, torch.Tensor] = {}

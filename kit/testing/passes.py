@@ -141,7 +141,7 @@ class Passes:
         plan: Plan | None = None,
         dummies: int = 0,
     ) -> None:
-        """Run forward_backward once; the backend gathers the gradients."""
+        """Run forward_backward once; the backend accumulates the gradients."""
         plan, micros = self.micros(plan, dummies)
         self.called = []
 
@@ -220,7 +220,7 @@ def gradients(
     They are read off the step of a backend that was built with `memoryless`.
     """
     backend = passes.backend
-    # One step after all passes shows what they gathered.
+    # One step after all passes shows the accumulated gradients.
     before = whole_weights(backend)
     for _ in range(times):
         passes.backward(needs, plan, dummies)

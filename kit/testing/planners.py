@@ -125,7 +125,7 @@ class PlannerConformance:
             likely="nothing is counted",
         )
 
-        # What can be predicted can run.
+        # A job with a prediction must fit.
         problems = planner.problems(job, cluster)
         require(
             problems == [],

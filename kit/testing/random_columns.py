@@ -43,7 +43,7 @@ class RowShapes:
     ) -> RowShapes:
         """Return a shape with lengths from 1 to `longest`, which the first row has.
 
-        Every `unit_size` neighbours are one unit.
+        Each run of `unit_size` neighbouring rows is one unit.
         """
         generator = torch.Generator().manual_seed(1234 + seed)
         lengths = torch.randint(1, longest + 1, (rows,), generator=generator).numpy()

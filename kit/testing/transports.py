@@ -113,7 +113,7 @@ def _move(link: Link, transport: Transport, case: str, step: int) -> list[str]:
             wanted.append((name, box, values))
     target = ShardReader(wanted)
 
-    # What stays on the rank is copied, the rest is exchanged.
+    # Boxes that stay on the rank are copied, the others are exchanged.
     for name, box in plan.local(link.rank):
         target.read(name, box).copy_(source.read(name, box))
 
@@ -169,7 +169,7 @@ def _rank(
         for case in CASES:
             answer[case] = [_move(link, transport, case, step) for step in range(SYNCS)]
 
-        # Nobody looks before all are done, and nobody ends before all have looked.
+        # No rank checks before all have finished, and none ends before all have checked.
         dist.barrier()
         answer["left"] = sorted(path.name for path in messages.iterdir())
         dist.barrier()
@@ -187,7 +187,7 @@ def _transport_class(name: str) -> type[Transport]:
 def _abandoned() -> set[str]:
     """Return the messages in shared memory that no process holds.
 
-    Those of a run beside this one are locked.
+    Messages of another run at the same time are locked.
     """
     names = set()
     for path in Path("/dev/shm").glob("hybridflow-weights-*"):

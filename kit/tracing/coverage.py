@@ -1,7 +1,7 @@
-"""Whether a loader leaves anything out, on either side.
+"""Checks that a weight loader leaves nothing out, on either side.
 
-the model's side    every parameter of the model gets its values from one of the checkpoint's
-our side            every element of a parameter is taken by some rank
+engine's model    every parameter of it gets its values from a parameter of the checkpoint
+checkpoint        every element of its parameters is read by some rank
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def unfilled(tensors: Mapping[str, torch.Tensor], filled: Collection[str]) -> It
 
     filled: the tensors that a loader writes into.
     """
-    # A tied parameter has them from its twin, with which it shares the storage.
+    # A tied parameter shares the storage of the other one, which gets the values.
     storages = {tensors[name].untyped_storage()._cdata for name in filled}
     for name, tensor in tensors.items():
         is_parameter = isinstance(tensor, torch.nn.Parameter)
@@ -33,14 +33,14 @@ def check_taken(
     who: str,
     model_type: str | None,
 ) -> None:
-    """Raise ModelError for a parameter of which the ranks of a replica together leave out a part.
+    """Raise ModelError if the ranks of a replica together do not read all of a parameter.
 
     ranks: for each rank, name -> boxes.
     """
     every = list(ranks)
     missing: dict[str, int] = {}
     for name, param in params.items():
-        # What is left of it when every rank has taken its boxes
+        # The parts that remain without the boxes of any rank
         left = [Box.full(param.shape)]
         for boxes in every:
             for box in boxes.get(name, ()):

@@ -1,12 +1,12 @@
-"""Weights of a model, brought box by box to the places that its own loader names.
+"""Weights of an engine's model, copied box by box to where its own loader would put them.
 
-The loader is asked once where the boxes of each parameter go. From then on boxes are copied there,
-and each rank receives its own alone:
+The loader is traced once to find where the boxes of each parameter go. From then on boxes are
+copied there, and each rank receives only its own:
 
     box --window--> tensor of the model
     box ----------> staged tensor --the loader, once it is whole--> tensors of the model
 
-The second road is for opaque parameters, of which the loader does not just copy boxes.
+The second way is for opaque parameters, which the loader does not simply copy box by box.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridflow.kit.tracing.tracer import Load, LoaderMap, trace
 from hybridflow.kit.tracing.windows import Window, strides_of
 
 STAGED = "staged:"
-"""Begins the names of staged tensors; the parameter's own name follows."""
+"""Prefix of the names of staged tensors, before the parameter's name."""
 
 
 class PlacedWeights:
@@ -60,14 +60,14 @@ class PlacedWeights:
         self.aliases: dict[str, str] = {}
         """Tied names that have a tensor of their own -> the name whose values it holds."""
         self.version: int | None = None
-        """That of the update which `arrived` counts."""
+        """Version of the update that `arrived` counts."""
         self.updating = False
         self._staged: dict[str, torch.Tensor] = {}
         """The tensors that this update has made for opaque parameters, by the parameter's name."""
         self._settle()
 
     def _settle(self) -> None:
-        """Derive what follows from the map."""
+        """Compute the attributes that follow from the loader's map."""
         staged = {}
         for name in self.map.opaque:
             shape = self.params[name].shape
@@ -86,13 +86,13 @@ class PlacedWeights:
         return self.map.boxes(name)
 
     def untie(self) -> None:
-        """Bring tied values to a tensor of their own, too, where the model does not tie it."""
+        """Copy tied values also to the second tensor, where the engine's model does not tie it."""
         for name, origin in self.ties.items():
             if not self._empty() or origin in self.map.opaque:
                 return
             twin = trace(self.load, self.tensors, {name: self.params[origin]})
             pieces = twin.pieces.get(name, ())
-            # A model that ties has no place for it, or takes it for the other one again.
+            # A model that ties has no such tensor, or the same one under both names.
             new = {window.tensor for _, window in pieces} & self._empty()
             if not new:
                 continue
@@ -115,10 +115,10 @@ class PlacedWeights:
     # --- an update ---
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the model's tensors as they are now.
+        """Replace the model's tensors by `tensors`, which the engine may have allocated anew.
 
-        An engine may replace them, and what is written into the old ones would be lost. Raises
-        HybridFlowError for one of another form.
+        Values written into the old ones would be lost. Raises HybridFlowError for a tensor whose
+        shape, strides or dtype differ.
         """
         for name in self.targets:
             now = tensors.get(name)
@@ -129,7 +129,7 @@ class PlacedWeights:
         self.tensors = dict(tensors)
 
     def begin(self, version: int) -> None:
-        """Begin an update; what an earlier one has left half done is dropped."""
+        """Begin an update; an unfinished earlier one is dropped."""
         self.version = version
         self.updating = True
         self._staged.clear()
@@ -137,16 +137,16 @@ class PlacedWeights:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Write the constants of the loader, such as padding, which no parameter brings."""
+        """Write the constants of the loader, such as padding, which belong to no parameter."""
         for window, value in self.map.fills:
             window.of(self.tensor(window.tensor)).fill_(value)
 
     @torch.no_grad()
     def receive(self, name: str, box: Box, values: torch.Tensor) -> None:
-        """Copy a box to its places; it may be a part of one that this rank takes.
+        """Copy a box to its windows; it may be a part of one that this rank reads.
 
-        Raises HybridFlowError for what is not of this model, and for elements that have come
-        before.
+        Raises HybridFlowError for a name or shape that the model does not have, and for elements
+        that have arrived before.
         """
         check_box(self.params, self.ties, name, box, values)
         whole = self.arrived.note(name, box)
@@ -159,7 +159,7 @@ class PlacedWeights:
             self.came(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor that takes values: one of the model's, or a staged one."""
+        """Return a tensor by name: one of the model's, or a staged one."""
         if not name.startswith(STAGED):
             return self.tensors[name]
         own = name.removeprefix(STAGED)
@@ -169,8 +169,8 @@ class PlacedWeights:
         return self._staged[own]
 
     def came(self, name: str) -> None:
-        """Hand an opaque parameter to the loader, now that it is whole."""
-        # The proof reads what is staged, and a loader may change what it is given.
+        """Pass an opaque parameter, which is now whole, to the loader."""
+        # The proof reads the staged values, and a loader may change its argument.
         if name in self.map.opaque:
             self.load([(name, self._staged[name].clone())])
 
@@ -183,13 +183,14 @@ class PlacedWeights:
     # --- checksums ---
 
     def expect(self, wanted: Wanted) -> None:
-        """Hear which boxes the next proof is about."""
+        """Note the boxes that the next proof is about."""
         self.sums.expect(wanted)
 
     def proof(self) -> Proof:
-        """Return what the tensors hold of the expected boxes, and which version brought it.
+        """Return, for each expected parameter, its version and the checksum of its boxes.
 
-        Of opaque parameters it is what the loader was given, and outside of an update None.
+        For opaque parameters the checksum is that of the values passed to the loader; outside of an
+        update the version is None.
         """
         for tensor in self.readable():
             self.sums.look(tensor, self.tensor(tensor))
@@ -204,21 +205,21 @@ class PlacedWeights:
         }
 
     def readable(self) -> Iterable[str]:
-        """Return the tensors that have values as they came, now."""
+        """Return the names of tensors that now have the values exactly as received."""
         return (*self.targets, *(STAGED + name for name in self._staged))
 
     def unreadable(self) -> Collection[str]:
-        """Return the parameters that outside of an update lie nowhere as they came."""
+        """Return the parameters whose values as received are lost once the update has ended."""
         return self.map.opaque
 
     # --- the proof of the map ---
 
     @torch.no_grad()
     def prove(self) -> None:
-        """Load known values by the loader, and compare every element with what the map says.
+        """Load known values by the loader, and compare every element with the traced map.
 
-        The model's weights are NaN afterwards. Raises ModelError where the map is not what the
-        loader does, or a tensor gets no values.
+        The model's weights are NaN afterwards. Raises ModelError where the loader does not follow
+        the map, or a tensor gets no values.
         """
         for name in sorted(self._empty()):
             raise self.problem(f"none of the checkpoint's parameters gives {name} its values")
@@ -235,7 +236,7 @@ class PlacedWeights:
         tensors: Mapping[str, torch.Tensor],
         twins: Mapping[str, Sequence[str]],
     ) -> None:
-        """Raise ModelError where the loader brings other values than the map says."""
+        """Raise ModelError where the loader writes other values than the map predicts."""
         for problem in problems_of(self.load, self.map, self.params, tensors, names, twins):
             raise self.problem(problem)
 
@@ -247,5 +248,5 @@ class PlacedWeights:
 
 
 def _form(tensor: torch.Tensor) -> tuple:
-    """Return what windows depend on."""
+    """Return the properties of a tensor on which windows depend: shape, strides and so on."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype

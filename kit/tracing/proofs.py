@@ -1,4 +1,4 @@
-"""Checksums of what lies in the windows into which boxes were copied.
+"""Checksums of the values in the windows into which boxes were copied.
 
 wanted box of a parameter
   |- in one window               its checksum counts
@@ -32,31 +32,31 @@ class _Place:
 
 
 class WindowSums:
-    """Adds up what tensors hold of the boxes that a proof wants.
+    """Adds up checksums of the boxes that a proof is about, from the tensors that hold them.
 
-    A tensor is looked at while it has the values: before the engine packs or scales them.
+    A tensor is read while it has the received values: before the engine packs or scales them.
     """
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]]):
         self.wanted: Wanted = {}
         self._places: dict[str, list[_Place]] = {}
-        """By the tensor's name."""
+        """The parts in each tensor, by its name."""
         self._sums: dict[tuple[str, Box, Window], torch.Tensor] = {}
         self._again: list[tuple[str, Box, Window]] = []
-        """Sums of values that another window has, too."""
-        # A tensor is looked at by its name, whichever parameters lie in it.
+        """Sums of the values that another window also holds."""
+        # A tensor is read by its name; it may hold several parameters.
         for name, own_pieces in pieces.items():
             for place in _places_of(name, own_pieces):
                 self._places.setdefault(place.window.tensor, []).append(place)
 
     def expect(self, wanted: Wanted) -> None:
-        """Begin anew, with these boxes."""
+        """Reset the sums, for these boxes."""
         self.wanted = wanted
         self._sums.clear()
         self._again.clear()
 
     def look(self, tensor_name: str, tensor: torch.Tensor) -> None:
-        """Add up what a tensor holds."""
+        """Add up the values of the wanted boxes in a tensor."""
         for place in self._places.get(tensor_name, ()):
             dtype, boxes = self.wanted.get(place.name, (tensor.dtype, ()))
             for box in boxes:
@@ -71,13 +71,13 @@ class WindowSums:
                     self._again.append(key)
 
     def totals(self) -> dict[str, int]:
-        """Return the checksum of each parameter that has wanted boxes in what was looked at."""
+        """Return the checksum of each parameter with wanted boxes in the tensors read so far."""
         return totals(self._counted())
 
     def _counted(self) -> Iterator[tuple[str, torch.Tensor]]:
         again = set(self._again)
         first: dict[tuple[str, Box], torch.Tensor] = {}
-        # What stands in one window counts once.
+        # Values in one window count once.
         for key, value in self._sums.items():
             if key not in again:
                 first[key[:2]] = value
@@ -89,7 +89,7 @@ class WindowSums:
 
 
 def _places_of(name: str, pieces: Sequence[Piece]) -> Iterator[_Place]:
-    """Yield the parts of a parameter's windows, each element once; repeated whole ones too."""
+    """Yield the parts of a parameter's windows: each element once, and repeated windows too."""
     seen: list[Box] = []
     for own, window in pieces:
         if own in seen:

@@ -1,7 +1,7 @@
-"""Compares what a loader does with real values with what its map says, every element.
+"""Runs a weight loader on known values, and compares every element with its traced map.
 
 names --pattern--> the loader --> tensors, NaN before
-                                    |  what is right in a window or a fill becomes DONE
+                                    |  correct values of windows and fills become DONE
                                     v
                                   DONE alone: the map is right, and leaves nothing out
 """
@@ -18,25 +18,25 @@ from hybridflow.core.values.weights import Box, Param
 from hybridflow.kit.tracing.tracer import Load, LoaderMap
 
 PERIOD = 1048573
-"""Places in the table where a row may begin: a prime, so that a parameter's rows begin apart."""
+"""Number of offsets in the table at which a row may begin: a prime, so that rows differ."""
 STEP = 648055
 """Elements of the table from the beginning of a row to that of the next, modulo PERIOD: the golden
 section, so that rows which are near in a parameter are far in the table."""
 AT_ONCE = 1 << 20
-"""Elements of a pattern that are made at once: their memory is used again, which costs a CPU less
-than new memory does."""
+"""Elements of a pattern that are made at once: reusing their memory is faster on a CPU than
+allocating more."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN = -1
-"""As bits: a NaN in every float dtype, and none that arithmetic makes. The largest integer, which
-marks what is DONE, is another one."""
+"""The bits of a NaN in every float dtype, which arithmetic does not produce. DONE elements are
+marked by another NaN, the largest integer."""
 
 
 def pattern(name: str, param: Param, box: Box, device: torch.device) -> torch.Tensor:
-    """Return the values that a proof gives to a box of a parameter.
+    """Return the test values of a box of a parameter.
 
-    They are integers from -128 to 127, which every float dtype has exactly. A row, along the last
-    dimension, is a part of one table of mixed numbers; its name and its place in the whole
-    parameter say which part.
+    They are integers from -128 to 127, which every float dtype represents exactly. A row, along the
+    last dimension, is a part of one table of pseudo-random numbers; the parameter's name and the
+    row's index in the whole parameter determine which part.
     """
     *leading, last = param.shape or (1,)
     *starts, first = box.start or (0,)
@@ -52,7 +52,7 @@ def pattern(name: str, param: Param, box: Box, device: torch.device) -> torch.Te
 
 @lru_cache(maxsize=8)
 def _table(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return integers from -128 to 127, mixed from their places."""
+    """Return pseudo-random integers from -128 to 127, hashes of their indices."""
     mixed = torch.arange(length, device=device)
     for _ in range(2):
         mixed = mixed * -7046029254386353131
@@ -68,11 +68,11 @@ def problems_of(
     names: Sequence[str],
     twins: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
-    """Load parameters into tensors that take no others, and yield a sentence for each problem.
+    """Load test values of `names`, and yield a sentence for each difference from the map.
 
-    twins: further names under which a parameter's values are loaded. What an opaque parameter gives
-    is not compared; the other values of its tensors are. Values of float tensors are NaN
-    afterwards, or computed ones.
+    No other parameters may be loaded into `tensors`. twins: further names under which a parameter's
+    values are loaded. Tensors of opaque parameters are only compared in their other windows. Float
+    tensors have NaN or computed values afterwards.
     """
     bits = {name: bits_of(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
     for unset in bits.values():
@@ -80,7 +80,7 @@ def problems_of(
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     for name in names:
         for given in (name, *twins.get(name, ())):
-            # A loader may change what it is given.
+            # A loader may change its argument.
             values = torch.empty(params[name].shape, dtype=params[name].dtype, device=device)
             write_pattern(name, values)
             try:
@@ -115,14 +115,14 @@ def problems_of(
 
 
 def write_pattern(name: str, values: torch.Tensor) -> None:
-    """Write a whole parameter's pattern."""
+    """Fill `values`, a whole parameter, with its test values (see `pattern`)."""
     param = Param(tuple(values.shape), values.dtype)
     for part in _parts(Box.full(param.shape)):
         values[part.slices()] = pattern(name, param, part, values.device)
 
 
 def take_pattern(name: str, param: Param, box: Box, values: torch.Tensor) -> bool:
-    """Return whether a box holds its pattern in the tensor's dtype; mark as DONE where it does."""
+    """Return whether a box has its test values in the tensor's dtype; set correct ones to DONE."""
     done = _done(values.dtype)
     for part in _parts(box):
         expected = bits_of(pattern(name, param, part, values.device).to(values.dtype))

@@ -1,7 +1,7 @@
-"""Asks a weight loader where each box of each parameter goes: no byte moves, none is allocated.
+"""Traces a weight loader to find where it puts each box of each parameter; no byte is copied.
 
-The loader gets meta tensors, one parameter after the other. A dispatch mode watches what it does
-with them:
+The loader gets meta tensors, one parameter after the other. A dispatch mode records the operations
+on them:
 
     loader                                          the tracer notes
     tensor.copy_(source[8:16])                      box [8:16] -> window of the tensor
@@ -9,8 +9,8 @@ with them:
     tensor.fill_(0)                                 a fill (padding)
     tensor.copy_(source * 2)                        opaque: it is computed
 
-Views are followed, and copies that keep the values (`contiguous`, `cat`). Whatever else is made of
-a source makes its parameter opaque, with the reason; so the map is right, or says that it is not.
+Views are followed, and copies that keep the values (`contiguous`, `cat`). Any other operation on a
+source makes its parameter opaque, with the reason; so the map is either correct or has no entry.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridflow.kit.tracing.windows import NoBoxError, Piece, Window, merged, pi
 
 aten = torch.ops.aten
 SAME_VALUES = (aten.clone.default, aten._to_copy.default)
-"""Operations that, with the dtype as it was, give the source's values in its order."""
+"""Operations that, if the dtype is unchanged, return the source's values in its order."""
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], Any]
 """A weight loader: it takes (name, whole parameter) pairs."""
@@ -51,7 +51,7 @@ class LoaderMap:
     """Name -> the tensors that the loader writes into."""
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """Return disjoint boxes that make up what the loader takes of a parameter."""
+        """Return disjoint boxes that together are the part of a parameter that the loader reads."""
         disjoint: list[Box] = []
         for box, _ in self.pieces[name]:
             rest = [box]
@@ -67,8 +67,8 @@ def trace(
     """Call `load` with each of the parameters, and return where it puts them in `tensors`.
 
     `tensors` (name -> parameter or buffer, on any device, meta too) keep their values. A loader
-    that raises makes the parameter opaque, with its error as the reason; what it had written until
-    then is in `touched`.
+    that raises makes the parameter opaque, with its error as the reason; the tensors written until
+    then are in `touched`.
     """
     watch = _Watch(tensors)
     if params:
@@ -83,17 +83,17 @@ def trace(
 
 
 def _hand_over(watch: _Watch, load: Load, params: list[tuple[str, Param]]) -> None:
-    """Give the loader all parameters in one call, and halves of them where it does not just copy.
+    """Call the loader with all parameters, and recursively with halves where it does not just copy.
 
-    Many calls would cost much: a loader looks through the whole model at each. What is not simple
-    comes down to a call of its own, so that its reason has the right name.
+    Many calls would be slow: a loader walks the whole model at each. A parameter that is not just
+    copied ends up in a call of its own, so that the reason is noted under its name.
     """
     known = dict(watch.opaque)
     fills = len(watch.fills)
     if _clean(watch, load, dict(params)) or len(params) == 1:
         return
 
-    # What such a call has noted does not count.
+    # The notes of such a call are dropped.
     watch.opaque = known
     del watch.fills[fills:]
     middle = len(params) // 2
@@ -102,7 +102,7 @@ def _hand_over(watch: _Watch, load: Load, params: list[tuple[str, Param]]) -> No
 
 
 def _clean(watch: _Watch, load: Load, group: Mapping[str, Param]) -> bool:
-    """Give these parameters to the loader in one call; return whether it just copies them."""
+    """Call the loader with these parameters; return whether it just copies them."""
     # Sources live until the call has ended, so that no other tensor gets the storage of one.
     sources = {
         name: torch.empty(param.shape, dtype=param.dtype, device="meta")
@@ -119,16 +119,16 @@ def _clean(watch: _Watch, load: Load, group: Mapping[str, Param]) -> bool:
             watch.sources[key] = (name, param)
             yield name, sources[name]
 
-    # A list for one, as loaders are used to; they take what they ask for of many.
+    # A list for a single parameter, as loaders expect; a generator for many.
     pairs = handed()
     try:
         with torch.no_grad(), _in_this_thread(), watch:
             load(list(pairs) if len(group) == 1 else pairs)  # type: ignore[arg-type]
-    except Exception as error:  # it looks at values, or does not know the name
+    except Exception as error:  # it reads values, or does not know the name
         text = str(error).splitlines()[0] if str(error) else ""
         watch.spoil(watch.name, f"{type(error).__name__}: {text}")
 
-    # A source that somebody keeps may be copied when other values come.
+    # A source that the loader keeps may be copied in a later call.
     pairs.close()
     left = {
         name: (key, StorageWeakRef(sources[name].untyped_storage()))
@@ -146,7 +146,7 @@ def _clean(watch: _Watch, load: Load, group: Mapping[str, Param]) -> bool:
 
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Run what is given to thread pools at once: a dispatch mode sees its own thread alone."""
+    """Run the tasks of thread pools in this thread, since a dispatch mode sees only its own."""
     submit = ThreadPoolExecutor.submit
 
     def call(self, function, /, *args, **kwargs):
@@ -170,11 +170,11 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of the loader, and notes what happens to sources and tensors."""
+    """A dispatch mode that records what the loader does with sources and tensors."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]):
         super().__init__()
-        # Of tied tensors the first name counts.
+        # Tied tensors are known by the first of their names.
         self.homes = {
             _key(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))
         }
@@ -182,9 +182,9 @@ class _Watch(TorchDispatchMode):
         self.sources: dict[int, tuple[str, Param]] = {}
         """The storages of parameters that the loader was given."""
         self.copies: dict[int, tuple[torch.Tensor, list[tuple[Box, torch.Tensor]]]] = {}
-        """Contiguous copies: the copy, and which of its boxes has the values of which view."""
+        """Contiguous copies of views -> (box of the copy, view with its values) pairs."""
         self.derived: dict[int, torch.Tensor] = {}
-        """Tensors computed from a source. They are kept, so that no other takes their storage."""
+        """Tensors computed from a source, kept alive so that their storages are not reused."""
         self.pieces: dict[str, list[Piece]] = {}
         self.fills: list[tuple[Window, float]] = []
         self.opaque: dict[str, str] = {}
@@ -193,14 +193,14 @@ class _Watch(TorchDispatchMode):
         self.param = Param((), torch.float32)
 
     def begin(self, name: str, param: Param) -> None:
-        """Note that what comes now is about this parameter."""
+        """Note that the operations that follow are about this parameter."""
         self.name = name
         self.param = param
         self.pieces[name] = []
         self.touched[name] = set()
 
     def forget(self) -> None:
-        """Drop what was made of the parameter."""
+        """Drop the copies and computed tensors of the parameter."""
         self.derived.clear()
         self.copies.clear()
 
@@ -222,13 +222,13 @@ class _Watch(TorchDispatchMode):
             self._write(func, args, written)
             return args[0]
 
-        # Operations on anything else are the loader's own business.
+        # Operations on other tensors are not recorded.
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not any(self._from_source(tensor) for tensor in inputs):
             return func(*args, **kwargs)
         return self._derive(func, args, kwargs, inputs, written)
 
-    # What may happen to a tensor of the engine
+    # Writes into tensors of the engine
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         """Note a copy of a source's view into a tensor, or into one of the loader's own."""
@@ -254,7 +254,7 @@ class _Watch(TorchDispatchMode):
         return to
 
     def _write(self, func, args, written) -> None:
-        """Note another write into a tensor: a constant is a fill, anything else spoils."""
+        """Note another write into a tensor: a fill of a constant; anything else makes it opaque."""
         constant = {aten.fill_.Scalar: True, aten.zero_.default: False}.get(func)
         if constant is None:
             if any(tensor.numel() for tensor in written):
@@ -269,7 +269,7 @@ class _Watch(TorchDispatchMode):
             window = Window(home, offset, tuple(target.shape), target.stride())
             self.fills.append((window, float(args[1]) if constant else 0.0))
 
-    # --- what may be made of a source ---
+    # --- operations on a source ---
 
     def _from_source(self, tensor: torch.Tensor) -> bool:
         key = _key(tensor)
@@ -281,7 +281,7 @@ class _Watch(TorchDispatchMode):
         return key in self.sources or key in self.copies
 
     def _derive(self, func, args, kwargs, inputs, written) -> Any:
-        """Run an operation on something made of a source, and note what its result is."""
+        """Run an operation on a view or copy of a source, and record its result."""
         first = args[0]
         same = (
             func in SAME_VALUES
@@ -315,9 +315,9 @@ class _Watch(TorchDispatchMode):
     def _traced(
         self, view: torch.Tensor, home: str, offset: int, stride: tuple[int, ...]
     ) -> list[Piece]:
-        """Return the source's boxes that a view shows, and where each of them goes.
+        """Return the source's boxes that a view shows, each with its window.
 
-        A copy is followed to what it was made of. Raises NoBoxError.
+        A copy is traced back to its source. Raises NoBoxError.
         """
         if _key(view) in self.sources:
             name, param = self.sources[_key(view)]
@@ -325,7 +325,7 @@ class _Watch(TorchDispatchMode):
                 raise NoBoxError(f"values of {name} come with it")
             return pieces_of_view(param.shape, view, home, offset, stride)
 
-        # Of a copy: the part of the view that lies in each region of it, traced on.
+        # For a copy: trace the part of the view in each of its regions further.
         copy, parts = self.copies[_key(view)]
         found: list[Piece] = []
         for box, window in pieces_of_view(tuple(copy.shape), view, home, offset, stride):
@@ -353,7 +353,7 @@ def _written(func, args) -> Iterator[torch.Tensor]:
 def _concatenated(
     out: torch.Tensor, parts: list[torch.Tensor], dim: int
 ) -> list[tuple[Box, torch.Tensor]]:
-    """Return which box of a concatenation has the values of which part."""
+    """Return the box of each part in a concatenation."""
     boxes = []
     start = 0
     for part in parts:

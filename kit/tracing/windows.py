@@ -21,7 +21,7 @@ import torch
 from hybridflow.core.values.weights import Box
 
 MOST_PIECES = 4096
-"""A view that falls into more boxes than this is taken for one that no box describes."""
+"""The most boxes of a view; one that needs more raises NoBoxError."""
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ def strides_of(shape: Sequence[int]) -> list[int]:
 def pieces_of_view(
     shape: Sequence[int], view: torch.Tensor, tensor: str, offset: int, stride: Sequence[int]
 ) -> list[Piece]:
-    """Cut a view of a contiguous tensor of `shape` into boxes, and say where each of them goes.
+    """Cut a view of a contiguous tensor of `shape` into boxes, each with its window.
 
     The view's elements go to the window of `tensor` at `offset` with the strides `stride`. Raises
     NoBoxError where they do not form boxes.
@@ -67,8 +67,8 @@ def pieces_of_view(
     first = _index(start, strides, shape)
     runs = _runs(view, stride)
 
-    # From the innermost run on, each fills dimensions of the tensor. What fills none (a step over
-    # every second row, say) makes a box for each of its indexes.
+    # From the innermost run on, each fills dimensions of the tensor. A run that fills none (a step
+    # over every second row, say) makes a box for each of its indexes.
     extents: dict[int, tuple[int, int]] = {}  # dimension -> (elements, stride in the window)
     steps: list[tuple[int, int, int]] = []
     for count, source, target in reversed(runs):
@@ -97,7 +97,7 @@ def pieces_of_view(
 
 
 def _index(place: int, strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of the element at a row-major place."""
+    """Return the index of the element at a row-major offset."""
     return tuple(place // step % size for step, size in zip(strides, shape, strict=True))
 
 
@@ -131,7 +131,7 @@ def _fill(
     strides: Sequence[int],
     first: Sequence[int],
 ) -> tuple[int, int, int] | None:
-    """Let a run fill dimensions of the tensor; return what is left of it, where none takes it."""
+    """Let a run fill dimensions of the tensor; return the rest of the run that fills none."""
     while count > 1:
         fitting = (
             dim
@@ -174,7 +174,7 @@ def merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
 
 
 def _line(piece: Piece, dim: int) -> tuple:
-    """Return a key by which pieces that may be joined along `dim` stand one behind the other."""
+    """Return a sort key by which pieces that may be joined along `dim` become neighbours."""
     box, window = piece
     return window.tensor, _others(box.start, dim), box.start[dim]
 

@@ -1,6 +1,6 @@
 """Calibration: a machine's own efficiencies, fitted to measured times.
 
-Small models of a few shapes and layouts take the verbs that a step is made of (probes.py), on all
+Small models of a few shapes and layouts run the calls that a step is made of (probes.py), on all
 devices at the same time. The simulators predict the same times. The fit chooses the efficiencies
 with which the predictions come nearest to the measured times.
 """
@@ -86,12 +86,12 @@ START = {
 }
 """The efficiencies that are fitted, and where the search for them begins."""
 SHARES = ("training", "inference", "memory", "optimizer", "link")
-"""Those that are fractions of a peak; the others are times and numbers of passes."""
+"""The names in START that are fractions of a peak; the others are times and numbers of passes."""
 
 
 @attrs.frozen
 class Probed:
-    """A sample with what the simulators need to know of it."""
+    """A sample with what the simulators need to predict its time."""
 
     sample: Sample
     model: PlannedModel
@@ -111,7 +111,7 @@ class Probed:
             return simulator.update(self.model, sample.sequences, self.layout)
         if sample.verb == "sync":
             return simulator.transition(self.model, self.layout, self.engines)
-        # 10^18 bytes: the cache is no limit, as the samples are small.
+        # With 10^18 bytes the cache is no limit: the samples are small.
         return float(simulator.generation(self.model, sample.sequences, self.engines, 1e18))
 
 
@@ -134,8 +134,8 @@ def calibrate(
     """Measure `devices` devices of this machine.
 
     `given` are a config's tables: their backend, engine and runtime are measured, the defaults
-    where they name none. `name` is what the device is called, `say` gets progress messages. Raises
-    ConfigError before anything starts.
+    where they name none. `name` is the device's name in the result, `say` gets progress messages.
+    Raises ConfigError before anything starts.
     """
     if devices < 1:
         raise ConfigError(f"--devices {devices}: calibrate at least one device")
@@ -179,7 +179,7 @@ def probing_job(given: Mapping[str, Any], devices: int, folder: str) -> Job:
     backend.setdefault("name", registry().default("training_backend"))
     rollout.setdefault("name", registry().default("rollout_engine", device))
 
-    # A config like any other; the algorithm only takes times, and the data is not looked at.
+    # A config like any other; the algorithm only measures times, and no data is read.
     roles = _roles(backend, rollout["name"], device, devices)
     asked = given.get("run", {}).get("device", "auto")
     tables = {
@@ -250,7 +250,7 @@ def _sharing(job: Job) -> Job:
 
 
 def _device_type(given: Mapping[str, Any]) -> str:
-    """ "cpu" or "cuda", as [run] says; with "auto" as the machine has it."""
+    """Return "cpu" or "cuda" from [run]; "auto" is "cuda" where the machine has GPUs."""
     asked = given.get("run", {}).get("device", "auto")
     if asked != "auto":
         return asked
@@ -258,10 +258,10 @@ def _device_type(given: Mapping[str, Any]) -> str:
 
 
 def _cuts(backend: str, engine: str, devices: int) -> list[tuple[int, int]]:
-    """Return the tp of training and of generation that are measured: 1, and all devices where both
-    can.
+    """Return the measured pairs of tp in training and in generation.
 
-    Raises ConfigError for a backend or an engine that is not installed.
+    They are (1, 1) and all devices for whichever of the two has tensor parallelism. Raises
+    ConfigError for a backend or an engine that is not installed.
     """
     for kind, name in (("training_backend", backend), ("rollout_engine", engine)):
         names = registry().names(kind)
@@ -285,7 +285,7 @@ def described(found: Sequence[MachineFigures], kind: str, name: str | None) -> D
         memory_gb = min(known.memory_gb, memory_gb)
         return attrs.evolve(known, name=name or known.name, memory_gb=memory_gb)
 
-    # One rank has no link: its memory's rate stands for it, and for the host's.
+    # One rank has no link: its memory's rate is used for the link, and for the host's.
     links = [figures.link_rate for figures in found if figures.link_rate is not None]
     rate = min(figures.memory_rate for figures in found) / GB
     return Device(
@@ -314,8 +314,8 @@ def fit(probed: Sequence[Probed], nodes: Nodes) -> Efficiency:
     """Return the efficiencies with which the predictions come nearest to the samples.
 
     They minimise the squares of the relative errors, predicted / measured - 1, of which large ones
-    are damped (soft L1). The search begins with the efficiencies of `nodes`. What no sample depends
-    on gets its default.
+    are damped (soft L1). The search begins with the efficiencies of `nodes`. An efficiency on which
+    no sample depends gets its default.
     """
     # An efficiency counts if a change of 30% changes any prediction.
     start = nodes.efficiency
@@ -346,7 +346,7 @@ def fit(probed: Sequence[Probed], nodes: Nodes) -> Efficiency:
 def _changed(
     nodes: Nodes, start: Efficiency, names: Sequence[str], values: Sequence[float] | np.ndarray
 ) -> Nodes:
-    """Return the nodes with the efficiencies `start`, of which these have other values."""
+    """Return the nodes with the efficiencies `start`, of which `names` have the given values."""
     changes = dict(zip(names, map(float, values), strict=True))
     return attrs.evolve(nodes, efficiency=attrs.evolve(start, **changes))
 

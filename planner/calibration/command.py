@@ -32,7 +32,7 @@ NAMES = {
     "sync": "weights to the engine",
     "generate": "generation",
 }
-"""What the report calls the verbs."""
+"""Verb -> its name in the report."""
 
 
 class CalibrateCommand(Command):
@@ -125,12 +125,12 @@ def _tables(path: str | Path | None, overrides: Sequence[str]) -> dict[str, Any]
 
 
 def _flat(pool: Any) -> list[int]:
-    """Return the devices per node of a pool's setting, whatever else it has left out."""
+    """Return the devices per node of a pool's setting; [] if it is no list, as "auto" may be."""
     return [n for n in pool if isinstance(n, int)] if isinstance(pool, list) else []
 
 
 def _report(console: Console, calibration: Calibration) -> None:
-    """Print the device, what of it is reached, and how well the simulators fit the samples."""
+    """Print the device, its efficiencies, and how well the simulators fit the samples."""
     device = calibration.nodes.device
     e = calibration.nodes.efficiency
     print_line(
@@ -168,7 +168,7 @@ def cluster_toml(found: Calibration) -> str:
             "What `hybridflow calibrate` found; count and between_gbps are yours to set."
         )
     )
-    # One machine: how many there are, and their network, it cannot measure.
+    # A single machine: the number of machines and their network cannot be measured.
     machines = tomlkit.aot()
     machine = {"device": device.name, "count": 1, "per_node": nodes.per_node}
     machines.append(tomlkit.item(machine))
@@ -178,7 +178,7 @@ def cluster_toml(found: Calibration) -> str:
     if DEVICES.get(device.name) != device:
         document["devices"] = {device.name: _rounded(device, leave=("name",))}
 
-    # The efficiencies, and what they hold for.
+    # The efficiencies, and the software for which they hold.
     document["efficiency"] = {device.name: _rounded(nodes.efficiency)}
 
     assert nodes.measured is not None

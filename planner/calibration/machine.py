@@ -22,17 +22,17 @@ class MachineFigures:
     """Rates of one rank, while the other ranks do the same."""
 
     name: str
-    """What the system calls the device."""
+    """The system's name of the device."""
     memory_bytes: float
     """Memory of the device; on a CPU the rank's share of the machine's."""
     flops: float
-    """Operations per second in matrix products of the dtype asked for."""
+    """Floating-point operations per second in matrix products of the measured dtype."""
     memory_rate: float
     """Bytes per second, read and written, in a copy."""
     link_rate: float | None = None
     """Bytes per second and direction, in an all-reduce of large tensors; None: one rank."""
     link_latency: float = 0.0
-    """Seconds of one message, in an all-reduce of a small tensor."""
+    """Seconds of one message of an all-reduce, measured with a small tensor."""
 
 
 class MachineProbe(Worker):
@@ -83,7 +83,7 @@ class MachineProbe(Worker):
         return min(seconds)
 
     def _wait(self) -> None:
-        """Return when the device has done all that it was asked to."""
+        """Wait until the device has completed all work."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)
 

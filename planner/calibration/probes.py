@@ -38,12 +38,12 @@ class Sample:
 
 
 Call = tuple[Sample, Callable[[], float]]
-"""What a call does, its seconds still 0, and the function that takes it and returns them."""
+"""A sample whose seconds are still 0, and the function that runs the call and returns them."""
 
 
 @attrs.frozen
 class ProbesConfig:
-    """What a calibration times: models, lengths and rounds."""
+    """The models, lengths and rounds of a calibration."""
 
     roles: tuple[str, ...] = ()
     """Names of the models that are measured."""
@@ -65,7 +65,7 @@ class Likelihood(Loss):
 class Probes(Algorithm):
     """Times all verbs of all roles, round by round.
 
-    A round takes every call once, so that what slows the machine down for a while slows all alike.
+    A round runs every call once, so that a temporary slowdown of the machine affects all alike.
     """
 
     Config: ClassVar[type] = ProbesConfig

@@ -20,7 +20,7 @@ def field_docs(cls: type) -> Mapping[str, str]:
     """Return {field: the docstring under it}, base classes included.
 
     Python keeps no such docstrings, so they are read from the source; the mapping is empty where
-    the source is not at hand.
+    the source is not available.
     """
     # The class itself comes last, so that its docstrings replace those of its bases.
     docs: dict[str, str] = {}

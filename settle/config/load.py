@@ -26,9 +26,9 @@ import attrs
 from hybridflow.core.errors import ConfigError
 
 COMMAND_LINE = "command line"
-"""The source of values that overrides give."""
+"""The source of values given by overrides."""
 DEFAULT = "default"
-"""The source of values that nobody gave."""
+"""The source of values that are not given anywhere."""
 
 _BY_NAME = (
     "algorithm",
@@ -40,7 +40,7 @@ _BY_NAME = (
     "*.sync.transport",
 )
 SHORTHAND = frozenset(_BY_NAME) | frozenset(f"stages.*.{key}" for key in _BY_NAME)
-"""Tables that a plugin's `name` may stand for: `rollout = "NAME"`."""
+"""Tables for which a plugin's name may be written: `rollout = "NAME"`."""
 
 _PYTHON_FLOAT = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 
@@ -72,7 +72,7 @@ def load_toml(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _explain(path: str, text: str, message: str) -> str:
-    """Return tomllib's message with the file before it and the line's text after it."""
+    """Return tomllib's message, preceded by the file and followed by the line's text."""
     place = re.search(r" \(at line (\d+), column (\d+)\)$", message)
     if place is None:  # "at end of document"
         return f"{path}: {message}"
@@ -217,7 +217,7 @@ class Provenance:
             inner = f"{path}.{key}" if path else key
             below = [known for known in self.sources if known.startswith(f"{inner}.")]
 
-            # A table merges into the table that is there, and replaces a leaf.
+            # A table merges into an existing table, and replaces an existing leaf.
             if isinstance(value, Mapping) and (value or below):
                 self.sources.pop(inner, None)
                 self.record(value, source, inner)
@@ -239,12 +239,12 @@ class Provenance:
 
 
 def import_from_beside(path: str | PathLike[str]) -> None:
-    """Let modules beside a file be imported, as `import_from` does."""
+    """Make the modules beside a file importable, as `import_from` does."""
     import_from(Path(path).parent)
 
 
 def import_from(path: str | PathLike[str]) -> None:
-    """Let a folder's modules be imported: after what is installed, before the current folder."""
+    """Add a folder to sys.path, after installed packages and before the current folder."""
     folder = os.path.abspath(path)
     if folder in sys.path:
         return
@@ -262,7 +262,7 @@ def read_config(
     `given` is a file, or its tables. From then on modules beside the file can be imported. Raises
     ConfigError for a file that cannot be read, or with all overrides that cannot be parsed.
     """
-    # The file first, then each override over what stands before it.
+    # The file first, then each override merged over the result so far.
     layers = []
     problems = []
     if isinstance(given, Mapping):

@@ -4,8 +4,8 @@
                      ^                                   |
                      '---- the values inside ------------'
 
-A hook returns the value or raises Invalid, whose keys count from that value. Each level puts its
-own key in front on the way up, so a problem ends with the full dotted key.
+A hook returns the value or raises Invalid, whose keys are relative to that value. Each level puts
+its own key in front on the way up, so a problem ends with the full dotted key.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Problem(NamedTuple):
-    """What is wrong with a value; as text, the sentence "KEY: TEXT"."""
+    """A problem of a value; str() of it is the sentence "KEY: TEXT"."""
 
     key: str
     """Dotted key of the value, "" for the whole."""
@@ -38,20 +38,20 @@ class Problem(NamedTuple):
         return f"{self.key}: {self.text}" if self.key else self.text
 
     def inside(self, key: str) -> Problem:
-        """Return the same problem, seen from the value that has this one under `key`."""
+        """Return the same problem, its key relative to the value that has this one under `key`."""
         inner = (key, self.key) if key and self.key else (key or self.key,)
         return Problem(".".join(inner), self.text)
 
 
 class Invalid(ValueError):
-    """The problems inside a value, whose keys count from it."""
+    """Raised with the problems inside a value; their keys are relative to it."""
 
     def __init__(self, problems: list[Problem]):
         super().__init__("; ".join(map(str, problems)))
         self.problems = problems
 
     def inside(self, key: str) -> list[Problem]:
-        """Return the same problems, seen from the value that has this one under `key`."""
+        """Return the same problems, relative to the value that has this one under `key`."""
         return [problem.inside(key) for problem in self.problems]
 
 
@@ -61,10 +61,10 @@ def structure(
     """Return an instance of the attrs class from tables; `path` is the dotted key of the tables.
 
     Types are strict: an integer field takes no "3", 3.5 or true; a float field takes integers; TOML
-    arrays become what the field says. Appends every problem to `problems`, and returns None when
-    there was one. Without `problems` raises ConfigError with all of them.
+    arrays become the field's type. Appends every problem to `problems`, and returns None when there
+    was one. Without `problems` raises ConfigError with all of them.
     """
-    # The keys of the problems count from `data`, so `path` comes in front.
+    # The keys of the problems are relative to `data`, so `path` comes in front.
     try:
         return _convert(data, cls)
     except Invalid as error:
@@ -81,8 +81,8 @@ def structure(
 def _structure_attrs(value: Any, cls: Any) -> Any:
     """Return an instance of the class.
 
-    Raises Invalid with all problems: unknown keys, missing ones, wrong types, and what the
-    validators say.
+    Raises Invalid with all problems: unknown keys, missing ones, wrong types, and the errors of the
+    validators.
     """
     if isinstance(value, cls):
         return value
@@ -112,7 +112,7 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
     if problems:
         raise Invalid(problems)
 
-    # What is left are checks of several fields at once.
+    # Only checks of several fields together remain.
     try:
         return cls(**good)
     except ConfigError as error:
@@ -124,7 +124,7 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
 
 
 def _refusals(field: attrs.Attribute, value: Any) -> list[str]:
-    """Return what the field's validator says against a value.
+    """Return the error messages of the field's validator for a value.
 
     A field with an attrs converter is left to the class, as its validator expects converted values.
     """
@@ -160,7 +160,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _convert(value: Any, type_: Any) -> Any:
-    """Return a value as `type_`; what another package's hook raises becomes Invalid."""
+    """Convert a value to `type_`; an error of another package's hook becomes Invalid."""
     if type_ is Any or type_ is object:
         return value
     try:
@@ -172,7 +172,7 @@ def _convert(value: Any, type_: Any) -> Any:
 
 
 def _strict(*accepted: type) -> Callable[[Any, type], Any]:
-    """Return a hook that takes values of exactly these types, and makes the field's type of them.
+    """Return a hook that converts values of exactly these types to the field's type.
 
     A subclass does not count: true is an int in Python, and no integer in a configuration.
     """
@@ -261,7 +261,8 @@ def _structure_union(value: Any, type_: Any) -> Any:
         except Invalid as error:
             errors[arm] = error
 
-    # No arm takes it. A table was meant for an arm that is a table, a list for one that is a list.
+    # No member takes it. A table is meant for a member that is a table, a list for one that is a
+    # list.
     meant = []
     if isinstance(value, Mapping):
         meant = [arm for arm in arms if _is_attrs(arm) or _is_table(arm)]
@@ -332,7 +333,7 @@ _WORDS = {
     str: "a string",
     type(None): "nothing",
 }
-"""How messages name what a field takes."""
+"""Type of a field -> its name in messages."""
 
 _TOML = {
     bool: "boolean",
@@ -343,7 +344,7 @@ _TOML = {
     tuple: "list",
     dict: "table",
 }
-"""How messages name the type of the value that it got."""
+"""Type of a given value -> its name in messages."""
 
 
 def describe(type_: Any) -> str:
@@ -362,7 +363,7 @@ def describe(type_: Any) -> str:
 
 
 def _got(value: Any) -> str:
-    """Return a value as messages show it: at most 80 characters, with its type."""
+    """Return a value as text for messages: at most 80 characters, with its type."""
     kind = _TOML.get(type(value), type(value).__name__)
     shown = json.dumps(value) if isinstance(value, bool) else repr(value)
     return f"{shown if len(shown) <= 80 else shown[:77] + '...'} ({kind})"
@@ -373,5 +374,5 @@ def _mismatch(type_: Any, value: Any) -> Invalid:
 
 
 def _invalid(text: str) -> Invalid:
-    """Return one problem of the value itself."""
+    """Return Invalid with one problem, of the value itself."""
     return Invalid([Problem("", text)])

@@ -1,9 +1,9 @@
 """How threads of torch's operators wait for each other: they spin briefly, then they sleep.
 
-By default the OpenMP library lets them spin for milliseconds. Where each thread has a core that is
-as quick as it gets; beside other work, those that spin take the cores of those that they wait for,
-and a step takes ten times as long and more (bench/busy.py). The library reads the variable when it
-is loaded, with torch, so it is set before.
+By default the OpenMP library lets them spin for milliseconds. That is fastest where each thread has
+a core of its own; beside other work, threads that spin take the cores from those that they wait
+for, and a step takes ten times as long or more (bench/busy.py). The library reads the variable when
+it is loaded, with torch, so it must be set before.
 """
 
 from __future__ import annotations
@@ -14,26 +14,29 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "GOMP_SPINCOUNT"
-"""Read by libgomp, with which torch is built."""
+"""The environment variable that libgomp reads, with which torch is built."""
 BRIEFLY = "2000"
-"""Turns of the loop, some microseconds: most waits are shorter."""
+"""Iterations of the spin loop, some microseconds: most waits are shorter."""
 OTHERS = ("OMP_WAIT_POLICY",)
-"""Variables by which a user says how threads wait."""
+"""Other variables by which a user may set how threads wait."""
 SPIN = "spin"
 """The key in [runtime] that leaves threads to spin."""
 
 
 def waiting_variables(spin: bool) -> dict[str, str]:
-    """Return what a process's environment gets: nothing where it spins, or where a user decided."""
+    """Return the environment variables to set for a process.
+
+    They are none if its threads should spin, or where the user has set VARIABLE or OTHERS.
+    """
     if spin or any(name in os.environ for name in (VARIABLE, *OTHERS)):
         return {}
     return {VARIABLE: BRIEFLY}
 
 
 def wait_briefly(tables: Mapping[str, Any]) -> bool:
-    """Set this process's variables, unless a [runtime] of these tables says spin.
+    """Set this process's variables, unless a [runtime] of these tables has spin = true.
 
-    Returns False where it is too late: torch is imported.
+    Returns False where it is too late, because torch is already imported.
     """
     stages = tables.get("stages")
     own = list(stages.values()) if isinstance(stages, Mapping) else []
@@ -45,7 +48,7 @@ def wait_briefly(tables: Mapping[str, Any]) -> bool:
 
 
 def _spins(table: Any) -> bool:
-    """Return whether [runtime], or a runtime's own table in it, says spin."""
+    """Return whether [runtime], or a runtime's own table in it, has spin = true."""
     runtime = table.get("runtime") if isinstance(table, Mapping) else None
     if not isinstance(runtime, Mapping):
         return False

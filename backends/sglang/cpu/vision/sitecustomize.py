@@ -1,4 +1,4 @@
-"""Lets a torchvision be imported whose operators do not load.
+"""Makes a torchvision importable whose operators do not load.
 
 torchvision registers a fake for operators such as nms, and that fails for one that is not declared.
 So this module declares them just before. Every interpreter of SGLang's reads it at its start.
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class _Finder:
-    """Finds nothing, but sees every import before it happens."""
+    """An import hook that finds no module, but is called before every import."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

@@ -1,6 +1,6 @@
 """A stand-in for SGLang's kernels on machines without a GPU.
 
-SGLang's modules import names of it there, and call none of them.
+SGLang's modules import names of it on such machines, but call none of them.
 """
 
 __version__ = "0.0.0"
