@@ -1,6 +1,6 @@
 """Prints which modules with functions have a mirrored test that notices when they break.
 
-The mirrored test of `settle/reader.py` is `tests/core/job/test_reader.py`. A module counts as mirrored when that file
+The mirrored test of `settle/reader.py` is `tests/settle/test_reader.py`. A module counts as mirrored when that file
 fails as soon as the module's functions raise (that it passes otherwise, `make test` sees). Each module is broken in a
 copy of the package; the functions raise from the first test on, not at import, so that a file that imports the module
 and calls nothing does not count.

@@ -26,7 +26,7 @@ class Answered:
     """What became of a call: it returned `value`, or raised `error`, or was too late."""
 
     value: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
     late: bool = False
 
 
@@ -60,7 +60,7 @@ class EnvironmentCalls:
 
     @property
     def abandoned(self) -> int:
-        """The number of threads that still run though their deadline has passed."""
+        """The number of threads that still run, and whose answer is no longer waited for."""
         return sum(thread.is_alive() for thread in self._late)
 
     def submit(self, key: int, call: Callable[[], Any]) -> None:
@@ -84,6 +84,16 @@ class EnvironmentCalls:
         self._begin()
         return answers
 
+    def drain(self, wait_s: float) -> None:
+        """Start no further call, and wait for those that run, at most `wait_s` seconds."""
+        self._waiting.clear()
+        end = time.monotonic() + wait_s
+        while self._running and (left := end - time.monotonic()) > 0:
+            self._received(left)
+            self._overdue()
+        self._late += [thread for thread, _ in self._running.values()]
+        self._running.clear()
+
     def close(self) -> None:
         """Forget what has not been answered; threads that still run end by themselves."""
         self._waiting.clear()
@@ -106,7 +116,7 @@ class EnvironmentCalls:
                 answer = self._loop.answered(value, self.timeout_s)
             else:
                 answer = Answered(value)
-        except Exception as error:
+        except BaseException as error:  # a tool that calls sys.exit must not be waited for
             answer = Answered(error=error)
         self._answers.put((key, threading.current_thread(), answer))
         if self.arrived is not None:
@@ -116,10 +126,11 @@ class EnvironmentCalls:
         """Return the answers that are there; without any, wait up to `wait_s` for the first."""
         answers: list[tuple[int, Answered]] = []
         timeout = None if math.isinf(wait_s) else wait_s
+        block = wait_s > 0
         try:
             while True:
-                block = not answers and wait_s > 0
                 key, thread, answer = self._answers.get(block, timeout)
+                block = False
                 # One that came after its deadline has been answered for.
                 if self._running.get(key, (None,))[0] is thread:
                     del self._running[key]

@@ -9,6 +9,7 @@ environments take.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.environment_calls import EnvironmentCalls
 from hybridflow.core.workers.episodes import Episode, Episodes, episode_batch
 
+log = logging.getLogger(__name__)
+DRAIN_S = 5.0
+"""Seconds for which environments that still answer are waited for when episodes fail."""
 Said = dict[int, dict[str, Any]]
 """Row -> what its environment said (Episode.said)."""
 
@@ -60,8 +64,16 @@ def run_episodes(
         else:
             runner.rounds()
     finally:
+        # An environment is not closed while it answers, unless that takes too long.
+        calls.drain(DRAIN_S)
         for episode in episodes:
             episode.close()
+        if calls.abandoned:
+            log.warning(
+                "%d answers of environment %r still run after their time; their threads are left",
+                calls.abandoned,
+                section.name,
+            )
         calls.close()
     return episode_batch(episodes)
 

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.environment_calls import Answered
 from hybridflow.core.workers.episodes import Episode, Episodes
 
 STOP = "="
+ONE, TWO, PLUS, END = 4, 5, 13, 2
+"""Ids of "1", "2", "+" and of the end of text in `helpers.sources.char`."""
+STOP_ID = 14
+
+
+def request(max_tokens: int = 16, at: int = 0) -> Request:
+    """Row `at` of a batch; a bias makes turns end by the stop."""
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=(END, STOP_ID), logit_bias={STOP_ID: 2.0}
+    )
+    return Request(at, np.array([1, ONE, PLUS, TWO]), sampling, seed=40 + at)
 
 
 class Echo(Environment):

@@ -24,7 +24,7 @@ def test_a_run_ends_before_the_step_that_passes_the_limit(tmp_path):
 def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engine_keeps_it(
     tmp_path,
 ):
-    """Below 0.02 nats in every step, of which 0.05 would be the limit."""
+    """The mismatch stays below 0.02 nats in every step; the default limit is 0.05."""
     write(tmp_path)
     ran(tmp_path, "rollout.dtype=bfloat16", "actor.backend.precision=bf16", "run.steps=3")
     assert all(0 < row["actor/mismatch_mean"] < 0.02 for row in metrics(tmp_path / "runs/tiny"))

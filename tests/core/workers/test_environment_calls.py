@@ -129,3 +129,25 @@ def test_whoever_waits_elsewhere_hears_of_each_answer(make):
     for _ in range(2):
         assert heard.acquire(timeout=10)
     assert sorted(key for key, _ in calls.take()) == [0, 1]
+
+
+def test_a_call_that_exits_is_answered_too(make):
+    calls = make(1)
+
+    def exits():
+        raise SystemExit(3)
+
+    calls.submit(0, exits)
+    assert isinstance(all_of(calls)[0].error, SystemExit)
+
+
+def test_drained_calls_have_ended_or_are_given_up_and_none_begins(make):
+    calls, go_on, begun = make(2), threading.Event(), []
+    ended = threading.Event()
+    calls.submit(0, ended.set)
+    calls.submit(1, go_on.wait)
+    calls.submit(2, lambda: begun.append(2))
+    calls.drain(0.2)
+    assert ended.is_set() and not begun and not calls.busy
+    assert calls.abandoned == 1
+    go_on.set()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from helpers import episode_jobs as jobs
-from helpers.episodes import Echo, echoing
+from helpers.episodes import ONE, TWO, Echo, echoing, request
 from helpers.sources import char
 from helpers.training_jobs import Setup
 
 from hybridflow.core.contracts.environment import Answer, Environment
-from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.errors import EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.values.parallel import ParallelLayout
@@ -22,15 +20,6 @@ from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 
 DIGITS = char()
-ONE, TWO, PLUS, STOP, END = 4, 5, 13, 14, 2
-"""Ids of "1", "2", "+", "=" and of the end of text."""
-
-
-def request(max_tokens: int = 16, at: int = 0) -> Request:
-    sampling = SamplingParams(
-        max_tokens=max_tokens, stop_token_ids=(END, STOP), logit_bias={STOP: 2.0}
-    )
-    return Request(at, np.array([1, ONE, PLUS, TWO]), sampling, seed=40 + at)
 
 
 def play(speaker, spec: Episodes, rows: int = 6, **settings):
@@ -152,13 +141,46 @@ class Hangs(Environment):
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_an_answer_past_its_time_limit_is_a_failure_that_names_the_limit(speaker, free):
+def test_an_answer_past_its_time_limit_is_a_failure_that_names_the_limit(speaker, free, caplog):
     Hangs.go_on.clear()
     spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
     with pytest.raises(EnvironmentFailure, match=r"timeout_s = 0\.1 s.*\[row"):
         play(speaker, spec, free=free, timeout_s=0.1)
+    assert "answers of environment" in caplog.text and "still run" in caplog.text
     Hangs.go_on.set()
     assert play(speaker, echoing(DIGITS)).rows == 6  # the engine is as it was
+
+
+class Answers(Environment):
+    """The first row fails while another one answers; no environment is closed in the midst of an answer."""
+
+    inside = threading.Event()
+    closed_while_answering = False
+
+    def reset(self, start):
+        self.answering = False
+        if start.seed == 40:
+            assert Answers.inside.wait(20)
+            raise OSError("no port")
+        if start.seed == 41:
+            self.answering = True
+            Answers.inside.set()
+            threading.Event().wait(0.2)
+            self.answering = False
+        return Answer("1+")
+
+    def step(self, turn):
+        return Answer(done=True)
+
+    def close(self):
+        Answers.closed_while_answering |= self.answering
+
+
+def test_an_environment_that_answers_is_not_closed_before_it_has(speaker):
+    spec = Episodes(EnvironmentSection(f"{__name__}:Answers"), DIGITS)
+    with pytest.raises(EnvironmentFailure, match="no port"):
+        play(speaker, spec, free=True)
+    assert Answers.inside.is_set() and not Answers.closed_while_answering
 
 
 class Awaited(Environment):

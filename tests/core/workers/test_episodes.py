@@ -6,25 +6,16 @@ import logging
 
 import numpy as np
 import pytest
-from helpers.episodes import echoing, hears
+from helpers.episodes import END, ONE, PLUS, STOP_ID as STOP, TWO, echoing, hears, request
 from helpers.sources import char
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start
-from hybridflow.core.contracts.rollout import Completion, Request, SamplingParams
+from hybridflow.core.contracts.rollout import Completion
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.workers.episodes import Episode, Episodes
 
 DIGITS = char()
-ONE, TWO, PLUS, STOP, END = 4, 5, 13, 14, 2
-"""Ids of "1", "2", "+", "=" and of the end of text."""
-
-
-def request(max_tokens: int = 16, at: int = 0) -> Request:
-    sampling = SamplingParams(
-        max_tokens=max_tokens, stop_token_ids=(END, STOP), logit_bias={STOP: 2.0}
-    )
-    return Request(at, np.array([1, ONE, PLUS, TWO]), sampling, seed=40 + at)
 
 
 def episode(max_turns: int = 8, max_tokens: int = 16, **options) -> Episode:
