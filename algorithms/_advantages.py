@@ -164,13 +164,15 @@ def group_normalized(
 
     mean_g and the unbiased std_g are those of the group of responses. `scale="none"` drops the
     division (Dr. GRPO, arXiv:2503.20783). `scores`, result: [B]; `group`: int64 [B], any ids in any
-    order. Equal scores, and a group of one, give exactly 0. Raises ValueError for another scale.
+    order. A NaN, the score of a failed response, counts for no other one, and gives 0. Equal
+    scores, and a single one, give exactly 0. Raises ValueError for another scale.
     """
     if scale not in ("std", "none"):
         refuse("group_normalized", "scale", scale, "std", "none")
 
-    relative, inverse, size = _by_group(scores, group)
-    centered = relative - _group_sum(relative, inverse) / size
+    relative, inverse, kept = _by_group(scores, group)
+    size = _group_sum(kept.to(relative.dtype), inverse).clamp(min=1)
+    centered = (relative - _group_sum(relative, inverse) / size).masked_fill(~kept, 0)
     if scale == "std":
         var = _group_sum(centered.square(), inverse) / (size - 1).clamp(min=1)
         centered = centered / (var.sqrt() + eps)
@@ -181,22 +183,26 @@ def group_normalized(
 def leave_one_out(scores: Tensor, group: Tensor) -> Tensor:
     """Return RLOO's advantage: r_i less the mean of the others of its group (arXiv:2402.14740).
 
-    A group of one gives r_i; equal scores in a larger group give exactly 0. `scores`, result: [B];
-    `group`: int64 [B], any ids in any order.
+    A group of one gives r_i; equal scores in a larger group give exactly 0. A NaN, the score of a
+    failed response, counts for no other one, and gives 0; so does a score whose others are all NaN,
+    as it has no baseline. `scores`, result: [B]; `group`: int64 [B], any ids in any order.
     """
-    relative, inverse, size = _by_group(scores, group)
+    relative, inverse, kept = _by_group(scores, group)
+    size = _group_sum(kept.to(relative.dtype), inverse)
     rest = _group_sum(relative, inverse) - relative
     others = rest / (size - 1).clamp(min=1)
 
     # A group of one has no others, and no baseline.
-    advantages = torch.where(size > 1, relative - others, wide(scores))
+    rows = _group_sum(torch.ones_like(relative), inverse)
+    advantages = torch.where(rows > 1, relative - others, wide(scores)).masked_fill(~kept, 0)
     return advantages.to(result_dtype(scores))
 
 
 def _by_group(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return per row: the score less its group's lowest, the group's index, the group's size.
+    """Return per row: the score less its group's lowest, the group's index, whether it is no NaN.
 
-    Each is [B]. Relative to the lowest, equal scores are exactly 0 without rounding errors.
+    Each is [B]. Relative to the lowest, equal scores are exactly 0 without rounding errors; a NaN
+    is 0 too.
     """
     if scores.dim() != 1 or scores.shape != group.shape:
         raise ValueError(
@@ -204,15 +210,28 @@ def _by_group(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         )
 
     # `inverse` numbers the groups from 0, so that it can index the lowest scores.
-    _, inverse, count = torch.unique(group, return_inverse=True, return_counts=True)
+    groups, inverse = torch.unique(group, return_inverse=True)
     x = wide(scores)
-    lowest = x.new_zeros(len(count)).scatter_reduce(0, inverse, x, "amin", include_self=False)
-    return x - lowest[inverse], inverse, count[inverse]
+    kept = ~x.isnan()
+    lowest = x.new_zeros(len(groups)).scatter_reduce(
+        0, inverse, x.masked_fill(~kept, torch.inf), "amin", include_self=False
+    )
+    return (x - lowest[inverse]).masked_fill(~kept, 0), inverse, kept
 
 
 def _group_sum(x: Tensor, inverse: Tensor) -> Tensor:
     """Return for each row the sum of `x` over its group, [B]."""
     return torch.zeros_like(x).index_add(0, inverse, x)[inverse]
+
+
+@torch.no_grad()
+def without_failed(mask: Tensor, *scores: Tensor) -> Tensor:
+    """Return the mask [B, T] with zeros for the rows of which a score [B] is NaN.
+
+    For advantages that compare several scores: each one's own failures are masked already.
+    """
+    failed = torch.stack([score.isnan() for score in scores]).any(0)
+    return mask.masked_fill(failed[:, None], 0)
 
 
 def overlong_punishment(length: Tensor, limit: int, cache: int) -> Tensor:

@@ -96,7 +96,9 @@ class DAPO(GRPO):
         return super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
 
     def unequal(self, batch: Batch) -> np.ndarray:
-        """Return for each row whether the scores of its group differ, bool [B]."""
+        """Return for each row whether the scores of its group differ, bool [B]; NaN is no score."""
         size = self.config.group_size
         scores = torch.as_tensor(batch["scores"].values).view(-1, size)
-        return (scores.amax(1) > scores.amin(1)).repeat_interleave(size).numpy()
+        lowest = scores.nan_to_num(torch.inf).amin(1)
+        highest = scores.nan_to_num(-torch.inf).amax(1)
+        return (highest > lowest).repeat_interleave(size).numpy()

@@ -27,6 +27,7 @@ from hybridflow.algorithms._advantages import (
     overlong_punishment,
     token_rewards,
     whiten,
+    without_failed,
 )
 from hybridflow.algorithms._losses import (
     aggregate,
@@ -64,4 +65,5 @@ __all__ = [
     "token_rewards",
     "value_loss",
     "whiten",
+    "without_failed",
 ]

@@ -56,12 +56,19 @@ class ReMax(PolicyGradient):
         self.kl.follow(advantages, batch.rows)
 
     def advantages(self, scores, baseline_scores, loss_mask, old_logprobs=None, ref_logprobs=None):
-        """Return for every token the sum of rewards from it on, less the greedy score."""
+        """Return for every token the sum of rewards from it on, less the greedy score.
+
+        Responses whose greedy one has failed have no baseline, and are left out.
+        """
+        loss_mask = F.without_failed(loss_mask, scores, baseline_scores)
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         rewards = F.token_rewards(scores, penalty, loss_mask, beta=1.0)
         returns = F.discounted_returns(rewards, loss_mask, gamma=1.0)
+        advantages = (returns - baseline_scores[:, None]).masked_fill(loss_mask == 0, 0)
+        baseline = F.masked_mean(baseline_scores, ~baseline_scores.isnan())
         return {
-            "advantages": (returns - baseline_scores[:, None]) * loss_mask,
-            "baseline": baseline_scores.mean(),
+            "advantages": advantages,
+            "loss_mask": loss_mask,
+            "baseline": baseline,
             **figures,
         }

@@ -81,7 +81,8 @@ class SafeRLHF(PPO):
 
         # Lambda moves first, so that the advantages are weighted by this step's costs: the
         # controller waits for them here.
-        self.multiplier.update(torch.as_tensor(batch["costs"].values))
+        costs = torch.as_tensor(batch["costs"].values)
+        self.multiplier.update(costs[~costs.isnan()])
         advantages = ctx.compute(self.lagrangian_advantages, batch)
 
         # Training.
@@ -114,6 +115,7 @@ class SafeRLHF(PPO):
         # The reward and the cost of each token, both with the KL.
         config = self.config
         lam = self.multiplier.value
+        loss_mask = F.without_failed(loss_mask, scores, costs)
         penalty, figures = self.kl.penalty(loss_mask, old_logprobs, ref_logprobs)
         scores = scores if token_scores is None else token_scores
         costs = costs if token_costs is None else token_costs
@@ -128,6 +130,7 @@ class SafeRLHF(PPO):
         advantages = (reward_advantages - lam * cost_advantages) / (1 + lam)
         return {
             "advantages": advantages,
+            "loss_mask": loss_mask,
             "returns": returns,
             "cost_returns": cost_returns,
             "lambda": lam,

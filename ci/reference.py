@@ -15,7 +15,7 @@ import attrs
 from hybridflow.cli.plugins import spell
 from hybridflow.cli.show import render
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.contracts.reward import FailureRule
+from hybridflow.core.contracts.reward import RewardFailureRule
 from hybridflow.core.contracts.tokenizer import TokenizerConfig
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.errors import PluginError
@@ -70,7 +70,7 @@ def reference() -> Iterator[str]:
     yield from section("sync", SyncConfig, "ROLE.sync", level=4)
     yield from section("optimizer", OptimizerConfig, "ROLE.optimizer", level=4)
     yield from section("parts of a reward", sections.RewardPart, "ROLE.parts", level=4)
-    yield from section("failures of a reward", FailureRule, "ROLE.on_failure", level=4)
+    yield from section("failures of a reward", RewardFailureRule, "ROLE.on_failure", level=4)
     yield from plugins("training_backend", "ROLE.backend")
     yield from section("[validation]", sections.ValidationSection, "validation")
     yield from capabilities()

@@ -93,7 +93,7 @@ class Scoring:
     scores: Batch
 
     def equal_groups(self) -> Metrics:
-        """Return <role>/equal_groups: the share of groups, of several rows, with equal scores.
+        """Return <role>/equal_groups: the share of groups, of several scores, with equal ones.
 
         An advantage within such a group is 0 for all of its rows.
         """
@@ -106,10 +106,11 @@ class Scoring:
 
         # Rows of a group next to each other; first: where each group begins.
         order = np.argsort(groups, kind="stable")
-        _, first, sizes = np.unique(groups[order], return_index=True, return_counts=True)
-        least = np.minimum.reduceat(values[order], first)
-        most = np.maximum.reduceat(values[order], first)
-        several = sizes > 1
+        _, first = np.unique(groups[order], return_index=True)
+        # A failed row has no score, NaN; fmin and fmax leave it out.
+        least = np.fmin.reduceat(values[order], first)
+        most = np.fmax.reduceat(values[order], first)
+        several = np.add.reduceat(~np.isnan(values[order]), first, dtype=np.int64) > 1
         equal = int((least == most)[several].sum())
         return Metrics({f"{self.role.name}/equal_groups": (equal, int(several.sum()))})
 

@@ -45,6 +45,7 @@ from hybridflow.core.errors import CheckpointError, MismatchError, WorkerDied
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import checkpoints_of
+from hybridflow.core.running.failures import check_failed
 from hybridflow.core.running.folder import StopSignal, claim
 from hybridflow.core.running.mismatch import explained
 from hybridflow.core.running.reporting import Observer, Reporter
@@ -131,6 +132,7 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Run
             except MismatchError as error:
                 raise explained(error, run.ctx.step, run.ctx.roles[error.role]) from error
             run.step += 1
+            check_failed(job, run.step, metrics)
             values = report.step(run, metrics, time.perf_counter() - started)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
             write_rollouts(run)

@@ -10,6 +10,7 @@ records (records.py)  --figures-->  mean reward, pass@k, maj@k, with intervals
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.contracts.reward import FailureRule, Reward
+from hybridflow.core.contracts.reward import Reward, RewardFailureRule
 from hybridflow.core.contracts.tokenizer import Tokenizer
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, RewardError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins.resolve import reward_from
 from hybridflow.core.running.folder import versions
@@ -246,8 +247,17 @@ def _generate(
 def _records(
     scored: Batch, column: str, tokenizer: Tokenizer, answers: Reward | None
 ) -> list[Record]:
-    """Return the records of a scored batch, whose row numbers are still to be set."""
+    """Return the records of a scored batch, whose row numbers are still to be set.
+
+    Raises RewardError for a row that has failed: a figure over fewer rows would be another one.
+    """
     scores = torch.as_tensor(scored[column].values).tolist()
+    if left_out := sum(map(math.isnan, scores)):
+        raise RewardError(
+            f"{left_out} of {len(scores)} responses have failed and have no score (the log says "
+            "why), and an evaluation leaves no row out; try them again (on_failure.retries), give "
+            "them a score (on_failure.score), or mend what failed; the same command goes on here"
+        )
     rows = zip(
         scored["prompt_ids"],
         scored["response_ids"],
@@ -299,7 +309,7 @@ def rescore(
     for set_name in before["sets"]:
         records = read_records(source / f"{set_name}.jsonl")
         samples = [record.to_sample() for record in records]
-        scores, _ = score_by_rule(reward, samples, name, FailureRule())
+        scores, _ = score_by_rule(reward, samples, name, RewardFailureRule())
         answers = [reward.answer(sample) if reward.answers else None for sample in samples]
         sets[set_name] = [
             attrs.evolve(record, score=float(score), answer=answer)

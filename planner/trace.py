@@ -25,6 +25,7 @@ from hybridflow.core.groups.group import Future
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import COMPLETE
 from hybridflow.core.workers.tasks import run_on_columns
 from hybridflow.planner.workload import Task
 
@@ -152,6 +153,7 @@ class _Model:
             "rollout_logprobs": recorder.per_token(rows),
             "weight_version": recorder.integers(rows, 1, torch.int32),
             "finish_reason": ["stop"] * rows,
+            "outcome": [COMPLETE] * rows,
             "turn": recorder.integers(rows, 0, torch.int32),
             "episode_return": self._scores(rows),
             "turn_rewards": [[0.0] for _ in range(rows)],

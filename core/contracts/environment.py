@@ -70,7 +70,8 @@ class Environment(ABC):
         """Begin an episode; the answer's text stands before the first turn.
 
         Like `step` it may be `async`. Both are called in threads, one call at a time, beside those
-        of other episodes' environments.
+        of other episodes' environments. An episode that begins again has a new environment and the
+        same `start`.
         """
         return Answer()
 
@@ -82,4 +83,8 @@ class Environment(ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Release the episode's resources. Called once at its end, also after a failure."""
+        """Release the episode's resources; it may be `async`.
+
+        Called once at the episode's end, also after a failure, and while a call that took too long
+        still runs.
+        """

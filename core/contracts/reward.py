@@ -10,8 +10,9 @@ from typing import Any
 import attrs
 import numpy as np
 
+from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.errors import RewardError
-from hybridflow.core.validators import at_least, non_negative, positive
+from hybridflow.core.validators import at_least, positive
 
 
 @attrs.frozen(eq=False)
@@ -98,21 +99,34 @@ class FunctionReward(Reward):
         return answer
 
 
+def _no_mask(rule: RewardFailureRule, attribute: Any, score: float | None) -> None:
+    if score is not None and rule.mask:
+        raise ValueError(
+            "score: contradicts mask = true, which leaves the row out; keep one of them"
+        )
+
+
 @attrs.frozen
-class FailureRule:
-    """What happens when a reward function fails. By default a failure ends the run."""
+class RewardFailureRule(FailureRule):
+    """What happens when a reward function fails. By default a failure ends the run.
+
+    `mask` leaves the row out and `score` gives it a score; with neither the run ends.
+    """
 
     # Each try
-    retries: int = attrs.field(default=0, validator=non_negative)
-    """Number of further tries of a sample that failed."""
     timeout_s: float | None = attrs.field(default=None, validator=positive)
     """Time limit of a try, in seconds; a longer one counts as failed. None sets no limit."""
 
     # After the last try
-    score: float | None = None
+    score: float | None = attrs.field(default=None, validator=_no_mask)
     """Score of a sample whose tries have all failed; the log names the sample, and the metric
-    <reward>_failed counts it. None ends the run."""
+    <reward>_failed counts it."""
 
     # All samples
     at_once: int = attrs.field(default=32, validator=at_least(1))
     """Number of samples that an `async` function, or one with a timeout, works on concurrently."""
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether a sample whose tries have all failed ends the run."""
+        return not self.mask and self.score is None

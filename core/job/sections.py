@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import attrs
 
-from hybridflow.core.contracts.reward import FailureRule
+from hybridflow.core.contracts.failure import FailureRule
+from hybridflow.core.contracts.reward import RewardFailureRule
 from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.validators import at_least, non_negative, positive, setting
 from hybridflow.core.values.model import ModelConfig
@@ -171,7 +172,7 @@ class RewardPart:
     """The function's own options."""
     weight: float = 1.0
     """Factor of the part's score in the sum of all parts."""
-    on_failure: FailureRule = attrs.field(factory=FailureRule)
+    on_failure: RewardFailureRule = attrs.field(factory=RewardFailureRule)
     """What happens when the function fails."""
     per_token: bool = False
     """Whether the function returns a list with a number for each response token."""
@@ -217,7 +218,7 @@ class RoleSection:
     """A reward function: the name of a plugin of kind "reward", or "package.module:function"."""
     options: dict[str, Any] = attrs.field(factory=dict)
     """The reward function's own options."""
-    on_failure: FailureRule = attrs.field(factory=FailureRule)
+    on_failure: RewardFailureRule = attrs.field(factory=RewardFailureRule)
     """What happens when the reward function fails."""
     per_token: bool = False
     """Whether the reward function returns a list with a number for each response token. PPO,
@@ -244,6 +245,12 @@ class EnvironmentSection:
     """Number of environments that a rank asks at the same time, each in a thread."""
     timeout_s: float | None = setting(None, positive)
     """Time limit of an answer, in seconds; a longer one is a failure. None sets no limit."""
+    episode_s: float | None = setting(None, positive)
+    """Time limit of an episode, in seconds. One that takes longer ends, after the turn or without
+    the answer that is under way, and is scored as it is. None sets no limit."""
+    on_failure: FailureRule = attrs.field(factory=FailureRule)
+    """What happens when an episode fails. Each further try begins again at the prompt, with a new
+    environment."""
 
 
 @attrs.frozen

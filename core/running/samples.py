@@ -40,23 +40,26 @@ def write_samples(run: Run, batch: Batch, column: str, data: str) -> None:
     """
     tokenizer = run.session.prepared.tokenizer
     reasons = batch["finish_reason"] if "finish_reason" in batch else [None] * batch.rows
+    outcomes = batch["outcome"] if "outcome" in batch else [None] * batch.rows
     rows = zip(
         batch["prompt_ids"],
         batch["response_ids"],
         batch["meta"],
         batch[column],
         reasons,
+        outcomes,
         strict=True,
     )
     with open(run.job.folder / SAMPLES, "a") as file:
-        for prompt, response, meta, score, reason in rows:
+        for prompt, response, meta, score, reason, outcome in rows:
             sample = {
                 "step": run.step,
                 "data": data,
                 "prompt": tokenizer.decode(np.asarray(prompt), skip_special=False),
                 "response": tokenizer.decode(np.asarray(response), skip_special=False),
                 "answer": meta.get("answer"),
-                "score": float(score),
+                "score": None if np.isnan(score) else float(score),
                 "finish_reason": reason,
+                "outcome": outcome,
             }
             file.write(json.dumps(sample, ensure_ascii=False) + "\n")

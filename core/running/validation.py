@@ -84,6 +84,7 @@ def _generate(run: Run, rows: Batch, samples: int) -> Metrics:
     scored = reward.score(batch)
     column = reward.role.column
     scores = torch.as_tensor(scored[column].values).double()
+    scores = scores[~scores.isnan()]  # without failed rows
 
     # The first rows of each validation are the same, so that samples can be compared.
     if samples:

@@ -41,12 +41,13 @@ class EnvironmentCalls:
     ):
         """at_once: limit of the calls that run; timeout_s: of each, None for no limit.
 
-        `arrived` is called, in the thread of a call, when that has been answered.
+        `arrived` is called, in another thread, when a call has been answered or is too late.
         """
         self.at_once = at_once
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self.arrived = arrived
-        self._waiting: deque[tuple[int, Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[int, Callable[[], Any], float]] = deque()
+        """Key, call, and when it must have been answered by time.monotonic."""
         self._running: dict[int, tuple[threading.Thread, float]] = {}
         """Key -> the thread of the call, and its deadline by time.monotonic."""
         self._answers: SimpleQueue[tuple[int, threading.Thread, Answered]] = SimpleQueue()
@@ -63,12 +64,13 @@ class EnvironmentCalls:
         """The number of threads that still run, and whose answer is no longer waited for."""
         return sum(thread.is_alive() for thread in self._late)
 
-    def submit(self, key: int, call: Callable[[], Any]) -> None:
+    def submit(self, key: int, call: Callable[[], Any], end: float = math.inf) -> None:
         """Make a call as soon as there is room; it may return a coroutine, which is awaited.
 
-        `key` names it until it has been answered.
+        `key` names it until it has been answered. It is too late from `end` on, by time.monotonic,
+        also where `timeout_s` would leave it more time.
         """
-        self._waiting.append((key, call))
+        self._waiting.append((key, call, end))
         self._begin()
 
     def take(self, wait: bool = False) -> list[tuple[int, Answered]]:
@@ -103,17 +105,25 @@ class EnvironmentCalls:
     def _begin(self) -> None:
         """Start calls that wait, while there is room."""
         while self._waiting and len(self._running) < self.at_once:
-            key, call = self._waiting.popleft()
-            thread = threading.Thread(target=self._work, args=(key, call), daemon=True)
-            self._running[key] = (thread, time.monotonic() + self.timeout_s)
+            key, call, end = self._waiting.popleft()
+            deadline = min(time.monotonic() + self.timeout_s, end)
+            thread = threading.Thread(target=self._work, args=(key, call, deadline), daemon=True)
+            self._running[key] = (thread, deadline)
             thread.start()
+            if self.arrived is not None and not math.isinf(deadline):
+                self._loop.at(deadline, self._passed, key, thread)
 
-    def _work(self, key: int, call: Callable[[], Any]) -> None:
+    def _passed(self, key: int, thread: threading.Thread) -> None:
+        """Tell whoever waits elsewhere that the deadline of a call has passed."""
+        if self.arrived is not None and self._running.get(key, (None,))[0] is thread:
+            self.arrived()
+
+    def _work(self, key: int, call: Callable[[], Any], deadline: float) -> None:
         """Make a call, in its thread."""
         try:
             value = call()
             if inspect.isawaitable(value):
-                answer = self._loop.answered(value, self.timeout_s)
+                answer = self._loop.answered(value, deadline - time.monotonic())
             else:
                 answer = Answered(value)
         except BaseException as error:  # a tool that calls sys.exit must not be waited for
@@ -147,18 +157,21 @@ class EnvironmentCalls:
 
 
 class _Loop:
-    """An event loop in a thread of its own, which begins with the first coroutine."""
+    """An event loop in a thread of its own, which begins with its first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopped = False
 
     def answered(self, coroutine: Awaitable[Any], timeout_s: float) -> Answered:
         """Wait for a coroutine; after `timeout_s` it is cancelled. Raises what it raises."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
+        try:
+            loop = self._started()
+        except RuntimeError:
+            if inspect.iscoroutine(coroutine):
+                coroutine.close()  # Python warns of one that is never awaited
+            raise
 
         async def bounded() -> Answered:
             limit = asyncio.timeout(None if math.isinf(timeout_s) else timeout_s)
@@ -170,11 +183,32 @@ class _Loop:
                     raise
                 return Answered(late=True)
 
-        return asyncio.run_coroutine_threadsafe(bounded(), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(bounded(), loop).result()
+
+    def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
+        """Make a call in the loop's thread as soon as time.monotonic is `when`."""
+        loop = self._started()
+
+        def due() -> None:
+            # A little later, so that the caller finds the deadline passed.
+            loop.call_later(max(when - time.monotonic(), 0.0) + 0.001, call, *args)
+
+        loop.call_soon_threadsafe(due)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        """Return the loop. Raises RuntimeError after `stop`."""
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError("the calls are closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
+            return self._loop
 
     def stop(self) -> None:
         """Cancel what runs, and end the loop's thread, if there is one."""
         with self._lock:
+            self._stopped = True
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(_cancel_all, self._loop)
                 self._loop = None

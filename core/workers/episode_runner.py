@@ -10,8 +10,7 @@ environments take.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -22,11 +21,13 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import EnvironmentFailure
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.workers.environment_calls import EnvironmentCalls
-from hybridflow.core.workers.episodes import Episode, Episodes, episode_batch
+from hybridflow.core.workers.episodes import Attempt, Episode, Episodes, episode_batch
 
 log = logging.getLogger(__name__)
 DRAIN_S = 5.0
-"""Seconds for which environments that still answer are waited for when episodes fail."""
+"""Seconds for which environments that still answer are waited for when the run ends."""
+CLOSE_S = 10.0
+"""Seconds that an environment may take to close."""
 Said = dict[int, dict[str, Any]]
 """Row -> what its environment said (Episode.said)."""
 
@@ -57,7 +58,8 @@ def run_episodes(
     section = spec.section
     nudge = engine.nudge if section.free else None
     calls = EnvironmentCalls(section.at_once, section.timeout_s, nudge)
-    runner = EpisodeRunner(engine, episodes, calls, context)
+    closings = EnvironmentCalls(section.at_once, CLOSE_S)
+    runner = EpisodeRunner(engine, episodes, calls, closings, context)
     try:
         if section.free:
             runner.free()
@@ -66,16 +68,18 @@ def run_episodes(
     finally:
         # An environment is not closed while it answers, unless that takes too long.
         calls.drain(DRAIN_S)
-        for episode in episodes:
-            episode.close()
-        if calls.abandoned:
+        runner.close()
+        if left := calls.abandoned + closings.abandoned:
             log.warning(
-                "%d answers of environment %r still run after their time; their threads are left",
-                calls.abandoned,
+                "%d calls of environment %r still run after their time; their threads are left",
+                left,
                 section.name,
             )
         calls.close()
-    return episode_batch(episodes)
+        closings.close()
+    batch = episode_batch(episodes)
+    batch.metrics.maxima["abandoned_threads"] = float(calls.abandoned + closings.abandoned)
+    return batch
 
 
 class EpisodeRunner:
@@ -86,71 +90,116 @@ class EpisodeRunner:
         engine: RolloutEngine,
         episodes: Sequence[Episode],
         calls: EnvironmentCalls,
+        closings: EnvironmentCalls,
         context: RankContext,
     ):
-        """calls: of the environments, made by the first rank of the replica."""
+        """calls: of environments, made by the first rank of the replica; closings: of `close`."""
         self.engine = engine
         self.episodes = episodes
         self.calls = calls
+        self.closings = closings
+        self.closed = 0
+        """Number of environments that were told to close."""
         self.group = context.group("generation.replica")
         self.first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         self.leads = self.group is None or dist.get_rank() == self.first
 
     def rounds(self) -> None:
         """Play all episodes in step: a turn of each one that runs, then its answer."""
-        self._answer({row: episode.begin for row, episode in enumerate(self.episodes)})
-        while running := [row for row, one in enumerate(self.episodes) if one.reason is None]:
+        self._answers(range(len(self.episodes)))
+        while running := [row for row, one in enumerate(self.episodes) if one.outcome is None]:
             requests = [self.episodes[row].next_request() for row in running]
-            asked = {}
+            asked = []
             for row, done in zip(running, self.engine.generate(requests), strict=True):
-                turn = self.episodes[row].made(done)
-                if turn is not None:
-                    asked[row] = partial(self.episodes[row].answer, turn)
-            self._answer(asked)
+                if self.episodes[row].made(done):
+                    asked.append(row)
+                else:
+                    self._end(row)
+            self._answers(asked)
 
-    def _answer(self, asked: Mapping[int, Callable[[], Any]]) -> None:
+    def _answers(self, rows: Iterable[int]) -> None:
         """Ask the environments of these rows, all at the same time, and take their answers."""
-        if self.leads:
-            for row, call in asked.items():
-                self.calls.submit(row, call)
-        said: Said = {}
-        while len(said) < len(asked):
-            said |= self._arrived(wait=True)
-        # In the rows' order, so that of several failures the same one is raised.
-        for row in asked:
-            self.episodes[row].take(said[row])
+        asked = list(rows)
+        while asked:
+            for row in asked:
+                self._ask(row)
+            said: Said = {}
+            while len(said) < len(asked):
+                said |= self._arrived(wait=True)
+            # In the rows' order, so that of several failures the same one is raised. An episode
+            # that begins again catches up with the others' round.
+            asked = [row for row in asked if self._take(row, said[row])]
 
     def free(self) -> None:
         """Play each episode by itself, whatever the others wait for."""
-        asked: set[int] = set()
+        for row in range(len(self.episodes)):
+            self._ask(row)
+        asked = set(range(len(self.episodes)))
         generating: set[int] = set()
-        for row, episode in enumerate(self.episodes):
-            self._ask(row, episode.begin)
-            asked.add(row)
 
         try:
             while asked or generating:
                 for row, said in self._arrived(wait=not generating).items():
+                    if self._take(row, said):
+                        self._ask(row)
+                        continue
                     asked.discard(row)
-                    self.episodes[row].take(said)
-                    if self.episodes[row].reason is None:
+                    if self.episodes[row].outcome is None:
                         self.engine.add(self.episodes[row].next_request())
                         generating.add(row)
 
                 # An engine that has nothing to do would be asked again and again.
                 for done in self.engine.step() if generating else ():
                     generating.discard(done.id)
-                    turn = self.episodes[done.id].made(done)
-                    if turn is not None:
-                        self._ask(done.id, partial(self.episodes[done.id].answer, turn))
+                    if self.episodes[done.id].made(done):
+                        self._ask(done.id)
                         asked.add(done.id)
+                    else:
+                        self._end(done.id)
         finally:
             if generating:
                 self.engine.disown()
 
-    def _ask(self, row: int, call: Callable[[], Any]) -> None:
+    def close(self) -> None:
+        """Close all environments, and wait for that; what they raise is logged."""
+        for row in range(len(self.episodes)):
+            self._end(row)
+        while self.closings.busy:
+            self._closed(wait=True)
+
+    def _ask(self, row: int) -> None:
+        """Ask the environment of a row for its next answer, on the first rank."""
         if self.leads:
-            self.calls.submit(row, call)
+            episode = self.episodes[row]
+            self.calls.submit(row, episode.asking(), episode.end)
+
+    def _take(self, row: int, said: Mapping[str, Any]) -> bool:
+        """Take an answer; return whether the episode begins again and has to be asked."""
+        episode = self.episodes[row]
+        attempt = episode.attempt
+        episode.take(said)
+        again = episode.attempt is not attempt
+        if again or episode.outcome is not None:
+            self._close(attempt)
+        return again
+
+    def _end(self, row: int) -> None:
+        self._close(self.episodes[row].attempt)
+
+    def _close(self, attempt: Attempt) -> None:
+        """Tell the environment of an attempt to close, beside all other work."""
+        if (close := attempt.end()) is not None:
+            self.closings.submit(self.closed, close)
+            self.closed += 1
+        self._closed(wait=False)
+
+    def _closed(self, wait: bool) -> None:
+        name = self.episodes[0].spec.section.name
+        for _, answer in self.closings.take(wait):
+            if answer.late:
+                log.error("environment %r could not be closed in %g s", name, CLOSE_S)
+            elif answer.error is not None:
+                log.error("environment %r could not be closed", name, exc_info=answer.error)
 
     def _arrived(self, wait: bool) -> Said:
         """Return what environments have said since the last time, equal on every rank.

@@ -10,7 +10,11 @@ the episodes of a batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -26,12 +30,26 @@ from hybridflow.core.plugins.resolve import environment_class
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import (
+    COMPLETE,
+    EPISODE_OUTCOMES,
+    FAILED_ENVIRONMENT,
+    FAILED_TOOL,
+    TRUNCATED_TIME,
+    TRUNCATED_TOKENS,
+    TRUNCATED_TURNS,
+    failed_rows,
+    finish_reason,
+    finished,
+)
 from hybridflow.core.values.text import shorten
 from hybridflow.core.workers.environment_calls import Answered
 
 log = logging.getLogger(__name__)
 NOT_MADE = -1
 """The value for tokens of the environment in the columns turn and weight_version."""
+LONGEST_TOKEN = 256
+"""More characters than any token stands for, by which an answer without end is cut."""
 
 
 @attrs.frozen
@@ -58,6 +76,39 @@ class Episodes:
         return tuple(stops)
 
 
+class Attempt:
+    """One try of an episode: its environment, which is made, asked and closed in threads."""
+
+    def __init__(self, section: EnvironmentSection):
+        self.section = section
+        self.environment: Environment | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def begin(self, start: Start) -> Any:
+        """Make the environment, and return its answer to the prompt, or a coroutine of it."""
+        section = self.section
+        environment = environment_class(section.name, section.options)(**section.options)
+        with self._lock:
+            ended = self._ended
+            if not ended:
+                self.environment = environment
+        # Given up while it was made.
+        if ended:
+            return environment.close()
+        return environment.reset(start)
+
+    def end(self) -> Callable[[], Any] | None:
+        """Return how to close the environment; None where there is none, or has been closed.
+
+        One that is still being made closes itself.
+        """
+        with self._lock:
+            self._ended = True
+            environment, self.environment = self.environment, None
+        return None if environment is None else environment.close
+
+
 class Episode:
     """One row: the tokens so far, with mask, logprob, weight version and turn of each."""
 
@@ -69,102 +120,154 @@ class Episode:
         self.request = request
         self.meta = meta
         self.stops = stops
+        self.tries = 0
+        """Number of tries that have failed."""
+        self._begin_again()
 
+    def _begin_again(self) -> None:
         # For each token so far, the model's and the environment's.
         self.ids = np.zeros(0, np.int64)
         self.logprobs = np.zeros(0, np.float32)
         self.versions = np.zeros(0, np.int64)
         self.turns = np.zeros(0, np.int64)
 
-        # For each turn so far; `reason` is None while the episode runs.
+        # For each turn so far; `outcome` is None while the episode runs.
         self.rewards: list[float] = []
         self.states: list[str] = []
-        self.reason: str | None = None
+        self.outcome: str | None = None
         self.begun = False
         """Whether the environment's first answer has come."""
+        self.turn: Turn | None = None
+        """The model's last turn."""
+
+        # On the rank that asks the environments
+        self.attempt = Attempt(self.spec.section)
+        self.end = math.inf
+        """When the time of the episode is over, by time.monotonic."""
         self.asked = ""
         """The text that the environment was given last."""
-        self.environment: Environment | None = None
 
-    def begin(self) -> Any:
-        """Make the environment, and return its answer to the prompt, or a coroutine of it."""
+    def asking(self) -> Callable[[], Any]:
+        """Return the next call of the environment; the first one makes it.
+
+        Its result is an answer, or a coroutine of one.
+        """
+        if self.turn is not None:
+            assert self.attempt.environment is not None
+            self.asked = self.turn.text
+            return partial(self.attempt.environment.step, self.turn)
+
+        limit = self.spec.section.episode_s
+        self.end = math.inf if limit is None else time.monotonic() + limit
+        return partial(self._begin, self.attempt)
+
+    def _begin(self, attempt: Attempt) -> Any:
         self.asked = self.spec.tokenizer.decode(self.request.prompt_ids)
-        section = self.spec.section
-        self.environment = environment_class(section.name, section.options)(**section.options)
-        return self.environment.reset(Start(self.asked, self.meta, self.request.seed))
-
-    def answer(self, turn: Turn) -> Any:
-        """Return the environment's answer to the model's turn, or a coroutine of it."""
-        assert self.environment is not None
-        self.asked = turn.text
-        return self.environment.step(turn)
-
-    def close(self) -> None:
-        """Close the environment. An error is logged, so that the other ones are closed too."""
-        try:
-            if self.environment is not None:
-                self.environment.close()
-        except Exception:
-            log.exception("environment %r could not be closed", self.spec.section.name)
+        return attempt.begin(Start(self.asked, self.meta, self.request.seed))
 
     def said(self, answered: Answered) -> dict[str, Any]:
-        """Return an answer as plain values, which travel; a failure as {"error": its message}."""
-        answer = answered.value
+        """Return an answer as plain values, which travel.
+
+        With `over` where the episode's time is; a failure as its outcome (`failed`) and a message
+        (`error`).
+        """
+        section = self.spec.section
+        over = time.monotonic() >= self.end
+        if answered.late and over:
+            return {
+                "ids": self._encode(""),
+                "reward": 0.0,
+                "done": False,
+                "state": "",
+                "over": True,
+            }
+
+        kind = FAILED_TOOL if self.begun else FAILED_ENVIRONMENT
         if answered.late:
-            problem = f"took longer than environment.timeout_s = {self.spec.section.timeout_s:g} s"
+            problem = f"took longer than environment.timeout_s = {section.timeout_s:g} s"
         elif (error := answered.error) is not None:
             problem = f"raised {type(error).__name__}: {error}"
-        elif not isinstance(answer, Answer):
-            problem = f"returned {answer!r:.80}; return an Answer"
-        elif not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
-            problem = f"gave the reward {answer.reward!r}; it must be a finite number"
         else:
-            return attrs.asdict(answer)
+            answer = answered.value
+            kind = FAILED_ENVIRONMENT
+            problem = _contract_problem(answer)
 
-        # Every rank of the replica raises it, in `take`.
-        name = self.spec.section.name
-        return {"error": f"environment {name!r} {problem} [after {shorten(self.asked)}]"}
+        # An engine would treat a prefix that ends in a stop as a complete turn.
+        if not problem:
+            ids = self._encode("" if answer.done else answer.text)
+            missing = self.begun and not len(ids)
+            ends = len(ids) and int(ids[-1]) in self.request.sampling.stop_token_ids
+            if not answer.done and (missing or ends):
+                problem = (
+                    f"answered {shorten(answer.text)} and the episode is not done; an answer needs "
+                    "a text that does not end as a turn does"
+                )
+        if problem:
+            message = (
+                f"environment {section.name!r} {problem} "
+                f"[after {shorten(self.asked)}] [row {self.request.id}]"
+            )
+            return {"failed": kind, "error": message}
+        return {
+            "ids": ids,
+            "reward": float(answer.reward),
+            "done": answer.done,
+            "state": answer.state,
+            "over": over,
+        }
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, int64 [T], and of a very long one at least `max_tokens`."""
+        if not text:
+            return np.zeros(0, np.int64)
+        return self.spec.tokenizer.encode(text[: LONGEST_TOKEN * self.request.sampling.max_tokens])
 
     def take(self, said: Mapping[str, Any]) -> None:
         """Append the environment's answer to the episode.
 
-        The first one may be empty and has no reward. Raises EnvironmentFailure when the environment
-        failed, or when no turn can follow its text.
+        The first one may be empty and has no reward. After a failure the episode begins again, or
+        ends, by the rule of the environment. Raises EnvironmentFailure where that ends the run.
         """
+        if "failed" in said:
+            self._failed(said["failed"], said["error"])
+            return
         first = not self.begun
         self.begun = True
-        if "error" in said:
-            raise EnvironmentFailure(f"{said['error']} [row {self.request.id}]")
         # The answer to a turn has the turn's reward.
         if not first:
-            self.rewards.append(float(said["reward"]))
+            self.rewards.append(said["reward"])
         if said["done"]:
-            self.reason = "stop"
+            self.outcome = COMPLETE
             return
 
-        # An engine would treat a prefix that ends in a stop as a complete turn.
-        sampling = self.request.sampling
-        ids = np.zeros(0, np.int64)
-        if said["text"]:
-            ids = self.spec.tokenizer.encode(said["text"])
-        missing = not first and not len(ids)
-        if missing or (len(ids) and int(ids[-1]) in sampling.stop_token_ids):
-            raise EnvironmentFailure(
-                f"environment {self.spec.section.name!r} answered {said['text']!r} and the episode "
-                "is not done; an answer needs a text that does not end as a turn does "
-                f"[row {self.request.id}]"
-            )
-
         # Cut off what exceeds the row's limit, which counts the environment's tokens too.
-        room = sampling.max_tokens - len(self.ids)
+        ids = said["ids"]
+        room = self.request.sampling.max_tokens - len(self.ids)
         taken = ids[:room]
         logprobs = np.zeros(len(taken), np.float32)
         versions = np.full(len(taken), NOT_MADE)
         self._put(taken, logprobs, versions, NOT_MADE)
-        # The row's limit is reached, or the number of turns.
-        if len(ids) >= room or len(self.rewards) >= self.spec.section.max_turns:
-            self.reason = "length"
+        # The row's limit is reached, or the number of turns, or the time.
+        if len(ids) >= room:
+            self.outcome = TRUNCATED_TOKENS
+        elif len(self.rewards) >= self.spec.section.max_turns:
+            self.outcome = TRUNCATED_TURNS
+        elif said["over"]:
+            self.outcome = TRUNCATED_TIME
         self.states.append(said["state"])
+
+    def _failed(self, outcome: str, error: str) -> None:
+        rule = self.spec.section.on_failure
+        left = rule.retries - self.tries
+        self.tries += 1
+        if left > 0:
+            log.warning("%s; the episode begins again (%d left)", error, left)
+            self._begin_again()
+        elif rule.mask:
+            log.warning("%s; the episode is left out", error)
+            self.outcome = outcome
+        else:
+            raise EnvironmentFailure(error)
 
     def next_request(self) -> Request:
         """Return the request for the model's next turn, whose prefix is all tokens so far."""
@@ -175,8 +278,8 @@ class Episode:
             prefix_versions=self.versions,
         )
 
-    def made(self, done: Completion) -> Turn | None:
-        """Append the model's turn to the episode, and return it; None where the episode ends."""
+    def made(self, done: Completion) -> bool:
+        """Append the model's turn to the episode; return whether the environment answers it."""
         start = len(self.ids)
         new = done.response_ids[start:]
         versions = done.weight_version[start:]
@@ -184,14 +287,15 @@ class Episode:
 
         # Cut off by its length, or aborted: the environment does not see the turn.
         if done.finish_reason != "stop":
-            self.reason = done.finish_reason
+            self.outcome = finished(done.finish_reason)
             self.rewards.append(0.0)
-            return None
+            return False
 
         # A stop of the request itself ends a turn too, and is no stop of the environment.
         text = self.spec.tokenizer.decode(new)
         stopped = len(new) and int(new[-1]) in self.stops
-        return Turn(len(self.rewards), text, new, not stopped)
+        self.turn = Turn(len(self.rewards), text, new, not stopped)
+        return True
 
     def _put(self, ids: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, turn: int) -> None:
         self.ids = np.concatenate([self.ids, ids])
@@ -200,12 +304,34 @@ class Episode:
         self.turns = np.concatenate([self.turns, np.full(len(ids), turn)])
 
 
+def _contract_problem(answer: Any) -> str:
+    """Return what an environment returned instead of an answer, in words; empty for an answer."""
+    if not isinstance(answer, Answer):
+        return f"returned {answer!r:.80}; return an Answer"
+    if not isinstance(answer.reward, (int, float)) or not np.isfinite(answer.reward):
+        return f"gave the reward {answer.reward!r}; it must be a finite number"
+    if not isinstance(answer.text, str):
+        return f"answered {answer.text!r:.80}; the text of an Answer is a str"
+    return ""
+
+
 def episode_batch(episodes: Sequence[Episode]) -> Batch:
-    """Return the columns of ended episodes; their mean return and number of turns are metrics."""
+    """Return the columns of ended episodes.
+
+    Metrics are the shares of their outcomes, and the mean return and number of turns of those that
+    did not fail.
+    """
     ids = tokens([episode.ids for episode in episodes], torch.int64)
     turns = tokens([episode.turns for episode in episodes], torch.int32)
+    outcomes = [str(episode.outcome) for episode in episodes]
+    lost = failed_rows(outcomes)
+
+    # Of a failed episode nothing counts.
     returns = torch.tensor([sum(episode.rewards) for episode in episodes], dtype=torch.float32)
+    returns[torch.from_numpy(lost)] = math.nan
     masks = [episode.turns != NOT_MADE for episode in episodes]
+    for row in np.flatnonzero(lost):
+        masks[row][:] = False
 
     # No turn is taken in the state after the last turn, so it is left out.
     states = [episode.states[: len(episode.rewards)] for episode in episodes]
@@ -214,7 +340,8 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
         "rollout_logprobs": tokens([episode.logprobs for episode in episodes], torch.float32),
         "loss_mask": tokens(masks, torch.uint8),
         "weight_version": tokens([episode.versions for episode in episodes], torch.int32),
-        "finish_reason": [episode.reason for episode in episodes],
+        "finish_reason": [finish_reason(outcome) for outcome in outcomes],
+        "outcome": outcomes,
         "turn": turns,
         "episode_return": returns,
         "turn_rewards": [episode.rewards for episode in episodes],
@@ -222,6 +349,9 @@ def episode_batch(episodes: Sequence[Episode]) -> Batch:
     }
 
     count = float(len(episodes))
-    taken = float(sum(len(episode.rewards) for episode in episodes))
-    figures = {"turns": (taken, count), "episode_return": (float(returns.sum()), count)}
+    figures = {name: (float(outcomes.count(name)), count) for name in EPISODE_OUTCOMES}
+    kept = np.flatnonzero(~lost)
+    taken = float(sum(len(episodes[row].rewards) for row in kept.tolist()))
+    earned = float(returns[torch.from_numpy(kept)].sum())
+    figures |= {"turns": (taken, float(len(kept))), "episode_return": (earned, float(len(kept)))}
     return Batch(columns, Metrics(figures))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from hybridflow.core.contracts.reward import FailureRule, FunctionReward, Reward, RewardSample
+from hybridflow.core.contracts.reward import FunctionReward, Reward, RewardFailureRule, RewardSample
 from hybridflow.core.errors import RewardError
 from hybridflow.core.workers.scoring import checked, failure, gathered, score_samples
 
@@ -26,25 +27,27 @@ def score_by_rule(
     reward: Reward,
     samples: Sequence[RewardSample],
     name: str,
-    rule: FailureRule,
+    rule: RewardFailureRule,
     per_token: bool = False,
-) -> tuple[Any, int]:
-    """Return (the rewards, the number of them that are the rule's substitute score).
+) -> tuple[Any, np.ndarray]:
+    """Return (the rewards, which samples failed: bool [n]).
 
-    The rewards are float32 [n], or with `per_token` a list of float32 [T_i]. Raises RewardError
-    that names reward and row where the rule has no score. A class that scores batches gets the
-    batch first; if that fails, its samples one by one.
+    The rewards are float32 [n], or with `per_token` a list of float32 [T_i]; one that failed has
+    the rule's score, or NaN where the rule leaves the row out. Otherwise it raises RewardError,
+    which names reward and row. A class that scores batches gets the batch first; if that fails, its
+    samples one by one.
     """
     function = reward.function if isinstance(reward, FunctionReward) else None
     waits = inspect.iscoroutinefunction(function)
+    none = np.zeros(len(samples), bool)
 
     # Without a coroutine and a time limit one plain call may do.
     if not waits and rule.timeout_s is None:
-        if rule.retries == 0 and rule.score is None:
-            return score_samples(reward, samples, name, per_token), 0
+        if rule.retries == 0 and rule.ends_run:
+            return score_samples(reward, samples, name, per_token), none
         if function is None:
             try:
-                return score_samples(reward, samples, name, per_token), 0
+                return score_samples(reward, samples, name, per_token), none
             except RewardError as error:
                 log.warning("%s; its rows are scored one by one", error)
 
@@ -61,16 +64,20 @@ class _Scoring:
     waits: bool
     """Whether `call` is a coroutine function."""
     name: str
-    rule: FailureRule
+    rule: RewardFailureRule
     per_token: bool
-    failed: int = 0
-    """Number of samples that got the rule's score."""
+    failed: set[int] = attrs.field(factory=set)
+    """The rows of the samples whose tries have all failed."""
 
-    def run(self, samples: Sequence[RewardSample]) -> tuple[Any, int]:
+    def run(self, samples: Sequence[RewardSample]) -> tuple[Any, np.ndarray]:
+        values = self._values(samples)
+        failed = np.array([row in self.failed for row in range(len(samples))], bool)
+        return gathered(values, self.per_token), failed
+
+    def _values(self, samples: Sequence[RewardSample]) -> list[Any]:
         # In the caller's own thread, as some code only works in the main thread.
         if not self.waits and self.rule.timeout_s is None:
-            values = [self._score(row, sample) for row, sample in enumerate(samples)]
-            return gathered(values, self.per_token), self.failed
+            return [self._score(row, sample) for row, sample in enumerate(samples)]
 
         # In a thread with an event loop: the caller may be in a loop already (a notebook).
         outcome: list[Any] = []
@@ -86,7 +93,8 @@ class _Scoring:
         thread.join()
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
-        return gathered(outcome[0], self.per_token), self.failed
+        scores: list[Any] = outcome[0]
+        return scores
 
     def _score(self, row: int, sample: RewardSample) -> Any:
         for left in reversed(range(self.rule.retries + 1)):
@@ -98,7 +106,7 @@ class _Scoring:
             if not isinstance(value, RewardError):
                 return value
             error = value
-        return self._by_rule(error, sample)
+        return self._by_rule(error, row, sample)
 
     async def _score_all(self, samples: Sequence[RewardSample]) -> list[Any]:
         free = asyncio.Semaphore(self.rule.at_once)  # limits the calls under way
@@ -110,7 +118,7 @@ class _Scoring:
                     if not isinstance(value, RewardError):
                         return value
                     error = value
-                return self._by_rule(error, sample)
+                return self._by_rule(error, row, sample)
 
         scores = (score(row, sample) for row, sample in enumerate(samples))
         return list(await asyncio.gather(*scores))
@@ -153,13 +161,17 @@ class _Scoring:
             log.warning("%s; it is tried again (%d left)", outcome, left)
         return outcome
 
-    def _by_rule(self, error: RewardError, sample: RewardSample) -> Any:
-        """Return the rule's score. Raises `error` where it has none."""
+    def _by_rule(self, error: RewardError, row: int, sample: RewardSample) -> Any:
+        """Return the rule's score, NaN where the row is left out. Raises `error` without one."""
+        if self.rule.ends_run:
+            raise error
+        self.failed.add(row)
         score = self.rule.score
         if score is None:
-            raise error
-        self.failed += 1
-        log.warning("%s; it gets %g by rule (on_failure.score)", error, score)
+            log.warning("%s; the row is left out (on_failure.mask)", error)
+            score = math.nan
+        else:
+            log.warning("%s; it gets %g by rule (on_failure.score)", error, score)
         return at_last_token(score, sample) if self.per_token else np.float32(score)
 
 

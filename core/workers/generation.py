@@ -15,6 +15,7 @@ from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import failed_rows, finished
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 
@@ -22,7 +23,14 @@ GENERATE_READS = ("prompt_ids", "sample_id", "max_tokens")
 """Columns that generation reads; max_tokens where the batch has it."""
 EPISODE_READS = (*GENERATE_READS, "meta")
 """Columns that episodes read."""
-GENERATED = ("response_ids", "rollout_logprobs", "loss_mask", "weight_version", "finish_reason")
+GENERATED = (
+    "response_ids",
+    "rollout_logprobs",
+    "loss_mask",
+    "weight_version",
+    "finish_reason",
+    "outcome",
+)
 """The columns that `generate` adds."""
 EPISODE_COLUMNS = (*GENERATED, "turn", "episode_return", "turn_rewards", "turn_states")
 """The columns that `episodes` adds."""
@@ -52,6 +60,7 @@ def generate_rows(
         "loss_mask": Column(torch.ones(len(ids.values), dtype=torch.uint8), ids.lengths),
         "weight_version": tokens([done.weight_version for done in completions], torch.int32),
         "finish_reason": reasons,
+        "outcome": [finished(reason) for reason in reasons],
     }
     return Batch(columns, metrics)
 
@@ -73,9 +82,11 @@ def generate_episodes(
     requests = make_requests(batch, sampling, seed, extras)
     played = run_episodes(engine, requests, list(batch["meta"].values), episodes, context)
 
-    # Only tokens that the model wrote count as generated.
-    written = [float(mask.sum()) for mask in played["loss_mask"]]
-    reasons = list(played["finish_reason"].values)
+    # Only tokens that the model wrote count as generated, and nothing of failed episodes.
+    kept = np.flatnonzero(~failed_rows(list(played["outcome"].values)))
+    masks = list(played["loss_mask"])
+    written = [float(masks[row].sum()) for row in kept]
+    reasons = [str(played["finish_reason"].values[row]) for row in kept]
     metrics = _generation_metrics(written, reasons, started, engine)
     columns = {name: played[name] for name in played}
     return Batch(columns, Metrics.merge([played.metrics, metrics]))

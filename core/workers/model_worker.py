@@ -25,7 +25,7 @@ from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import RolloutEngine, SamplingParams
 from hybridflow.core.contracts.training import PARTS, TrainingBackend, check_needs
 from hybridflow.core.contracts.worker import RankContext, register
-from hybridflow.core.errors import HybridFlowError, MismatchError
+from hybridflow.core.errors import HybridFlowError, MismatchError, RewardError
 from hybridflow.core.job.job import ModelRole
 from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.exchange import ShardReader
@@ -37,6 +37,7 @@ from hybridflow.core.rollouts.weight_sync import SyncCost, on_every_rank
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import failed_rows
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.core.workers.agreement import disagreement
 from hybridflow.core.workers.episodes import Episodes
@@ -172,20 +173,31 @@ class ModelWorker(PoolMember):
         outputs = self._forward(batch, ["values"])
         return Batch({column: outputs["values"]} if outputs else {})
 
-    @register(Protocol.THREE_D, reads=BASE, writes=_one_column)
+    @register(Protocol.THREE_D, reads=(*BASE, "outcome"), writes=_one_column)
     def score(self, batch: Batch, column: str) -> Batch:
-        """Return a reward model's score of each row, as `column` [rows].
+        """Return a reward model's score of each row, as `column` [rows]; NaN for a failed row.
 
-        Its mean and spread are metrics of the same name, as reward functions report theirs.
+        Its mean and spread are metrics of the same name, as reward functions report theirs. Raises
+        RewardError for a score that is not finite.
         """
         outputs = self._forward(batch, ["scores"])
         if not outputs:
             return Batch({})
+        scores = torch.as_tensor(outputs["scores"].values)
+        kept = scores
+        if "outcome" in batch and any(lost := failed_rows(list(batch["outcome"].values))):
+            gone = torch.from_numpy(lost)
+            scores = scores.masked_fill(gone, torch.nan)
+            kept = scores[~gone]
+        if not bool(torch.isfinite(kept).all()):
+            raise RewardError(
+                "the reward model gave a score that is not a finite number; look at its weights, "
+                "and at the precision of its backend"
+            )
 
         # Summed in float64, since a mean over many rows would lose digits in float32.
-        scores = torch.as_tensor(outputs["scores"].values)
-        mean = (float(scores.double().sum()), float(len(scores)))
-        return Batch({column: scores}, Metrics({column: mean}, spreads={column: scores}))
+        mean = (float(kept.double().sum()), float(len(kept)))
+        return Batch({column: scores}, Metrics({column: mean}, spreads={column: kept}))
 
     def _forward(self, batch: Batch, needs: list[str]) -> dict[str, Column]:
         """Return the model's outputs by name.

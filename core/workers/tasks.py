@@ -27,6 +27,7 @@ from hybridflow.core.plugins.resolve import load_source, reward_from
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import COMPLETE, FAILED_REWARD, failed, failed_rows
 from hybridflow.core.workers.failures import at_last_token, score_by_rule
 
 
@@ -199,7 +200,24 @@ def reward_columns(column: str, parts: Sequence[RewardPart]) -> tuple[str, ...]:
     """Return the columns that RewardWorker.score writes."""
     each = tuple(f"rewards/{part.name}" for part in parts) if len(parts) > 1 else ()
     per_token = (f"token_{column}",) if any(part.per_token for part in parts) else ()
-    return (column, *each, *per_token)
+    left_out = ("outcome", "loss_mask") if any(part.on_failure.mask for part in parts) else ()
+    return (column, *each, *per_token, *left_out)
+
+
+def _left_out(batch: Batch, outcomes: Sequence[str], lost: np.ndarray) -> dict[str, Any]:
+    """Return the columns outcome and loss_mask, in which the rows of `lost` have failed.
+
+    outcomes: the outcome of each row before its score.
+    """
+    masks = [torch.ones(len(ids), dtype=torch.uint8) for ids in batch["response_ids"]]
+    if "loss_mask" in batch:
+        masks = list(batch["loss_mask"])
+    zeroed = [mask * 0 if gone else mask for mask, gone in zip(masks, lost, strict=True)]
+    now = [
+        FAILED_REWARD if gone and not failed(outcome) else outcome
+        for outcome, gone in zip(outcomes, lost, strict=True)
+    ]
+    return {"outcome": now, "loss_mask": tokens(zeroed, torch.uint8)}
 
 
 class RewardWorker(Worker):
@@ -221,6 +239,7 @@ class RewardWorker(Worker):
             "finish_reason",
             "episode_return",
             "loss_mask",
+            "outcome",
         ),
     )
     def score(self, batch: Batch, column: str) -> Batch:
@@ -228,38 +247,57 @@ class RewardWorker(Worker):
 
         With several parts the batch also has rewards/<name> of each. If a part is per token it also
         has token_`column`, float32 [T] per row: each token's sum, with the scores of whole
-        responses at the last token. Raises RewardError.
+        responses at the last token. Rows that have failed are not scored: they are NaN. Where a
+        part leaves rows out, the batch also has `outcome`, and `loss_mask` with zeros for them.
+        Raises RewardError.
         """
-        # Sums over the parts: per row, and per token of each row.
         samples = self._samples(batch)
+        outcomes = (
+            list(batch["outcome"].values) if "outcome" in batch else [COMPLETE] * len(samples)
+        )
+        alive = np.flatnonzero(~failed_rows(outcomes))
+        scored = [samples[row] for row in alive]
+        lost = failed_rows(outcomes)
+
+        # Sums over the parts: per row, and per token of each row.
         total = np.zeros(len(samples), dtype=np.float32)
         per_token = [np.zeros(len(sample.response_ids), np.float32) for sample in samples]
         columns: dict[str, Any] = {}
         means: dict[str, tuple[float, float]] = {}
         for part, reward in zip(self.parts, self.rewards, strict=True):
-            values, failed = score_by_rule(
-                reward, samples, part.name, part.on_failure, part.per_token
+            values, gave_up = score_by_rule(
+                reward, scored, part.name, part.on_failure, part.per_token
             )
 
             # The score of a whole response counts at its last token.
             weight = np.float32(part.weight)
-            for row_total, sample, value in zip(per_token, samples, values, strict=True):
-                row_total += weight * (value if part.per_token else at_last_token(value, sample))
+            for row, sample, value in zip(alive, scored, values, strict=True):
+                per_token[row] += weight * (
+                    value if part.per_token else at_last_token(value, sample)
+                )
 
             # And the reverse: a row's reward is the sum of its tokens'.
             if part.per_token:
                 values = np.array([value.sum() for value in values], np.float32)
-            if part.on_failure.score is not None:
-                means[f"{part.name}_failed"] = (float(failed), float(len(samples)))
-            total += weight * values
+            if not part.on_failure.ends_run:
+                means[f"{part.name}_failed"] = (float(gave_up.sum()), float(len(scored)))
+            if part.on_failure.mask:
+                lost[alive[gave_up]] = True
+            total[alive] += weight * values
             if len(self.parts) > 1:
-                columns[f"rewards/{part.name}"] = torch.from_numpy(values)
+                each = np.full(len(samples), np.nan, np.float32)
+                each[alive] = values
+                columns[f"rewards/{part.name}"] = torch.from_numpy(each)
+        total[lost] = np.nan
 
         # Without per-token parts there are only the rows' sums.
         if any(part.per_token for part in self.parts):
             columns[f"token_{column}"] = tokens(per_token, torch.float32)
-        means = {column: (float(total.sum()), len(total)), **means}
-        metrics = Metrics(means, spreads={column: total})
+        if any(part.on_failure.mask for part in self.parts):
+            columns |= _left_out(batch, outcomes, lost)
+        kept = total[~lost]
+        means = {column: (float(kept.sum()), len(kept)), **means}
+        metrics = Metrics(means, spreads={column: kept})
         return Batch({column: torch.from_numpy(total), **columns}, metrics)
 
     @register(Protocol.RANK_ZERO, reads=("prompt_ids", "response_ids", "meta", "episode_return"))

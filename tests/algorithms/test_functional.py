@@ -90,6 +90,7 @@ def calls(x, mask, row, group):
         },
         "token_rewards": lambda: fn.token_rewards(row, x, mask, 0.1),
         "discounted_returns": lambda: fn.discounted_returns(x, mask, 0.9),
+        "without_failed": lambda: fn.without_failed(x, row),
         "gae": lambda: torch.cat(fn.gae(x, x / 2, mask, 0.9, 0.8)),
         "group_normalized": lambda: fn.group_normalized(row, group),
         "leave_one_out": lambda: fn.leave_one_out(row, group),

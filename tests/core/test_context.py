@@ -210,6 +210,14 @@ def test_groups_whose_scores_are_equal_are_counted(context):
     assert ctx.finish()["reward/equal_groups"] == pytest.approx(1 / 3)
     assert len(ctx.take_scored()) == 3
 
+    # A failed row has no score: of group 5 one is left, of group 8 the two that differ.
+    rows = Batch(
+        {"x": torch.tensor([0.0, 1.0, torch.nan, 2.0]), "group": torch.tensor([5, 8, 5, 8])}
+    )
+    ctx.reward.score(rows)
+    assert ctx.finish()["reward/equal_groups"] == 0.0
+    ctx.take_scored()
+
     # No rows are no groups.
     ctx.reward.score(rows.take(slice(0, 0)))
     assert "reward/equal_groups" not in ctx.finish()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from hybridflow.core.contracts.environment import Answer, Environment
@@ -56,10 +53,10 @@ class Echo(Environment):
             raise OSError("still busy")
 
 
-def hears(episode: Episode, call: Callable[[], Any]) -> None:
-    """The episode takes what a call of its environment gives."""
+def hears(episode: Episode) -> None:
+    """The episode takes what its environment answers."""
     try:
-        answered = Answered(call())
+        answered = Answered(episode.asking()())
     except Exception as error:
         answered = Answered(error=error)
     episode.take(episode.said(answered))

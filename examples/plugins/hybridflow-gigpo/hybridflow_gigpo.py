@@ -42,20 +42,22 @@ class GiGPO(GRPO):
     ):
         made = super().advantages(scores, group, loss_mask, old_logprobs, ref_logprobs)
         steps, compared = step_advantages(
-            turn_rewards, turn_states, group, self.config.gamma, self.config.scale
+            turn_rewards, turn_states, group, self.config.gamma, self.config.scale, scores.isnan()
         )
         per_token = steps.gather(1, turn.long().clamp(0, steps.shape[1] - 1)) * loss_mask
         made["advantages"] = made["advantages"] + self.config.step_weight * per_token
         return {**made, "compared_steps": compared}
 
 
-def step_advantages(rewards, states, group, gamma, scale="std"):
+def step_advantages(rewards, states, group, gamma, scale="std", failed=None):
     """(advantage of each turn [B, most turns], 0 where there is none; share of turns whose state recurred in their group).
 
-    rewards, states: per row a list with an entry per turn; group: int64 [B].
+    rewards, states: per row a list with an entry per turn; group: int64 [B]; failed: bool [B], rows that are left out.
     """
     returns, keys, places = [], [], []
     for row, (earned, visited) in enumerate(zip(rewards, states, strict=True)):
+        if failed is not None and failed[row]:
+            continue
         to_go = 0.0
         for number in reversed(range(len(earned))):
             to_go = earned[number] + gamma * to_go

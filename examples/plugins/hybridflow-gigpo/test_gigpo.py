@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hybridflow_gigpo import GiGPO, GiGPOConfig, step_advantages
@@ -72,6 +74,23 @@ def test_episode_and_step_advantages_add_up_on_the_tokens_of_their_turn():
     torch.testing.assert_close(
         found["advantages"], torch.tensor([[3.0, 0.0, 1.0], [-3.0, -3.0, 0.0]])
     )
+
+
+def test_failed_episodes_count_for_nobody():
+    algorithm = GiGPO(GiGPOConfig(scale="none", step_weight=2.0, gamma=1.0))
+    columns = dict(
+        group=torch.tensor([5, 5, 5]), turn=torch.zeros(3, 1),
+        turn_rewards=[[3.0], [9.0], [1.0]], turn_states=[["a"], ["a"], ["a"]],
+    )  # fmt: skip
+    found = algorithm.advantages(
+        torch.tensor([3.0, math.nan, 1.0]), loss_mask=torch.tensor([[1.0], [0.0], [1.0]]), **columns
+    )
+    # without the second one the episodes' mean is 2, and so is that of the steps in state a
+    torch.testing.assert_close(found["advantages"], torch.tensor([[3.0], [0.0], [-3.0]]))
+    assert found["compared_steps"] == 1.0
+    for scores in ([math.nan] * 3, [math.nan, math.nan, 1.0]):  # all of a group, and all but one
+        found = algorithm.advantages(torch.tensor(scores), loss_mask=torch.ones(3, 1), **columns)
+        assert not found["advantages"].any()
 
 
 def test_the_reward_rises():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybridflow.core.contracts.reward import FailureRule, FunctionReward, Reward, RewardSample
+from hybridflow.core.contracts.reward import FunctionReward, Reward, RewardFailureRule, RewardSample
 from hybridflow.core.errors import RewardError
 
 
@@ -42,7 +42,7 @@ def test_a_function_scores_one_sample_after_the_other_with_its_options():
 def test_a_rule_for_failures_that_cannot_be_is_refused(setting):
     [name] = setting
     with pytest.raises(ValueError, match=f"^{name}: must be "):
-        FailureRule(**setting)
+        RewardFailureRule(**setting)
 
 
 def test_a_reward_may_say_what_an_answer_is():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
@@ -151,3 +152,41 @@ def test_drained_calls_have_ended_or_are_given_up_and_none_begins(make):
     assert ended.is_set() and not begun and not calls.busy
     assert calls.abandoned == 1
     go_on.set()
+
+
+def test_a_call_has_the_time_that_is_left_to_its_caller(make):
+    calls, go_on = make(2, 60.0), threading.Event()
+    started = time.monotonic()
+    calls.submit(0, go_on.wait, started + 0.1)
+    calls.submit(1, lambda: "said", started + 60)
+    found = all_of(calls)
+    assert found[0].late and found[1].value == "said" and time.monotonic() - started < 30
+    go_on.set()
+
+
+def test_whoever_waits_elsewhere_hears_of_a_deadline_too(make):
+    heard, go_on = threading.Event(), threading.Event()
+    calls = make(1, 0.05, arrived=heard.set)
+    calls.submit(0, go_on.wait)
+    assert heard.wait(10)
+    assert [(key, answer.late) for key, answer in calls.take()] == [(0, True)]
+    go_on.set()
+
+
+def test_a_coroutine_that_comes_after_the_end_begins_nothing(make):
+    calls, go_on, begun = make(1), threading.Event(), []
+
+    async def waits():
+        begun.append(1)
+
+    def late():
+        go_on.wait(10)
+        return waits()
+
+    calls.submit(0, late)
+    before = threading.active_count()
+    calls.close()
+    go_on.set()
+    while threading.active_count() >= before:
+        time.sleep(0.01)
+    assert not begun

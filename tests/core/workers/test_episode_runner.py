@@ -13,9 +13,11 @@ from helpers.sources import char
 from helpers.training_jobs import Setup
 
 from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.errors import EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.core.workers import episode_runner
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
 
@@ -146,7 +148,7 @@ def test_an_answer_past_its_time_limit_is_a_failure_that_names_the_limit(speaker
     spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
     with pytest.raises(EnvironmentFailure, match=r"timeout_s = 0\.1 s.*\[row"):
         play(speaker, spec, free=free, timeout_s=0.1)
-    assert "answers of environment" in caplog.text and "still run" in caplog.text
+    assert "calls of environment" in caplog.text and "still run" in caplog.text
     Hangs.go_on.set()
     assert play(speaker, echoing(DIGITS)).rows == 6  # the engine is as it was
 
@@ -203,3 +205,108 @@ def test_only_so_many_environments_are_asked_at_once(speaker):
     assert [row.tolist() for row in made["response_ids"]] == [
         row.tolist() for row in play(speaker, echoing(DIGITS))["response_ids"]
     ]
+
+
+class Flaky(Environment):
+    """Its tool fails once in each episode whose seed is even, or for ever."""
+
+    stops = ("=",)
+    failed: set[int] = set()
+    made: list[Flaky] = []
+    closed: list[Flaky] = []
+
+    def __init__(self, always: bool = False):
+        self.always = always
+        Flaky.made.append(self)
+
+    def reset(self, start):
+        self.seed = start.seed
+        return Answer("1+")
+
+    def step(self, turn):
+        if self.seed % 2 == 0 and (self.always or self.seed not in Flaky.failed):
+            Flaky.failed.add(self.seed)
+            raise ConnectionError("gone")
+        return Answer("2+", reward=1.0, done=turn.ended or turn.number == 2)
+
+    def close(self):
+        Flaky.closed.append(self)
+
+
+@pytest.fixture
+def flaky():
+    for heard in (Flaky.failed, Flaky.made, Flaky.closed):
+        heard.clear()
+    return Episodes(EnvironmentSection(f"{__name__}:Flaky"), DIGITS)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_an_episode_that_begins_again_says_what_it_would_have_said(speaker, flaky, free):
+    once = play(speaker, flaky, free=free, on_failure=FailureRule(retries=1))
+    assert len(Flaky.failed) == 3 and len(Flaky.made) == 9
+    assert set(Flaky.closed) == set(Flaky.made) and len(Flaky.closed) == 9
+    never = play(speaker, flaky, free=free)  # each has failed before
+    assert set(once["outcome"].values) <= {"complete", "truncated_tokens"}
+    for one, other in zip(once["response_ids"], never["response_ids"], strict=True):
+        assert torch.equal(one, other)
+    assert once["turn_rewards"].values == never["turn_rewards"].values
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_the_others_go_on_without_an_episode_that_fails_for_ever(speaker, flaky, free):
+    spec = attrs.evolve(flaky, section=attrs.evolve(flaky.section, options={"always": True}))
+    made = play(speaker, spec, free=free, on_failure=FailureRule(retries=2, mask=True))
+    assert made["outcome"].values[::2] == ["failed_tool"] * 3
+    assert not any(mask.any() for mask in list(made["loss_mask"])[::2])
+    assert all(mask.any() for mask in list(made["loss_mask"])[1::2])
+    assert len(Flaky.made) == len(set(Flaky.closed)) == 3 + 3 * 3
+    assert made.metrics["failed_tool"] == 0.5 and made.metrics["abandoned_threads"] == 0.0
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_hanging_tool_is_left_out_at_its_deadline_and_its_environment_closed(speaker, free):
+    Hangs.go_on.clear()
+    spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
+    made = play(speaker, spec, free=free, timeout_s=0.2, on_failure=FailureRule(mask=True))
+    assert set(made["outcome"].values) <= {"failed_tool", "truncated_tokens"}
+    assert made.metrics["abandoned_threads"] == made["outcome"].values.count("failed_tool") > 0
+    Hangs.go_on.set()
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_an_episode_out_of_time_is_scored_as_it_is(speaker, free):
+    Hangs.go_on.clear()
+    spec = Episodes(EnvironmentSection(f"{__name__}:Hangs"), DIGITS)
+    made = play(speaker, spec, free=free, episode_s=0.3)
+    late = [row for row, one in enumerate(made["outcome"].values) if one == "truncated_time"]
+    assert late and all(list(made["loss_mask"])[row].any() for row in late)
+    assert all(made["turn_rewards"].values[row] == [0.0] for row in late)
+    assert {made["finish_reason"].values[row] for row in late} == {"length"}
+    Hangs.go_on.set()
+
+
+class Busy(Environment):
+    """Cannot be closed: the first one raises, the others hang."""
+
+    gate = threading.Event()
+
+    def reset(self, start):
+        self.first = start.seed == 40
+        return Answer("1+")
+
+    def step(self, turn):
+        return Answer(done=True)
+
+    def close(self):
+        if self.first:
+            raise OSError("still busy")
+        Busy.gate.wait(30)
+
+
+def test_a_close_that_fails_or_hangs_is_told_and_not_waited_for(speaker, caplog, monkeypatch):
+    Busy.gate.clear()
+    monkeypatch.setattr(episode_runner, "CLOSE_S", 0.2)
+    made = play(speaker, Episodes(EnvironmentSection(f"{__name__}:Busy"), DIGITS))
+    Busy.gate.set()
+    assert made.rows == 6 and made.metrics["abandoned_threads"] == 5
+    assert "still busy" in caplog.text and "could not be closed in 0.2 s" in caplog.text

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import logging
+import math
+import threading
+import time
 
+import attrs
 import numpy as np
 import pytest
+import torch
 from helpers.episodes import END, ONE, PLUS, STOP_ID as STOP, TWO, echoing, hears, request
 from helpers.sources import char
 
 from hybridflow.core.contracts.environment import Answer, Environment, Start
+from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.contracts.rollout import Completion
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
-from hybridflow.core.workers.episodes import Episode, Episodes
+from hybridflow.core.workers import episodes
+from hybridflow.core.workers.environment_calls import Answered
+from hybridflow.core.workers.episodes import Attempt, Episode, Episodes, episode_batch
 
 DIGITS = char()
 
@@ -23,7 +30,7 @@ def episode(max_turns: int = 8, max_tokens: int = 16, **options) -> Episode:
     made = Episode(
         echoing(DIGITS, max_turns, **options), request(max_tokens), {"answer": "3"}, (STOP,)
     )
-    hears(made, made.begin)
+    hears(made)
     return made
 
 
@@ -32,12 +39,13 @@ def says(one: Episode, *new: int, reason: str = "stop"):
     ids = np.concatenate([one.ids, new]).astype(np.int64)
     logprobs = np.concatenate([one.logprobs, np.full(len(new), -0.5)])
     versions = np.concatenate([one.versions, np.full(len(new), 3)])
-    return one.made(Completion(0, ids, logprobs, versions, reason))
+    asks = one.made(Completion(0, ids, logprobs, versions, reason))
+    return one.turn if asks else None
 
 
 def test_an_environment_begins_with_the_prompt_and_the_rows_fields():
     one = episode(opening="2+")
-    assert one.environment.start == Start("1+2", {"answer": "3"}, 40)
+    assert one.attempt.environment.start == Start("1+2", {"answer": "3"}, 40)
     assert one.ids.tolist() == [TWO, PLUS]
     assert one.turns.tolist() == [-1, -1]
 
@@ -46,20 +54,21 @@ def test_tokens_of_both_stand_in_their_order_with_their_turn_and_version():
     one = episode(said="2+")
     turn = says(one, ONE, STOP)
     assert (turn.number, turn.text, turn.ids.tolist(), turn.ended) == (0, "1=", [ONE, STOP], False)
-    hears(one, lambda: one.answer(turn))
+    hears(one)
     turn = says(one, ONE, END)
     assert (turn.number, turn.text, turn.ids.tolist(), turn.ended) == (1, "1", [ONE, END], True)
-    hears(one, lambda: one.answer(turn))
+    hears(one)
     assert one.ids.tolist() == [ONE, STOP, TWO, PLUS, ONE, END]
     assert one.turns.tolist() == [0, 0, -1, -1, 1, 1]
     assert one.versions.tolist() == [3, 3, -1, -1, 3, 3]
     assert one.logprobs.tolist() == [-0.5, -0.5, 0, 0, -0.5, -0.5]
-    assert (one.rewards, one.states, one.reason) == ([0.5, 1.5], ["begin", "after 0"], "stop")
+    assert (one.rewards, one.states, one.outcome) == ([0.5, 1.5], ["begin", "after 0"], "complete")
 
 
 def test_the_model_goes_on_after_what_was_said():
     one = episode(said="2+")
-    hears(one, lambda: one.answer(says(one, ONE, STOP)))
+    says(one, ONE, STOP)
+    hears(one)
     asked = one.next_request()
     assert asked.prompt_ids.tolist() == [1, ONE, PLUS, TWO]
     assert asked.context().tolist() == [1, ONE, PLUS, TWO, ONE, STOP, TWO, PLUS]
@@ -70,16 +79,16 @@ def test_the_model_goes_on_after_what_was_said():
 def test_an_episode_ends_by_length_inside_a_turn_inside_an_answer_and_after_the_last_turn():
     cut = episode(max_tokens=2)
     assert says(cut, ONE, TWO, reason="length") is None
-    assert (cut.reason, cut.rewards) == (
-        "length",
-        [0.0],
-    )  # a turn that was cut has no reward of its own
+    # A turn that was cut has no reward of its own.
+    assert (cut.outcome, cut.rewards) == ("truncated_tokens", [0.0])
     full = episode(max_tokens=3, said="12")
-    hears(full, lambda: full.answer(says(full, ONE, STOP)))
-    assert (full.reason, full.ids.tolist()) == ("length", [ONE, STOP, ONE])
+    says(full, ONE, STOP)
+    hears(full)
+    assert (full.outcome, full.ids.tolist()) == ("truncated_tokens", [ONE, STOP, ONE])
     last = episode(max_turns=1)
-    hears(last, lambda: last.answer(says(last, ONE, STOP)))
-    assert (last.reason, last.rewards) == ("length", [0.5])
+    says(last, ONE, STOP)
+    hears(last)
+    assert (last.outcome, last.rewards) == ("truncated_turns", [0.5])
 
 
 class Wrong(Environment):
@@ -105,21 +114,138 @@ class Wrong(Environment):
 def test_an_answer_that_is_none_is_refused_with_the_row(gives, said):
     spec = Episodes(EnvironmentSection(f"{__name__}:Wrong", options={"gives": gives}), DIGITS)
     one = Episode(spec, request(), {}, (STOP,))
-    hears(one, one.begin)
-    turn = says(one, ONE, STOP)
+    hears(one)
+    says(one, ONE, STOP)
     with pytest.raises(EnvironmentFailure, match=said):
-        hears(one, lambda: one.answer(turn))
+        hears(one)
 
 
-def test_a_failure_names_what_was_said_before_it_and_a_close_that_fails_is_only_told(caplog):
+def test_a_failure_names_what_was_said_before_it():
     with pytest.raises(EnvironmentFailure, match=r"OSError: no port .* \[row 0\]"):
         episode(raises="reset")
     one = episode(raises="step")
+    says(one, ONE, STOP)
     with pytest.raises(EnvironmentFailure, match=r"raised ValueError: no such tool \[after '1='\]"):
-        hears(one, lambda: one.answer(says(one, ONE, STOP)))
-    with caplog.at_level(logging.ERROR):
-        episode(raises="close").close()
-    assert "could not be closed" in caplog.text and "still busy" in caplog.text
+        hears(one)
+
+
+def ruled(**settings) -> Episode:
+    """One whose tool fails at the first turn, by a rule."""
+    spec = echoing(DIGITS, raises="step", opening="2+")
+    section = attrs.evolve(spec.section, on_failure=FailureRule(**settings))
+    one = Episode(attrs.evolve(spec, section=section), request(), {}, (STOP,))
+    hears(one)
+    says(one, ONE, STOP)
+    hears(one)
+    return one
+
+
+def test_an_episode_whose_tool_failed_begins_again_at_its_prompt_with_a_new_environment():
+    one = ruled(retries=1)
+    assert one.outcome is None and not one.begun and one.attempt.environment is None
+    assert (one.ids.tolist(), one.rewards, one.states) == ([], [], [])
+    hears(one)
+    assert one.ids.tolist() == [TWO, PLUS] and one.attempt.environment is not None
+    says(one, ONE, STOP)
+    with pytest.raises(EnvironmentFailure, match="no such tool"):
+        hears(one)
+
+
+def test_a_failed_episode_is_left_out_where_the_rule_says_so(caplog):
+    one, other = ruled(mask=True), episode()
+    assert one.outcome == "failed_tool" and "the episode is left out" in caplog.text
+    says(other, ONE, END)
+    hears(other)
+    made = episode_batch([one, other])
+    assert made["outcome"].values == ["failed_tool", "complete"]
+    assert made["finish_reason"].values == ["abort", "stop"]
+    assert [row.tolist() for row in made["response_ids"]] == [[TWO, PLUS, ONE, STOP], [ONE, END]]
+    assert [row.tolist() for row in made["loss_mask"]] == [[0, 0, 0, 0], [1, 1]]
+    failed, kept = torch.as_tensor(made["episode_return"].values).tolist()
+    assert math.isnan(failed) and kept == 0.5
+    # Its turns and its return are no part of the means.
+    figures = made.metrics.values()
+    assert (figures["turns"], figures["episode_return"]) == (1.0, 0.5)
+    assert (figures["failed_tool"], figures["complete"], figures["truncated_turns"]) == (
+        0.5,
+        0.5,
+        0,
+    )
+
+
+def test_an_environment_that_cannot_begin_is_no_tool_that_fails():
+    spec = echoing(DIGITS, raises="reset")
+    section = attrs.evolve(spec.section, on_failure=FailureRule(mask=True))
+    one = Episode(attrs.evolve(spec, section=section), request(), {}, (STOP,))
+    hears(one)
+    assert one.outcome == "failed_environment"
+
+
+def test_an_episode_whose_time_is_over_ends_after_the_answer_or_without_it(monkeypatch):
+    spec = echoing(DIGITS)
+    spec = attrs.evolve(spec, section=attrs.evolve(spec.section, episode_s=60.0))
+    now = time.monotonic()
+    ended = []
+    for answered in (Answered(Answer("12", reward=2.0)), Answered(late=True)):
+        one = Episode(spec, request(), {}, (STOP,))
+        hears(one)
+        says(one, ONE, STOP)
+        call = one.asking()
+        assert callable(call) and one.end >= now + 60
+        monkeypatch.setattr(episodes.time, "monotonic", lambda end=one.end: end)
+        one.take(one.said(answered))
+        monkeypatch.undo()
+        ended.append((one.outcome, one.rewards, one.ids.tolist()))
+    assert ended == [
+        ("truncated_time", [2.0], [ONE, STOP, ONE, TWO]),
+        ("truncated_time", [0.0], [ONE, STOP]),
+    ]
+
+
+def test_an_answer_without_end_is_cut_before_it_is_tokenised():
+    said = []
+
+    class Counting:
+        def encode(self, text):
+            said.append(len(text))
+            return DIGITS.encode(text)
+
+        def decode(self, ids):
+            return DIGITS.decode(ids)
+
+    spec = Episodes(
+        EnvironmentSection("helpers.episodes:Echo", options={"said": "1" * 10**7}), Counting()
+    )
+    one = Episode(spec, request(max_tokens=8), {}, (STOP,))
+    hears(one)
+    says(one, ONE, STOP)
+    hears(one)
+    assert one.outcome == "truncated_tokens" and len(one.ids) == 8 and max(said) <= 256 * 8
+
+
+def test_an_environment_that_is_given_up_while_it_is_made_is_closed():
+    gate = threading.Event()
+    closed = []
+
+    class Late(Environment):
+        def __init__(self):
+            gate.wait(10)
+
+        def step(self, turn):
+            raise AssertionError
+
+        def close(self):
+            closed.append(self)
+
+    attempt = Attempt(EnvironmentSection("late"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(episodes, "environment_class", lambda name, options: Late)
+        thread = threading.Thread(target=attempt.begin, args=(Start("", {}, 0),))
+        thread.start()
+        assert attempt.end() is None
+        gate.set()
+        thread.join(10)
+    assert len(closed) == 1 and attempt.end() is None
 
 
 class LongStop(Environment):

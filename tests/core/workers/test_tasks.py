@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.sources import char
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.ppo import PPO, PPOConfig
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.contracts.reward import FailureRule
+from hybridflow.core.contracts.reward import RewardFailureRule
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import DataError, RewardError
 from hybridflow.core.job.sections import RewardPart
@@ -244,16 +245,46 @@ def test_a_reward_that_fails_when_it_is_tried_names_the_set():
     row = Batch({"prompt_ids": tokens([[4]], torch.int64), "meta": [{"answer": "12"}]})
     with pytest.raises(RewardError, match=r"tried on the first row of train.*odd"):
         RewardWorker(CONTEXT, [part(always_odd)], DIGITS).try_out(row, "train")
-    forgiven = part(always_odd, on_failure=FailureRule(score=0.0))
+    forgiven = part(always_odd, on_failure=RewardFailureRule(score=0.0))
     RewardWorker(CONTEXT, [forgiven], DIGITS).try_out(row, "train")
 
 
 def test_a_failure_ends_the_run_or_is_counted():
     with pytest.raises(RewardError, match=r"'odd_fails' raised ValueError: odd \[row 0"):
         scored(ANSWERS, part(odd_fails))
-    made = scored(ANSWERS, part(odd_fails, on_failure=FailureRule(score=-1.0)))
+    made = scored(ANSWERS, part(odd_fails, on_failure=RewardFailureRule(score=-1.0)))
     assert made["scores"].values.tolist() == [-1.0, 1.0, 1.0]
     assert made.metrics.means["odd_fails_failed"] == (1.0, 3.0)
+
+
+def test_rows_that_fail_are_left_out_where_the_rule_says_so():
+    rule = RewardFailureRule(mask=True)
+    made = scored(ANSWERS, part(odd_fails, on_failure=rule, weight=2.0), part(third, name="x"))
+    nan, *kept = made["scores"].values.tolist()
+    assert math.isnan(nan) and kept == [5.0, 5.0]
+    assert math.isnan(made["rewards/odd_fails"].values[0]) and made["rewards/x"].values[0] == 3.0
+    assert made["outcome"].values == ["failed_reward", "complete", "complete"]
+    assert [row.tolist() for row in made["loss_mask"]] == [[0], [1, 1], [1]]
+    assert made.metrics.means == {"scores": (10.0, 2.0), "odd_fails_failed": (1.0, 3.0)}
+
+
+def test_a_row_that_failed_before_is_not_scored():
+    HEARD.clear()
+    batch = ANSWERS.with_columns(
+        outcome=["complete", "failed_tool", "truncated_turns"],
+        loss_mask=tokens([[1], [0, 0], [1]], torch.uint8),
+    )
+    made = scored(batch, part(hears))
+    assert [heard[0] for heard in HEARD] == ["2", ""]
+    assert torch.isnan(torch.as_tensor(made["scores"].values)).tolist() == [False, True, False]
+    assert made.metrics.means["scores"][1] == 2.0 and "outcome" not in made
+
+    # It keeps its own outcome, and in token scores nothing stands for it.
+    rule = RewardFailureRule(mask=True)
+    made = scored(batch, part(own_number, per_token=True, on_failure=rule))
+    assert made["outcome"].values == ["complete", "failed_tool", "truncated_turns"]
+    assert [row.tolist() for row in made["loss_mask"]] == [[1], [0, 0], [1]]
+    assert list(made["token_scores"])[1].tolist() == [0.0, 0.0]
 
 
 def test_no_rows_have_no_scores():
