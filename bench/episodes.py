@@ -5,13 +5,15 @@ python bench/episodes.py
 Tools wait as drawn from a lognormal distribution (mean 0.2 s, sigma 1, seed 0). The engine is simulated, so that a machine
 with two cores shows the scheduling alone: a turn is 50 steps of 1 ms, whatever runs beside it. Episodes are played by a worker
 on Ray. The baselines follow from the drawn times: tools one after another, rounds that lose nothing, and the slowest episode.
-One JSON line per figure; exits 1 where a bar is missed.
+Then a tool that never answers: how long after its time limit its episode ends. Last the embedded engine, with a tiny model:
+from an answer to its request. One JSON line per figure; exits 1 where a bar is missed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import torch
 from common import emit
 
 from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import Request, SamplingParams
 from hybridflow.core.contracts.runtime import ResourcePool
@@ -31,6 +34,7 @@ from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.job.sections import EnvironmentSection
 from hybridflow.core.plugins.resolve import build_tokenizer
+from hybridflow.core.values.outcomes import COMPLETE, FAILED_TOOL
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.core.workers.episode_runner import run_episodes
 from hybridflow.core.workers.episodes import Episodes
@@ -43,8 +47,11 @@ STEPS, STEP_S = 50, 0.001
 """Of a turn in the engine."""
 WAITS = np.random.default_rng(0).lognormal(np.log(MEAN_S) - SIGMA**2 / 2, SIGMA, (EPISODES, TURNS))
 """Seconds of the tool after each turn."""
-REACHED, FREE, P99_MS = 0.8, 1.15, 20.0
-"""Bars: a share of what loses nothing; of free episodes over the slowest one; from an answer to its request."""
+REACHED, FREE, P99_MS, LATE_S = 0.8, 1.15, 20.0, 0.2
+"""Bars: a share of what loses nothing; of free episodes over the slowest one; from an answer to its request; from a time limit
+to the end of the episode."""
+LIMIT_S = 1.0
+"""Time limit of an answer, beside a tool that never gives one."""
 TOKEN, STOP = 4, 2
 answered: dict[int, float] = {}
 """Row -> when its tool was ready, in the worker's process."""
@@ -59,6 +66,42 @@ class Waits(Environment):
         time.sleep(WAITS[self.row, turn.number])
         answered[self.row] = time.perf_counter()
         return Answer("1", done=turn.number == TURNS - 1)
+
+
+class Hangs(Environment):
+    """The first row's tool never answers; `close` ends what it waits for."""
+
+    ended_after: float | None = None
+
+    def reset(self, start):
+        self.row = start.meta["row"]
+        self.gone = threading.Event()
+        return Answer()
+
+    def step(self, turn):
+        if self.row == 0:
+            self.asked = time.perf_counter()
+            self.gone.wait()
+        return Answer("1", done=turn.number == TURNS - 1)
+
+    def close(self):
+        if self.row == 0:
+            Hangs.ended_after = time.perf_counter() - self.asked
+        self.gone.set()
+
+
+class Quick(Environment):
+    """Answers at once, and says when."""
+
+    stops = ("=",)
+
+    def reset(self, start):
+        self.seed = start.seed
+        return Answer("1+")
+
+    def step(self, turn):
+        answered[self.seed] = time.perf_counter()
+        return Answer("2+", done=turn.number == TURNS - 1)
 
 
 class Simulated(ContinuousEngine):
@@ -92,8 +135,8 @@ class Simulated(ContinuousEngine):
         return ()
 
 
-def play(free: bool) -> dict[str, Any]:
-    """Seconds of all episodes, and those from each answer to its request."""
+def play(free: bool, name: str, **settings: Any) -> dict[str, Any]:
+    """Seconds of all episodes, and those from each answer to its request; of a tool that hangs, until it was given up."""
     answered.clear()
     alone = ParallelLayout()
     context = RankContext(
@@ -102,7 +145,7 @@ def play(free: bool) -> dict[str, Any]:
     engine = Simulated(None, None, context)
     engine.start()
     tokenizer = build_tokenizer(TokenizerConfig(characters="0123456789+="), None, list)
-    section = EnvironmentSection("episodes:Waits", TURNS, free=free, at_once=EPISODES)
+    section = EnvironmentSection(f"episodes:{name}", TURNS, free=free, at_once=EPISODES, **settings)
     sampling = SamplingParams(64, stop_token_ids=(STOP,))
     requests = [Request(row, np.array([1, TOKEN]), sampling, row) for row in range(EPISODES)]
     metas = [{"row": row} for row in range(EPISODES)]
@@ -110,17 +153,49 @@ def play(free: bool) -> dict[str, Any]:
     started = time.perf_counter()
     batch = run_episodes(engine, requests, metas, Episodes(section, tokenizer), context)
     seconds = time.perf_counter() - started
-    assert [len(row) for row in batch["turn_rewards"].values] == [TURNS] * EPISODES
-    return {"seconds": seconds, "delays": engine.delays}
+    outcomes = batch["outcome"].values
+    assert outcomes == [COMPLETE] * EPISODES or outcomes == [FAILED_TOOL] + [COMPLETE] * (
+        EPISODES - 1
+    )
+    return {"seconds": seconds, "delays": engine.delays, "ended_after": Hangs.ended_after}
 
 
 class Player(Worker):
     @register(Protocol.RANK_ZERO)
-    def play(self, free: bool) -> dict:
+    def play(self, free: bool, name: str = "Waits", **settings: Any) -> dict:
         sys.path.insert(0, FOLDER)
         import episodes  # this file, as a module, where the environment is looked for too
 
-        return episodes.play(free)
+        return episodes.play(free, name, **settings)
+
+
+def embedded() -> list[float]:
+    """Seconds from each answer to its request, of free episodes with a tiny model."""
+    import episodes
+
+    from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+    from hybridflow.kit.testing import TinyRun
+
+    tables = {
+        "environment": {"name": "episodes:Quick", "max_turns": TURNS, "free": True},
+        "sampling": {"max_tokens": 24, "logit_bias": {"14": 2.0}},
+        "reward": {"function": "environment"},
+    }
+    delays = []
+    with TinyRun(GRPO(GRPOConfig(prompts_per_step=16, group_size=4)), tables) as run:
+        engine = run.worker("actor").engine
+        add = engine.add
+
+        def added(request):
+            if request.seed in episodes.answered:
+                delays.append(time.perf_counter() - episodes.answered.pop(request.seed))
+            add(request)
+
+        run.step()
+        engine.add = added
+        episodes.answered.clear()
+        run.step()
+    return delays
 
 
 def main() -> int:
@@ -136,6 +211,8 @@ def main() -> int:
     runtime.start()
     group = WorkerGroup(Player, Pool.launch(ResourcePool("bench", (1,)), runtime))
     played = {free: group.play(free).result() for free in (False, True)}
+    rule = {"timeout_s": LIMIT_S, "on_failure": FailureRule(mask=True)}
+    hung = {free: group.play(free, "Hangs", **rule).result() for free in (False, True)}
     runtime.shutdown()
 
     in_rounds, free = played[False]["seconds"], played[True]["seconds"]
@@ -167,6 +244,19 @@ def main() -> int:
     )
     delay = float(np.quantile(played[True]["delays"], 0.99)) * 1e3
     met &= emit("from an answer to its request, p99", delay, "ms", bar=P99_MS, at_most=True)
+    for free, how in ((False, "in rounds"), (True, "free")):
+        late = hung[free]["ended_after"] - LIMIT_S
+        met &= emit(
+            f"from the time limit of a tool to the end of its episode, {how}",
+            late,
+            "s",
+            bar=LATE_S,
+            at_most=True,
+        )
+    delays = embedded()
+    emit(
+        "from an answer to its request, embedded, p99", float(np.quantile(delays, 0.99)) * 1e3, "ms"
+    )
     return 0 if met else 1
 
 

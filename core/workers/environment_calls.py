@@ -20,6 +20,9 @@ from typing import Any
 
 import attrs
 
+THREAD = "environment"
+"""Name of the threads."""
+
 
 @attrs.frozen
 class Answered:
@@ -107,7 +110,9 @@ class EnvironmentCalls:
         while self._waiting and len(self._running) < self.at_once:
             key, call, end = self._waiting.popleft()
             deadline = min(time.monotonic() + self.timeout_s, end)
-            thread = threading.Thread(target=self._work, args=(key, call, deadline), daemon=True)
+            thread = threading.Thread(
+                target=self._work, args=(key, call, deadline), name=THREAD, daemon=True
+            )
             self._running[key] = (thread, deadline)
             thread.start()
             if self.arrived is not None and not math.isinf(deadline):

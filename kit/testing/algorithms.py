@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,11 +16,14 @@ import pytest
 from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.errors import RewardError, WorkerError
 from hybridflow.kit.testing.checks import missing_fixture, require
 from hybridflow.kit.testing.losses import LossConformance
-from hybridflow.kit.testing.runs import TinyRun
+from hybridflow.kit.testing.runs import TABLES, TinyRun
 from hybridflow.settle.schema import SECTIONS
+from hybridflow.settle.stages import overlay
 
 TAKEN = {
     *SECTIONS,
@@ -33,6 +36,20 @@ TAKEN = {
     "step",
 }
 """Names that no role can have: the sections of a configuration and the attributes of ctx."""
+
+
+class _FailsEveryThird(Reward):
+    """A reward that raises for every third sample."""
+
+    def __init__(self, reward: Reward):
+        self.reward = reward
+        self.calls = 0
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[Any]:
+        self.calls += 1
+        if len(samples) != 1 or self.calls % 3 == 0:  # a whole batch is scored one by one
+            raise RewardError("every third one fails")
+        return list(self.reward(samples))
 
 
 class AlgorithmConformance(LossConformance):
@@ -163,6 +180,35 @@ class AlgorithmConformance(LossConformance):
             expected=f"those of {sorted(trained)}",
             likely="step() never calls ctx.<role>.update, or the loss is 0 on this data (override "
             "tables(), or say moves = False)",
+        )
+
+    def test_it_does_without_rows_that_have_failed(self, algorithm):
+        """With scores of NaN under a mask of 0 in every third row, it trains on the others.
+
+        Only for an algorithm whose reward is a function.
+        """
+        tables = overlay(self.tables(), {"reward": {"on_failure": {"mask": True}}})
+        scored = any(role.name == "reward" and not role.trained for role in algorithm.roles())
+        if not scored or not (TABLES["reward"] | tables["reward"]).get("function"):
+            return
+
+        problem = ""
+        with TinyRun(algorithm, tables) as run:
+            worker = run.scorer("reward")
+            worker.rewards = [_FailsEveryThird(reward) for reward in worker.rewards]
+            try:
+                metrics = run.step()
+            except WorkerError as error:  # an update ends a run whose gradients are NaN
+                problem = error.message
+            else:
+                bad = [name for name, value in metrics.items() if not math.isfinite(value)]
+                problem = f"metrics that are not finite: {', '.join(bad)}" if bad else ""
+        require(
+            not problem,
+            got=problem,
+            expected="the other rows are trained on as if the failed ones were not there",
+            likely="a mean over a group or a batch that takes in a score of NaN; "
+            "hybridflow.algorithms.functional leaves them out, and loss_mask is 0 there",
         )
 
     def test_a_resumed_run_goes_on_bit_for_bit(self, algorithm, tmp_path):

@@ -18,6 +18,7 @@ from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.session import Session, prepare
 from hybridflow.core.workers.model_worker import ModelWorker
+from hybridflow.core.workers.tasks import RewardWorker
 from hybridflow.settle.config.load import expand
 from hybridflow.settle.resolve import resolve_jobs
 from hybridflow.settle.stages import overlay
@@ -124,6 +125,11 @@ class TinyRun:
         # Under the inline runtime a process is an object that has the worker.
         placed = self.job.models[role]
         process: Any = self.session.pools[placed.pool].processes[0]
+        return process.host.workers[role]
+
+    def scorer(self, role: str) -> RewardWorker:
+        """Return the worker of a role that scores by functions, which lives in this process."""
+        process: Any = self.session.groups[role][1].pool.processes[0]
         return process.host.workers[role]
 
     def weights(self, role: str) -> dict[str, torch.Tensor]:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import glob
+import math
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+
 import pytest
 import torch
 from helpers.episodes import Echo
 from helpers.steps import Watched, column
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
+from hybridflow.backends.rewards.sandbox import Limits, run_program
+from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.workers.environment_calls import THREAD
+from hybridflow.core.workers.generation import row_seed
 from hybridflow.kit.testing import TinyRun
 
 
@@ -81,3 +93,97 @@ def test_the_trainers_logprobs_are_the_rollouts_in_every_turn():
         tiny.ctx.finish()
     assert (column(batch, "turn") > 0).any()
     torch.testing.assert_close(again[mask], made[mask], atol=1e-4, rtol=0)
+
+
+CHILD = "import sys\nfor line in sys.stdin: print(eval(line), flush=True)"
+KINDS = {
+    "answers": ("2+", "complete"),
+    "hangs": ("__import__('time').sleep(600)", "failed_tool"),
+    "raises": ("1 / 0", "failed_tool"),
+    "floods": ("'1' * 10**7", "truncated_tokens"),
+    "dies": ("__import__('os').kill(__import__('os').getpid(), 9)", "failed_tool"),
+    "jailed": ("while True: pass", "failed_tool"),
+}
+"""What a tool is told to do -> the program of it, and the outcome of its episode."""
+
+
+def kind_of(seed: int) -> str:
+    return list(KINDS)[seed % len(KINDS)]
+
+
+class Tool(Environment):
+    """Its tool is a process with a folder of its own, and most of them go wrong at their first answer."""
+
+    stops = ("=",)
+    made: list[Tool] = []
+
+    def reset(self, start):
+        self.kind = kind_of(start.seed)
+        self.folder = tempfile.mkdtemp(prefix="hybridflow-tool-")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD], text=True, cwd=self.folder, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        Tool.made.append(self)
+        return Answer("1+")
+
+    def step(self, turn):
+        if turn.number == 1:
+            return Answer(reward=1.0, done=True)
+        program, _ = KINDS[self.kind]
+        if self.kind == "answers":
+            program = repr(program)
+        if self.kind == "jailed":
+            found = run_program(program, limits=Limits(seconds=0.5))
+            raise RuntimeError(found.reason)
+        self.process.stdin.write(f"{program}\n")
+        self.process.stdin.flush()
+        said = self.process.stdout.readline().strip()
+        if not said:
+            raise EOFError("the tool is gone")
+        return Answer(said)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        shutil.rmtree(self.folder)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_run_goes_on_while_tools_hang_raise_flood_and_die(free):
+    Tool.made.clear()
+    patterns = [f"{tempfile.gettempdir()}/hybridflow-{name}-*" for name in ("tool", "jail")]
+    before = [glob.glob(pattern) for pattern in patterns]
+    environment = {
+        "name": f"{__name__}:Tool",
+        "free": free,
+        "timeout_s": 3.0,
+        "on_failure": {"mask": True, "max_failed": 0.95},
+    }
+    given = {
+        "environment": environment,
+        "sampling": {"max_tokens": 24, "logit_bias": {"14": 12.0}},
+        "reward": {"function": "environment"},
+    }
+    with TinyRun(Kept(GRPOConfig(prompts_per_step=5, group_size=4)), given) as tiny:
+        seed = tiny.job.run.seed
+        for _ in range(2):
+            metrics = tiny.step()
+            batch = tiny.algorithm.batch
+            kinds = [
+                kind_of(row_seed(seed, number)) for number in column(batch, "sample_id").tolist()
+            ]
+            assert set(kinds) == set(KINDS), "the test needs each kind"
+            assert batch["outcome"].values == [KINDS[kind][1] for kind in kinds]
+            assert all(math.isfinite(value) for value in metrics.values())
+            lost = [outcome == "failed_tool" for outcome in batch["outcome"].values]
+            assert metrics["actor/failed_tool"] == pytest.approx(sum(lost) / 20)
+            assert column(batch, "scores").isnan().tolist() == lost
+            # Closing ended what the hanging tools' threads were waiting for.
+            for thread in threading.enumerate():
+                if thread.name == THREAD:
+                    thread.join(20)
+                    assert not thread.is_alive()
+    assert len(Tool.made) == 40
+    assert all(tool.process.poll() is not None for tool in Tool.made)
+    assert [glob.glob(pattern) for pattern in patterns] == before

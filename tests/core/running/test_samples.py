@@ -50,6 +50,7 @@ def test_the_first_rollout_of_each_of_the_first_groups_is_kept(run_of, tiny):
                 "answer": meta["answer"],
                 "score": float(torch.as_tensor(batch["scores"].values)[row]),
                 "finish_reason": batch["finish_reason"].values[row],
+                "outcome": batch["outcome"].values[row],
             }
         )
     assert kept(run) == expected

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from helpers.expect import caught, each_fault
 
+from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.sft import SFT, NextTokenLoss, SFTConfig
 from hybridflow.core.contracts.role import Role
 from hybridflow.kit.testing import AlgorithmConformance
@@ -105,11 +106,21 @@ class HalfState(SFT):
         self.seen = 0
 
 
+class OwnMean(GRPO):
+    """Its group means take in the scores of failed rows."""
+
+    def advantages(self, scores, group, loss_mask):
+        grouped = scores.view(-1, self.config.group_size)
+        centred = (grouped - grouped.mean(1, keepdim=True)).view(-1, 1)
+        return {"advantages": centred * loss_mask}
+
+
 FAULTS = {
     "test_its_roles_can_be_used": [TwoActors, HiddenRole],
     "test_its_losses_are_those_of_its_trained_roles": [NoLosses, LossOfAFrozenRole],
     "test_its_config_is_a_frozen_attrs_class_with_checks": [PlainConfig, NoUpdates, UnhappyConfig],
     "test_it_trains": [NeverUpdates, BadMetric],
+    "test_it_does_without_rows_that_have_failed": [OwnMean],
     "test_a_resumed_run_goes_on_bit_for_bit": [OwnRandomness, ForgetsItsState],
     "test_its_state_survives_json": [TensorState, HalfState],
 }
@@ -118,5 +129,8 @@ FAULTS = {
 @each_fault(AlgorithmConformance, FAULTS)
 def test_the_fault_is_noticed(fault, method, tmp_path):
     fixtures = {"tmp_path": tmp_path} if "resumed" in method else {}
-    algorithm = fault(SFTConfig(batch_size=4))
+    if issubclass(fault, GRPO):
+        algorithm = fault(GRPOConfig(prompts_per_step=4, group_size=4))
+    else:
+        algorithm = fault(SFTConfig(batch_size=4))
     caught(AlgorithmConformance, method, algorithm=algorithm, **fixtures)

@@ -45,4 +45,4 @@ class Tinted(Algorithm):
 
 
 def advantages(scores, loss_mask):
-    return {"advantages": (scores - scores.mean())[:, None] * loss_mask}
+    return {"advantages": (scores - scores.nanmean())[:, None] * loss_mask}
