@@ -1,22 +1,30 @@
-"""The process in which a program of a model runs: its own namespaces and root, limits, no network.
+"""Runs programs of a model, each isolated: its own namespaces and root, limits, no network.
 
-sandbox.py starts this script as `python -I -S jail.py SIZE`, with SIZE bytes of settings (JSON) on
-standard input. It imports the standard library alone. Three processes follow from one another:
+sandbox.py starts this script as `python -I -S jail.py`, with a socket as standard input, and keeps
+it: a fork takes a fraction of the time of a new interpreter. It imports the standard library alone,
+and never reads a program itself. Each of these is forked from the one before:
 
-    main        unshares namespaces, and waits; it is still a process of this machine
+    serve       takes a message for each program: its settings, standard output and standard error
+    isolated    unshares namespaces, and waits; it is still a process of this machine
     supervise   is process 1 of the namespaces: when it dies, all processes in them die
-    program     has limits and no privileges
+    program     has limits, no privileges, and no files but the three standard ones
 
-The exit status is the program's, or 128 + n if signal n ended it. Status 125 means that the script
-could not isolate itself, and ran nothing; the reason is then on standard error.
+The exit status is the program's, or 128 + n if signal n ended it. Status 125 means that it could
+not be isolated, and did not run; the reason is then on its standard error.
 """
 
+import atexit
+import builtins
 import ctypes
+import gc
 import json
 import os
 import resource
+import select
 import signal
+import socket
 import sys
+import types
 
 # Flags of unshare(2)
 NEWNS = 0x20000
@@ -38,6 +46,8 @@ DETACH = 2
 # Options of prctl(2)
 NO_NEW_PRIVS = 38
 PDEATHSIG = 1
+CAPABILITY_VERSION = 0x20080522
+"""Of the argument of capset(2)."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 """The number of the system call pivot_root, which libc has no function for."""
 SYSTEM = ("usr", "lib", "lib64", "lib32", "bin")
@@ -125,6 +135,11 @@ def limit(settings, privileged):
         os.setuid(settings["uid"])
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
 
+    # Nor has it any in its own user namespace.
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()
+    call("capset", header, none)
+
 
 def isolate(privileged):
     """Enter new namespaces; raises OSError where the kernel refuses.
@@ -147,14 +162,63 @@ def isolate(privileged):
                 out.write(text)
 
 
-def main():
-    """Read the settings, run the program isolated, and exit with its status."""
-    settings = json.loads(sys.stdin.buffer.read(int(sys.argv[1])))
+def serve():
+    """Run one program after another, until sandbox.py closes the socket.
+
+    Each message has three files: settings (JSON), standard output, standard error. The answer is
+    the exit status, one byte. A message "kill" ends the program that runs.
+    """
+    channel = socket.socket(fileno=0)
+    gc.freeze()  # a collection in a child would copy the pages that they share
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, 16, 3)
+        if not message:
+            return
+        if len(files) != 3:  # "kill", for a program that has ended meanwhile
+            continue
+        # The pipe is closed when the child and its supervisor have ended.
+        alive, held = os.pipe()
+        child = os.fork()
+        if child == 0:
+            channel.close()
+            os.close(alive)
+            os._exit(begin(*files))
+        for descriptor in (*files, held):
+            os.close(descriptor)
+
+        ready, _, _ = select.select([alive, channel.fileno()], [], [])
+        told = channel.recv(16) if alive not in ready else b"ended"
+        if told != b"ended":
+            os.kill(child, signal.SIGKILL)
+        status = exit_status(os.waitpid(child, 0)[1])
+        os.close(alive)
+        if not told:
+            return
+        channel.send(bytes([status]))
+
+
+def begin(settings, output, errors):
+    """Become the program's process on this machine; return its exit status."""
+    try:
+        call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        os.open("/dev/null", os.O_RDONLY)  # becomes 0, where the socket was
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        with open(settings, "rb") as file:
+            file.seek(0)
+            given = json.load(file)
+        return isolated(given)
+    except BaseException as error:
+        return refuse(error)
+
+
+def isolated(settings):
+    """Run the program in namespaces of its own; return its exit status."""
     privileged = os.geteuid() == 0
     try:
         isolate(privileged)
     except (OSError, KeyError) as error:
-        sys.exit(refuse(error))
+        return refuse(error)
 
     # The child is the first process of the new namespace: when it dies, all of them do.
     reader, writer = os.pipe()
@@ -167,8 +231,8 @@ def main():
     problem = os.read(reader, 4096)
     status = exit_status(os.waitpid(supervisor, 0)[1])
     if problem:
-        sys.exit(refuse(problem.decode()))
-    sys.exit(1 if status == 125 else status)  # 125 is ours
+        return refuse(problem.decode())
+    return 1 if status == 125 else status  # 125 is ours
 
 
 def supervise(settings, privileged, writer):
@@ -177,7 +241,7 @@ def supervise(settings, privileged, writer):
     A problem before the program runs is written to the pipe `writer`, by either process.
     """
     try:
-        # Die with the parent: sandbox.py kills that one alone.
+        # Die with the parent: `serve` kills that one alone.
         call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
         make_root(settings)
 
@@ -190,7 +254,7 @@ def supervise(settings, privileged, writer):
                 if ended == program:
                     return exit_status(status)
 
-        # The child: it closes the pipe by becoming the program.
+        # The child. Closing the pipe says that the program begins.
         os.chdir("/tmp")
         if settings["input"] is None:
             source = os.open("/dev/null", os.O_RDONLY)
@@ -198,15 +262,64 @@ def supervise(settings, privileged, writer):
             source = _input(settings["input"])
         os.dup2(source, 0)
         limit(settings, privileged)
-        os.set_inheritable(writer, False)
-        os.execve(
-            settings["python"],
-            [settings["python"], "-I", "-S", "main.py"],
-            {"PATH": "/usr/bin:/bin", "HOME": "/tmp"},
-        )
+        os.closerange(3, 1024)
     except BaseException as error:
         os.write(writer, str(error).encode(errors="replace"))
         return 125
+    return run(settings["program"])
+
+
+def run(program):
+    """Run the program's text as `python main.py` would; return its exit status."""
+    # What a new interpreter would have.
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", HOME="/tmp")
+    sys.argv = ["main.py"]
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace")  # noqa: SIM115
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
+    main = types.ModuleType("__main__")
+    main.__file__ = "/tmp/main.py"
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    sys.setrecursionlimit(sys.getrecursionlimit() + 20)  # the frames below it
+
+    try:
+        exec(compile(program, main.__file__, "exec"), vars(main))
+        status = 0
+    except BaseException as error:
+        status = _raised(error)
+    return max(status, _finish())
+
+
+def _raised(error):
+    """Return the exit status for what the program raised, which goes to its standard error."""
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code & 255
+        print(error.code, file=sys.stderr)
+        return 1
+    # Without the frame of `run`.
+    shown = error.with_traceback(error.__traceback__.tb_next)
+    sys.excepthook(type(shown), shown, shown.__traceback__)
+    return 1
+
+
+def _finish():
+    """End threads and write what is buffered, as an interpreter does; return 120 if that fails."""
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        atexit._run_exitfuncs()
+        if not sys.stdout.closed:
+            sys.stdout.flush()
+    except BaseException as error:
+        print(f"Exception ignored at exit: {error!r}", file=sys.stderr)
+        return 120
+    return 0
 
 
 def exit_status(status):
@@ -225,9 +338,9 @@ def _input(text):
 
 def refuse(error):
     """Write to standard error why nothing was run; return the exit status for that."""
-    print(f"cannot isolate: {error}", file=sys.stderr)
+    os.write(2, f"cannot isolate: {error}\n".encode(errors="replace"))
     return 125
 
 
 if __name__ == "__main__":
-    main()
+    serve()

@@ -2,10 +2,10 @@
 
 They have limits of time, memory, files and processes, no network, and no access to our files:
 
-    run_program -- settings, on stdin --> jail.py          new namespaces
-         ^                                 `- supervise    process 1 of them; a root of its own
-         |                                     `- program  limits, no privileges
-         `-- stdout, stderr, exit status --------'
+    run_program -- settings, stdout, stderr --> jail.py    kept, and used again
+         ^                                       `- isolated    new namespaces
+         |                                           `- supervise   process 1 of them; an own root
+         `-- output, errors, exit status                 `- program limits, no privileges
 
 It needs Linux: namespaces (as root, or by user namespaces), and a root directory that holds
 Python's standard library, read-only, and a small tmpfs. A bug in the kernel could let a program
@@ -15,17 +15,21 @@ tricks, not from attackers.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
 import os
 import secrets
+import select
 import selectors
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
@@ -85,27 +89,11 @@ def run_program(
     limits = limits or Limits()
     root = tempfile.mkdtemp(prefix="hybridflow-jail-")
     python = os.path.realpath(sys.executable) if sys.prefix == sys.base_prefix else _base_python()
-    settings = _jail_settings(root, python, program, given, limits)
-    process = subprocess.Popen(
-        [python, "-I", "-S", str(JAIL), str(len(settings))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={},
-        cwd="/",
-        start_new_session=True,
-    )
-
+    settings = _jail_settings(root, program, given, limits)
     try:
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(settings)
-            process.stdin.close()
-        reason, output, errors = _read(process, limits)
+        with _jail(python) as jail:
+            reason, status, output, errors = jail.run(settings, limits)
     finally:
-        if process.poll() is None:
-            process.kill()  # what it started dies with it
-        status = process.wait()
         shutil.rmtree(root, ignore_errors=True)
 
     # A program may exit with this status too, but jail.py changes it then.
@@ -115,17 +103,101 @@ def run_program(
             "needs Linux namespaces: run as root, or allow user namespaces (sysctl "
             "kernel.unprivileged_userns_clone=1, user.max_user_namespaces)"
         )
-    return ProgramOutcome(reason, status if status >= 0 else 128 - status, output, errors)
+    return ProgramOutcome(reason, status, output, errors)
 
 
-def _jail_settings(
-    root: str, python: str, program: str, given: str | None, limits: Limits
-) -> bytes:
+_idle: list[_Jail] = []
+"""Jails that run nothing now."""
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+@contextlib.contextmanager
+def _jail(python: str) -> Iterator[_Jail]:
+    """Lend a jail, an idle one if there is one. It is closed when its use fails."""
+    try:
+        jail = _idle.pop()
+    except IndexError:
+        jail = _Jail(python)
+    try:
+        yield jail
+    except BaseException:
+        jail.close()
+        raise
+    _idle.append(jail)
+    if len(_idle) > (os.cpu_count() or 1):
+        _idle.pop(0).close()
+
+
+@atexit.register
+def _close_idle() -> None:
+    while _idle:
+        _idle.pop().close()
+
+
+class _Jail:
+    """A process of jail.py, which runs one program at a time."""
+
+    def __init__(self, python: str):
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [python, "-I", "-S", str(JAIL)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End the process, and the program that it runs."""
+        self.channel.close()
+        self.process.wait()
+
+    def run(self, settings: bytes, limits: Limits) -> tuple[str, int, str, str]:
+        """Run a program; return (reason, exit status, output, errors), as ProgramOutcome has them.
+
+        settings: of jail.py. Raises OSError where the jail has ended.
+        """
+        deadline = time.monotonic() + limits.seconds
+        output, their_output = os.pipe()
+        errors, their_errors = os.pipe()
+        given = os.memfd_create("settings")
+        sent = [given, their_output, their_errors]
+        with open(output, "rb", buffering=0) as out, open(errors, "rb", buffering=0) as err:
+            try:
+                _write_all(given, settings)
+                socket.send_fds(self.channel, [b"run"], sent)
+            finally:
+                for descriptor in sent:
+                    os.close(descriptor)
+
+            reason, texts = _read(out.fileno(), err.fileno(), deadline, limits)
+            # A program may close its streams and continue to run.
+            if reason == "ended" and not self._ended(max(deadline - time.monotonic(), 0.1)):
+                reason = "time"
+            if reason != "ended":
+                self.channel.send(b"kill")
+            status = self.channel.recv(16)
+        if not status:
+            raise OSError("the sandbox's own process was ended")
+        return reason, status[0], texts[0], texts[1]
+
+    def _ended(self, wait_s: float) -> bool:
+        return bool(select.select([self.channel], [], [], wait_s)[0])
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _jail_settings(root: str, program: str, given: str | None, limits: Limits) -> bytes:
     """Return the settings of jail.py as JSON, with limits in its units (seconds, bytes)."""
     settings = {
         "root": root,
         "prefix": os.path.realpath(sys.base_prefix),
-        "python": python,
         "program": program,
         "input": given,
         "cpu_s": math.ceil(limits.seconds),
@@ -147,18 +219,16 @@ def _base_python() -> str:
     return os.path.realpath(executable)
 
 
-def _read(process: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:
+def _read(out: int, err: int, deadline: float, limits: Limits) -> tuple[str, list[str]]:
     """Read both streams until they are closed, or until a limit is reached.
 
-    Returns (reason, output, errors), as Outcome has them.
+    deadline: by time.monotonic. Returns the reason, as ProgramOutcome has it, and both texts.
     """
-    deadline = time.monotonic() + limits.seconds
-    contents: dict[str, bytes] = {"out": b"", "err": b""}
+    contents: dict[int, bytes] = {out: b"", err: b""}
     with selectors.DefaultSelector() as selector:
-        for stream, name in ((process.stdout, "out"), (process.stderr, "err")):
-            assert stream is not None
-            os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ, name)
+        for stream in contents:
+            os.set_blocking(stream, False)
+            selector.register(stream, selectors.EVENT_READ)
 
         reason = "ended"
         while selector.get_map():
@@ -171,21 +241,10 @@ def _read(process: subprocess.Popen, limits: Limits) -> tuple[str, str, str]:
             for key, _ in ready:
                 piece = os.read(key.fd, 65_536)
                 if not piece:
-                    selector.unregister(key.fileobj)
-                contents[key.data] += piece
+                    selector.unregister(key.fd)
+                contents[key.fd] += piece
             if max(map(len, contents.values())) > limits.output_bytes:
                 reason = "output"
                 break
-
-    # A program may close its streams and continue to run.
-    if reason == "ended":
-        try:
-            process.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            reason = "time"
-
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
-    texts = [value[: limits.output_bytes].decode(errors="replace") for value in contents.values()]
-    return reason, texts[0], texts[1]
+    kept = [value[: limits.output_bytes] for value in contents.values()]
+    return reason, [value.decode(errors="replace") for value in kept]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +18,7 @@ from pathlib import Path
 import pytest
 from helpers.programs import run
 
-from hybridflow.backends.rewards import jail
+from hybridflow.backends.rewards import jail, sandbox
 from hybridflow.backends.rewards.sandbox import Limits
 
 
@@ -35,12 +37,20 @@ def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it():
 
 def test_without_a_place_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
     settings = {"root": str(tmp_path / "none"), "prefix": sys.prefix, "disk_bytes": 10**6}
-    given = json.dumps(settings).encode()
-    command = [sys.executable, "-I", "-S", jail.__file__, str(len(given))]
-    done = subprocess.run(command, input=given, capture_output=True, env={})
-    assert done.returncode == 125
-    assert done.stderr.startswith(b"cannot isolate: ")
-    assert done.stdout == b""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = subprocess.Popen([sys.executable, "-I", "-S", jail.__file__], stdin=theirs, env={})
+    theirs.close()
+    files = [tmp_path / name for name in ("settings", "output", "errors")]
+    files[0].write_text(json.dumps(settings))
+    opened = [os.open(file, os.O_RDWR | os.O_CREAT) for file in files]
+    socket.send_fds(ours, [b"run"], opened)
+    assert ours.recv(16) == bytes([125])
+    ours.close()
+    assert server.wait(10) == 0
+    for descriptor in opened:
+        os.close(descriptor)
+    assert files[2].read_text().startswith("cannot isolate: ")
+    assert files[1].read_text() == ""
 
 
 def test_nothing_of_this_machine_can_be_read_or_written(tmp_path):
@@ -204,3 +214,102 @@ def test_programs_side_by_side_do_not_share_their_limit_of_processes():
             )
         )
     assert all(outcome.good for outcome in found), found
+
+
+def test_a_program_has_no_capabilities_and_no_files_but_three():
+    found = run(
+        """
+        import ctypes, os
+        header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(1, 1, 1)
+        print(ctypes.CDLL(None).capget(header, sets), *sets)
+        for number in range(1024):
+            try:
+                os.fstat(number)
+            except OSError:
+                continue
+            print(number)
+        """
+    )
+    assert found.output.split() == ["0"] * 7 + ["0", "1", "2"], found
+
+
+def test_a_program_finds_nothing_of_the_one_before_in_its_memory():
+    mark = secrets.token_hex(8)
+    assert run(f"kept = '{mark}'\nprint(kept)").output.strip() == mark
+    found = run(
+        f"""
+        import gc
+        mark = "".join(reversed("{mark[::-1]}"))
+        texts = [one for one in gc.get_objects() if isinstance(one, (dict, list, str, bytes))]
+        print(sum(mark in str(one) for one in texts if one is not globals()))
+        """
+    )
+    # Its own globals aside, which hold the mark reversed and not.
+    assert found.good, found
+    assert int(found.output) == 0
+
+
+def test_programs_of_one_jail_do_not_see_what_others_changed():
+    first = run("import json, os, sys\njson.loads = None\nos.environ['X'] = '1'\nsys.path.clear()")
+    second = run(
+        "import json, os, sys\nprint(json.loads('[1]'), os.environ.get('X'), len(sys.path) > 1)"
+    )
+    assert first.good and second.output == "[1] None True\n", second
+
+
+def test_a_jail_that_was_ended_is_an_error_and_the_next_program_has_a_new_one():
+    assert run("pass").good
+    [*_, jailed] = sandbox._idle
+    os.kill(jailed.process.pid, signal.SIGKILL)
+    jailed.process.wait()
+    with pytest.raises(OSError):
+        run("pass")
+    assert jailed not in sandbox._idle and run("pass").good
+
+
+def test_jails_end_with_the_process_that_uses_them():
+    program = """
+        from hybridflow.backends.rewards import sandbox
+        sandbox.run_program("pass")
+        print(sandbox._idle[0].process.pid, flush=True)
+        import os
+        os.kill(os.getpid(), 9)
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True
+    )
+    pid = int(done.stdout)
+    ends = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "output", "errors"),
+    [
+        ("import sys; sys.exit('no')", 1, "", "no\n"),
+        ("raise SystemExit", 0, "", ""),
+        ("import sys; sys.exit(300)", 44, "", ""),
+        ("import atexit; atexit.register(print, 'last'); print('first')", 0, "first\nlast\n", ""),
+        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()", 0, "late\n", ""),
+        ("import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__, __file__)", 0,
+         "__main__ /tmp/main.py\n", ""),
+        ("import os, sys; print(sys.argv, sorted(os.environ), os.getcwd())", 0, "['main.py'] ['HOME', 'PATH'] /tmp\n", ""),
+        ("def f(n): return n and f(n - 1)\nprint(f(960))", 0, "0\n", ""),
+        ("import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', 'print(7)'], capture_output=True).stdout)", 0,
+         "b'7\\n'\n", ""),
+        ("print('\\u00e9')", 0, "\u00e9\n", ""),
+        ("import sys; sys.stdout.close()", 0, "", None),
+        ("x = (", 1, "", '  File "/tmp/main.py", line 1\n    x = (\n        ^\nSyntaxError: \'(\' was never closed\n'),
+        ("def f():\n    1 / 0\nf()", 1, "",
+         'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n    f()\n'
+         '  File "/tmp/main.py", line 2, in f\n    1 / 0\n    ~~^~~\nZeroDivisionError: division by zero\n'),
+    ],
+)  # fmt: skip
+def test_a_program_runs_as_a_new_interpreter_would_run_it(
+    program, status, output, errors, tmp_path
+):
+    found = run(program)
+    assert (found.status, found.output) == (status, output), found
+    assert errors is None or found.errors == errors

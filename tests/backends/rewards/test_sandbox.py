@@ -20,13 +20,17 @@ def test_a_program_was_good_if_it_ended_by_itself_with_status_0():
 
 
 def test_a_machine_that_cannot_isolate_a_program_is_told_what_it_lacks(tmp_path, monkeypatch):
-    """A jail that refuses, as it does where the kernel gives no namespaces."""
-    refuses = tmp_path / "jail.py"
-    refuses.write_text("import sys\nsys.exit(print('cannot isolate: no', file=sys.stderr) or 125)")
-    monkeypatch.setattr(sandbox, "JAIL", refuses)
-    said = r"\(cannot isolate: no\); a sandbox needs Linux namespaces"
+    """A jail whose root cannot be made."""
+    settings = sandbox._jail_settings
+    elsewhere = str(tmp_path / "none")
+    monkeypatch.setattr(sandbox, "_jail_settings", lambda root, *given: settings(elsewhere, *given))
+    said = (
+        r"\(cannot isolate: .*mount: No such file or directory\); a sandbox needs Linux namespaces"
+    )
     with pytest.raises(RewardError, match=said):
         run_program("pass")
+    monkeypatch.undo()
+    assert run_program("pass").good  # by the same process
 
 
 def test_a_program_reads_writes_and_imports_the_standard_library():
