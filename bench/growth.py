@@ -157,9 +157,11 @@ class Step:
         layout = ParallelLayout(dp=ranks)
         group = WorkerGroup(Models, models, layout=layout, generation=generation_layout(layout))
         roles = [Role("actor", trained=True, generates=True), Role("reward", "reward")]
+        work = WorkerGroup(Tasks, tasks)
         self.context = GroupStepContext(
             {role.name: (role, group) for role in roles},
-            WorkerGroup(Tasks, tasks),
+            work,
+            work,
             SamplingParams(RESPONSE),
             0,
         )

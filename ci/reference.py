@@ -47,7 +47,10 @@ def reference() -> Iterator[str]:
     yield f'* `runtime.name` (a plugin of kind runtime; `"{registry().default("runtime")}"`): What starts processes.\n'
     yield from plugins("runtime", "runtime")
     yield "### [pools]\n"
-    yield "* `pools.NAME` (a list of integers; `main = [1]`): Devices per node: `[8, 8]` is two nodes with eight each."
+    yield (
+        "* `pools.NAME` (a list of integers; `main = [1]`): Devices per node: `[8, 8]` is two nodes with eight each. "
+        '`{ devices = [4], device = "cpu" }` is a pool of reward functions, on the CPUs of whatever machine.'
+    )
     yield "  One process runs per device. A whole number `n` is `[n]`.\n"
     yield from section("[data]", DataConfig, "data")
     yield from section("[tokenizer]", TokenizerConfig, "tokenizer")

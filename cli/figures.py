@@ -40,9 +40,9 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
     for name, model in job.models.items():
         yield name, _role(job, model, rows, mini)
     for name, reward in job.scorers.items():
-        ranks = _ranks(job.pools[job.main_pool].world)
-        yield name, f"{_sum(reward.parts)}, on the {ranks} of pool {job.main_pool}"
-    yield "data", f"drawn on rank 0 of pool {job.main_pool}"
+        pool = reward.pool or job.main_pool
+        yield name, f"{_sum(reward.parts)}, on the {_ranks(job.pools[pool].world)} of pool {pool}"
+    yield "data", f"drawn on rank 0 of pool {job.data_pool}"
     yield "tokenizer", _tokenizer(job)
     yield "checkpoints", _checkpoints(job)
     yield "exports", _exports(job)
@@ -103,8 +103,8 @@ def _devices(job: Job) -> str:
     texts = []
     for name, pool in job.pools.items():
         nodes = " + ".join(map(str, pool.devices_per_node))
-        texts.append(f"{name} {nodes}")
-    total = sum(pool.world for pool in job.pools.values())
+        texts.append(f"{name} {nodes}{' on CPUs' if pool.device == 'cpu' else ''}")
+    total = sum(pool.world for pool in job.pools.values() if pool.device is None)
     return f"{total} x {job.device} (pools: {', '.join(texts)}), runtime {job.runtime}"
 
 

@@ -286,7 +286,10 @@ def _run(job: Job, values: Iterable[Value]) -> Iterator[Value]:
 def _pools(job: Job, sources: Sources) -> Iterator[Value]:
     for name, pool in job.pools.items():
         source = sources.of(f"pools.{name}") or DEFAULT
-        yield Value(f"pools.{name}", list(pool.devices_per_node), source, "Devices per node.")
+        given: Any = list(pool.devices_per_node)
+        if pool.device is not None:
+            given = {"devices": given, "device": pool.device}
+        yield Value(f"pools.{name}", given, source, "Devices per node.")
 
 
 def _algorithm(job: Job, sources: Sources) -> ShownSection:

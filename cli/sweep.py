@@ -194,7 +194,9 @@ def slots_of(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, str]]:
 
     from hybridflow.core.contracts.runtime import runtime_settings
 
-    most = max(sum(pool.world for pool in job.pools.values()) for job in jobs)
+    most = max(
+        sum(pool.world for pool in job.pools.values() if pool.device is None) for job in jobs
+    )
     if runtime_settings(jobs[0].runtime_config).remote:
         return [{}] * (at_once or 1)
     if jobs[0].device != "cuda":

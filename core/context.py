@@ -122,12 +122,14 @@ class GroupStepContext:
         self,
         groups: Mapping[str, tuple[Role, WorkerGroup]],
         tasks: WorkerGroup,
+        data: WorkerGroup,
         sampling: SamplingParams,
         seed: int,
         rollouts: Mapping[str, SeparateRollout] | None = None,
         has_environment: bool = False,
     ):
         self.tasks = tasks
+        self.data = data
         self.sampling = sampling
         self.seed = seed
         self.has_environment = has_environment
@@ -157,7 +159,7 @@ class GroupStepContext:
         )
 
     def prompts(self, count: int, data: str = "train") -> Batch:
-        return self.tasks.draw(data, count)
+        return self.data.draw(data, count)
 
     def compute(self, function: Callable[..., dict[str, Any]], batch: Batch) -> Batch:
         return self.watch("", self.tasks.compute(batch, function))

@@ -183,7 +183,7 @@ def checkpoint(run: Run, algorithm) -> None:
         "step": run.step,
         "algorithm": algorithm.state_dict(),
         "counters": run.ctx.counters,
-        "data": run.session.tasks.state().result(),
+        "data": run.session.data.state().result(),
         "validations": run.validations,
         "tokens": run.tokens,
     }
@@ -198,7 +198,7 @@ def restore(run: Run, algorithm) -> None:
 
     # The version of the weights is loaded too; engines have none yet, and the next generate syncs.
     run.session.load(run.checkpoints.path(newest))
-    run.session.tasks.set_state(state["data"]).result()
+    run.session.data.set_state(state["data"]).result()
     algorithm.load_state_dict(state["algorithm"])
 
     # JSON turned the steps, which are keys, into strings.

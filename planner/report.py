@@ -201,7 +201,7 @@ def assumed(cluster: Cluster) -> Iterator[str]:
 def written(plan: JobPlan, best: Mapping) -> str:
     """Return the step's seconds with the config's own placement, or why they are not known."""
     # A config without pools has one device, which is rarely intended.
-    asked = sum(pool.world for pool in plan.job.pools.values())
+    asked = sum(pool.world for pool in plan.job.pools.values() if pool.device is None)
     if asked == 1 < plan.cluster.devices:
         return "not compared, as its pools have one device"
     try:

@@ -52,8 +52,8 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     groups: dict[str, tuple[Role, Any]] = {}
     for role in algorithm.roles():
         groups[role.name] = (role, _Model(role, recorder))
-    drawn = _Tasks(recorder, algorithm)
-    ctx = GroupStepContext(groups, drawn, SamplingParams(), seed, {}, False)  # type: ignore[arg-type]
+    work: Any = _Tasks(recorder, algorithm)
+    ctx = GroupStepContext(groups, work, work, SamplingParams(), seed, {}, False)
     ctx.step = 1
 
     # With real results the step may succeed, so that an error only means that the job is not

@@ -119,7 +119,7 @@ def _sections(job: Job) -> Iterator[tuple[str, Any]]:
     yield from _plugin("runtime", job.runtime, job.runtime_config)
     yield "placement", job.placement
     for name, pool in job.pools.items():
-        yield f"pools.{name}", list(pool.devices_per_node)
+        yield f"pools.{name}", [*pool.devices_per_node, *([pool.device] if pool.device else [])]
     yield from _plugin("algorithm", job.algorithm_name, job.algorithm.config)
 
     # Data and text

@@ -120,7 +120,7 @@ def local_devices(job: Job) -> Iterator[tuple[str, str]]:
 
     # A runtime of one rank is checked by `max_ranks`; machines without CUDA devices by `device`.
     have = torch.cuda.device_count()
-    wanted = sum(pool.world for pool in job.pools.values())
+    wanted = sum(pool.world for pool in job.pools.values() if pool.device is None)
     if job.device == "cuda" and have and wanted > have and can.max_ranks != 1:
         yield (
             "pools",
@@ -153,8 +153,8 @@ def _others(runtime: str) -> str:
 
 @_reads("pools", "roles", "algorithm")
 def unused_pools(job: Job) -> Iterator[tuple[str, str]]:
-    """Every pool has a role, or is the main one, where data and rewards are."""
-    used: set[str | None] = set()
+    """Every pool has a role, or is the main one, where numerical work is done."""
+    used: set[str | None] = {scorer.pool for scorer in job.scorers.values()}
     for model in job.models.values():
         used |= {model.pool, model.rollout_pool}
 

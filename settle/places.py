@@ -25,7 +25,7 @@ def replace_places(tables: Any, settled: Mapping[str, Any]) -> None:
     order) stay.
     """
     forget_places(tables)
-    tables["pools"] = deepcopy(settled["pools"])
+    tables["pools"] = deepcopy(settled["pools"]) | tables.get("pools", {})
 
     # All keys but the pools are roles, each with the settings that the plan chose.
     for role, settings in settled.items():
@@ -43,15 +43,26 @@ def replace_places(tables: Any, settled: Mapping[str, Any]) -> None:
 
 
 def forget_places(tables: Any) -> None:
-    """Drop [pools], and the pool and the sizes of every role's table; the tables are changed."""
-    tables.pop("pools", None)
+    """Drop [pools], and the pool and the sizes of every role's table; the tables are changed.
+
+    Pools on CPUs stay, and reward functions in them: a planner places models alone.
+    """
+    pools = tables.pop("pools", {})
+    kept = {
+        name: pool
+        for name, pool in pools.items()
+        if isinstance(pool, Mapping) and pool.get("device") == "cpu"
+    }
+    if kept:
+        tables["pools"] = kept
     places = {"layout": ("pp", "tp", "dp", "cp", "ep"), "generation": ("pp", "tp", "pool")}
 
     for role, table in tables.items():
         # A table that is no section is a role's.
         if role in SECTIONS or not isinstance(table, MutableMapping):
             continue
-        table.pop("pool", None)
+        if table.get("pool") not in kept:
+            table.pop("pool", None)
         for key, sizes in places.items():
             if isinstance(inner := table.get(key), MutableMapping):
                 for size in sizes:

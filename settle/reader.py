@@ -40,6 +40,10 @@ class Choice:
     """Whether its settings are valid; otherwise `config` has defaults for those with problems."""
 
 
+DEFAULT_POOLS = {"main": [1]}
+"""[pools] where the configuration has no pool for models."""
+
+
 class Reader:
     """The tables of one run stage, with their problems.
 
@@ -195,19 +199,37 @@ class Reader:
     def pools(self) -> dict[str, ResourcePool]:
         """Return the pools of [pools] by name, without those with problems.
 
-        `main = 4` is short for `main = [4]`. The default is one pool of one device.
+        `main = 4` is short for `main = [4]`, and that for `main = { devices = [4] }`. Where no pool
+        is for models, there is also main, of one device.
         """
         # isinstance would take true for a number of devices: bool is an int in Python.
-        table = self.tables.get("pools", {"main": [1]})
+        table = self.tables.get("pools", DEFAULT_POOLS)
         pools = {}
         for name, value in table.items():
-            devices = [value] if type(value) is int else value
+            given = value if isinstance(value, Mapping) else {"devices": value}
+            devices: Any = given.get("devices")
+            devices = [devices] if type(devices) is int else devices
             is_list = isinstance(devices, list) and devices
-            if is_list and all(type(count) is int and count > 0 for count in devices):
-                pools[name] = ResourcePool(name, tuple(devices))
+            if unknown := set(given) - {"devices", "device"}:
+                text = f"has no key {min(unknown)!r}; it takes devices and device"
+                self.fail("pools", Problem(f"pools.{name}", text))
+            elif given.get("device") not in (None, "cpu"):
+                text = (
+                    f'device is {given["device"]!r}; give "cpu" for a pool of reward functions, '
+                    "and leave it out for one of models, which are on run.device"
+                )
+                self.fail("pools", Problem(f"pools.{name}", text))
+            elif is_list and all(type(count) is int and count > 0 for count in devices):
+                pools[name] = ResourcePool(name, tuple(devices), given.get("device"))
             else:
                 text = f"expected devices per node, for example [8, 8], got {value!r}"
                 self.fail("pools", Problem(f"pools.{name}", text))
+        if (
+            table
+            and all(pool.device == "cpu" for pool in pools.values())
+            and len(pools) == len(table)
+        ):
+            pools = {**{name: ResourcePool(name) for name in DEFAULT_POOLS}, **pools}
         if not table:
             self.fail("pools", Problem("pools", "there is none; give one, for example main = [1]"))
         return pools

@@ -44,7 +44,6 @@ from hybridflow.settle.schema import SamplingSection
 from hybridflow.settle.stages import STAGE
 
 MODEL_KEYS = (
-    "pool",
     "layout",
     "generation",
     "sync",
@@ -233,7 +232,8 @@ class RoleResolver:
             except (HybridFlowError, ValueError) as error:
                 problems += sentences(error)
         self.reader.note(role.name, *problems)
-        return None if problems else Rewards(role, parts, section)
+        pool = section.pool if "pool" in own else None
+        return None if problems else Rewards(role, parts, pool, section)
 
     def _reward_problems(
         self, role: Role, own: Mapping[str, Any], section: RoleSection
@@ -267,8 +267,10 @@ class RoleResolver:
         # Settings of models
         for key in MODEL_KEYS:
             if key in own:
-                text = f"is for models, and {name} is a function (it runs where the data is)"
+                text = f"is for models, and {name} is a function"
                 problems.append(Problem(key, f"{text}; remove it"))
+        if self._is_unknown(own.get("pool")):
+            problems.append(Problem("pool", self._no_pool(section.pool)))
         return problems
 
     # --- models ---
@@ -285,8 +287,13 @@ class RoleResolver:
 
         # Each part separately. A pool of [pools] that has problems is reported there.
         pool = self.pools.get(section.pool)
-        if pool is None and section.pool not in reader.tables.get("pools", {}):
+        if pool is None and self._is_unknown(section.pool):
             reader.note(f"{role.name}.pool", self._no_pool(section.pool))
+        for key, name in (("pool", section.pool), ("generation.pool", section.generation.pool)):
+            found = self.pools.get(str(name))
+            if found is not None and found.device == "cpu":
+                text = f"pool {name!r} is on CPUs, for reward functions; choose one for models"
+                reader.note(f"{role.name}.{key}", text)
         spec = None if "model" in bad else self._spec(section.model, kind, role.name)
         fields = spec.hf_config if spec is not None else None
         layout = backend = engine = None
@@ -374,6 +381,10 @@ class RoleResolver:
         except (HybridFlowError, ValueError) as error:
             texts = [str(error)]
         return [Problem("", text) for text in texts]
+
+    def _is_unknown(self, name: str | None) -> bool:
+        """Return whether [pools] has no such pool, not even one with problems."""
+        return name is not None and name not in {*self.pools, *self.reader.tables.get("pools", {})}
 
     def _no_pool(self, name: str) -> str:
         """Return the sentence that no pool has this name."""

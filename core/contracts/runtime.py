@@ -26,6 +26,8 @@ class ResourcePool:
 
     name: str
     devices_per_node: tuple[int, ...] = (1,)
+    device: str | None = None
+    """ "cpu" for a pool of reward functions, without models; None: the run's device."""
 
     @property
     def world(self) -> int:

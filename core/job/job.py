@@ -113,6 +113,8 @@ class Rewards:
     role: Role
     parts: tuple[RewardPart, ...]
     """The functions, with their weights in the sum."""
+    pool: str | None = None
+    """Name of the pool whose ranks share the rows; None: the main one."""
     section: RoleSection = attrs.field(factory=RoleSection)
 
 
@@ -218,8 +220,16 @@ class Job:
 
     @property
     def main_pool(self) -> str:
-        """The pool of data, rewards and numerical work: the actor's, else the first."""
-        return self.models["actor"].pool if "actor" in self.models else next(iter(self.pools))
+        """The pool of numerical work, and of rewards without one: the actor's, else the first."""
+        if "actor" in self.models:
+            return self.models["actor"].pool
+        return next((name for name, pool in self.pools.items() if pool.device is None), "main")
+
+    @property
+    def data_pool(self) -> str:
+        """The pool that holds the data: the first one on CPUs, which no model holds up, or main."""
+        on_cpus = (name for name, pool in self.pools.items() if pool.device == "cpu")
+        return next(on_cpus, self.main_pool)
 
     @property
     def rewards(self) -> tuple[RewardPart, ...]:

@@ -49,7 +49,13 @@ from hybridflow.core.workers.device_memory import DeviceWorker
 from hybridflow.core.workers.episodes import Episodes
 from hybridflow.core.workers.model_worker import Built, ModelWorker
 from hybridflow.core.workers.rollout_worker import RolloutWorker
-from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, example_batch, reward_columns
+from hybridflow.core.workers.tasks import (
+    DataWorker,
+    RewardWorker,
+    TaskWorker,
+    example_batch,
+    reward_columns,
+)
 
 PATIENCE_S = (2.0, 8.0)
 """Seconds before the memory of devices is measured again, where it is too little."""
@@ -202,17 +208,22 @@ class Session:
         self.rollouts: dict[str, SeparateRollout] = {}
         for name, spec in job.pools.items():
             processes = f"{spec.world} process{'es' if spec.world > 1 else ''}"
-            self.say(f"starting pool {name}: {processes} on {job.device}")
-            self.pools[name] = Pool.launch(spec, self.runtime, job.device)
+            device = spec.device or job.device
+            self.say(f"starting pool {name}: {processes} on {device}")
+            self.pools[name] = Pool.launch(spec, self.runtime, device)
 
         job = self.job = self._look_at_devices()
 
-        # Tasks and scorers run in the main pool.
-        main = self.pools[job.main_pool]
-        tokenizer = self.prepared.tokenizer
-        self.tasks = self.make_group(TaskWorker, main, self.prepared.sets, tokenizer, name="tasks")
+        self.tasks = self.make_group(TaskWorker, self.pools[job.main_pool], name="tasks")
+        self.data = self.make_group(
+            DataWorker,
+            self.pools[job.data_pool],
+            self.prepared.sets,
+            self.prepared.tokenizer,
+            name="data",
+        )
         with said_meanwhile(self.say, lambda: f"still building {', '.join(job.models)}"):
-            self._build(main)
+            self._build()
 
     def _look_at_devices(self) -> Job:
         """Return the job with engines that leave enough memory to the models.
@@ -223,6 +234,7 @@ class Session:
         groups = {
             name: self.make_group(DeviceWorker, pool, name=f"{name}.devices")
             for name, pool in self.pools.items()
+            if pool.spec.device is None  # models are in no other one
         }
         for name, group in groups.items():
             if job.device == "cuda" and torch_allocates(job, name):
@@ -246,14 +258,18 @@ class Session:
                 time.sleep(patience)
         return preflight(job, _memory(groups), self.say)
 
-    def _build(self, main: Pool) -> None:
+    def _build(self) -> None:
         """Build the models, their engines and the scorers, and report how weights are synced."""
         # A reward that cannot work is found before anything large is built.
         for name, scorer in self.job.scorers.items():
             columns = reward_columns(scorer.role.column, scorer.parts)
-            tokenizer = self.prepared.tokenizer
             group = self.make_group(
-                RewardWorker, main, scorer.parts, tokenizer, name=name, writes={"score": columns}
+                RewardWorker,
+                self.pools[scorer.pool or self.job.main_pool],
+                scorer.parts,
+                self.prepared.tokenizer,
+                name=name,
+                writes={"score": columns},
             )
             self.groups[name] = (scorer.role, group)
             for data, row in _trials(self.job, self.prepared, scorer.role):
@@ -330,6 +346,7 @@ class Session:
         return GroupStepContext(
             self.groups,
             self.tasks,
+            self.data,
             attrs.evolve(job.sampling, stop_token_ids=self.stop_ids),
             job.run.seed,
             self.rollouts,
@@ -381,7 +398,7 @@ class Session:
 
     def rows(self, name: str, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` of the data set `name`; its sampler does not advance."""
-        return self.tasks.rows(name, start, stop)
+        return self.data.rows(name, start, stop)
 
 
 def _memory(groups: Mapping[str, WorkerGroup]) -> dict[str, DeviceMemory]:

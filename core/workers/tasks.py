@@ -1,6 +1,7 @@
 """The workers for everything that is not a model.
 
-TaskWorker draws data and does numerical work on whole batches; RewardWorker calls reward functions.
+DataWorker draws data, TaskWorker does numerical work on whole batches, RewardWorker calls reward
+functions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hybridflow.core.values.outcomes import COMPLETE, FAILED_REWARD, failed, fai
 from hybridflow.core.workers.failures import at_last_token, score_by_rule
 
 
-class TaskWorker(Worker):
+class DataWorker(Worker):
     """The worker on rank 0 of a pool that holds the data sets.
 
     So prompts reach the models without passing through the controller.
@@ -86,6 +87,10 @@ class TaskWorker(Worker):
         for name, sampler in self.samplers.items():
             if name in state:
                 sampler.load_state_dict(state[name])
+
+
+class TaskWorker(Worker):
+    """The worker on rank 0 of a pool that does numerical work on whole batches."""
 
     @register(
         Protocol.RANK_ZERO,

@@ -153,7 +153,7 @@ class TinyRun:
             "step": self.ctx.step,
             "algorithm": self.algorithm.state_dict(),
             "counters": self.ctx.counters,
-            "data": self.session.tasks.state().result(),
+            "data": self.session.data.state().result(),
         }
         (folder / "state.json").write_text(json.dumps(state))
 
@@ -163,7 +163,7 @@ class TinyRun:
 
         # The models and pools, then the data source, the algorithm and the context.
         self.session.load(folder)
-        self.session.tasks.set_state(state["data"]).result()
+        self.session.data.set_state(state["data"]).result()
         self.algorithm.load_state_dict(state["algorithm"])
         self.ctx.counters = state["counters"]
         self.ctx.step = state["step"]

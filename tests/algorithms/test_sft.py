@@ -23,8 +23,8 @@ def test_the_loss_of_a_step_is_that_of_the_rows_before_it():
         rows = run.ctx.prompts(6)
         logprobs = run.ctx.actor.logprobs(rows)["old_logprobs"]
         run.ctx.finish()
-        run.session.tasks.set_state(
-            {"train": {**run.session.tasks.state().result()["train"], "position": 0}}
+        run.session.data.set_state(
+            {"train": {**run.session.data.state().result()["train"], "position": 0}}
         ).result()
         loss = run.step()["actor/nll"]
     assert len(rows["response_ids"].values) == 6 * 4  # three digits and eos

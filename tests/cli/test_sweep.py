@@ -81,7 +81,7 @@ def test_the_table_has_every_run_also_one_that_failed_and_what_is_done_is_not_do
 
 def test_each_run_on_gpus_has_its_own(monkeypatch):
     def job(device="cuda", world=2, remote=False):
-        pool = SimpleNamespace(world=world)
+        pool = SimpleNamespace(world=world, device=None)
         config = SimpleNamespace(threads=1)
         return SimpleNamespace(pools={"main": pool}, device=device, runtime_config=config)
 

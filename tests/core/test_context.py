@@ -20,7 +20,7 @@ from hybridflow.core.plugins.resolve import build_tokenizer
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
-from hybridflow.core.workers.tasks import TaskWorker
+from hybridflow.core.workers.tasks import DataWorker, TaskWorker
 
 SAMPLING = SamplingParams(
     max_tokens=4, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop_token_ids=(2,)
@@ -82,7 +82,7 @@ class Recited(Worker):
 
 @pytest.fixture(scope="module")
 def groups():
-    """(scripted models, the real tasks)."""
+    """(scripted models, the real tasks and data)."""
     runtime = InlineRuntime()
     runtime.start()
     pool = Pool.launch(ResourcePool("main", (1,)), runtime)
@@ -90,7 +90,8 @@ def groups():
     data = DataConfig(source="arithmetic", shuffle=False)
     yield (
         WorkerGroup(Recited, pool),
-        WorkerGroup(TaskWorker, pool, {"train": data}, tokenizer, name="tasks"),
+        WorkerGroup(TaskWorker, pool, name="tasks"),
+        WorkerGroup(DataWorker, pool, {"train": data}, tokenizer, name="data"),
     )
     runtime.shutdown()
 
@@ -98,7 +99,7 @@ def groups():
 @pytest.fixture
 def context(groups):
     """`context(**settings)`: a step of an actor, a critic and a reward."""
-    model, tasks = groups
+    model, tasks, data = groups
     roles = [
         Role("actor", trained=True, generates=True),
         Role("critic", "value", trained=True),
@@ -107,7 +108,7 @@ def context(groups):
 
     def make(**settings) -> GroupStepContext:
         return GroupStepContext(
-            {role.name: (role, model) for role in roles}, tasks, SAMPLING, 17, **settings
+            {role.name: (role, model) for role in roles}, tasks, data, SAMPLING, 17, **settings
         )
 
     return make

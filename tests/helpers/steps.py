@@ -31,8 +31,8 @@ def minus_mean(advantages: Rows, how: str, length: int = 1) -> float:
 
 def rewind(run: TinyRun) -> None:
     """Draw the training data from the beginning again."""
-    state = run.session.tasks.state().result()
-    run.session.tasks.set_state({**state, "train": {**state["train"], "position": 0}}).result()
+    state = run.session.data.state().result()
+    run.session.data.set_state({**state, "train": {**state["train"], "position": 0}}).result()
 
 
 class Watched:

@@ -82,7 +82,13 @@ def assert_equal(a, b):
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "ray with dp 2": ("runtime=ray", "pools.main=[2]"),
-    "ray with tp 2": ("runtime=ray", "pools.main=[2]", "actor.layout.tp=2"),
+    "ray with tp 2, rewards and data in a pool on CPUs": (
+        "runtime=ray",
+        "pools.main=[2]",
+        "actor.layout.tp=2",
+        "pools.judges={devices=[3], device='cpu'}",
+        "reward.pool='judges'",
+    ),
     "ray with dp 2, engines of tp 2 on the same ranks": (
         "runtime=ray",
         "pools.main=[2]",

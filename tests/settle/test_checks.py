@@ -61,6 +61,8 @@ def test_devices_that_this_machine_does_not_have_are_refused(monkeypatch):
     assert "pools: have 4 devices in all, and this machine has 2 CUDA devices" in found
     assert job("runtime=ray", "pools.main=[2]").device == "cuda"
     assert job("runtime=ray", "pools.main=[4]", "run.device=cpu").device == "cpu"
+    judges = "pools={main=[2], judges={devices=[4], device='cpu'}}"
+    assert job("runtime=ray", judges, "reward.pool=judges").device == "cuda"  # they need no GPU
 
 
 def test_an_engine_that_does_not_work_on_the_device_is_refused(monkeypatch):

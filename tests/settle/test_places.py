@@ -51,6 +51,22 @@ def test_what_is_forgotten_are_pools_and_sizes_and_nothing_else():
     }
 
 
+def test_pools_on_cpus_and_the_rewards_in_them_stay():
+    tables = given()
+    judges = {"devices": [4], "device": "cpu"}
+    tables["pools"]["judges"] = judges
+    tables |= {
+        "reward": {"function": "math", "pool": "judges"},
+        "cost": {"function": "math", "pool": "main"},
+    }
+    forget_places(tables)
+    assert tables["pools"] == {"judges": judges}
+    assert (tables["reward"]["pool"], "pool" in tables["cost"]) == ("judges", False)
+    replace_places(tables, {"pools": {"main": [4]}, "actor": {"pool": "main"}})
+    assert tables["pools"] == {"main": [4], "judges": judges}
+    assert tables["reward"]["pool"] == "judges"
+
+
 def test_a_plan_brings_pools_and_sizes_and_leaves_the_rest():
     tables = given()
     plan = {

@@ -118,7 +118,34 @@ def test_pools_are_devices_per_node():
     assert not reader.problems
 
 
-@pytest.mark.parametrize("given", [0, True, [], [1, -1], [1.5], "8", {}], ids=repr)
+def test_a_pool_of_reward_functions_is_on_cpus_and_models_have_one_beside_it():
+    judges = {"devices": 4, "device": "cpu"}
+    found = ResourcePool("judges", (4,), "cpu")
+    assert Reader({"pools": {"judges": judges, "main": {"devices": [2]}}}).pools() == {
+        "judges": found,
+        "main": ResourcePool("main", (2,)),
+    }
+    made = Reader({"pools": {"judges": judges}}).pools()
+    assert list(made.items()) == [("main", ResourcePool("main", (1,))), ("judges", found)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"devices": [1], "device": "cuda"}, "device is 'cuda'; give \"cpu\" for a pool of reward"),
+        ({"devices": [1], "cores": 4}, "has no key 'cores'; it takes devices and device"),
+    ],
+)
+def test_a_pool_has_no_other_settings(given, said):
+    reader = Reader({"pools": {"judges": given}})
+    reader.pools()
+    [(key, text)] = reader.problems
+    assert key == "pools.judges" and said in text
+
+
+@pytest.mark.parametrize(
+    "given", [0, True, [], [1, -1], [1.5], "8", {}, {"device": "cpu"}], ids=repr
+)
 def test_pools_that_are_no_numbers_of_devices_are_refused(given):
     reader = Reader({"pools": {"main": given}})
     assert reader.pools() == {} and reader.failed == {"pools"}

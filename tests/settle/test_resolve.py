@@ -70,14 +70,14 @@ def test_all_problems_of_a_config_are_reported_at_once():
         "steps=3", "run.stepz=3", "sampling.top_p=1.5", "data.limit=-1", "tokenizer.train=word", "pools.main=[1]",
         "pools.spare=[]", "algorithm.group_siz=2", "algorithm.kl_coef=0.1", "actor.layout.tp=3", "actor.colour=red",
         "ref.model.path=/no/such/folder", "critc.pool=x", "critic.optimizer.lrr=1", "reward.function=exact_mach",
-        "reward.pool=main", "runtime.threadz=1",
+        "reward.layout.tp=1", "runtime.threadz=1",
     )  # fmt: skip
     for said in (
         "steps: unknown key; did you mean `run.steps`?", "run.stepz: unknown key; did you mean `steps`?",
         "sampling.top_p: must be above 0", "data.limit: must be 0 or more", 'tokenizer.train: expected one of "char", "bpe"',
         "algorithm.group_siz: unknown key; did you mean `group_size`?", "actor.layout: tp 3",
         "actor.colour: unknown key", "ref.model.path: there is no folder", "critc: unknown key; did you mean `critic`?",
-        "critic.optimizer.lrr: unknown key", "reward.pool: is for models", "pools.spare: expected devices per node",
+        "critic.optimizer.lrr: unknown key", "reward.layout: is for models", "pools.spare: expected devices per node",
         "runtime.threadz: unknown key",
     ):  # fmt: skip
         assert any(p.startswith(said) for p in found), (said, found)

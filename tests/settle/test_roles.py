@@ -202,11 +202,36 @@ def test_a_table_lies_over_the_actors_where_the_role_inherits():
 
 
 def test_what_is_of_models_is_not_of_functions_and_parts_have_their_own_options():
-    found = problem("reward.pool=main")
-    assert found.startswith("reward.pool: is for models, and reward is a function")
+    found = problem("reward.layout.tp=1")
+    assert found.startswith("reward.layout: is for models, and reward is a function")
     parts = "reward={parts=[{name='a', function='math'}], options={x=1}}"
     found = problem(parts, text=WITHOUT_REWARD)
     assert found == "reward.options: belongs to one function; with parts each has its own"
+
+
+JUDGES = ("pools={main=[1], judges={devices=[2], device='cpu'}}", "runtime=ray", "run.device=cpu")
+
+
+def test_a_function_may_have_a_pool_and_then_the_data_are_there_too():
+    made = job(*JUDGES, "reward.pool=judges")
+    assert made.pools["judges"].device == "cpu" and made.scorers["reward"].pool == "judges"
+    assert (made.main_pool, made.data_pool) == ("main", "judges")
+    plain = job()
+    assert (plain.scorers["reward"].pool, plain.data_pool) == (None, "main")
+
+
+def test_a_pool_on_cpus_has_no_models_and_is_not_left_empty():
+    said = "pool 'judges' is on CPUs, for reward functions; choose one for models"
+    found = problem(*JUDGES, "reward.pool=judges", "algorithm.kl_coef=0.1", "ref.pool=judges")
+    assert found == f"ref.pool: {said}"
+    found = problem(*JUDGES, "reward.pool=judges", "actor.generation.pool=judges")
+    assert found == f"actor.generation.pool: {said}"
+    assert problem(*JUDGES) == (
+        "pools.judges: no role uses it; remove it, or place a role in it with pool = 'judges'"
+    )
+    assert "reward.pool: there is no pool 'judge'; did you mean 'judges'?" in problem(
+        *JUDGES, "reward.pool=judge"
+    )
 
 
 def test_an_engine_that_gives_no_view_of_its_weights_cannot_be_compared(monkeypatch):

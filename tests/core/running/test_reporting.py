@@ -107,10 +107,10 @@ def test_a_step_has_the_bytes_and_the_seconds_of_its_calls(run_of, tiny):
     total = values["bytes/controller"]
     assert total > 0 and values["bytes/per_sequence"] == total / 16
     assert sum(kinds) == pytest.approx(2 * total + total / 16)  # each kind, and these two
-    assert values["seconds/tasks/draw"] > 0 and values["seconds/tasks/compute"] > 0
+    assert values["seconds/data/draw"] > 0 and values["seconds/tasks/compute"] > 0
     assert "tasks/" in out.getvalue()
     again = report.step(run, Metrics(), 1.0)
-    assert again["bytes/controller"] == 0.0 and "seconds/tasks/draw" not in again
+    assert again["bytes/controller"] == 0.0 and "seconds/data/draw" not in again
 
 
 def test_without_a_terminal_lines_are_rare_but_the_last_step_has_one(run_of, tiny):

@@ -20,7 +20,13 @@ from hybridflow.core.job.sections import RewardPart
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.core.workers.tasks import RewardWorker, TaskWorker, reward_columns, run_on_columns
+from hybridflow.core.workers.tasks import (
+    DataWorker,
+    RewardWorker,
+    TaskWorker,
+    reward_columns,
+    run_on_columns,
+)
 from hybridflow.kit.testing import TinyRun
 
 DIGITS = char()
@@ -35,8 +41,8 @@ def sums(**changes) -> DataConfig:
     )
 
 
-def worker(**sets: DataConfig) -> TaskWorker:
-    return TaskWorker(CONTEXT, sets, DIGITS)
+def worker(**sets: DataConfig) -> DataWorker:
+    return DataWorker(CONTEXT, sets, DIGITS)
 
 
 def texts(batch: Batch, name: str = "prompt_ids") -> list[str]:
@@ -121,7 +127,7 @@ def test_a_function_gets_the_columns_that_it_names_and_gives_columns_and_figures
             "n": 2,
         }
 
-    made = worker().compute(RAGGED, work)
+    made = TaskWorker(CONTEXT).compute(RAGGED, work)
     assert [row.tolist() for row in made["shifted"]] == [[11.0, 12.0], [25.0]]  # padding falls away
     assert made["sum"].values.tolist() == [3.0, 5.0]
     assert made["labels"].values == ["aa", "bb"]
