@@ -17,6 +17,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.values.outcomes import EPISODE_OUTCOMES
 
 LINE_EVERY_S = 2.0
 """Least seconds between two progress lines, without a terminal."""
@@ -229,10 +230,11 @@ class Reporter:
         run.session.timeline.take()
         self._log(run, values)
 
+        named = {name.removeprefix("validation/"): value for name, value in values.items()}
         shown = ", ".join(
-            f"{name.removeprefix('validation/')} {value:.4g}"
-            for name, value in values.items()
-            if not name.endswith("seconds")
+            f"{name} {value:.4g}"
+            for name, value in named.items()
+            if not name.endswith("seconds") and (value or name not in EPISODE_OUTCOMES)
         )
         section = self.job.validation
         assert section is not None

@@ -99,14 +99,16 @@ class Attempt:
         return environment.reset(start)
 
     def end(self) -> Callable[[], Any] | None:
-        """Return how to close the environment; None where there is none, or has been closed.
+        """Return how to close the environment; None where there is nothing to close.
 
         One that is still being made closes itself.
         """
         with self._lock:
             self._ended = True
             environment, self.environment = self.environment, None
-        return None if environment is None else environment.close
+        if environment is None or type(environment).close is Environment.close:
+            return None
+        return environment.close
 
 
 class Episode:

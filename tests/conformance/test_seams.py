@@ -10,6 +10,7 @@ from helpers.paths import ROOT
 
 from hybridflow.backends.trackers.jsonl import JsonlTracker
 from hybridflow.backends.trackers.tensorboard import TensorBoardTracker
+from hybridflow.core.contracts.environment import Start
 from hybridflow.core.plugins import registry
 from hybridflow.kit.testing import (
     CommandConformance,
@@ -81,3 +82,37 @@ class TestCalculator(EnvironmentConformance):
 
         yield calculator_tool.Calculator
         sys.modules.pop("calculator_tool", None)
+
+
+class TestMaze(EnvironmentConformance):
+    @pytest.fixture
+    def make(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(ROOT / "examples"))
+        import maze
+
+        yield maze.Maze
+        sys.modules.pop("maze", None)
+
+    @staticmethod
+    def start(prompt="go", seed=0, **meta):
+        return Start(prompt, {"seed": 3, **meta}, seed)
+
+    def test_every_maze_can_be_left_by_what_is_said_of_it(self, make):
+        """A walk that knows only which sides are open, depth first, comes to the exit."""
+        for seed in range(30):
+            maze = make()
+            said = maze.reset(Start("go", {"seed": seed}, 0))
+            at, seen, path = (0, 0), {(0, 0)}, []
+            back = {"n": "s", "s": "n", "e": "w", "w": "e"}
+            for _ in range(40):
+                sides = said.text.split(">")[0].lower()
+                beside = {side: maze.beside(at, side) for side in sides}
+                new = [side for side in sides if beside[side] not in seen]
+                step = new[0] if new else back[path.pop()]
+                path += [step] if new else []
+                at = beside[step]
+                seen.add(at)
+                said = maze.step(self.turn(step))
+                if said.done:
+                    break
+            assert said.done and said.reward == 1.0, seed
