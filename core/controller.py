@@ -132,10 +132,10 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Run
             except MismatchError as error:
                 raise explained(error, run.ctx.step, run.ctx.roles[error.role]) from error
             run.step += 1
-            check_failed(job, run.step, metrics)
             values = report.step(run, metrics, time.perf_counter() - started)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
             write_rollouts(run)
+            check_failed(job, run.step, metrics)
 
             # The validation comes first, so that the checkpoint contains its metrics.
             validate_if_due(run, report)

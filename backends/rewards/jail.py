@@ -314,10 +314,11 @@ def _finish():
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
-        if not sys.stdout.closed:
-            sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
     except BaseException as error:
-        print(f"Exception ignored at exit: {error!r}", file=sys.stderr)
+        os.write(2, f"Exception ignored at exit: {error!r}\n".encode(errors="replace"))
         return 120
     return 0
 

@@ -185,7 +185,11 @@ class _Jail:
         return reason, status[0], texts[0], texts[1]
 
     def _ended(self, wait_s: float) -> bool:
-        return bool(select.select([self.channel], [], [], wait_s)[0])
+        """Return whether the program ends within `wait_s` seconds."""
+        # Not select, which refuses descriptors above 1,023.
+        poll = select.poll()
+        poll.register(self.channel, select.POLLIN)
+        return bool(poll.poll(wait_s * 1000))
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

@@ -43,8 +43,8 @@ class RoleHandle(Typing):
         """Generate responses; first sync the engine if the trained weights are newer than its own.
 
         Returns the prompts with response_ids, rollout_logprobs, loss_mask, weight_version,
-        finish_reason and sample_id; with an environment also turn, episode_return, turn_rewards
-        and turn_states.
+        finish_reason, outcome and sample_id; with an environment also turn, episode_return,
+        turn_rewards and turn_states.
 
         greedy: take the most likely token each time (ReMax's baseline).
         Where the prompts have a column max_tokens, it limits each row's response, in tokens,
@@ -61,7 +61,11 @@ class RoleHandle(Typing):
         """Compute column `role.column` (values, cost_values): V of the state before each token."""
 
     def score(self, batch: Batch) -> Batch:
-        """Compute column `role.column` (scores, costs): float32, one per row."""
+        """Compute column `role.column` (scores, costs): float32, one per row.
+
+        It is NaN for a row that has failed; where a rule leaves rows out (on_failure.mask), there
+        are also `outcome` and a `loss_mask` with zeros for them.
+        """
 
     # --- verbs that work on the weights ---
 

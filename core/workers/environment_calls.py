@@ -67,13 +67,13 @@ class EnvironmentCalls:
         """The number of threads that still run, and whose answer is no longer waited for."""
         return sum(thread.is_alive() for thread in self._late)
 
-    def submit(self, key: int, call: Callable[[], Any], end: float = math.inf) -> None:
+    def submit(self, key: int, call: Callable[[], Any], deadline: float = math.inf) -> None:
         """Make a call as soon as there is room; it may return a coroutine, which is awaited.
 
-        `key` names it until it has been answered. It is too late from `end` on, by time.monotonic,
-        also where `timeout_s` would leave it more time.
+        `key` names it until it has been answered. From `deadline` on, by time.monotonic, it is too
+        late, also where `timeout_s` would leave it more time.
         """
-        self._waiting.append((key, call, end))
+        self._waiting.append((key, call, deadline))
         self._begin()
 
     def take(self, wait: bool = False) -> list[tuple[int, Answered]]:
@@ -108,8 +108,8 @@ class EnvironmentCalls:
     def _begin(self) -> None:
         """Start calls that wait, while there is room."""
         while self._waiting and len(self._running) < self.at_once:
-            key, call, end = self._waiting.popleft()
-            deadline = min(time.monotonic() + self.timeout_s, end)
+            key, call, latest = self._waiting.popleft()
+            deadline = min(time.monotonic() + self.timeout_s, latest)
             thread = threading.Thread(
                 target=self._work, args=(key, call, deadline), name=THREAD, daemon=True
             )

@@ -171,7 +171,7 @@ class EpisodeRunner:
         """Ask the environment of a row for its next answer, on the first rank."""
         if self.leads:
             episode = self.episodes[row]
-            self.calls.submit(row, episode.asking(), episode.end)
+            self.calls.submit(row, episode.next_call(), episode.deadline)
 
     def _take(self, row: int, said: Mapping[str, Any]) -> bool:
         """Take an answer; return whether the episode begins again and has to be asked."""
@@ -188,7 +188,7 @@ class EpisodeRunner:
 
     def _close(self, attempt: Attempt) -> None:
         """Tell the environment of an attempt to close, beside all other work."""
-        if (close := attempt.end()) is not None:
+        if (close := attempt.retire()) is not None:
             self.closings.submit(self.closed, close)
             self.closed += 1
         self._closed(wait=False)

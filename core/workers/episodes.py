@@ -98,7 +98,7 @@ class Attempt:
             return environment.close()
         return environment.reset(start)
 
-    def end(self) -> Callable[[], Any] | None:
+    def retire(self) -> Callable[[], Any] | None:
         """Return how to close the environment; None where there is nothing to close.
 
         One that is still being made closes itself.
@@ -144,12 +144,12 @@ class Episode:
 
         # On the rank that asks the environments
         self.attempt = Attempt(self.spec.section)
-        self.end = math.inf
+        self.deadline = math.inf
         """When the time of the episode is over, by time.monotonic."""
         self.asked = ""
         """The text that the environment was given last."""
 
-    def asking(self) -> Callable[[], Any]:
+    def next_call(self) -> Callable[[], Any]:
         """Return the next call of the environment; the first one makes it.
 
         Its result is an answer, or a coroutine of one.
@@ -160,7 +160,7 @@ class Episode:
             return partial(self.attempt.environment.step, self.turn)
 
         limit = self.spec.section.episode_s
-        self.end = math.inf if limit is None else time.monotonic() + limit
+        self.deadline = math.inf if limit is None else time.monotonic() + limit
         return partial(self._begin, self.attempt)
 
     def _begin(self, attempt: Attempt) -> Any:
@@ -174,7 +174,7 @@ class Episode:
         (`error`).
         """
         section = self.spec.section
-        over = time.monotonic() >= self.end
+        over = time.monotonic() >= self.deadline
         if answered.late and over:
             return {
                 "ids": self._encode(""),

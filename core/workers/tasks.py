@@ -260,9 +260,9 @@ class RewardWorker(Worker):
         outcomes = (
             list(batch["outcome"].values) if "outcome" in batch else [COMPLETE] * len(samples)
         )
-        alive = np.flatnonzero(~failed_rows(outcomes))
-        scored = [samples[row] for row in alive]
         lost = failed_rows(outcomes)
+        alive = np.flatnonzero(~lost)
+        scored = [samples[row] for row in alive]
 
         # Sums over the parts: per row, and per token of each row.
         total = np.zeros(len(samples), dtype=np.float32)

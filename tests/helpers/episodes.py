@@ -56,7 +56,7 @@ class Echo(Environment):
 def hears(episode: Episode) -> None:
     """The episode takes what its environment answers."""
     try:
-        answered = Answered(episode.asking()())
+        answered = Answered(episode.next_call()())
     except Exception as error:
         answered = Answered(error=error)
     episode.take(episode.said(answered))

@@ -301,6 +301,7 @@ def test_jails_end_with_the_process_that_uses_them():
          "b'7\\n'\n", ""),
         ("print('\\u00e9')", 0, "\u00e9\n", ""),
         ("import sys; sys.stdout.close()", 0, "", None),
+        ("import sys; sys.stderr.write('a part of a line')", 0, "", "a part of a line"),
         ("x = (", 1, "", '  File "/tmp/main.py", line 1\n    x = (\n        ^\nSyntaxError: \'(\' was never closed\n'),
         ("def f():\n    1 / 0\nf()", 1, "",
          'Traceback (most recent call last):\n  File "/tmp/main.py", line 3, in <module>\n    f()\n'

@@ -190,9 +190,9 @@ def test_an_episode_whose_time_is_over_ends_after_the_answer_or_without_it(monke
         one = Episode(spec, request(), {}, (STOP,))
         hears(one)
         says(one, ONE, STOP)
-        call = one.asking()
-        assert callable(call) and one.end >= now + 60
-        monkeypatch.setattr(episodes.time, "monotonic", lambda end=one.end: end)
+        call = one.next_call()
+        assert callable(call) and one.deadline >= now + 60
+        monkeypatch.setattr(episodes.time, "monotonic", lambda end=one.deadline: end)
         one.take(one.said(answered))
         monkeypatch.undo()
         ended.append((one.outcome, one.rewards, one.ids.tolist()))
@@ -242,10 +242,10 @@ def test_an_environment_that_is_given_up_while_it_is_made_is_closed():
         patch.setattr(episodes, "environment_class", lambda name, options: Late)
         thread = threading.Thread(target=attempt.begin, args=(Start("", {}, 0),))
         thread.start()
-        assert attempt.end() is None
+        assert attempt.retire() is None
         gate.set()
         thread.join(10)
-    assert len(closed) == 1 and attempt.end() is None
+    assert len(closed) == 1 and attempt.retire() is None
 
 
 class LongStop(Environment):
