@@ -177,8 +177,8 @@ def torchstate_of(problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "version", f"{torch.__version__}, {torch.get_num_threads()} threads"
     from hybridflow.kit import onednn
 
-    ratio = onednn.speedup()
-    yield "float32 products on CPUs", f"{onednn.chosen(ratio)} (oneDNN: {ratio:.2f} times MKL)"
+    chosen = "oneDNN" if onednn.is_faster() else "torch"
+    yield "float32 products on CPUs", f"by {chosen} (processor: {onednn.maker() or 'unknown'})"
 
     # List the devices; without one, say whether this build of torch could use any.
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Float32 products on CPUs by oneDNN, on machines where it beats MKL.
+"""Float32 products on CPUs by oneDNN, on processors where it beats MKL.
 
 Torch computes them with MKL, which is slow on processors of other makers: on an AMD EPYC
 110 GFLOP/s a core, oneDNN 200 to 265. On Intel's processors MKL is faster. `fits` decides where
@@ -8,27 +8,18 @@ oneDNN is used; everywhere else F.linear is.
 from __future__ import annotations
 
 import functools
-import logging
-import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-log = logging.getLogger(__name__)
-
-MARGIN = 1.25
-"""How many times as fast as MKL oneDNN has to be.
-
-The ratio is far from it on either kind of processor (0.9 and about 2), so that measuring again,
-when a run is resumed say, chooses the same kernels and gives the same bits.
-"""
+MAKERS = {"AuthenticAMD", "HygonGenuine"}
+"""Processors on which oneDNN is about twice as fast as MKL."""
+CPUINFO = Path("/proc/cpuinfo")
 LEAST_ROWS = 64
 """With fewer rows MKL is as fast, or faster, everywhere."""
-PROBE = (512, 256, 768)
-"""Rows, inputs and outputs of the product that is measured: 0.2 GFLOP."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,42 +31,29 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 @functools.cache
-def speedup() -> float:
-    """Return how many times as fast as MKL oneDNN is in this process, 0 where torch lacks it.
-
-    The first call takes some 10 ms: it measures the fastest of several rounds of each.
-    """
-    if not torch.backends.mkldnn.is_available() or not hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    ):
-        return 0.0
-    rows, inputs, outputs = PROBE
-    x = torch.ones(rows, inputs)
-    weight = torch.ones(outputs, inputs)
-    candidates: list[Callable] = [F.linear, linear]
-    best = [float("inf"), float("inf")]
-    with torch.inference_mode():
-        # The first turn makes the kernels; both see the same machine.
-        for turn in range(6):
-            for index, candidate in enumerate(candidates):
-                start = time.perf_counter()
-                candidate(x, weight)
-                taken = time.perf_counter() - start
-                if turn:
-                    best[index] = min(best[index], taken)
-    ratio = best[0] / best[1]
-    log.info("float32 products by %s; oneDNN has %.2f times MKL's speed", chosen(ratio), ratio)
-    return ratio
-
-
-def chosen(ratio: float) -> str:
-    """Return the name of the library for float32 products if oneDNN is `ratio` times as fast."""
-    return "oneDNN" if ratio >= MARGIN else "MKL"
-
-
 def is_faster() -> bool:
-    """Return whether this process computes large float32 products by oneDNN."""
-    return speedup() >= MARGIN
+    """Return whether large float32 products are oneDNN's on this machine, by its processor.
+
+    It is not measured: a busy machine could choose other kernels for one rank or for a resumed
+    run, and so other last digits.
+    """
+    return (
+        torch.backends.mkl.is_available()
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and maker() in MAKERS
+    )
+
+
+def maker() -> str | None:
+    """Return the processor's vendor_id as Linux gives it, None on other systems and processors."""
+    if not CPUINFO.exists():
+        return None
+    for line in CPUINFO.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "vendor_id":
+            return value.strip()
+    return None
 
 
 def fits(x: torch.Tensor) -> bool:
@@ -124,7 +102,7 @@ class _Product(torch.autograd.Function):
 
 
 def use(module: nn.Module) -> None:
-    """Make the module's linear layers compute by oneDNN if that is faster on this machine."""
+    """Make the module's linear layers compute by oneDNN where `is_faster` says so."""
     if not is_faster():
         return
     for part in module.modules():

@@ -171,12 +171,6 @@ class _Loop:
 
     def answered(self, coroutine: Awaitable[Any], timeout_s: float) -> Answered:
         """Wait for a coroutine; after `timeout_s` it is cancelled. Raises what it raises."""
-        try:
-            loop = self._started()
-        except RuntimeError:
-            if inspect.iscoroutine(coroutine):
-                coroutine.close()  # Python warns of one that is never awaited
-            raise
 
         async def bounded() -> Answered:
             limit = asyncio.timeout(None if math.isinf(timeout_s) else timeout_s)
@@ -188,44 +182,50 @@ class _Loop:
                     raise
                 return Answered(late=True)
 
-        return asyncio.run_coroutine_threadsafe(bounded(), loop).result()
+        with self._lock:  # so that nothing comes to a loop that has been stopped
+            try:
+                loop = self._started()
+            except RuntimeError:
+                if inspect.iscoroutine(coroutine):
+                    coroutine.close()  # Python warns of one that is never awaited
+                raise
+            found = asyncio.run_coroutine_threadsafe(bounded(), loop)
+        return found.result()
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
         """Make a call in the loop's thread as soon as time.monotonic is `when`."""
-        loop = self._started()
 
         def due() -> None:
             # A little later, so that the caller finds the deadline passed.
             loop.call_later(max(when - time.monotonic(), 0.0) + 0.001, call, *args)
 
-        loop.call_soon_threadsafe(due)
+        with self._lock:
+            loop = self._started()
+            loop.call_soon_threadsafe(due)
 
     def _started(self) -> asyncio.AbstractEventLoop:
-        """Return the loop. Raises RuntimeError after `stop`."""
-        with self._lock:
-            if self._stopped:
-                raise RuntimeError("the calls are closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
-            return self._loop
+        """Return the loop; the caller holds the lock. Raises RuntimeError after `stop`."""
+        if self._stopped:
+            raise RuntimeError("the calls are closed")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
+        return self._loop
 
     def stop(self) -> None:
         """Cancel what runs, and end the loop's thread, if there is one."""
         with self._lock:
             self._stopped = True
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(_cancel_all, self._loop)
+                self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, and what is under way then until it has been cancelled."""
     loop.run_forever()
-    loop.close()
-
-
-def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
-    # Cancelled tasks take their last step before the loop stops.
-    for task in asyncio.all_tasks(loop):
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
         task.cancel()
-    loop.call_soon(loop.stop)
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.close()

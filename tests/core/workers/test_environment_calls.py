@@ -32,6 +32,13 @@ def all_of(calls: EnvironmentCalls) -> dict:
     return found
 
 
+def until(found) -> None:
+    end = time.monotonic() + 20
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_each_call_is_answered_by_what_it_returned_or_raised(make):
     calls = make(4)
 
@@ -114,12 +121,15 @@ def test_coroutines_that_run_are_cancelled_when_the_calls_are_closed(make):
         try:
             await asyncio.sleep(60)
         finally:
+            await asyncio.sleep(0.01)  # as one that tells its server
             cancelled.set()
 
+    before = threading.active_count()
     calls.submit(0, waits)
     assert begun.wait(10)
     calls.close()
     assert cancelled.wait(10) and not calls.busy
+    until(lambda: threading.active_count() == before)  # the call's thread and the loop's
 
 
 def test_whoever_waits_elsewhere_hears_of_each_answer(make):
@@ -187,6 +197,5 @@ def test_a_coroutine_that_comes_after_the_end_begins_nothing(make):
     before = threading.active_count()
     calls.close()
     go_on.set()
-    while threading.active_count() >= before:
-        time.sleep(0.01)
+    until(lambda: threading.active_count() < before)
     assert not begun
