@@ -6,7 +6,7 @@
 # make test-fake  training backends on GPUs and ranks that are not there
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
-# make curves  what each algorithm learns, three seeds
+# make curves  what each algorithm learns, three seeds      make environments  what a small model learns in three environments
 # make bench  every benchmark, beside its peers (one: make bench BENCH=bench/like_trl.py)        make clean  remove what these made
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 $(VENV)/.done: pyproject.toml ci/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q torch==2.13.0
-	$(PIP) install -q -c ci/constraints.txt -e '.[standard,test]'
+	$(PIP) install -q -c ci/constraints.txt -e '.[standard,gymnasium,reasoning-gym,test]'
 	touch $@
 
 demo: $(VENV)/.done
@@ -102,7 +102,11 @@ bench: $(VENV)/.done .venv-engines/.done .bench/trl/.done .bench/verl/.done
 curves: $(VENV)/.done
 	$(PY) ci/curves.py $(CURVES)
 
+# A minute or two each.
+environments: $(VENV)/.done
+	$(PY) bench/environments.py
+
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines test-fake bench-fake matrix zoo check text paths mirror docs bench curves clean
+.PHONY: demo test test-engines test-fake bench-fake matrix zoo check text paths mirror docs bench curves environments clean

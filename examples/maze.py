@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.contracts.environment import Answer, Environment, Start, Turn
 
 STEPS = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
 """Move -> the change of (x, y); y counts from the north."""
-
-
-class Mazes(DataSource):
-    """Rows {"prompt": "go", "seed": n}, one for each maze. Options: `split` ("train", "held-out"), `held_out` (rows)."""
-
-    def __init__(self, config: DataConfig):
-        super().__init__(config)
-        options = self.read_options(split="train", held_out=200, rows=4000)
-        cut = options["held_out"]
-        self.seeds = range(cut) if options["split"] == "held-out" else range(cut, options["rows"])
-
-    def __len__(self) -> int:
-        return len(self.seeds)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"prompt": "go", "seed": self.seeds[i]}
 
 
 class Maze(Environment):

@@ -42,7 +42,7 @@ from hybridflow.core.job.sections import (
     ValidationSection,
 )
 from hybridflow.core.plugins import registry
-from hybridflow.core.plugins.resolve import environment_class
+from hybridflow.core.plugins.resolve import make_environment
 from hybridflow.settle.checks import cross_checks
 from hybridflow.settle.config.load import merge
 from hybridflow.settle.config.structure import Problem, structure
@@ -265,16 +265,19 @@ def _trackers(reader: Reader, run: RunSection) -> tuple[Chosen, ...]:
 
 
 def _environment(reader: Reader) -> EnvironmentSection | None:
-    """Read [environment], and check that its class takes the options; None without the table."""
+    """Read [environment], and check its options by making one; None without the table."""
     if "environment" not in reader.tables:
         return None
     section, problems = salvage(reader.tables["environment"], EnvironmentSection)
 
     if section is not None and not problems:
         try:
-            environment_class(section.name, section.options)
+            make_environment(section.name, section.options)
         except HybridFlowError as error:
             problems = [Problem("", text) for text in sentences(error)]
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            problems = [Problem("options", f"the environment cannot be made of them ({why})")]
     if problems:
         reader.fail("environment", *(problem.inside("environment") for problem in problems))
     return section

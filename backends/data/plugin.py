@@ -27,4 +27,5 @@ def hybridflow_plugins() -> list[Descriptor]:
             extra="data",
         ),
         Descriptor("data_source", "arithmetic", f"{here}.arithmetic:ArithmeticSource"),
+        Descriptor("data_source", "seeds", f"{here}.seeds:SeedSource"),
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -61,9 +61,13 @@ class Answer:
 
 
 class Environment(ABC):
-    """The plugin contract. `__init__` takes the configured options as keyword arguments."""
+    """The plugin contract. `__init__` takes the configured options as keyword arguments.
 
-    stops: ClassVar[tuple[str, ...]] = ()
+    It starts nothing: one is made when a config is read, only to see whether the options fit. Where
+    they do not, raise ConfigError.
+    """
+
+    stops: tuple[str, ...] = ()
     """Texts, of one token each, that end a turn beside the end of text."""
 
     def reset(self, start: Start) -> Answer:

@@ -61,11 +61,11 @@ def make_reward(found: Any, name: str, options: Mapping[str, Any]) -> Reward:
     return found(**options) if is_class else FunctionReward(found, **options)
 
 
-def environment_class(name: str, options: Mapping[str, Any]) -> type[Environment]:
-    """Find the class of an environment, and check that it takes the options.
+def make_environment(name: str, options: Mapping[str, Any]) -> Environment:
+    """Make a new object of an environment with its options.
 
-    Raises PluginError (no such environment) and ConfigError (not an environment, or options that
-    it does not take).
+    Raises PluginError (no such environment), ConfigError (not an environment, or options that it
+    does not take), and whatever else its class raises.
     """
     plugin = registry().get("environment", name)
     if not (inspect.isclass(plugin) and issubclass(plugin, Environment)):
@@ -74,7 +74,6 @@ def environment_class(name: str, options: Mapping[str, Any]) -> type[Environment
             "hybridflow.core.Environment"
         )
 
-    # The class is only asked whether it takes the options; the caller makes the objects.
     signature = inspect.signature(plugin)
     try:
         signature.bind(**options)
@@ -82,7 +81,7 @@ def environment_class(name: str, options: Mapping[str, Any]) -> type[Environment
         raise ConfigError(
             f"the options {dict(options)!r} do not fit environment {name!r}{signature}: {error}"
         ) from error
-    return plugin
+    return plugin(**options)
 
 
 def load_source(config: DataConfig) -> DataSource:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -224,8 +224,11 @@ class _Loop:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, and what is under way then until it has been cancelled."""
     loop.run_forever()
-    tasks = asyncio.all_tasks(loop)
+    loop.run_until_complete(_cancelled(asyncio.all_tasks(loop)))
+    loop.close()
+
+
+async def _cancelled(tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,7 +26,7 @@ from hybridflow.core.contracts.rollout import Completion, Request
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.errors import ConfigError, EnvironmentFailure
 from hybridflow.core.job.sections import EnvironmentSection
-from hybridflow.core.plugins.resolve import environment_class
+from hybridflow.core.plugins.resolve import make_environment
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
 from hybridflow.core.values.metrics import Metrics
@@ -65,7 +65,7 @@ class Episodes:
         """Return the tokens that end a turn. Raises ConfigError for a stop of several tokens."""
         section = self.section
         stops = []  # engines compare single tokens
-        for text in environment_class(section.name, section.options).stops:
+        for text in make_environment(section.name, section.options).stops:
             ids = self.tokenizer.encode(text)
             if len(ids) != 1:
                 raise ConfigError(
@@ -88,7 +88,7 @@ class Attempt:
     def begin(self, start: Start) -> Any:
         """Make the environment, and return its answer to the prompt, or a coroutine of it."""
         section = self.section
-        environment = environment_class(section.name, section.options)(**section.options)
+        environment = make_environment(section.name, section.options)
         with self._lock:
             ended = self._ended
             if not ended:

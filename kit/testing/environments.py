@@ -1,14 +1,17 @@
 """EnvironmentConformance: checks the episodes of an Environment.
 
-Episodes end, their answers keep the contract, equal episodes get equal answers, and instances share
-nothing.
+Episodes end, their answers keep the contract, chance comes from the seed alone, instances share
+nothing, also side by side in threads, and can be closed at any time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,20 @@ TEXTS = ("42", "no idea", "", "\u2603 <calc>1+1</calc>", "4" * 200)
 """Texts of a model's turns: right, wrong, empty, with a call of a tool, and long."""
 
 
-def finished(value: Any) -> Any:
-    """Return an answer; of an async environment's coroutine what it returns."""
+EPISODES = 4
+"""Number of episodes that run side by side."""
+
+
+def called(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of an environment; of an async one's coroutine return what it returns."""
+    value = method(*arguments)
     return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def called_in_a_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a method of an environment in a new thread, as a run does."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(called, method, *arguments).result()
 
 
 class EnvironmentConformance:
@@ -51,19 +65,26 @@ class EnvironmentConformance:
         characters = np.frombuffer(text.encode(), dtype=np.uint8)
         return Turn(number, text, characters.astype(np.int64), ended)
 
-    def episode(self, environment: Environment, texts: tuple[str, ...] = TEXTS) -> list[Answer]:
+    def episode(
+        self,
+        environment: Environment,
+        texts: tuple[str, ...] = TEXTS,
+        seed: int = 0,
+        call: Callable[..., Any] = called,
+    ) -> list[Answer]:
         """Return the answers of one episode: first that of reset, then one for each turn.
 
-        The turns take these texts in order, again and again, until the episode is done.
+        The turns take these texts in order, again and again, until the episode is done. `call`
+        makes each call of the environment.
         """
-        answers = [finished(environment.reset(self.start()))]
+        answers = [call(environment.reset, self.start(seed=seed))]
         for number in range(self.most_turns):
             text = texts[number % len(texts)]
-            answers.append(finished(environment.step(self.turn(text, number))))
+            answers.append(call(environment.step, self.turn(text, number)))
             if not isinstance(answers[-1], Answer) or answers[-1].done:
                 break
 
-        environment.close()
+        call(environment.close)
         return answers
 
     def test_every_answer_is_one_to_go_on_with(self, make):
@@ -103,10 +124,10 @@ class EnvironmentConformance:
         # The first episode is still open while the second one runs.
         first = make()
         second = make()
-        finished(first.reset(self.start()))
-        finished(first.step(self.turn("between")))
+        called(first.reset, self.start())
+        called(first.step, self.turn("between"))
         after = self.episode(second)
-        first.close()
+        called(first.close)
         require(
             after == alone,
             got=f"{after}",
@@ -114,10 +135,58 @@ class EnvironmentConformance:
             likely="class attributes that are written, or files of one name",
         )
 
+    def test_chance_is_drawn_from_the_seed_alone(self, make):
+        """The generators of `random` and numpy, which all episodes share, are left alone."""
+        kept = random.getstate(), np.random.get_state()
+        answers = []
+        try:
+            for seed in (1, 2):
+                random.seed(seed)
+                np.random.seed(seed)
+                before = random.getstate(), str(np.random.get_state())
+                answers.append(self.episode(make()))
+                require(
+                    (random.getstate(), str(np.random.get_state())) == before,
+                    got="the state of a shared generator has changed",
+                    expected="no change: episodes run side by side in threads",
+                    likely="random.seed or np.random.seed; make a generator of start.seed instead",
+                )
+        finally:
+            random.setstate(kept[0])
+            np.random.set_state(kept[1])
+        require(
+            answers[0] == answers[1],
+            got=f"{answers[1]}",
+            expected=f"{answers[0]}, whatever the shared generators' state is",
+            likely="a draw of random or np.random; make a generator of start.seed instead",
+        )
+
+    def test_episodes_side_by_side_are_those_of_each_alone(self, make):
+        """Episodes run at once, each call in a thread of its own, and nothing is mixed up."""
+        alone = [self.episode(make(), seed=seed) for seed in range(EPISODES)]
+
+        together = threading.Barrier(EPISODES, timeout=60)
+
+        def episode(seed: int) -> list[Answer]:
+            environment = make()
+            together.wait()
+            return self.episode(environment, seed=seed, call=called_in_a_thread)
+
+        with ThreadPoolExecutor(EPISODES) as threads:
+            running = [threads.submit(episode, seed) for seed in range(EPISODES)]
+            for seed, found in enumerate(running):
+                error = found.exception()
+                require(
+                    error is None and found.result() == alone[seed],
+                    got=f"{found.result()}" if error is None else repr(error),
+                    expected=f"{alone[seed]}, as in an episode by itself",
+                    likely="state that instances share, or that only its first thread may touch",
+                )
+
     def test_it_can_be_closed_before_and_after_an_episode(self, make):
         """close() raises nothing on a fresh instance, nor during an episode."""
-        make().close()
+        called(make().close)
 
         environment = make()
-        finished(environment.reset(self.start()))
-        environment.close()
+        called(environment.reset, self.start())
+        called(environment.close)

@@ -38,7 +38,7 @@ def test_it_imports_no_torch():
 
 def test_one_kind_and_an_unknown_one():
     assert "jsonl" in listed("tracker") and "grpo" not in listed("tracker")
-    assert "there is no plugin of kind environment" in listed("environment")
+    assert "there is no plugin of kind protocol" in listed("protocol")
     with pytest.raises(PluginError, match="did you mean 'reward'"):
         listed("rewards")
 

@@ -95,7 +95,7 @@ class TestMaze(EnvironmentConformance):
 
     @staticmethod
     def start(prompt="go", seed=0, **meta):
-        return Start(prompt, {"seed": 3, **meta}, seed)
+        return Start(prompt, {"seed": 3 + seed, **meta}, seed)
 
     def test_every_maze_can_be_left_by_what_is_said_of_it(self, make):
         """A walk that knows only which sides are open, depth first, comes to the exit."""

@@ -12,10 +12,13 @@ from hybridflow.core.contracts.tokenizer import TokenizerConfig
 
 ENVIRONMENT = """
 from hybridflow.core.contracts.environment import Answer, Environment
+from hybridflow.core.errors import ConfigError
 
 class Sums(Environment):
     def __init__(self, size=1):
-        self.size = size
+        if size == 0:
+            raise ConfigError("option size is 0")
+        self.size = 6 / (size - 1) if size else 0
     def step(self, turn):
         return Answer(done=True)
 """
@@ -133,6 +136,13 @@ def test_an_environment_must_be_one_and_take_its_options(tmp_path):
     assert (made.environment.max_turns, made.environment.options) == (3, {"size": 2})
     found = problem("environment={name='sums_by_turns:Sums', options={sizes=2}}")
     assert found.startswith("environment: the options {'sizes': 2} do not fit environment 'sums_by")
+    assert problem("environment={name='sums_by_turns:Sums', options={size=0}}") == (
+        "environment: option size is 0"
+    )
+    assert problem("environment.name='sums_by_turns:Sums'") == (
+        "environment.options: the environment cannot be made of them "
+        "(ZeroDivisionError: division by zero)"
+    )
     assert "'no_such_turns:Sums'" in problem("environment.name=no_such_turns:Sums")
     assert problem("environment={}").startswith("environment.name: required")
 

@@ -15,9 +15,9 @@ from hybridflow.core.contracts.tokenizer import TokenizerConfig, Tokenizers
 from hybridflow.core.errors import ConfigError, PluginError
 from hybridflow.core.plugins.resolve import (
     build_tokenizer,
-    environment_class,
     find_protocol,
     load_source,
+    make_environment,
     make_reward,
     reward_from,
 )
@@ -104,13 +104,14 @@ def test_what_is_no_reward_or_does_not_take_its_options_is_refused(found, option
 
 
 def test_an_environment_is_a_class_that_takes_its_options():
-    assert environment_class(path("Echo"), {"times": 2}) is Echo
+    made = make_environment(path("Echo"), {"times": 2})
+    assert type(made) is Echo and made.times == 2
     with pytest.raises(ConfigError, match=r"\{'time': 2\} do not fit environment .*\(times=1\)"):
-        environment_class(path("Echo"), {"time": 2})
+        make_environment(path("Echo"), {"time": 2})
     with pytest.raises(ConfigError, match="it must be a class derived from"):
-        environment_class(path("letters"), {})
+        make_environment(path("letters"), {})
     with pytest.raises(PluginError, match="unknown environment 'echo'"):
-        environment_class("echo", {})
+        make_environment("echo", {})
 
 
 def test_a_source_is_a_class_made_with_the_settings_of_the_data():

@@ -10,6 +10,8 @@ import pytest
 
 from hybridflow.core.workers.environment_calls import EnvironmentCalls
 
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 @pytest.fixture
 def make():

@@ -217,9 +217,9 @@ class Flaky(Environment):
 
     def __init__(self, always: bool = False):
         self.always = always
-        Flaky.made.append(self)
 
     def reset(self, start):
+        Flaky.made.append(self)
         self.seed = start.seed
         return Answer("1+")
 

@@ -239,7 +239,7 @@ def test_an_environment_that_is_given_up_while_it_is_made_is_closed():
 
     attempt = Attempt(EnvironmentSection("late"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(episodes, "environment_class", lambda name, options: Late)
+        patch.setattr(episodes, "make_environment", lambda name, options: Late(**options))
         thread = threading.Thread(target=attempt.begin, args=(Start("", {}, 0),))
         thread.start()
         assert attempt.retire() is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sqlite3
+import time
 
 import numpy as np
 import pytest
@@ -73,6 +75,55 @@ class SharedTurns(Guess):
         self.turns.clear()
 
 
+class SeedsTheSharedGenerator(Guess):
+    """By itself each episode is the same."""
+
+    def reset(self, start):
+        random.seed(start.seed)
+        return super().reset(start)
+
+    def step(self, turn):
+        return Answer(f"{random.random()}", done=turn.number == 2)
+
+
+class DrawsFromTheSharedGenerator(Guess):
+    def reset(self, start):
+        super().reset(start)
+        kept = np.random.get_state()
+        noise = np.random.random()
+        np.random.set_state(kept)
+        return Answer(f"{noise}")
+
+
+class ThreadBound(Guess):
+    def reset(self, start):
+        super().reset(start)
+        self.store = sqlite3.connect(":memory:")
+        return Answer("guess: ")
+
+    def step(self, turn):
+        self.store.execute("select 1")
+        return super().step(turn)
+
+    def close(self):
+        pass
+
+
+class Mixed(Guess):
+    """The last episode's noise is everybody's, from its reset to its end."""
+
+    def reset(self, start):
+        answer = super().reset(start)
+        Mixed.shared = self.noise
+        self.answer = None  # never guessed
+        return answer
+
+    def step(self, turn):
+        time.sleep(0.01)
+        self.noise = self.shared
+        return super().step(turn)
+
+
 FAULTS = {
     "test_every_answer_is_one_to_go_on_with": [
         AnswersNothing,
@@ -82,6 +133,11 @@ FAULTS = {
     ],
     "test_equal_episodes_get_equal_answers": [Chance, CountsEpisodes],
     "test_a_second_episode_knows_nothing_of_the_first": [SharedTurns],
+    "test_chance_is_drawn_from_the_seed_alone": [
+        SeedsTheSharedGenerator,
+        DrawsFromTheSharedGenerator,
+    ],
+    "test_episodes_side_by_side_are_those_of_each_alone": [ThreadBound, Mixed],
 }
 CLOSING = "test_it_can_be_closed_before_and_after_an_episode"
 
@@ -107,6 +163,9 @@ class Awaited(Guess):
 
     async def step(self, turn):
         return Guess.step(self, turn)
+
+    async def close(self):
+        pass
 
 
 @pytest.mark.parametrize("good", [Guess, Awaited])
