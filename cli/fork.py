@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.values.files import BESIDE, CHECKPOINTS, CONFIG, FORK, MARK
+from hybridflow.core.values.sealed import read_sealed, write_sealed
 from hybridflow.settle.config.load import import_from, read_config
 from hybridflow.settle.config.waiting import wait_briefly
 
@@ -76,7 +76,7 @@ def _tables(source: Path, step: int) -> dict[str, Any]:
             f"{source}: is not the folder of a run (it has no {MARK}); of a run with stages "
             "give the stage's, such as runs/arithmetic/grpo"
         )
-    written = json.loads(mark.read_text())
+    written = read_sealed(mark)
     if beside := written.get(BESIDE):
         import_from(beside)  # the run's rewards, say
     tables: dict[str, Any] = written[CONFIG]
@@ -93,14 +93,14 @@ def _begin(folder: Path, checkpoint: Path, source: Path, step: int) -> None:
     """
     origin = {"run": str(source.resolve()), "step": step}
     file = folder / FORK
-    ours = file.is_file() and json.loads(file.read_text()) == origin
+    ours = file.is_file() and read_sealed(file) == origin
     if not ours and folder.exists() and any(folder.iterdir()):
         raise ConfigError(
             f"{folder}: is there already, and no fork of {source} at step {step}; give this one a "
             "name of its own (run.name=...)"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(origin) + "\n")
+    write_sealed(file, origin)
 
     # A run that has begun has checkpoints of its own; a copy in part is made again.
     target = folder / CHECKPOINTS

@@ -6,9 +6,11 @@ Only the command that is asked for is imported: the others show their summary al
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -18,6 +20,23 @@ from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.names import did_you_mean, reason
 from hybridflow.core.plugins import registry
+
+FULL = "free disk space, and go on with --resume"
+DENIED = "choose a folder of yours (run.folder, --out)"
+OTHER_NAME = "give another name or folder (run.name, run.folder, --out)"
+ADVICE = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EACCES: DENIED,
+    errno.EPERM: DENIED,
+    errno.EROFS: DENIED,
+    errno.ENAMETOOLONG: OTHER_NAME,
+    errno.ENOTDIR: OTHER_NAME,
+    errno.EISDIR: OTHER_NAME,
+    errno.EIO: "the disk does not read or write; copy the run's folder to another one",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What the system may refuse -> what a user does about it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         command, arguments = _parse(given)
-        return command.run(arguments)
+        with _said():
+            return command.run(arguments)
     except HybridFlowError as error:
         print(f"hybridflow: {error}", file=sys.stderr)
         return 1
@@ -43,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("hybridflow: interrupted", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Raise HybridFlowError with advice in the place of what the system refuses the user."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in ADVICE:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        raise HybridFlowError(f"{error.strerror}{where}; {ADVICE[error.errno]}") from error
 
 
 def _parse(given: list[str]) -> tuple[Command, argparse.Namespace]:

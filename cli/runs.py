@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from hybridflow.core.contracts.command import Command
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, DamagedError
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.running.lock import hold, is_held
 from hybridflow.core.values.files import (
@@ -31,6 +31,7 @@ from hybridflow.core.values.files import (
     METRICS,
     SETTINGS,
 )
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.core.values.units import amount
 from hybridflow.kit.console import make_console, print_line, print_table
 
@@ -78,7 +79,8 @@ class FoundRun:
     settings: dict[str, Any]
     """The resolved settings, by dotted key."""
     state: str
-    """The state: "finished", "running", or "ended" if it was killed or stopped before its end."""
+    """The state: "finished", "running", "ended" if it was killed or stopped before its end, or
+    "damaged" if a file that says so is not as it was written."""
     step: int
     """The last completed step."""
     score: float | None
@@ -110,9 +112,10 @@ def _marks(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _read(folder: Path) -> FoundRun:
-    mark = json.loads((folder / MARK).read_text())
-    algorithm = mark[CONFIG].get("algorithm", {})
-    done = json.loads((folder / DONE).read_text()) if (folder / DONE).is_file() else None
+    """Return the run of a folder; damaged files are told in its state."""
+    mark, damaged = _sealed(folder / MARK)
+    done, undone = _sealed(folder / DONE) if (folder / DONE).is_file() else (None, False)
+    algorithm = mark.get(CONFIG, {}).get("algorithm", {}) if mark else ""
     stats = list(_stats(folder))
     steps = Checkpoints(folder / CHECKPOINTS, 1).steps()
 
@@ -120,7 +123,7 @@ def _read(folder: Path) -> FoundRun:
     rows = _metrics(folder)
     step = max([row.get("step", 0) for row in rows] + steps, default=0)
     scores = [row[SCORE] for row in rows if SCORE in row]
-    if done is not None:
+    if done:
         step = done["step"]
         scores = [own[SCORE] for own in done["validations"].values() if SCORE in own]
     kept = [f"step {number}" for number in steps]
@@ -129,14 +132,30 @@ def _read(folder: Path) -> FoundRun:
     return FoundRun(
         folder=folder,
         algorithm=algorithm if isinstance(algorithm, str) else algorithm.get("name", ""),
-        settings=mark.get(SETTINGS) or {},
-        state="running" if is_held(folder) else "ended" if done is None else "finished",
+        settings=(mark or {}).get(SETTINGS) or {},
+        state=_state(folder, damaged or undone, done is not None),
         step=int(step),
         score=scores[-1] if scores else None,
         kept=", ".join(kept),
         changed=max(stat.st_mtime for stat in stats),
         nbytes=sum(stat.st_size for stat in stats),
     )
+
+
+def _sealed(file: Path) -> tuple[dict[str, Any] | None, bool]:
+    """Return a file's content, and whether it is damaged."""
+    try:
+        return read_sealed(file), False
+    except DamagedError:
+        return None, True
+
+
+def _state(folder: Path, damaged: bool, finished: bool) -> str:
+    if is_held(folder):
+        return "running"
+    if damaged:
+        return "damaged"
+    return "finished" if finished else "ended"
 
 
 def _stats(folder: Path) -> Iterator[os.stat_result]:
@@ -148,12 +167,17 @@ def _stats(folder: Path) -> Iterator[os.stat_result]:
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the logged metrics; a last line that is being written is left out."""
+    """Return the logged metrics; lines that are damaged or being written are left out."""
     file = folder / METRICS
     if not file.is_file():
         return []
-    lines = file.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = []
+    for line in file.read_text(errors="replace").splitlines(keepends=True):
+        with suppress(ValueError):
+            row = json.loads(line) if line.endswith("\n") else None
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
 
 
 def list_runs(runs: Sequence[FoundRun]) -> None:

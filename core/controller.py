@@ -35,25 +35,31 @@ batches, whose columns stay on the ranks until a rank reads them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from hybridflow.core.contracts.tracker import remove_later_lines
-from hybridflow.core.errors import CheckpointError, MismatchError, WorkerDied
+from hybridflow.core.errors import (
+    CheckpointError,
+    DamagedError,
+    MismatchError,
+    WorkerDied,
+    WorkerError,
+)
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.checkpoint import checkpoints_of
+from hybridflow.core.running.checkpoint import State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
-from hybridflow.core.running.folder import StopSignal, claim
+from hybridflow.core.running.folder import StopSignal, claim, write_mark
 from hybridflow.core.running.mismatch import explained
 from hybridflow.core.running.reporting import Observer, Reporter
 from hybridflow.core.running.run import Run
-from hybridflow.core.running.samples import SAMPLES, write_rollouts
+from hybridflow.core.running.samples import write_rollouts
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
-from hybridflow.core.values.files import DONE
+from hybridflow.core.values.files import DONE, SAMPLES
 
 
 @attrs.frozen
@@ -87,13 +93,15 @@ def run_job(
     is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
     since it would happen again. Raises ConfigError if the run's folder cannot be claimed.
     """
-    claimed = claim(job, resume, overwrite, mark)
-    with claimed, Reporter(job, prepared, observers) as report:
+    mark = mark or {}
+    with claim(job, resume, overwrite), Reporter(job, prepared, observers) as report:
+        if not resume:
+            write_mark(job, mark)
         (job.folder / DONE).unlink(missing_ok=True)  # of a finished run that goes on
         for attempt in range(job.run.restarts + 1):
             try:
                 session = Session(job, prepared, report.say)
-                return train(session, report, resume or attempt > 0, export)
+                return train(session, report, resume or attempt > 0, export, mark)
             except WorkerDied as error:
                 if attempt == job.run.restarts:
                     raise
@@ -106,7 +114,9 @@ def run_job(
     raise AssertionError("unreachable")
 
 
-def train(session: Session, report: Reporter, resume: bool, export: bool) -> RunOutcome:
+def train(
+    session: Session, report: Reporter, resume: bool, export: bool, mark: Mapping[str, Any]
+) -> RunOutcome:
     """Train until run.steps, until the goal of the validation, or until SIGTERM asks for a stop."""
     job = session.job
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
@@ -116,7 +126,10 @@ def train(session: Session, report: Reporter, resume: bool, export: bool) -> Run
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
         if resume and checkpoints.steps():
-            restore(run, algorithm)
+            restore(run, algorithm, report.say)
+        if resume:
+            # Settings that its checkpoint does not fit are not to be taken for the run's.
+            write_mark(job, mark)
         remove_later_lines(job.folder / SAMPLES, run.step)
         report.begin(run.step, session.parameters)
         validate_if_due(run, report)
@@ -179,30 +192,50 @@ def due(step: int, every: int) -> bool:
 
 def checkpoint(run: Run, algorithm) -> None:
     """Write the whole state of the run, from which it resumes bit for bit."""
-    state = {
-        "step": run.step,
-        "algorithm": algorithm.state_dict(),
-        "counters": run.ctx.counters,
-        "data": run.session.data.state().result(),
-        "validations": run.validations,
-        "tokens": run.tokens,
-    }
-    folder = run.checkpoints.write(run.step, state, run.session.save)
+    state = State(
+        step=run.step,
+        algorithm=algorithm.state_dict(),
+        counters=run.ctx.counters,
+        data=run.session.data.state().result(),
+        validations=run.validations,
+        tokens=run.tokens,
+    )
+    folder = run.checkpoints.write(state, run.session.save)
     registry().notify("hybridflow_checkpoint", run=run, step=run.step, folder=folder)
 
 
-def restore(run: Run, algorithm) -> None:
-    """Load the newest checkpoint into the run, its workers and the algorithm."""
-    newest = run.checkpoints.steps()[-1]
-    state = run.checkpoints.read(newest)
+def restore(run: Run, algorithm, say: Callable[[str], None]) -> None:
+    """Load the newest checkpoint that is not damaged into the run, its workers and the algorithm.
 
-    # The version of the weights is loaded too; engines have none yet, and the next generate syncs.
-    run.session.load(run.checkpoints.path(newest))
-    run.session.data.set_state(state["data"]).result()
-    algorithm.load_state_dict(state["algorithm"])
+    Newer ones are set aside. Raises CheckpointError where all are damaged, and where they are those
+    of another model.
+    """
+    damaged: dict[int, str] = {}
+    for step in reversed(run.checkpoints.steps()):
+        try:
+            state = run.checkpoints.read(step)
+            # The weights' version is loaded too; engines have none yet: the next generate syncs.
+            run.session.load(run.checkpoints.path(step))
+        except DamagedError as error:
+            damaged[step] = error.message if isinstance(error, WorkerError) else str(error)
+            continue
+        break
+    else:
+        listed = "".join(f"\n  step {step}: {text}" for step, text in damaged.items())
+        raise CheckpointError(
+            f"no checkpoint in {run.checkpoints.folder} can be read; put back a copy of one, or "
+            f"begin anew with --overwrite:{listed}"
+        )
+    for step, text in damaged.items():
+        aside = run.checkpoints.set_aside(step)
+        say(
+            f"the checkpoint of step {step} is damaged, and is now {aside}: {text}\n"
+            f"going on from step {state.step}"
+        )
 
-    # JSON turned the steps, which are keys, into strings.
-    run.ctx.counters = state["counters"]
-    run.validations = {int(step): values for step, values in state["validations"].items()}
-    run.step = state["step"]
-    run.tokens = state.get("tokens", 0)  # checkpoints of earlier versions have none
+    run.session.data.set_state(state.data).result()
+    algorithm.load_state_dict(state.algorithm)
+    run.ctx.counters = state.counters
+    run.validations = state.validations
+    run.step = state.step
+    run.tokens = state.tokens

@@ -46,6 +46,10 @@ class CheckpointError(HybridFlowError):
     """A checkpoint cannot be written or read; the previous one is untouched."""
 
 
+class DamagedError(CheckpointError):
+    """A file of a run or a checkpoint is not as it was written; an older one may be complete."""
+
+
 class WorkerError(HybridFlowError):
     """A worker failed.
 
@@ -81,6 +85,10 @@ class MismatchError(WorkerError):
 
 class WorkerDied(WorkerError):
     """The process of a worker has ended (killed, out of memory, crashed)."""
+
+
+class DamagedPartError(WorkerError, DamagedError):
+    """A worker found its part of a checkpoint damaged."""
 
 
 def _rebuild_worker_error(cls, message, fields):

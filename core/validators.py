@@ -49,6 +49,29 @@ share: Validator = validator(
 """Takes 0 <= value <= 1."""
 
 
+FOLDER_NAME = "a folder's name: 1 to 200 bytes, without / and \\, not beginning with a dot"
+"""What `is_folder_name` demands, in words."""
+
+
+def is_folder_name(name: str) -> bool:
+    """Return whether a text names one folder, and cannot lead out of the one around it."""
+    # A hidden file such as .lock is not to be met by it; file systems take 255 bytes.
+    return (
+        0 < len(name.encode(errors="replace")) <= 200
+        and name.isprintable()
+        and not name.startswith(".")
+        and not set(name) & set("/\\")
+    )
+
+
+folder_name: Validator = validator(
+    is_folder_name,
+    FOLDER_NAME,
+    "give another name, such as sums-2 (the folder around it is run.folder)",
+)
+"""Takes the names that `is_folder_name` does."""
+
+
 def at_least(smallest: float) -> Validator:
     """Make a validator that takes value >= smallest."""
     return validator(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from hybridflow.core.running.checkpoint import Checkpoints
 from hybridflow.core.values.files import CHECKPOINTS, DONE, MARK
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.inference.models import FoundModel
 from hybridflow.settle.config.load import flatten
 
@@ -22,7 +22,7 @@ def model_card(found: FoundModel, dtype: str) -> str:
     if found.run is None:
         return "\n".join([*lines, f"Written by hybridflow in {dtype}.", ""])
 
-    mark = json.loads((found.run / MARK).read_text())
+    mark = read_sealed(found.run / MARK)
     algorithm = found.tables.get("algorithm", {})
     name = algorithm if isinstance(algorithm, str) else algorithm.get("name")
     lines.append(
@@ -57,11 +57,10 @@ def _validation(found: FoundModel) -> dict[str, float]:
     """Return the metrics of the run's validation after the model's step, if there was one."""
     assert found.run is not None
     done = found.run / DONE
-    validations: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
     if done.is_file():
-        validations = json.loads(done.read_text())["validations"]
+        metrics = read_sealed(done)["validations"].get(str(found.step), {})
     elif found.checkpoint is not None and found.step is not None:
         checkpoints = Checkpoints(found.run / CHECKPOINTS, 1)
-        validations = checkpoints.read(found.step)["validations"]
-    metrics = validations.get(str(found.step), {})
+        metrics = checkpoints.read(found.step).validations.get(found.step, {})
     return {key: value for key, value in metrics.items() if not key.endswith("_seconds")}

@@ -27,6 +27,7 @@ from hybridflow.core.values.files import (
     MARK,
     SETTINGS,
 )
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.settle.config.load import import_from
 from hybridflow.settle.stages import located_model
 
@@ -135,7 +136,7 @@ def find_model(
         return _folder(folder, step, stage)
 
     folder = _stage(folder, stage)
-    mark = json.loads((folder / MARK).read_text())
+    mark = read_sealed(folder / MARK)
     if beside := mark.get(BESIDE):
         import_from(beside)  # the run's rewards, say
     settings = mark.get(SETTINGS) or {}
@@ -185,7 +186,7 @@ def _of_run(folder: Path, tables: Mapping[str, Any], step: int | None, role: str
 
     # An export counts while it is that of the run's end: a run may have gone on since.
     export = export_folder(folder, role)
-    done = json.loads((folder / DONE).read_text()) if (folder / DONE).is_file() else {}
+    done = read_sealed(folder / DONE) if (folder / DONE).is_file() else {}
     exported = bool(done.get("exported")) and (export / CONFIG).is_file()
     last = done["step"] if exported else None
     if last is not None and step in (None, last):

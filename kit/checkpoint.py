@@ -1,43 +1,35 @@
 """Saves a training backend's state by boxes, so that other layouts and backends can read it.
 
-torch.distributed.checkpoint writes the files. Entries are "model.NAME", "optimizer.exp_avg.NAME"
-and "optimizer.exp_avg_sq.NAME", where NAME and shape are canonical (Hugging Face):
+Entries are "model.NAME", "optimizer.exp_avg.NAME" and "optimizer.exp_avg_sq.NAME", where NAME and
+shape are canonical (Hugging Face):
 
     rank 0   boxes of each entry \\                          / boxes of rank 0'
     rank 1   boxes of each entry  > files, by entry and box <  boxes of rank 1'
     rank 2   boxes of each entry /                          \\ ...
+
+kit/checkpoint_files.py has the files.
 """
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import attrs
 import torch
+import torch.distributed as dist
 
-from hybridflow.core.errors import CheckpointError
+from hybridflow.core.errors import CheckpointError, DamagedError
 from hybridflow.core.values.weights import Box
+from hybridflow.kit.checkpoint_files import Index, PartReader, StatePart, StoredEntry, write_parts
+
+__all__ = ["MOMENTS", "SavedState", "StatePart", "flat_parts", "load_state", "save_state"]
+
+T = TypeVar("T")
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's running means of the gradient and of its square, as entries name them."""
-COUNTERS = "counters.json"
-"""The file with the version of the weights."""
-
-
-@attrs.frozen(eq=False)
-class StatePart:
-    """A part of one entry that this rank has."""
-
-    entry: str
-    shape: tuple[int, ...]
-    """Shape of the whole entry."""
-    box: Box
-    values: torch.Tensor
-    """The box's elements; loading writes into them."""
 
 
 def flat_parts(
@@ -62,41 +54,169 @@ def flat_parts(
             offset += part.numel
 
 
+# --- of all ranks ---
+
+
 def save_state(parts: Iterable[StatePart], version: int, folder: Path, rank: int) -> None:
-    """Write each element once, whoever holds copies, into an empty folder. A collective call."""
-    import torch.distributed.checkpoint as dcp
+    """Write each element once, whoever holds copies, into an empty folder. A collective call.
 
-    save_boxes, _ = _planners()
-    dcp.save({}, checkpoint_id=folder, planner=save_boxes(list(parts)))
+    Raises CheckpointError on every rank where one cannot write, and where the boxes of all ranks
+    are not the whole of an entry.
+    """
+    held = {_place(part): part for part in parts if part.box.numel}
+    writers = _writers(_gathered(list(held)))
+    _check_complete(writers)
+    mine = [held[place] for place, writer in writers.items() if writer == rank]
 
-    # torch's checkpoint files hold tensors only.
-    if rank == 0:
-        (folder / COUNTERS).write_text(json.dumps({"version": version}))
+    def write() -> list:
+        return list(write_parts(mine, folder, rank))
+
+    stored = [part for own in _all_or_none(write) for part in own]
+
+    def finish() -> None:
+        # The index completes the folder, so it comes after all parts.
+        if rank == 0:
+            _index(version, writers, stored).write(folder)
+
+    _all_or_none(finish)
 
 
-def load_state(parts: Iterable[StatePart], folder: Path, role: str) -> int:
+def load_state(parts: Iterable[StatePart], folder: Path, role: str, complete: bool = True) -> int:
     """Fill the parts from files, and return the version of the weights. A collective call.
 
-    Raises CheckpointError when an entry is missing, has another shape, or a file cannot be read.
-    """
-    import torch.distributed.checkpoint as dcp
+    complete: whether the ranks together should want every entry of the files.
 
-    # All problems of the files are raised as one of these, here or on another rank.
-    unreadable = (
-        OSError,
-        KeyError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        dcp.api.CheckpointException,
-    )
+    Raises DamagedError where files are not as they were written, and CheckpointError where the
+    model has another shape or other entries than they.
+    """
+    wanted = [part for part in parts if part.box.numel]
+
+    def load() -> tuple[int, set[str]]:
+        index = Index.read(folder)
+        _check_entries(wanted, index)
+        with PartReader(folder, index) as reader:
+            reader.fill(wanted)
+        return index.version, index.entries.keys() - {part.entry for part in wanted}
+
     try:
-        version = _version(folder)
-        _, load_boxes = _planners()
-        dcp.load({}, checkpoint_id=folder, planner=load_boxes(list(parts)))
-    except unreadable as error:
-        raise _unreadable(folder, role, error) from error
+        every = _all_or_none(load)
+        version, _ = every[0]
+        unknown = set.intersection(*(others for _, others in every))
+        if complete and unknown:
+            raise CheckpointError(
+                f"it has {_listed(sorted(unknown))}, which the model here has not"
+            )
+    except CheckpointError as error:
+        raise _of_role(folder, role, error) from error
     return version
+
+
+class _Place(NamedTuple):
+    """A box of an entry, which several ranks may hold."""
+
+    entry: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: tuple[int, ...]
+    box_shape: tuple[int, ...]
+
+
+def _place(part: StatePart) -> _Place:
+    dtype = str(part.values.dtype).removeprefix("torch.")
+    return _Place(part.entry, tuple(part.shape), dtype, part.box.start, part.box.shape)
+
+
+def _writers(held: Sequence[Sequence[_Place]]) -> dict[_Place, int]:
+    """Return the rank that writes each box: of those that hold it, the one with least to write.
+
+    held: the boxes of each rank.
+    """
+    holders: dict[_Place, list[int]] = {}
+    for rank, places in enumerate(held):
+        for place in places:
+            holders.setdefault(place, []).append(rank)
+
+    load = [0] * len(held)
+    writers = {}
+    for place, ranks in holders.items():
+        writers[place] = min(ranks, key=lambda rank: load[rank])
+        load[writers[place]] += prod(place.box_shape)
+    return writers
+
+
+def _check_complete(places: Iterable[_Place]) -> None:
+    """Raise CheckpointError where boxes do not make whole entries."""
+    elements: dict[tuple, int] = {}
+    for place in places:
+        entry = (place.entry, place.shape)
+        elements[entry] = elements.get(entry, 0) + prod(place.box_shape)
+    for (name, shape), found in elements.items():
+        if found != prod(shape):
+            raise CheckpointError(
+                f"{name} of shape {shape} has {prod(shape)} elements, and the boxes of all ranks "
+                f"have {found}: the backend's boxes overlap in part, leave some out, or differ in "
+                "shape or dtype"
+            )
+
+
+def _index(version: int, places: Iterable[_Place], stored: Iterable[tuple[str, Any]]) -> Index:
+    """Make the index of parts that are written."""
+    entries: dict[str, StoredEntry] = {}
+    for place in places:
+        entry = StoredEntry(shape=list(place.shape), dtype=place.dtype, parts=[])
+        entries.setdefault(place.entry, entry)
+    for name, part in stored:
+        entries[name]["parts"].append(part)
+    return Index(version, entries)
+
+
+def _check_entries(parts: Iterable[StatePart], index: Index) -> None:
+    """Raise CheckpointError for a part whose entry the index has not, or in another shape."""
+    missing = list(dict.fromkeys(part.entry for part in parts if part.entry not in index.entries))
+    if missing:
+        raise CheckpointError(f"it has no {_listed(missing)}")
+    for part in parts:
+        if index.shape(part.entry) != tuple(part.shape):
+            raise CheckpointError(
+                f"{part.entry} has shape {index.shape(part.entry)} there, {tuple(part.shape)} here"
+            )
+
+
+def _all_or_none(act: Callable[[], T]) -> list[T]:
+    """Call `act` on every rank and return the results of all; where one fails, raise on every rank.
+
+    The error is a DamagedError where a rank raised one, else a CheckpointError.
+    """
+    result: Any = None
+    failure: tuple[bool, str] | None = None
+    cause: Exception | None = None
+    try:
+        result = act()
+    except CheckpointError as error:
+        cause = error
+        failure = (isinstance(error, DamagedError), str(error))
+    except Exception as error:
+        cause = error
+        failure = (False, f"{type(error).__name__}: {error}")
+
+    every = _gathered((result, failure))
+    failures = [failure for _, failure in every if failure is not None]
+    if failures:
+        damaged, text = max(failures, key=lambda failure: failure[0])
+        raise (DamagedError if damaged else CheckpointError)(text) from cause
+    return [result for result, _ in every]
+
+
+def _gathered(own: T) -> list[T]:
+    """Return the objects of all ranks, in their order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+# --- of one process ---
 
 
 class SavedState:
@@ -112,132 +232,36 @@ class SavedState:
 
     def __init__(self, folder: Path, role: str):
         """Read the list of entries; `role` is for messages."""
-        from torch.distributed.checkpoint import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self._folder = folder
         self._role = role
         try:
-            self.version = _version(folder)
-            saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except Exception as error:  # files of other programs may cause any error
-            raise _unreadable(folder, role, error) from error
+            self._index = Index.read(folder)
+        except CheckpointError as error:
+            raise _of_role(folder, role, error) from error
+        self.version = self._index.version
         self.entries = {
-            entry: (tuple(data.size), data.properties.dtype)
-            for entry, data in saved.items()
-            if isinstance(data, TensorStorageMetadata)
+            entry: (self._index.shape(entry), self._index.dtype(entry))
+            for entry in self._index.entries
         }
 
     def read(self, entry: str) -> torch.Tensor:
         """Return the whole values of an entry."""
-        import torch.distributed.checkpoint as dcp
-
         shape, dtype = self.entries[entry]
         values = torch.empty(shape, dtype=dtype)
-        _, load_boxes = _planners()
-        part = StatePart(entry, shape, Box.full(shape), values)
         try:
-            # torch warns that only one process loads, which is intended.
-            with warnings.catch_warnings(action="ignore", category=UserWarning):
-                dcp.load({}, checkpoint_id=self._folder, planner=load_boxes([part]), no_dist=True)
-        except (Exception, dcp.api.CheckpointException) as error:
-            raise _unreadable(self._folder, self._role, error) from error
+            with PartReader(self._folder, self._index) as reader:
+                reader.fill([StatePart(entry, shape, Box.full(shape), values)])
+        except CheckpointError as error:
+            raise _of_role(self._folder, self._role, error) from error
         return values
 
 
-def _version(folder: Path) -> int:
-    return int(json.loads((folder / COUNTERS).read_text())["version"])
+def _of_role(folder: Path, role: str, error: CheckpointError) -> CheckpointError:
+    """Return the same error with the folder and the role."""
+    return type(error)(f"the checkpoint {folder} of role {role!r} cannot be read: {error}")
 
 
-def _unreadable(folder: Path, role: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint {folder} of role {role!r} cannot be read: {_first_cause(error)}"
-    )
-
-
-def _planners() -> tuple[type, type]:
-    """Return the (save, load) planners of torch's checkpoints for boxes.
-
-    They are made here because importing torch's planners takes a second.
-    """
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint.planner import (
-        LoadPlan,
-        SavePlan,
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-    )
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    # torch calls a box a chunk, and names it by its offset and its sizes.
-    def chunk(box: Box) -> Any:
-        return ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
-
-    class Boxes:
-        def __init__(self, parts: Sequence[StatePart]):
-            super().__init__()
-            # torch asks for values by entry and offset.
-            self.parts = {}
-            for part in parts:
-                if part.box.numel:
-                    self.parts[part.entry, torch.Size(part.box.start)] = part
-
-        def _values(self, index: Any) -> torch.Tensor:
-            part = self.parts[index.fqn, torch.Size(index.offset)]
-            return part.values.detach().view(part.box.shape)
-
-    class SaveBoxes(Boxes, DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            # One item per box; torch leaves out those that another rank writes too.
-            items = []
-            for (entry, offset), part in self.parts.items():
-                properties = TensorProperties.create_from_tensor(part.values)
-                data = TensorWriteData(chunk(part.box), properties, torch.Size(part.shape))
-                place = MetadataIndex(entry, offset)
-                items.append(WriteItem(place, WriteItemType.SHARD, tensor_data=data))
-            self.plan = SavePlan(items, planner_data={})
-            return self.plan
-
-        def lookup_object(self, index: Any) -> torch.Tensor:
-            return self._values(index)
-
-    class LoadBoxes(Boxes, DefaultLoadPlanner):
-        def create_local_plan(self) -> Any:
-            items = []
-            for (entry, _), part in self.parts.items():
-                saved = None
-                if self.metadata is not None:
-                    saved = self.metadata.state_dict_metadata.get(entry)
-                if not isinstance(saved, TensorStorageMetadata):
-                    raise ValueError(f"it has no {entry}")
-                if tuple(saved.size) != part.shape:
-                    raise ValueError(
-                        f"{entry} has shape {tuple(saved.size)} there, {part.shape} here"
-                    )
-
-                # torch finds the saved boxes that overlap this one, however they were cut.
-                items += create_read_items_for_chunk_list(entry, saved, [chunk(part.box)])
-            return LoadPlan(items)
-
-        def lookup_tensor(self, index: Any) -> torch.Tensor:
-            return self._values(index)
-
-    return SaveBoxes, LoadBoxes
-
-
-def _first_cause(error: BaseException) -> str:
-    """Return the first line of what one rank raised.
-
-    torch's checkpoint errors hold those of all ranks, with tracebacks.
-    """
-    # An error of this rank alone has no `failures`.
-    failures = getattr(error, "failures", None)
-    cause = next(iter(failures.values()))[0] if failures else error
-    return f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    """Return names for a message, the first few of many."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -16,10 +16,11 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, DamagedError
 from hybridflow.core.job.job import Job
 from hybridflow.core.job.sections import RoleSection
 from hybridflow.core.values.files import MARK, SETTINGS
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.settle.schema import SECTIONS
 
 FREE_SECTIONS = ("run", "runtime", "placement", "pools", "rollout", "validation")
@@ -70,10 +71,17 @@ def settings(job: Job) -> dict[str, Any]:
 def changes(job: Job) -> list[Change] | None:
     """Compare a job's settings with those in its folder; None where the folder has none.
 
-    A setting that only one version of hybridflow has is not compared.
+    A setting that only one version of hybridflow has is not compared. Raises ConfigError where the
+    folder's file of settings is damaged.
     """
     mark = job.folder / MARK
-    before = json.loads(mark.read_text()).get(SETTINGS) if mark.is_file() else None
+    try:
+        before = read_sealed(mark).get(SETTINGS) if mark.is_file() else None
+    except DamagedError as error:
+        raise ConfigError(
+            f"--resume: {error}. Put back a copy, or remove it: the run goes on then without a "
+            "comparison of its settings"
+        ) from error
     if before is None:
         return None
     now = settings(job)
@@ -94,12 +102,15 @@ def _value(leaves: Mapping[str, Any], key: str) -> Any:
     return {inner.removeprefix(prefix): value for inner, value in below.items()} or UNSET
 
 
-def check_changes(job: Job) -> list[Change]:
-    """Return the changed settings of a resumed run, in the order of their keys.
+def check_changes(job: Job) -> list[Change] | None:
+    """Return the changed settings of a resumed run, in the order of their keys; None as `changes`.
 
     Raises ConfigError with all changes that are not allowed.
     """
-    every = sorted(changes(job) or [], key=lambda change: change.key)
+    found = changes(job)
+    if found is None:
+        return None
+    every = sorted(found, key=lambda change: change.key)
     refused = [change for change in every if not change.allowed]
     if refused:
         prefix = f"stage {job.stage}: " if job.stage else ""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import attrs
 
+from hybridflow.core.errors import ConfigError, DamagedError
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.exports import CONFIG, export_folder
 from hybridflow.core.running.run import goal_reached
-from hybridflow.core.values.files import CHECKPOINTS, DONE, FORK, LOCK, MARK
+from hybridflow.core.values.files import CHECKPOINTS, DONE, FORK, LOCK, LOGS, MARK, PARTIAL_EXPORT
+from hybridflow.core.values.sealed import PARTIAL, read_sealed, write_sealed
 
 
 @attrs.frozen
@@ -27,17 +27,28 @@ class Done:
 
 def write_done(job: Job, done: Done) -> None:
     """Write to the run's folder that the run is finished, and how."""
-    (job.folder / DONE).write_text(json.dumps(attrs.asdict(done)))
+    write_sealed(job.folder / DONE, attrs.asdict(done))
 
 
 def read_done(job: Job) -> Done | None:
-    """Return how the run ended; None for one that has not."""
+    """Return how the run ended; None for one that has not.
+
+    Raises ConfigError for a damaged file.
+    """
     file = job.folder / DONE
     if not file.is_file():
         return None
-    record = json.loads(file.read_text())
-    validations = {int(step): values for step, values in record["validations"].items()}
-    return Done(record["step"], validations, record.get("exported", False))
+    try:
+        record = read_sealed(file)
+        by_step = record.pop("validations").items()
+        return Done(validations={int(step): values for step, values in by_step}, **record)
+    except (DamagedError, AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{file} does not say how a run ended"
+        if isinstance(error, DamagedError):
+            what = str(error)
+        raise ConfigError(
+            f"{what}. Put back a copy, or remove it: --resume goes on then from the last checkpoint"
+        ) from error
 
 
 def results_of(job: Job) -> list[str]:
@@ -45,7 +56,8 @@ def results_of(job: Job) -> list[str]:
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    return [name for name in names if name not in (MARK, LOCK, "logs", CHECKPOINTS, FORK)]
+    marks = (MARK, LOCK, LOGS, CHECKPOINTS, FORK, PARTIAL_EXPORT)
+    return [name for name in names if name not in marks and not name.endswith(PARTIAL)]
 
 
 def to_train(job: Job, done: Done) -> bool:

@@ -75,7 +75,7 @@ def run(
         if stage is not None and overwrite:
             _refuse_begun_stages(job, every[at + 1 :])
     done: list[Done | None] = [None] * len(jobs)
-    changed: list[list[Change]] = [[] for _ in jobs]
+    changed: list[list[Change] | None] = [[] for _ in jobs]
     if resume:
         changed = _changes(jobs)
         done = [_still_done(*stage) for stage in zip(jobs, following, strict=True)]
@@ -194,8 +194,11 @@ def _left_nothing(job: Job) -> bool:
     return not results_of(job) and not checkpoints_of(job).steps()
 
 
-def _changes(jobs: list[Job]) -> list[list[Change]]:
-    """Return the changed settings of each stage. Raises ConfigError with those not allowed."""
+def _changes(jobs: list[Job]) -> list[list[Change] | None]:
+    """Return the changed settings of each stage, None where its folder has none.
+
+    Raises ConfigError with those that are not allowed.
+    """
     changed = []
     problems: list[str] = []
     for job in jobs:
@@ -208,13 +211,15 @@ def _changes(jobs: list[Job]) -> list[list[Change]]:
     return changed
 
 
-def _goes_on(job: Job, changed: list[Change]) -> str:
+def _goes_on(job: Job, changed: list[Change] | None) -> str:
     """Return a line on what --resume does with a stage that is not finished."""
     name = job.stage or job.name
     steps = checkpoints_of(job).steps()
     if not steps:
         return f"{name}: nothing to go on from in {job.folder}; it begins at step 1"
-    listed = "; ".join(map(str, changed)) or "nothing"
+    listed = "not known: its run.json is missing"
+    if changed is not None:
+        listed = "; ".join(map(str, changed)) or "nothing"
     return f"{name}: going on from step {steps[-1]}; changed: {listed}"
 
 

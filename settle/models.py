@@ -11,6 +11,7 @@ from hybridflow.core.errors import ModelError
 from hybridflow.core.job.job import Job
 from hybridflow.core.values.files import DONE, EXPORT, MARK
 from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.settle.config.structure import Invalid, Problem
 
 
@@ -75,7 +76,7 @@ def model_path(path: str, role: str) -> str:
     """
     folder = Path(path)
     done = folder / DONE
-    if not _is_run(folder) or not (done.is_file() and json.loads(done.read_text()).get("exported")):
+    if not _is_run(folder) or not (done.is_file() and read_sealed(done).get("exported")):
         return path
     exports = {export.name: export for export in sorted((folder / EXPORT).glob("*"))}
     chosen = exports.get(role) or exports.get("actor")

@@ -9,6 +9,8 @@ from typing import Any
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
+from hybridflow.core.validators import FOLDER_NAME, is_folder_name
+from hybridflow.core.values.files import WRITTEN
 from hybridflow.settle.config.load import COMMAND_LINE, Provenance, expand, merge
 from hybridflow.settle.models import model_path
 from hybridflow.settle.schema import SECTIONS
@@ -25,7 +27,8 @@ TOKENIZER = ((("path", "characters", "train"), ()),)
 def stage_tables(tables: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
     """Return the tables of each run stage, in order: its own over the common ones.
 
-    Without stages {None: tables}. Raises ConfigError where [stages] is not a table of tables.
+    Without stages {None: tables}. Raises ConfigError where [stages] is not a table of tables, and
+    for names that no folder can have.
     """
     stages = tables.get("stages", {})
     if not isinstance(stages, Mapping) or not all(
@@ -38,7 +41,20 @@ def stage_tables(tables: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
     common = expand(common)
     if not stages:
         return {None: common}
+    _check_names(stages)
     return {name: overlay(common, expand(own)) for name, own in stages.items()}
+
+
+def _check_names(stages: Mapping[str, Any]) -> None:
+    """Raise ConfigError for names that no folder of a stage can have."""
+    problems = []
+    for name in stages:
+        if not is_folder_name(name):
+            problems.append(f"stages: {name!r} is no name of a stage: it must be {FOLDER_NAME}")
+        elif name in WRITTEN:
+            problems.append(f"stages.{name}: every run's folder has a {name}; give another name")
+    if problems:
+        raise ConfigError(problems)
 
 
 def overlay(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

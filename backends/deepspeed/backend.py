@@ -502,7 +502,7 @@ class DeepSpeedBackend(TrainingBackend):
                 StatePart(f"model.{name}", self._shapes[name], box, values)
                 for name, box, values in self._held(self._trained)
             ]
-            load_state(weights, folder, self.context.role)
+            load_state(weights, folder, self.context.role, complete=False)
 
     def _weights_from_masters(self) -> None:
         """Copy the masters of stage 3 to the weights: this rank's shards, and those kept whole."""

@@ -437,7 +437,7 @@ class FSDPBackend(TrainingBackend):
                 yield StatePart(f"optimizer.{moment}.{name}", shape, box, values)
 
     def save(self, folder: Path) -> None:
-        """Write the shards with torch.distributed.checkpoint (see kit/checkpoint.py)."""
+        """Write the shards (kit/checkpoint.py)."""
         save_state(
             self._state(),
             self.version,

@@ -455,7 +455,7 @@ class MegatronBackend(TrainingBackend):
             StatePart(f"model.{name}", self._layout.params[name].shape, box, values)
             for name, box, values in self.named_shards()
         )
-        load_state(weights, folder, self.context.role)
+        load_state(weights, folder, self.context.role, complete=False)
 
     def export_hf(self, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write config.json and model.safetensors with canonical names, on rank 0."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from hybridflow.core.contracts.tracker import Tracker, remove_later_lines
+from hybridflow.core.values.files import METRICS
 
 
 class JsonlTracker(Tracker):
@@ -22,7 +23,7 @@ class JsonlTracker(Tracker):
 
     def start(self, folder: Path, step: int) -> None:
         """Open the file to append to it, after removing the lines of steps later than `step`."""
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS
         remove_later_lines(path, step)
 
         # Left open until `close`.

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from hybridflow.core.contracts.tracker import Tracker
+from hybridflow.core.values.files import TENSORBOARD
 
 
 class TensorBoardTracker(Tracker):
@@ -19,7 +20,7 @@ class TensorBoardTracker(Tracker):
         Each attempt of a run has an event file of its own; TensorBoard shows them as one.
         """
         # purge_step is the first step to hide.
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self.writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a scalar per metric."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hybridflow.core.errors import ConfigError
+
 
 class Tracker(ABC):
     """A plugin of kind "tracker". It lives on the controller."""
@@ -39,23 +41,27 @@ class Tracker(ABC):
 def remove_later_lines(path: Path, step: int) -> None:
     """Remove the lines of steps after `step` from a file of JSON objects with a "step", if any.
 
-    A line that a killed run left incomplete is removed too.
+    Lines that a killed run left incomplete, or that are damaged, are removed too. Raises
+    ConfigError where `path` is a folder.
     """
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
+    if not path.is_file():
+        raise ConfigError(f"{path}: is no file, and the run writes one of this name; move it away")
+    lines = path.read_bytes().splitlines(keepends=True)
     earlier = [line for line in lines if _step_of(line) <= step]
 
     # Replaced in one step: a run that is killed here loses no line.
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(earlier))
+    partial.write_bytes(b"".join(earlier))
     os.replace(partial, path)
 
 
-def _step_of(line: str) -> float:
-    """Return the line's step; infinity for a line that a killed run left incomplete."""
+def _step_of(line: bytes) -> float:
+    """Return the line's step; infinity for a line that is incomplete or damaged."""
     # A complete line ends in a newline.
     try:
-        return json.loads(line)["step"] if line.endswith("\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        step = None
+    return step if isinstance(step, int) else float("inf")

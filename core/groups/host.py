@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.contracts.worker import COLLECTIVE_TIMEOUT, RankContext, Worker
-from hybridflow.core.errors import HybridFlowError, WorkerError
+from hybridflow.core.errors import DamagedError, DamagedPartError, HybridFlowError, WorkerError
 from hybridflow.core.groups.wire import Decoder, Encoder
 from hybridflow.core.values.batch import Batch
 
@@ -219,9 +219,10 @@ class Host:
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            own = isinstance(cause, HybridFlowError)
+            own = isinstance(cause, HybridFlowError) or isinstance(error, DamagedError)
             trace = "" if own else "".join(traceback.format_exception(cause, chain=False))
-        return WorkerError(text, role=role, phase=phase, rank=self.rank, remote_traceback=trace)
+        cls = DamagedPartError if isinstance(error, DamagedError) else WorkerError
+        return cls(text, role=role, phase=phase, rank=self.rank, remote_traceback=trace)
 
 
 def _local_device(rank: int) -> int:

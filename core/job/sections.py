@@ -13,7 +13,7 @@ import attrs
 from hybridflow.core.contracts.failure import FailureRule
 from hybridflow.core.contracts.reward import RewardFailureRule
 from hybridflow.core.contracts.training import OptimizerConfig
-from hybridflow.core.validators import at_least, non_negative, positive, setting
+from hybridflow.core.validators import at_least, folder_name, non_negative, positive, setting
 from hybridflow.core.values.model import ModelConfig
 from hybridflow.core.values.units import BUCKET_MB
 
@@ -23,7 +23,7 @@ class RunSection:
     """[run]: length, folder, checkpoints and reports of a run."""
 
     # Length and place
-    name: str | None = None
+    name: str | None = setting(None, folder_name)
     """Name of the run's folder inside `folder`. Default: the name of the config file."""
     folder: str = "runs"
     """Folder that holds the folders of all runs."""

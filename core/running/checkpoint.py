@@ -8,27 +8,50 @@ A checkpoint is written to partial-step-N and renamed when it is complete:
         actor/        weights and optimizer, as the training backend writes them
         critic/
       partial-step-00000020/    being written, or left by a process that was killed
+      damaged-step-00000015/    found damaged by a --resume, which took an older one
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from hybridflow.core.errors import CheckpointError, WorkerDied
+from hybridflow.core.errors import CheckpointError, DamagedError, WorkerDied
 from hybridflow.core.values.files import CHECKPOINTS
+from hybridflow.core.values.sealed import flush_file, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from hybridflow.core.job.job import Job
 
 PREFIX = "step-"
-FORMAT = 2
+DAMAGED = "damaged-"
+"""Prefix of the name of a checkpoint that was found damaged."""
+STATE = "state.json"
+"""The file that completes a checkpoint."""
+FORMAT = 3
 """Version of a checkpoint's files; checkpoints of another format are refused."""
+
+
+@attrs.frozen
+class State:
+    """The state of a run beside its models."""
+
+    step: int
+    """Number of completed steps."""
+    algorithm: dict[str, Any]
+    """`state_dict` of the algorithm."""
+    counters: dict[str, int]
+    """The context's counters of what was drawn."""
+    data: dict[str, Any]
+    """Data set -> the state of its sampler."""
+    validations: dict[int, dict[str, float]]
+    """Step -> metrics of the validation after it."""
+    tokens: int
+    """Number of tokens that the actor has generated."""
 
 
 @attrs.frozen
@@ -43,13 +66,13 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
 
-        # A folder is a checkpoint once it has its state.json.
+        # A folder is a checkpoint once it has its state.
         steps = []
         for path in self.folder.iterdir():
             digits = path.name.removeprefix(PREFIX)
             if not (path.name.startswith(PREFIX) and digits.isdigit()):
                 continue
-            if (path / "state.json").is_file():
+            if (path / STATE).is_file():
                 steps.append(int(digits))
         return sorted(steps)
 
@@ -57,29 +80,25 @@ class Checkpoints:
         """Return the folder of the checkpoint of `step`, which may not exist."""
         return self.folder / f"{PREFIX}{step:08d}"
 
-    def write(self, step: int, state: dict[str, Any], save: Any) -> Path:
-        """Write `state` as JSON and the models by `save(folder)`; return the checkpoint's folder.
+    def write(self, state: State, save: Callable[[Path], None]) -> Path:
+        """Write `state`, and the models by `save(folder)`; return the checkpoint's folder.
 
         After a failure earlier checkpoints are unchanged. Raises CheckpointError with the cause (a
         full disk, say), and WorkerDied if a worker died while it wrote.
         """
-        final = self.path(step)
+        final = self.path(state.step)
         partial = final.with_name(f"partial-{final.name}")
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save(partial)
-
-            # state.json comes last and reaches the disk before the rename that completes it all.
-            with open(partial / "state.json", "w") as file:
-                json.dump({"format": FORMAT, **state}, file)
-                file.flush()
-                os.fsync(file.fileno())
+            self._complete(state, partial)
 
             # A rename is all or nothing. One of the same step, from before a restart, makes way.
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
+            flush_file(self.folder)
         except WorkerDied:  # the job starts again, from the checkpoint before
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -89,10 +108,11 @@ class Checkpoints:
             steps = self.steps()
             earlier = "there is no earlier one"
             if steps:
-                earlier = f"the checkpoint of step {steps[-1]} is whole"
+                earlier = f"the checkpoint of step {steps[-1]} is complete"
             raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
-                f"{earlier}. Free disk space or change run.folder, and go on with --resume"
+                f"the checkpoint of step {state.step} could not be written to {self.folder}: "
+                f"{error}; {earlier}. Mend that (free disk space, say) or change run.folder, and "
+                "go on with --resume"
             ) from error
 
         # Older ones are removed only when the new one is complete.
@@ -100,27 +120,43 @@ class Checkpoints:
             shutil.rmtree(self.path(old), ignore_errors=True)
         return final
 
-    def read(self, step: int) -> dict[str, Any]:
+    def _complete(self, state: State, folder: Path) -> None:
+        """Write the state into a folder, after all other files have reached the disk."""
+        for path in folder.rglob("*"):
+            flush_file(path)
+        write_sealed(folder / STATE, {"format": FORMAT, **attrs.asdict(state)})
+
+    def read(self, step: int) -> State:
         """Return the `state` that was passed to `write`.
 
-        Raises CheckpointError for a file that cannot be read and for another format.
+        Raises DamagedError for a file that is not as it was written, and CheckpointError for one of
+        another format.
         """
         path = self.path(step)
-        try:
-            state = json.loads((path / "state.json").read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
-
-        # The oldest checkpoints have no format number.
-        number = state.get("format") if isinstance(state, dict) else None
+        fields = read_sealed(path / STATE)
+        number = fields.pop("format", None)
         if number != FORMAT:
-            writer = "an older" if number is None else "another"
             raise CheckpointError(
-                f"the checkpoint {path} was written by {writer} hybridflow "
-                f"(format {number}, this one reads {FORMAT}); go on with the version that run.json "
-                "names, or begin anew with --overwrite"
+                f"the checkpoint {path} was written by another hybridflow (format {number}, this "
+                f"one reads {FORMAT}); go on with the version that run.json names, or begin anew "
+                "with --overwrite"
             )
+        try:
+            # JSON turned the steps, which are keys, into strings.
+            by_step = fields.pop("validations").items()
+            state = State(validations={int(at): values for at, values in by_step}, **fields)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"{path / STATE} is not the state of a run: {error}") from error
+        if state.step != step:
+            raise DamagedError(f"{path} has the state of step {state.step}")
         return state
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it is none of `steps`; return its new folder."""
+        path = self.path(step)
+        aside = path.with_name(f"{DAMAGED}{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        return path.rename(aside)
 
 
 def checkpoints_of(job: Job) -> Checkpoints:

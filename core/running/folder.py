@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,22 +18,16 @@ from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.lock import hold
-from hybridflow.core.values.files import CONFIG, LOCK, MARK
+from hybridflow.core.values.files import CONFIG, MARK, WRITTEN
+from hybridflow.core.values.sealed import write_sealed
 
 
 @contextmanager
-def claim(
-    job: Job,
-    resume: bool,
-    overwrite: bool,
-    mark: Mapping[str, Any] | None = None,
-) -> Iterator[None]:
-    """Hold the lock of a job's folder while the body runs, and write its run.json.
+def claim(job: Job, resume: bool, overwrite: bool) -> Iterator[None]:
+    """Hold the lock of a job's folder while the body runs.
 
-    `mark` has the entries of run.json beside the config's tables and the versions.
-
-    `overwrite` without `resume` empties the folder first. Raises ConfigError if another process
-    holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
+    `overwrite` without `resume` removes what an earlier run wrote there. Raises ConfigError if
+    another process holds it, or if it has a run and neither `resume` nor `overwrite` was asked for.
     """
     folder = job.folder
     with hold(folder):
@@ -42,14 +37,28 @@ def claim(
                     f"there is a run in {folder} already; go on with it (--resume), "
                     "replace it (--overwrite), or give this run a name of its own (run.name=...)"
                 )
-            # The lock is held through its file, which must stay.
-            for path in folder.iterdir():
-                if path.name != LOCK:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _remove_run(folder)
 
-        fields = {CONFIG: job.tables, **(mark or {}), "versions": versions(job)}
-        (folder / MARK).write_text(json.dumps(fields, indent=2, default=str))
         yield
+
+
+def write_mark(job: Job, mark: Mapping[str, Any]) -> None:
+    """Write run.json, which makes a folder a run's.
+
+    `mark` has its entries beside the config's tables and the versions.
+    """
+    fields = {CONFIG: job.tables, **mark, "versions": versions(job)}
+    write_sealed(job.folder / MARK, json.loads(json.dumps(fields, default=str)))
+
+
+def _remove_run(folder: Path) -> None:
+    """Remove what a run writes from its folder; all else there is somebody else's."""
+    for name in WRITTEN:
+        path = folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def versions(job: Job) -> dict[str, str]:

@@ -9,8 +9,7 @@ import torch
 
 from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
-
-SAMPLES = "samples.jsonl"
+from hybridflow.core.values.files import SAMPLES
 
 
 def write_rollouts(run: Run) -> None:

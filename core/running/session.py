@@ -10,6 +10,7 @@ Session        starts the runtime and the pools, then builds the worker groups i
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from hybridflow.core.running.preflight import devices_of, preflight, torch_alloc
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.files import LOGS, PARTIAL_EXPORT, TOKENIZER
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.workers.device_memory import DeviceWorker
 from hybridflow.core.workers.episodes import Episodes
@@ -86,7 +88,7 @@ def prepare_all(jobs: Sequence[Job]) -> list[Prepared]:
         checked = prepare(job, tokenizers.get(job.tokenizer_path or ""))
         prepared.append(checked)
         # A later run stage reads this one's tokenizer from here, where it is not written yet.
-        tokenizers[str(job.folder / "tokenizer")] = checked.tokenizer
+        tokenizers[str(job.folder / TOKENIZER)] = checked.tokenizer
     return prepared
 
 
@@ -310,7 +312,7 @@ class Session:
             driver = Episodes(job.environment, self.prepared.tokenizer)
 
         # The engine is part of the training worker, unless it has a pool of its own.
-        logs = (job.folder / "logs").absolute()
+        logs = (job.folder / LOGS).absolute()
         role = attrs.evolve(placed.spec, logs=str(logs))
         model = attrs.evolve(role, engine=None) if apart else role
         options: dict[str, Any] = {
@@ -380,15 +382,23 @@ class Session:
             rollout.forget()
 
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder for each trained role, with the tokenizer."""
+        """Write a Hugging Face folder for each trained role, with the tokenizer.
+
+        Each is written aside, and takes the place of an earlier one when it is complete.
+        """
         tokenizer = self.prepared.tokenizer
+        aside = folder / PARTIAL_EXPORT
+        shutil.rmtree(aside, ignore_errors=True)
         for name, group in self.trained.items():
-            path = export_folder(folder, name)
+            path = aside / name
             group.export(str(path.absolute()), self.job.run.export_dtype).result()
             self._save_tokenizer(path)
             model = self.job.models[name].spec.model
             write_special_tokens(path, model, tokenizer, self.stop_ids)
-        self._save_tokenizer(folder / "tokenizer")
+            _replace(export_folder(folder, name), path)
+        self._save_tokenizer(aside / TOKENIZER)
+        _replace(folder / TOKENIZER, aside / TOKENIZER)
+        aside.rmdir()
 
     def _save_tokenizer(self, folder: Path) -> None:
         tokenizer = self.prepared.tokenizer
@@ -399,6 +409,16 @@ class Session:
     def rows(self, name: str, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` of the data set `name`; its sampler does not advance."""
         return self.data.rows(name, start, stop)
+
+
+def _replace(place: Path, written: Path) -> None:
+    """Put a folder in the place of what is there."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    written.rename(place)
 
 
 def _memory(groups: Mapping[str, WorkerGroup]) -> dict[str, DeviceMemory]:

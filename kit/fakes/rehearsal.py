@@ -10,11 +10,11 @@ host and device, is counted.
 from __future__ import annotations
 
 import contextlib
-import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -29,6 +29,7 @@ from hybridflow.core.contracts.training import (
 from hybridflow.core.resharding.exchange import ShardReader
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit import checkpoint
 from hybridflow.kit.fakes.device import FakeGPU, fake_device
 from hybridflow.kit.fakes.memory import FakeMemory
 from hybridflow.kit.fakes.ranks import FakeRank, fake_ranks
@@ -201,9 +202,9 @@ class Rehearser:
         # Real files, of zeros.
         with tempfile.TemporaryDirectory() as folder, _alone():
             with self.phase(f"{name}: save"):
-                self.backend.save(Path(folder) / "checkpoint")
+                self.backend.save(Path(folder))
             with self.phase(f"{name}: load"):
-                self.backend.load(Path(folder) / "checkpoint")
+                self.backend.load(Path(folder))
 
     def result(self) -> Rehearsal:
         """Return what was recorded."""
@@ -227,19 +228,12 @@ def _sum(index: int, outputs: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Make torch's checkpoints treat this rank as the only one: the others are simulated."""
-    import torch.distributed.checkpoint as dcp
-
-    # torch has no setting for it.
-    save = dcp.save
-    load = dcp.load
-    dcp.save = functools.partial(save, no_dist=True)
-    dcp.load = functools.partial(load, no_dist=True)
-    try:
+    """Make checkpoints treat this rank as the only one: the others are simulated."""
+    with (
+        mock.patch.object(checkpoint, "_gathered", lambda own: [own]),
+        mock.patch.object(checkpoint, "_check_complete"),
+    ):
         yield
-    finally:
-        dcp.save = save
-        dcp.load = load
 
 
 @contextlib.contextmanager

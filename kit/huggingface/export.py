@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.contracts.worker import RankContext
+from hybridflow.kit.tensor_files import write_tensors
 
 FILE_BYTES = 5 * 10**9
 """The most bytes of a file, unless a single parameter has more."""
@@ -90,8 +90,6 @@ class _Files:
         if count > 1:
             names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         for number, name in enumerate(names):
-            # safetensors lets the owner alone read a file.
-            self._part(number).chmod(0o666 & ~_umask())
             self._part(number).rename(self.folder / name)
 
         # Several files have an index that says which parameter is in which.
@@ -103,10 +101,8 @@ class _Files:
             (self.folder / INDEX).write_text(json.dumps(index, indent=2))
 
     def _write(self) -> None:
-        from safetensors.torch import save_file
-
         self.folder.mkdir(parents=True, exist_ok=True)
-        save_file(self._tensors, self._part(len(self.written)), metadata={"format": "pt"})
+        write_tensors(self._tensors, self._part(len(self.written)), {"format": "pt"})
         self.written.append(list(self._tensors))
         self._tensors = {}
         self._held = 0
@@ -114,13 +110,6 @@ class _Files:
     def _part(self, number: int) -> Path:
         """Return the temporary name of a file, while the number of files is not known."""
         return self.folder / f"model.safetensors.part{number}"
-
-
-def _umask() -> int:
-    """Return the mask of new files' modes, which can only be read by setting it."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def _describe(hf: type, config: Any, generation: Any, dtype: torch.dtype, folder: Path) -> None:

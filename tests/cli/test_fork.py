@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from helpers.tiny import learning
 from safetensors.torch import load_file
 
 from hybridflow.cli.main import main
+from hybridflow.core.values.sealed import read_sealed, write_sealed
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def test_its_steps_are_the_original_s_bit_for_bit(here, capsys):
         load_file(run / "export/actor/model.safetensors") for run in (fork, here / "runs/tiny")
     ]
     assert all(torch.equal(values, weights[1][name]) for name, values in weights[0].items())
-    assert json.loads((fork / "fork.json").read_text()) == {
+    assert read_sealed(fork / "fork.json") == {
         "run": str(here / "runs/tiny"),
         "step": 2,
     }
@@ -45,7 +44,7 @@ def test_a_copy_in_part_is_made_again(here):
     partial.mkdir(parents=True)
     (partial / "half").write_text("")
     origin = {"run": str(here / "runs/tiny"), "step": 2}
-    (here / "runs/tiny-from-2/fork.json").write_text(json.dumps(origin))
+    write_sealed(here / "runs/tiny-from-2/fork.json", origin)
     assert main(["fork", "runs/tiny", "--step", "2"]) == 0
     assert learning(here / "runs/tiny-from-2") == learning(here / "runs/tiny")[2:]
 

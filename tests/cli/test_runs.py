@@ -11,16 +11,17 @@ import sys
 import pytest
 
 from hybridflow.cli.main import main
+from hybridflow.core.values.sealed import write_sealed
 
 
 def made(folder, settings=None, done=None, metrics=(), steps=(), export=False):
     """A run's folder, as runs write it."""
     folder.mkdir(parents=True)
     mark = {"config": {"algorithm": {"name": "grpo"}}, "settings": settings or {}, "versions": {}}
-    (folder / "run.json").write_text(json.dumps(mark))
+    write_sealed(folder / "run.json", mark)
     (folder / ".lock").touch()
     if done is not None:
-        (folder / "done.json").write_text(json.dumps(done))
+        write_sealed(folder / "done.json", done)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
     for step in steps:
         (folder / f"checkpoints/step-{step:08d}").mkdir(parents=True)

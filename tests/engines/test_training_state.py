@@ -256,5 +256,5 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_it(ranks, folder, tmp_p
     setup = attrs.evolve(setup, path=folder("llama-deep"))
     for said in ranks(failing_load, setup.layout.world, setup, str(tmp_path / "nothing")):
         assert said.startswith(
-            f"CheckpointError: the checkpoint {tmp_path / 'nothing'} of role 'actor' "
+            f"DamagedError: the checkpoint {tmp_path / 'nothing'} of role 'actor' "
         )

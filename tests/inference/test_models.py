@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from hybridflow.core.errors import ModelError
+from hybridflow.core.values.sealed import read_sealed, write_sealed
 from hybridflow.inference.models import find_model
 
 
@@ -45,7 +46,7 @@ def test_without_an_export_it_is_the_newest_checkpoint(sums, tmp_path):
 
 def test_an_export_of_before_the_run_went_on_does_not_count(sums, tmp_path):
     run = shutil.copytree(sums, tmp_path / "sums")
-    (run / "done.json").write_text(json.dumps({"step": 9, "validations": {}, "exported": False}))
+    write_sealed(run / "done.json", {"step": 9, "validations": {}, "exported": False})
     assert find_model(str(run)).step == 4 and find_model(str(run)).checkpoint is not None
     (run / "done.json").unlink()  # it goes on, and was killed
     assert find_model(str(run)).checkpoint is not None
@@ -63,9 +64,9 @@ def test_a_value_model_generates_nothing(sums, tmp_path):
 
 def test_a_tokenizer_that_was_trained_and_is_not_saved_is_missed(sums, tmp_path):
     run = shutil.copytree(sums, tmp_path / "sums")
-    mark = json.loads((run / "run.json").read_text())
+    mark = read_sealed(run / "run.json")
     mark["config"]["tokenizer"] = {"train": "char"}
-    (run / "run.json").write_text(json.dumps(mark))
+    write_sealed(run / "run.json", mark)
     assert find_model(str(run), step=2).tokenizer == str(run / "tokenizer")
     shutil.rmtree(run / "tokenizer")
     with pytest.raises(ModelError, match=r"was trained on the run's data.*run.export=true"):
@@ -75,8 +76,8 @@ def test_a_tokenizer_that_was_trained_and_is_not_saved_is_missed(sums, tmp_path)
 def test_modules_beside_the_run_s_config_are_found(sums, tmp_path, monkeypatch):
     run = shutil.copytree(sums, tmp_path / "sums")
     (tmp_path / "exp").mkdir()
-    mark = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(mark | {"beside": str(tmp_path / "exp")}))
+    mark = read_sealed(run / "run.json")
+    write_sealed(run / "run.json", mark | {"beside": str(tmp_path / "exp")})
     monkeypatch.setattr(sys, "path", list(sys.path))
     find_model(str(run))
     assert str(tmp_path / "exp") in sys.path
@@ -106,8 +107,8 @@ def test_a_folder_by_itself_says_where_texts_end(sums, tmp_path):
 def test_stages_are_folders_of_a_folder(sums, tmp_path):
     for at, name in enumerate(("warm-up", "grpo")):
         run = shutil.copytree(sums, tmp_path / "demo" / name)
-        mark = json.loads((run / "run.json").read_text())
-        (run / "run.json").write_text(json.dumps(mark | {"number": at}))
+        mark = read_sealed(run / "run.json")
+        write_sealed(run / "run.json", mark | {"number": at})
     demo = str(tmp_path / "demo")
     assert find_model(demo).run == tmp_path / "demo/grpo"
     assert find_model(demo, stage="warm-up").run == tmp_path / "demo/warm-up"
@@ -118,9 +119,9 @@ def test_stages_are_folders_of_a_folder(sums, tmp_path):
 def test_the_model_of_an_earlier_stage_is_found(sums, tmp_path):
     shutil.copytree(sums, tmp_path / "demo/warm-up")
     run = shutil.copytree(sums, tmp_path / "demo/grpo")
-    mark = json.loads((run / "run.json").read_text())
+    mark = read_sealed(run / "run.json")
     mark["config"]["actor"]["model"] = {"path": "stage:warm-up"}
-    (run / "run.json").write_text(json.dumps(mark))
+    write_sealed(run / "run.json", mark)
     found = find_model(str(run), step=2)
     assert found.model == {"path": str(tmp_path / "demo/warm-up/export/actor")}
 

@@ -9,9 +9,17 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, strategies as st
 
-from hybridflow.core.errors import CheckpointError
+from hybridflow.core.errors import CheckpointError, DamagedError
 from hybridflow.core.values.weights import Box
-from hybridflow.kit.checkpoint import SavedState, StatePart, flat_parts, load_state, save_state
+from hybridflow.kit.checkpoint import (
+    SavedState,
+    StatePart,
+    _Place,
+    _writers,
+    flat_parts,
+    load_state,
+    save_state,
+)
 
 
 @given(
@@ -106,11 +114,42 @@ def test_one_process_reads_entries_without_the_others(tmp_path, recwarn):
 
 
 def test_files_that_one_process_cannot_read_are_named(tmp_path):
-    with pytest.raises(CheckpointError, match="of role 'actor' cannot be read: FileNotFoundError"):
+    with pytest.raises(DamagedError, match=r"of role 'actor' cannot be read: .*index\.json"):
         SavedState(tmp_path, "actor")
     save_state(parts(torch.ones(2, 2)), 1, tmp_path, 0)
     state = SavedState(tmp_path, "actor")
-    for file in tmp_path.glob("*.distcp"):
-        file.unlink()
-    with pytest.raises(CheckpointError, match="of role 'actor' cannot be read"):
+    (tmp_path / "rank-00000-0.safetensors").unlink()
+    with pytest.raises(DamagedError, match=r"of role 'actor' cannot be read: model\.w"):
         state.read("model.w")
+
+
+def test_entries_that_the_model_has_not_are_refused(tmp_path):
+    whole = torch.randn(4, 2)
+    moment = StatePart("optimizer.exp_avg.w", (4, 2), Box.full((4, 2)), torch.randn(4, 2))
+    save_state([*parts(whole), moment], 3, tmp_path, 0)
+    again = torch.zeros(4, 2)
+    with pytest.raises(
+        CheckpointError, match=r"it has optimizer\.exp_avg\.w, which the model here"
+    ):
+        load_state(parts(again), tmp_path, "actor")
+    assert load_state(parts(again), tmp_path, "actor", complete=False) == 3
+    assert torch.equal(again, whole)
+
+
+@pytest.mark.parametrize("cut", [(0, 3), (2, 5), (0, 2)], ids=["short", "late", "gap"])
+def test_boxes_that_do_not_make_the_whole_are_refused_at_once(tmp_path, cut):
+    whole = torch.randn(5, 3)
+    held = [parts(whole, 2)[1], *parts(whole, 3)] if cut == (2, 5) else []
+    if not held:
+        held = [StatePart("model.w", (5, 3), Box.part((5, 3), 0, *cut), whole[slice(*cut)])]
+    with pytest.raises(CheckpointError, match=r"model\.w of shape \(5, 3\) has 15 elements"):
+        save_state(held, 0, tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_ranks_with_copies_the_one_with_least_to_write_writes():
+    def place(entry: str, rows: int):
+        return _Place(entry, (rows,), "float32", (0,), (rows,))
+
+    large, small, own = place("large", 100), place("small", 10), place("own", 5)
+    assert _writers([[large, small, own], [large, small]]) == {large: 0, small: 1, own: 0}

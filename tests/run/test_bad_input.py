@@ -38,7 +38,7 @@ def test_a_full_disk_at_checkpoint_time_leaves_the_old_checkpoint_whole(tmp_path
         result = hybridflow(tmp_path, "run", "tiny.toml", *settings)
         assert result.returncode == 1
         assert "the checkpoint of step 2 could not be written" in result.stderr
-        assert "the checkpoint of step 1 is whole" in result.stderr
+        assert "the checkpoint of step 1 is complete" in result.stderr
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         resumed = ran(tmp_path, *settings, "--resume")
         assert "resuming after step 1" in resumed.stdout

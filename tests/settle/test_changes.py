@@ -10,6 +10,7 @@ from helpers.job_texts import BASE, STAGES
 from helpers.jobs import job, jobs
 
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.values.sealed import write_sealed
 from hybridflow.settle.changes import Change, changes, check_changes, settings
 
 
@@ -21,7 +22,7 @@ def begun(tmp_path):
         own = f"run.folder={tmp_path}"
         for stage in jobs(own, text=text):
             stage.folder.mkdir(parents=True, exist_ok=True)
-            (stage.folder / "run.json").write_text(json.dumps({"settings": settings(stage)}))
+            write_sealed(stage.folder / "run.json", {"settings": settings(stage)})
         return jobs(own, *overrides, text=text)[-1]
 
     return begun
@@ -95,11 +96,11 @@ def test_the_stage_is_named_and_all_problems_are_told_at_once(begun):
 def test_a_folder_of_an_older_version_has_nothing_to_compare(tmp_path):
     mine = attrs.evolve(job(), folder=tmp_path)
     assert changes(mine) is None
-    (tmp_path / "run.json").write_text(json.dumps({"config": {}}))
-    assert changes(mine) is None and check_changes(mine) == []
+    write_sealed(tmp_path / "run.json", {"config": {}})
+    assert changes(mine) is None and check_changes(mine) is None
     # A setting that only one of the two versions has is not a change.
     known = {key: value for key, value in settings(mine).items() if key != "run.export"}
-    (tmp_path / "run.json").write_text(json.dumps({"settings": {**known, "run.gone": 1}}))
+    write_sealed(tmp_path / "run.json", {"settings": {**known, "run.gone": 1}})
     assert check_changes(mine) == []
 
 

@@ -10,6 +10,7 @@ from helpers.jobs import jobs, model_folder, problem
 
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.model import ModelConfig, ModelSpec
+from hybridflow.core.values.sealed import write_sealed
 from hybridflow.settle.models import exported, model_path, resolve_model, with_exports
 
 
@@ -70,7 +71,7 @@ def finished(folder: Path, *roles: str, exports: bool = True) -> Path:
     """The folder of a run that trained these roles."""
     folder.mkdir(parents=True)
     (folder / "run.json").write_text("{}")
-    (folder / "done.json").write_text(f'{{"exported": {"true" if exports else "false"}}}')
+    write_sealed(folder / "done.json", {"exported": bool(exports)})
     for role in roles:
         model_folder(folder / "export" / role)
     return folder

@@ -7,6 +7,7 @@ from helpers.job_texts import MODEL, STAGES
 from helpers.jobs import jobs
 
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.values.sealed import write_sealed
 from hybridflow.settle.config.load import COMMAND_LINE, Provenance, read_config
 from hybridflow.settle.placement import resolve_placed
 from hybridflow.settle.stages import (
@@ -127,7 +128,7 @@ def test_the_tokenizer_of_a_run_is_in_its_export(tmp_path):
     run = tmp_path / "sums"
     (run / "export/actor").mkdir(parents=True)
     (run / "run.json").write_text("{}")
-    (run / "done.json").write_text('{"exported": true}')
+    write_sealed(run / "done.json", {"exported": True})
     tables = {"actor": {"model": {"path": str(run)}}}
     assert tokenizer_folder(tables, {}) == (str(run / "export/actor"), False)
     assert located_model({"path": str(run)}, tmp_path / "other", "actor") == {

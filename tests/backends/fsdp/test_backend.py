@@ -366,13 +366,13 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_it(ranks, folder, tmp_p
         ranks(save_after, layout.world, setup, [(make_batch(4), Blend())], 1, str(good), 0)
         bad = {
             name: tmp_path / f"{name}-{layout}"
-            for name in ("missing", "empty", "cut", "no-counters", "other-model")
+            for name in ("missing", "empty", "cut", "no-index", "other-model")
         }
         bad["empty"].mkdir()
-        for name in ("cut", "no-counters"):
+        for name in ("cut", "no-index"):
             shutil.copytree(good, bad[name])
-        next(bad["cut"].glob("*.distcp")).write_bytes(b"half")
-        (bad["no-counters"] / "counters.json").write_text("{")
+        next(bad["cut"].glob("*.safetensors")).write_bytes(b"half")
+        (bad["no-index"] / "index.json").write_text("{")
         other = Setup(folder("qwen2-odd"), layout=layout)
         ranks(
             save_after,
@@ -385,7 +385,8 @@ def test_an_unreadable_checkpoint_is_an_error_that_names_it(ranks, folder, tmp_p
         )
         for path in bad.values():
             for said in ranks(failing_load, layout.world, setup, str(path)):
-                assert said.startswith(f"CheckpointError: the checkpoint {path} of role 'actor' ")
+                kind = "Checkpoint" if path.name.startswith("other") else "Damaged"
+                assert said.startswith(f"{kind}Error: the checkpoint {path} of role 'actor' ")
                 assert "\n" not in said
 
 

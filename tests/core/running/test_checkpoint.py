@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from hybridflow.core.errors import CheckpointError, WorkerDied
-from hybridflow.core.running.checkpoint import Checkpoints
+from hybridflow.core.errors import CheckpointError, DamagedError, WorkerDied
+from hybridflow.core.running.checkpoint import FORMAT, Checkpoints, State
+from hybridflow.core.values.sealed import read_sealed, write_sealed
+
+
+def state(step: int, **fields) -> State:
+    made = {"algorithm": {}, "counters": {}, "data": {}, "validations": {}, "tokens": 0}
+    return State(step, **{**made, **fields})
 
 
 def saving(text: str):
@@ -26,11 +31,11 @@ def failing(folder: Path) -> None:
 def test_what_was_written_is_read(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     assert checkpoints.steps() == []
-    folder = checkpoints.write(7, {"step": 7, "counters": {"samples": 3}}, saving("weights"))
+    written = state(7, counters={"samples": 3}, validations={0: {"validation/score": 0.5}})
+    folder = checkpoints.write(written, saving("weights"))
     assert folder == checkpoints.path(7) and (folder / "model").read_text() == "weights"
     assert checkpoints.steps() == [7]
-    state = checkpoints.read(7)
-    assert (state["step"], state["counters"]) == (7, {"samples": 3})
+    assert checkpoints.read(7) == written
 
 
 @pytest.fixture
@@ -40,30 +45,32 @@ def checkpoints(tmp_path):
 
 def test_the_newest_are_kept_in_the_order_of_steps(checkpoints):
     for step in (8, 9, 10, 100):
-        checkpoints.write(step, {"step": step}, saving(str(step)))
+        checkpoints.write(state(step), saving(str(step)))
     assert checkpoints.steps() == [10, 100]
     names = sorted(path.name for path in checkpoints.folder.iterdir())
     assert names == ["step-00000010", "step-00000100"]
 
 
 def test_the_same_step_again_takes_the_place_of_the_first(checkpoints):
-    checkpoints.write(3, {"try": 1}, saving("first"))
-    checkpoints.write(3, {"try": 2}, saving("second"))
-    assert checkpoints.read(3)["try"] == 2
+    checkpoints.write(state(3, tokens=1), saving("first"))
+    checkpoints.write(state(3, tokens=2), saving("second"))
+    assert checkpoints.read(3).tokens == 2
     assert (checkpoints.path(3) / "model").read_text() == "second"
 
 
 def test_one_that_fails_leaves_the_others_whole_and_nothing_of_itself(checkpoints):
     full = "no space left on device"
     with pytest.raises(CheckpointError, match=rf"step 1 could.*{full}; there is no earlier one"):
-        checkpoints.write(1, {}, failing)
-    checkpoints.write(2, {"step": 2}, saving("whole"))
-    with pytest.raises(CheckpointError, match=r"step 3 could.*the checkpoint of step 2 is whole"):
-        checkpoints.write(3, {}, failing)
+        checkpoints.write(state(1), failing)
+    checkpoints.write(state(2), saving("whole"))
+    with pytest.raises(
+        CheckpointError, match=r"step 3 could.*the checkpoint of step 2 is complete"
+    ):
+        checkpoints.write(state(3), failing)
     with pytest.raises(CheckpointError, match=r"step 2 could not.*not JSON serializable"):
-        checkpoints.write(2, {"state": object()}, saving("other"))
+        checkpoints.write(state(2, algorithm={"state": object()}), saving("other"))
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
-    assert checkpoints.read(2)["step"] == 2
+    assert checkpoints.read(2) == state(2)
     assert (checkpoints.path(2) / "model").read_text() == "whole"
 
 
@@ -73,41 +80,57 @@ def test_a_worker_that_dies_while_it_writes_is_no_full_disk(checkpoints):
         (folder / "model").write_text("half")
         raise WorkerDied("rank 1 is gone", role="actor", phase="save", rank=1)
 
-    checkpoints.write(2, {"step": 2}, saving("whole"))
+    checkpoints.write(state(2), saving("whole"))
     with pytest.raises(WorkerDied, match="rank 1 is gone"):
-        checkpoints.write(3, {}, dying)
+        checkpoints.write(state(3), dying)
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000002"]
 
 
 def test_what_a_killed_process_left_is_no_checkpoint(checkpoints):
-    checkpoints.write(4, {"step": 4}, saving("whole"))
+    checkpoints.write(state(4), saving("whole"))
     (checkpoints.folder / "partial-step-00000005").mkdir()
     (checkpoints.folder / "partial-step-00000005" / "state.json").write_text("{}")
     checkpoints.path(6).mkdir()  # without its state
     (checkpoints.folder / "step-best").mkdir()
     (checkpoints.folder / "step-best" / "state.json").write_text("{}")
     assert checkpoints.steps() == [4]
-    checkpoints.write(5, {"step": 5}, saving("again"))
+    checkpoints.write(state(5), saving("again"))
     assert checkpoints.steps() == [4, 5]
     assert not (checkpoints.folder / "partial-step-00000005").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("change", "said"),
     [
-        ("{", "cannot be read"),
-        (json.dumps({"step": 1}), r"written by an older hybridflow \(format None, this one reads"),
-        (json.dumps([1]), "written by an older hybridflow"),
-        (json.dumps({"format": 99}), r"written by another hybridflow \(format 99, .*--overwrite"),
+        ({"format": 99}, r"written by another hybridflow \(format 99, .*--overwrite"),
+        ({"format": None}, f"format None, this one reads {FORMAT}"),
+        ({"step": 2}, "has the state of step 2"),
+        ({"validations": [1]}, "is not the state of a run"),
+        ({"validations": {"first": {}}}, "is not the state of a run"),
+        ({"more": 1}, "is not the state of a run"),
     ],
 )
-def test_one_that_is_of_another_format_or_cut_off_is_refused(checkpoints, text, said):
-    checkpoints.write(1, {}, saving("whole"))
-    (checkpoints.path(1) / "state.json").write_text(text)
+def test_one_of_another_format_or_another_content_is_refused(checkpoints, change, said):
+    checkpoints.write(state(1), saving("whole"))
+    file = checkpoints.path(1) / "state.json"
+    write_sealed(file, read_sealed(file) | change)
     with pytest.raises(CheckpointError, match=said):
         checkpoints.read(1)
 
 
-def test_one_that_is_not_there_is_named(checkpoints):
-    with pytest.raises(CheckpointError, match="step-00000009 cannot be read"):
-        checkpoints.read(9)
+def test_one_that_is_cut_off_or_gone_is_damaged(checkpoints):
+    checkpoints.write(state(1), saving("whole"))
+    (checkpoints.path(1) / "state.json").write_text("{")
+    for step in (1, 9):
+        with pytest.raises(DamagedError, match=f"step-0000000{step}/state.json cannot be read"):
+            checkpoints.read(step)
+
+
+def test_one_that_is_set_aside_is_no_longer_listed(checkpoints):
+    for again in range(2):
+        checkpoints.write(state(1), saving("whole"))
+        checkpoints.write(state(2), saving(f"damaged {again}"))
+        aside = checkpoints.set_aside(2)
+        assert aside == checkpoints.folder / "damaged-step-00000002"
+        assert (aside / "model").read_text() == f"damaged {again}"
+        assert checkpoints.steps() == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import platform
 import signal
@@ -14,13 +13,17 @@ import pytest
 from helpers.jobs import job_of
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.folder import StopSignal, claim, versions
+from hybridflow.core.running.folder import StopSignal, claim, versions, write_mark
+from hybridflow.core.values.sealed import read_sealed
 
 
-def test_a_claimed_folder_says_what_runs_in_it(tmp_path):
+def test_a_mark_says_what_runs_in_a_folder(tmp_path):
     job = job_of(tmp_path)
     with claim(job, resume=False, overwrite=False):
-        written = json.loads((job.folder / "run.json").read_text())
+        assert [path.name for path in job.folder.iterdir()] == [".lock"]
+        write_mark(job, {"beside": tmp_path})
+    written = read_sealed(job.folder / "run.json")
+    assert written["beside"] == str(tmp_path)
     assert written["config"]["algorithm"]["name"] == "grpo"
     assert written["config"]["sampling"] == {"max_tokens": 4}
     assert written["versions"]["python"] == platform.python_version()
@@ -55,7 +58,7 @@ def test_a_run_that_is_there_is_gone_on_with_or_replaced_if_that_was_asked_for(t
     with claim(job, resume=True, overwrite=False):
         assert (job.folder / "metrics.jsonl").exists() and (job.folder / "checkpoints").exists()
     with claim(job, resume=False, overwrite=True):
-        assert sorted(path.name for path in job.folder.iterdir()) == [".lock", "run.json"]
+        assert [path.name for path in job.folder.iterdir()] == [".lock"]
 
 
 def test_files_that_are_no_run_stay(tmp_path):

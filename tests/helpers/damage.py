@@ -1,0 +1,71 @@
+"""Damages a file of a run, as disks, copies and people do."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+WAYS = (
+    "bit",
+    "byte",
+    "zeros",
+    "cut",
+    "empty",
+    "longer",
+    "gone",
+    "digit",
+    "junk",
+    "json",
+    "other",
+    "folder",
+)
+"""How a file is damaged: one bit or byte, zeros inside, its end missing, nothing left, more at its end, removed, a
+digit that is another one, other bytes, other JSON, the content of another file of the run, a folder in its place."""
+JSONS = (
+    b"[]",
+    b"null",
+    b"{}",
+    b'{"step": -1}',
+    b'{"step": 1000000000}',
+    b"[" * 50_000,
+    b'"' + b"9" * 5_000,
+)
+
+
+def damage(run: Path, draw: random.Random, way: str) -> str:
+    """Damage one file of a run's folder, drawn from all; return what was done."""
+    files = sorted(path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
+    if way == "digit":
+        files = [path for path in files if any(48 <= byte < 58 for byte in path.read_bytes())]
+    file = draw.choice(files)
+    content = bytearray(file.read_bytes())
+    at = draw.randrange(max(len(content), 1))
+    match way:
+        case "bit" if content:
+            content[at] ^= 1 << draw.randrange(8)
+        case "byte" if content:
+            content[at] = draw.randrange(256)
+        case "zeros":
+            content[at : at + 64] = bytes(len(content[at : at + 64]))
+        case "cut":
+            del content[at:]
+        case "empty":
+            content.clear()
+        case "longer":
+            content += draw.randbytes(50)
+        case "digit":
+            place = draw.choice([n for n, byte in enumerate(content) if 48 <= byte < 58])
+            content[place] = 48 + (content[place] - 48 + draw.randrange(1, 10)) % 10
+        case "junk":
+            content = bytearray(draw.randbytes(len(content)))
+        case "json":
+            content = bytearray(draw.choice(JSONS))
+        case "other":
+            content = bytearray(draw.choice([path for path in files if path != file]).read_bytes())
+    if way in ("gone", "folder"):
+        file.unlink()
+        if way == "folder":
+            file.mkdir()
+    else:
+        file.write_bytes(content)
+    return f"{way} at {at} of {file.relative_to(run)}"
