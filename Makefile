@@ -2,6 +2,7 @@
 # make check  lint, types, import contracts            make docs   build the documentation
 # make text, make paths  reports: how the code reads, which module has no test of its own
 # make mirror  breaks each module and sees its test fail
+# make faults  puts each fault that was once found back, and sees its test fail      make damage  200 damaged files of runs
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make test-fake  training backends on GPUs and ranks that are not there
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
@@ -78,6 +79,14 @@ paths: $(VENV)/.done
 mirror: $(VENV)/.done
 	$(PY) ci/mirror.py $(MIRROR)
 
+# Puts each fault that was once found back in a copy, and sees its test fail: some minutes (some: make faults FAULTS='f3 f5').
+faults: $(VENV)/.done
+	$(PY) ci/faults.py $(FAULTS)
+
+# Resumes 200 runs, each with a damaged file.
+damage: $(VENV)/.done
+	HYBRIDFLOW_DAMAGES=$(or $(DAMAGES),200) $(PY) -m pytest -n 2 tests/faults/test_damage.py
+
 docs: $(VENV)/.done
 	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'
 	$(PY) -m sphinx -W -q -b html docs docs/_build/html
@@ -109,4 +118,4 @@ environments: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines test-fake bench-fake matrix zoo check text paths mirror docs bench curves environments clean
+.PHONY: demo test test-engines test-fake bench-fake matrix zoo check text paths mirror faults damage docs bench curves environments clean

@@ -40,7 +40,7 @@ FIGURES = "figures.json"
 """The file of its figures, written when it is complete."""
 FIRST = "validation"
 """The name of the first data set in the job, whose first row the reward is tried on."""
-WEIGHTS = (".safetensors", ".distcp")
+WEIGHTS = (".safetensors",)
 """How the names of files with weights end."""
 Say = Callable[[str], None]
 

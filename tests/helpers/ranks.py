@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 PRELOADED = [
     "helpers.training_jobs", "helpers.hybrid_jobs", "helpers.reshard_jobs",
-    "hybridflow.backends.fsdp.backend", "torch.distributed.tensor", "torch.distributed.checkpoint",
+    "hybridflow.backends.fsdp.backend", "torch.distributed.tensor",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama", "torch._dynamo",
 ]  # fmt: skip
 LIMIT_S = 240.0
