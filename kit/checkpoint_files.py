@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypedDict
@@ -122,22 +123,19 @@ def write_parts(
 ) -> Iterator[tuple[str, StoredPart]]:
     """Write a rank's parts into files of its own, and yield what the index says of each.
 
-    The values of one file at a time are on the host.
+    The values of one file at a time are on the host; checksums are taken while it is written.
     """
     for number, group in enumerate(_by_file(parts)):
         file = f"rank-{rank:05d}-{number}.safetensors"
-        tensors = {}
-        stored = []
-        for part in group:
-            values = part.values.detach().view(part.box.shape).cpu().contiguous()
-            start = list(part.box.start)
-            tensors[_key(part.entry, start)] = values
-            place = StoredPart(
-                start=start, shape=list(part.box.shape), file=file, sum=checksum(values)
-            )
-            stored.append((part.entry, place))
-        write_tensors(tensors, folder / file)
-        yield from stored
+        values = [part.values.detach().view(part.box.shape).cpu().contiguous() for part in group]
+        keys = [_key(part.entry, part.box.start) for part in group]
+        # Both let other threads run.
+        with ThreadPoolExecutor(1) as beside:
+            sums = beside.map(checksum, values)
+            write_tensors(dict(zip(keys, values, strict=True)), folder / file)
+        for part, digest in zip(group, sums, strict=True):
+            start, shape = list(part.box.start), list(part.box.shape)
+            yield part.entry, StoredPart(start=start, shape=shape, file=file, sum=digest)
 
 
 def _by_file(parts: Iterable[StatePart]) -> Iterator[list[StatePart]]:
