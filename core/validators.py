@@ -79,6 +79,10 @@ def at_least(smallest: float) -> Validator:
     )
 
 
-def setting(default: Any, validator: Validator) -> Any:
-    """Make a field with a default and a validator."""
-    return attrs.field(default=default, validator=validator)
+INFINITE = "infinite"
+"""Key in the metadata of a field that takes inf; settings of all others are finite."""
+
+
+def setting(default: Any, validator: Validator, infinite: bool = False) -> Any:
+    """Make a field with a default and a validator; `infinite`: whether it takes inf."""
+    return attrs.field(default=default, validator=validator, metadata={INFINITE: infinite})

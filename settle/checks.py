@@ -60,9 +60,17 @@ def staleness(job: Job) -> Iterator[tuple[str, str]]:
 @_reads("run")
 def folder(job: Job) -> Iterator[tuple[str, str]]:
     """The run's folder, or the nearest parent that exists, can be written to."""
+    if not job.run.folder.isprintable():
+        yield "run.folder", f"{job.run.folder!r} is no path; leave control characters out"
+        return
+
     # The folder itself is made later, when the run begins.
     parents = (job.folder, *job.folder.absolute().parents)
-    nearest = next((path for path in parents if path.exists()), Path("/"))
+    try:
+        nearest = next((path for path in parents if path.exists()), Path("/"))
+    except OSError as error:  # a name that is too long
+        yield "run.folder", f"{str(job.folder)!r}: {error.strerror}; set run.folder"
+        return
     if not nearest.is_dir():
         yield (
             "run.folder",

@@ -40,6 +40,8 @@ class Choice:
     """Whether its settings are valid; otherwise `config` has defaults for those with problems."""
 
 
+MOST_DEVICES = 65_536
+"""The most devices of a pool: above it a layout takes minutes to work out."""
 DEFAULT_POOLS = {"main": [1]}
 """[pools] where the configuration has no pool for models."""
 
@@ -220,6 +222,10 @@ class Reader:
                 )
                 self.fail("pools", Problem(f"pools.{name}", text))
             elif is_list and all(type(count) is int and count > 0 for count in devices):
+                if sum(devices) > MOST_DEVICES:
+                    text = f"has {sum(devices)} devices; the largest pool is of {MOST_DEVICES}"
+                    self.fail("pools", Problem(f"pools.{name}", text))
+                    continue
                 pools[name] = ResourcePool(name, tuple(devices), given.get("device"))
             else:
                 text = f"expected devices per node, for example [8, 8], got {value!r}"

@@ -21,6 +21,7 @@ from hybridflow.core.contracts.capabilities import TrainingCapabilities
 from hybridflow.core.contracts.footprint import CollectiveCost, Execution, Footprint, Phase
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import ConfigError, HybridFlowError
+from hybridflow.core.validators import non_negative, setting
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.model import ModelSpec
@@ -39,6 +40,11 @@ def _fraction(instance: Any, attribute: attrs.Attribute[float], value: float) ->
         raise ValueError(f"must lie between 0 and 1, got {value}")
 
 
+def _rates(instance: Any, attribute: attrs.Attribute[Any], value: tuple[float, float]) -> None:
+    if not all(0 <= rate < 1 for rate in value):
+        raise ValueError(f"must be two numbers of at least 0 and below 1, got {value}")
+
+
 @attrs.frozen
 class OptimizerConfig:
     """AdamW (arXiv:1711.05101) with warm-up, decay and gradient clipping."""
@@ -46,16 +52,16 @@ class OptimizerConfig:
     # Updates
     lr: float = attrs.field(default=1e-6, validator=_positive)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), validator=_rates)
     """Decay rates of the running means of the gradient and of its square."""
-    eps: float = 1e-8
+    eps: float = setting(1e-8, non_negative)
     """Term added to the denominator of the update, for numerical stability."""
-    weight_decay: float = 0.0
+    weight_decay: float = setting(0.0, non_negative)
     """Decoupled weight decay; 0 is off."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = setting(1.0, non_negative)
     """Gradients are scaled down to this global L2 norm; 0 is off."""
     # Schedule of the learning rate
-    warmup_steps: int = 0
+    warmup_steps: int = setting(0, non_negative)
     """Optimizer steps over which the learning rate rises linearly: it is lr/warmup_steps in the
     first of them and lr in the last."""
     schedule: str = attrs.field(
@@ -63,7 +69,7 @@ class OptimizerConfig:
     )
     """Learning rate after the warm-up; linear and cosine end at min_lr_ratio * lr after
     total_steps."""
-    total_steps: int = 0
+    total_steps: int = setting(0, non_negative)
     """Optimizer steps over which linear and cosine run. 0: those of run.steps, so that more of
     these at --resume stretch the schedule."""
     min_lr_ratio: float = attrs.field(default=0.0, validator=_fraction)

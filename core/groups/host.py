@@ -219,8 +219,9 @@ class Host:
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
-            own = isinstance(cause, HybridFlowError) or isinstance(error, DamagedError)
-            trace = "" if own else "".join(traceback.format_exception(cause, chain=False))
+            # What the system refuses (a full disk, say) is no fault of any code.
+            known = isinstance(cause, HybridFlowError | OSError) or isinstance(error, DamagedError)
+            trace = "" if known else "".join(traceback.format_exception(cause, chain=False))
         cls = DamagedPartError if isinstance(error, DamagedError) else WorkerError
         return cls(text, role=role, phase=phase, rank=self.rank, remote_traceback=trace)
 

@@ -56,13 +56,13 @@ class RunSection:
     max_staleness: int = setting(0, non_negative)
     """Number of weight versions by which a rollout may be older than the trainer. 0 (synchronous)
     is the only value so far."""
-    mismatch_stop: float | None = setting(None, positive)
+    mismatch_stop: float | None = setting(None, positive, infinite=True)
     """End the run before an update changes any weights, when the logprobs of engine and trainer,
     for the same tokens and weights, differ by more than this, in nats: the mean over the update's
     tokens that the present weights generated. By default 0.001 where both compute in float32, 0.05
     in bfloat16, and 0.1 there for mixtures of experts, whose routing may change by rounding. inf
     switches it off."""
-    mismatch_warn: float | None = setting(None, positive)
+    mismatch_warn: float | None = setting(None, positive, infinite=True)
     """Warn when the mean over a step's tokens (metric actor/mismatch_mean) is more than this; by
     default a fifth of mismatch_stop. inf switches it off."""
 

@@ -15,9 +15,16 @@ from hybridflow.core.values.files import LOCK
 def hold(folder: Path) -> Iterator[None]:
     """Make a folder, and hold its lock while the body runs.
 
-    Raises ConfigError if another process holds it.
+    Raises ConfigError if another process holds it, and where it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOCK).touch()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made or written: {error.strerror or error}; free disk space, or "
+            "set run.folder to another place"
+        ) from error
     with open(folder / LOCK, "a+") as lock:
         # The system releases the lock when the process ends in any way.
         try:

@@ -90,8 +90,17 @@ class Reporter:
 
     def __exit__(self, *error: Any) -> None:
         self._stop_progress()
+        self._close_trackers()
+
+    def _close_trackers(self) -> None:
+        """Close each tracker; what one could not write is told, and stops nothing."""
         for tracker in self.trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:
+                name = type(tracker).__name__
+                self.say(f"{name} was not closed, and its last metrics may be lost: {error}")
+        self.trackers = []
 
     @property
     def title(self) -> str:
@@ -111,11 +120,9 @@ class Reporter:
         self.say(f"parameters: {sizes}" + (f"; resuming after step {step}" if step else ""))
 
         # A restarted job begins again, and the trackers of its last attempt are still open.
-        for tracker in self.trackers:
-            tracker.close()
+        self._close_trackers()
 
         # If a tracker's package is missing, only its own metrics are lost.
-        self.trackers = []
         for spec in self.job.trackers:
             try:
                 tracker_class: type[Tracker] = registry().get("tracker", spec.name)

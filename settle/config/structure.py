@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ import cattrs
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.names import did_you_mean, reason
+from hybridflow.core.validators import INFINITE
 from hybridflow.settle.config.field_docs import field_docs
 
 T = TypeVar("T")
@@ -126,8 +128,14 @@ def _structure_attrs(value: Any, cls: Any) -> Any:
 def _refusals(field: attrs.Attribute, value: Any) -> list[str]:
     """Return the error messages of the field's validator for a value.
 
+    NaN is refused for every field, and inf for those that do not ask for it (`validators.setting`).
     A field with an attrs converter is left to the class, as its validator expects converted values.
     """
+    numbers = value if isinstance(value, list | tuple) else [value]
+    for number in numbers:
+        infinite = field.metadata.get(INFINITE, False)
+        if isinstance(number, float) and not (math.isfinite(number) or (infinite and number > 0)):
+            return [f"must be a finite number, got {value!r}"]
     if field.validator is None or field.converter is not None:
         return []
     try:

@@ -142,6 +142,7 @@ def test_trackers_get_steps_and_validations_and_one_that_is_not_there_is_left_ou
         for run.step in (1, 2, 3):
             report.step(run, Metrics.of(kl=run.step), 0.5)
         report.begin(2, {"actor": 1})  # a restart: step 3 is done again
+        [tracker] = report.trackers
         run.step = 3
         report.step(run, Metrics.of(kl=7.0), 0.5)
         report.validation(run, {"validation/score": 0.625, "validation/seconds": 9.0})
@@ -152,7 +153,7 @@ def test_trackers_get_steps_and_validations_and_one_that_is_not_there_is_left_ou
     said = [line for line in out.getvalue().splitlines() if "step 3" in line]
     assert said[-1] == "conformance step 3: validation: score 0.625"
     with pytest.raises(ValueError, match="closed file"):
-        report.trackers[0].log(4, {})
+        tracker.log(4, {})
 
 
 def test_a_reached_goal_is_told_with_the_steps_that_it_saved(run_of, tiny):
