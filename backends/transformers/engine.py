@@ -176,12 +176,27 @@ class TransformersEngine(ContinuousEngine, Hostable):
         """
         assert self.version is not None
         try:
-            return self.scheduler.turn(self.version)
+            done = self.scheduler.turn(self.version)
+            self._check_none_lost(done)
+            return done
         except BaseException:
             # Rows cannot continue after an error in a step, so all requests are dropped.
             self.running.clear()
             self._forget()
             raise
+
+    def _check_none_lost(self, done: Sequence[Completion]) -> None:
+        """Raise HybridFlowError for a running request that the scheduler does not have."""
+        held = len(self.scheduler.running) + len(self.scheduler.waiting)
+        if len(self.running) - len(done) == held:
+            return
+        kept = {*self.scheduler.running, *(request.id for request in self.scheduler.waiting)}
+        lost = sorted(self.running.keys() - kept - {completion.id for completion in done})
+        if lost:
+            raise HybridFlowError(
+                f"the embedded engine has lost requests {', '.join(map(str, lost[:5]))} "
+                f"({len(lost)} of {len(self.running)}), and would run for ever; report this"
+            )
 
     def partial(self, number: int) -> np.ndarray:
         """Return the tokens that a running request has made so far."""

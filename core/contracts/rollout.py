@@ -331,8 +331,22 @@ class RolloutEngine(ABC):
         """Yield completions as they finish, in any order, each exactly once."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Submit and wait; return completions in the order of the requests."""
-        completions = {completion.id: completion for completion in self.submit(requests)}
+        """Submit and wait; return completions in the order of the requests.
+
+        Raises HybridFlowError for completions that are not what `Completion` promises.
+        """
+        asked = {request.id: request for request in requests}
+        completions: dict[int, Completion] = {}
+        for completion in self.submit(requests):
+            check_completion(asked.get(completion.id), completion)
+            if completion.id in completions:
+                raise HybridFlowError(f"request {completion.id}: the engine completed it twice")
+            completions[completion.id] = completion
+        if lost := sorted(asked.keys() - completions.keys()):
+            raise HybridFlowError(
+                f"the engine ended without completions of {len(lost)} of {len(asked)} requests "
+                f"({', '.join(map(str, lost[:5]))}, ...)"
+            )
         return [completions[request.id] for request in requests]
 
     @abstractmethod
@@ -516,6 +530,32 @@ def check_requests(requests: Sequence[Request], max_positions: int | None, vocab
         raise HybridFlowError(
             f"request {culprit.id}: a token id lies outside the vocabulary of {vocab}"
         )
+
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+def check_completion(request: Request | None, completion: Completion) -> None:
+    """Raise HybridFlowError where a completion is not what an engine promises for its request.
+
+    request: None where none of its id was asked for.
+    """
+    if request is None:
+        raise HybridFlowError(f"the engine completed request {completion.id}, which is not one")
+    length = len(completion.response_ids)
+    prefix = request.prefix()[0]
+    problem = ""
+    for name in ("logprobs", "weight_version"):
+        if (found := len(getattr(completion, name))) != length:
+            problem = f"it has {length} tokens and {found} elements of {name}"
+    if completion.finish_reason not in FINISH_REASONS:
+        problem = f"finish_reason is {completion.finish_reason!r}, not one of {FINISH_REASONS}"
+    elif length > request.sampling.max_tokens:
+        problem = f"it has {length} tokens, and max_tokens is {request.sampling.max_tokens}"
+    elif not np.array_equal(completion.response_ids[: len(prefix)], prefix):
+        problem = "it does not begin with the request's prefix_ids"
+    if problem:
+        raise HybridFlowError(f"request {request.id}: a wrong answer of the engine: {problem}")
 
 
 def _outside(ids: np.ndarray, vocab: int) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from hybridflow.core.contracts.rollout import Request, RolloutEngine
+from hybridflow.core.contracts.rollout import Request, RolloutEngine, check_completion
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import EnvironmentFailure
 from hybridflow.core.values.batch import Batch
@@ -135,7 +135,7 @@ class EpisodeRunner:
         for row in range(len(self.episodes)):
             self._ask(row)
         asked = set(range(len(self.episodes)))
-        generating: set[int] = set()
+        generating: dict[int, Request] = {}
 
         try:
             while asked or generating:
@@ -145,12 +145,13 @@ class EpisodeRunner:
                         continue
                     asked.discard(row)
                     if self.episodes[row].outcome is None:
-                        self.engine.add(self.episodes[row].next_request())
-                        generating.add(row)
+                        request = self.episodes[row].next_request()
+                        self.engine.add(request)
+                        generating[row] = request
 
                 # An engine that has nothing to do would be asked again and again.
                 for done in self.engine.step() if generating else ():
-                    generating.discard(done.id)
+                    check_completion(generating.pop(done.id, None), done)
                     if self.episodes[done.id].made(done):
                         self._ask(done.id)
                         asked.add(done.id)

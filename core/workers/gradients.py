@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridflow.core.contracts.loss import Counts, Loss
+from hybridflow.core.contracts.loss import Counts, Loss, Term
 from hybridflow.core.contracts.training import MicroBatch, Packing, TrainingBackend
 from hybridflow.core.contracts.worker import RankContext
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column
 from hybridflow.core.values.metrics import Metrics
@@ -135,6 +136,29 @@ class LossPart:
             topk = int(torch.as_tensor(self.topk.values).shape[-1])
         self.micros += [dummy_micro_batch(device, topk) for _ in range(count - len(self.plan))]
 
+    def _terms(self, columns: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]) -> list[Term]:
+        """Return the terms of the loss. Raises HybridFlowError where it returns none."""
+        name = type(self.loss).__name__
+        terms = self.loss(
+            _Declared(columns, self.loss, "reads"), _Declared(outputs, self.loss, "needs")
+        )
+        listed = [terms] if isinstance(terms, Term) else terms
+        if isinstance(listed, Sequence) and all(isinstance(term, Term) for term in listed):
+            return list(listed)
+        raise HybridFlowError(
+            f"the loss {name} returned {type(terms).__name__}; it returns a Term, or several in a "
+            "list: Term(name, value [B, T])"
+        )
+
+    def _check_zero(self, value: torch.Tensor) -> None:
+        """Raise HybridFlowError for a loss that is not 0 and has no gradient."""
+        if value.item():
+            raise HybridFlowError(
+                f"the loss {type(self.loss).__name__} is {value.item():.3g} and has no gradient: "
+                "its terms do not depend on `outputs` (a detach or no_grad, say), so nothing would "
+                "be learned; give a term that is only reported weight 0"
+            )
+
     def run(self, backend: TrainingBackend, temperature: float, train: bool) -> Tally:
         """Run the forward, and if `train` the backward, of every micro-batch."""
         tally = Tally()
@@ -148,9 +172,11 @@ class LossPart:
             # A loss sees the columns that it declares, and no others.
             rows = padded_rows(self.columns, planned, self.context.device)
             declared = {name: rows[name] for name in (*self.loss.reads, "loss_mask")}
-            terms = self.loss(declared, outputs)
             value, term_tally = reduce_terms(
-                terms, rows["loss_mask"], self.total, self._count(planned)
+                self._terms(declared, outputs),
+                rows["loss_mask"],
+                self.total,
+                self._count(planned),
             )
             tally.extend(term_tally)
             if self.compared:
@@ -158,6 +184,7 @@ class LossPart:
 
             # Every term has weight 0, but all ranks must run the same backward passes.
             if train and not value.requires_grad:
+                self._check_zero(value)
                 return value + _zero_loss(outputs)
             return value
 
@@ -172,6 +199,21 @@ class LossPart:
                 if outputs:
                     share(number, outputs)
         return tally
+
+
+class _Declared(dict[str, Any]):
+    """What a loss may read by name; another name is an error that says where to declare it."""
+
+    def __init__(self, items: Mapping[str, Any], loss: Loss, declaration: str):
+        super().__init__(items)
+        self._loss = loss
+        self._declaration = declaration
+
+    def __missing__(self, name: str) -> Any:
+        raise HybridFlowError(
+            f"the loss {type(self._loss).__name__} reads {name!r}, and its "
+            f"`{self._declaration}` has {', '.join(self) or 'nothing'}; add it there"
+        )
 
 
 def _zero_loss(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

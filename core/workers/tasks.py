@@ -22,7 +22,7 @@ from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.contracts.worker import RankContext, Worker, register
 from hybridflow.core.data.examples import Example, ExampleSet
 from hybridflow.core.data.sampler import Sampler
-from hybridflow.core.errors import DataError, RewardError
+from hybridflow.core.errors import DataError, HybridFlowError, RewardError
 from hybridflow.core.job.sections import RewardPart
 from hybridflow.core.plugins.resolve import load_source, reward_from
 from hybridflow.core.values.batch import Batch
@@ -151,8 +151,9 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
     """Call `function` with the columns that its parameters name; return its results as a batch.
 
     Token columns come padded, [rows, longest]. Of the returned dict, numbers become metrics,
-    tensors [rows, T, ...] token columns with the lengths of the first token column, and all else
-    columns. Raises TypeError when the function returns no dict.
+    tensors [rows, T, ...] token columns with the lengths of the first token column of this T, and
+    all else columns. Raises TypeError when the function returns no dict, and HybridFlowError where
+    no token column has T tokens in its longest row.
     """
     # A parameter with a default is left to it where the batch has no such column.
     parameters = inspect.signature(function).parameters.values()
@@ -161,15 +162,21 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
         for parameter in parameters
         if parameter.default is inspect.Parameter.empty or parameter.name in batch
     ]
+    for name in names:
+        if name not in batch:
+            raise HybridFlowError(
+                f"{_name_of(function)}: the batch has no column {name!r}; its parameters name "
+                "columns of the batch, or have a default"
+            )
     columns = {name: batch[name] for name in names}
     outputs = function(**{name: _full(name, column) for name, column in columns.items()})
     if not isinstance(outputs, dict):
         raise TypeError(
-            f"{getattr(function, '__name__', function)} must return a dict of columns and metrics, "
+            f"{_name_of(function)} must return a dict of columns and metrics, "
             f"got {type(outputs).__name__}"
         )
 
-    # Padded outputs are cut by the lengths of the first token column.
+    # Padded outputs are cut by the lengths of the token column that is as long.
     ragged = [column.lengths for column in columns.values() if column.lengths is not None]
     new_columns: dict[str, Any] = {}
     metrics: dict[str, tuple[float, float]] = {}
@@ -178,10 +185,29 @@ def run_on_columns(batch: Batch, function: Callable[..., Any]) -> Batch:
         if isinstance(value, (int, float)) or (is_tensor and value.dim() == 0):
             metrics[name] = (float(value), 1.0)
         elif is_tensor and value.dim() >= 2 and ragged:
-            new_columns[name] = Column.from_padded(value, ragged[0])
+            new_columns[name] = Column.from_padded(value, _lengths(function, name, value, ragged))
         else:
             new_columns[name] = value
     return Batch(new_columns, Metrics(metrics))
+
+
+def _lengths(
+    function: Callable[..., Any], name: str, value: torch.Tensor, ragged: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return the lengths of the rows of a padded output, from those of the token columns."""
+    shapes = [(len(lengths), int(lengths.max(initial=0))) for lengths in ragged]
+    for shape, lengths in zip(shapes, ragged, strict=True):
+        if tuple(value.shape[:2]) == shape:
+            return lengths
+    listed = " or ".join(map(str, dict.fromkeys(shapes)))
+    raise HybridFlowError(
+        f"{_name_of(function)}: {name} has shape {tuple(value.shape)}, and "
+        f"the token columns that it got are [rows, T] = {listed}; return as many rows and tokens"
+    )
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", str(function))
 
 
 def _full(name: str, column: Column) -> Any:

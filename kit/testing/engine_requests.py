@@ -174,7 +174,7 @@ class EngineRequests(EngineBase):
         )
 
         # Logprobs and versions that no model gave show whether the prefix is scored again.
-        [done] = engine.generate([request])
+        [done] = engine.submit([request])
         tokens = done.response_ids.tolist()
         logprobs = done.logprobs[:4].tolist()
         versions = done.weight_version.tolist()
@@ -202,7 +202,7 @@ class EngineRequests(EngineBase):
             prefix_logprobs=uncut.logprobs[:4],
             prefix_versions=np.asarray(uncut.weight_version)[:4],
         )
-        [done] = engine.generate([rest])
+        [done] = engine.submit([rest])
         require(
             done.response_ids.tolist() == uncut.response_ids.tolist(),
             got=f"{done.response_ids.tolist()} when gone on from 4 tokens",

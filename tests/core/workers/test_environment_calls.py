@@ -131,7 +131,8 @@ def test_coroutines_that_run_are_cancelled_when_the_calls_are_closed(make):
     assert begun.wait(10)
     calls.close()
     assert cancelled.wait(10) and not calls.busy
-    until(lambda: threading.active_count() == before)  # the call's thread and the loop's
+    # Those of tests before may end meanwhile.
+    until(lambda: threading.active_count() <= before)  # the call's thread and the loop's
 
 
 def test_whoever_waits_elsewhere_hears_of_each_answer(make):

@@ -13,6 +13,9 @@ from hybridflow.kit.testing.engine_flow import EngineFlow
 
 
 class ForgetsWhoJoined(TransformersEngine):
+    def _check_none_lost(self, done):
+        """An engine of others may not notice."""
+
     def enter(self, request):
         if self.scheduler.running:
             return

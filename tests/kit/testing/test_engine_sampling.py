@@ -44,7 +44,8 @@ class RepeatsItsDraw(Broken):
         first = {c.id: c.response_ids for c in TransformersEngine.submit(self, one)}
         longer = [attrs.evolve(r, prompt_ids=np.append(r.prompt_ids, first[r.id])) for r in one]
         for c in TransformersEngine.submit(self, longer):
-            yield attrs.evolve(c, response_ids=np.append(first[c.id], c.response_ids))
+            two = {name: np.resize(getattr(c, name), 2) for name in ("logprobs", "weight_version")}
+            yield attrs.evolve(c, response_ids=np.append(first[c.id], c.response_ids), **two)
 
 
 class IgnoresFilters(Broken):
