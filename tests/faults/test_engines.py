@@ -172,6 +172,7 @@ def broken(tiny, capsys, monkeypatch, engine):
 # --- F20: an embedded engine that lost a request span for ever ---
 
 
+@pytest.mark.timeout(60)
 def test_f20_a_request_that_the_embedded_engine_lost_is_named(broken):
     printed = broken("rollout.name=faulty")
     assert "the embedded engine has lost requests 2 (1 of " in printed
