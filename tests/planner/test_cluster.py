@@ -58,7 +58,7 @@ def test_a_cluster_of_ones_own_devices(tmp_path):
         ('[[nodes]]\ndevice = "a100-80gb"\nbetween_gbps = 0', "between_gbps: must be above 0 and finite, got 0"),
         ('[[nodes]]\ndevice = "a100-80gb"\nbandwidth = 1', "unknown key"),
         (FILE.replace("link_gbs = 20", "link_gbs = 0"), "devices.mine.link_gbs: must be above 0 and finite, got 0"),
-        (FILE.replace("memory_gb = 24", "memory_gb = inf"), "devices.mine.memory_gb: must be above 0 and finite, got inf"),
+        (FILE.replace("memory_gb = 24", "memory_gb = inf"), "devices.mine.memory_gb: must be a finite number, got inf"),
         (FILE.replace("memory_gb = 24\n", ""), "memory_gb"),
         (FILE.replace("training = 0.4", "training = 1.4"), "efficiency.mine.training: must be above 0 and at most 1, got 1.4"),
         (FILE.replace("[efficiency.mine]", "[efficiency.yours]"), "efficiency.yours: no [[nodes]] are of this device"),
