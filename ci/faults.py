@@ -13,16 +13,17 @@ Exits 1 where a patch does not apply, or where its test passes with the fault.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from copies import run_tests
+
 ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "tests/faults/patches"
-TIMEOUT_S = 300
 FAILED = 1
 """pytest's status where tests failed; others mean that none ran."""
 
@@ -55,7 +56,7 @@ def notices(patch: Path) -> str:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, copy / name)
         done = subprocess.run(
-            ["git", "apply", "--directory=", str(patch)], cwd=copy, capture_output=True, text=True
+            ["git", "apply", str(patch)], cwd=copy, capture_output=True, text=True
         )
         if done.returncode:
             return f"does not apply: {done.stderr.strip()}"
@@ -64,35 +65,14 @@ def notices(patch: Path) -> str:
         package = Path(folder) / "path" / "hybridflow"
         package.parent.mkdir()
         package.symlink_to(copy)
-        environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-n0",
-            "-p",
-            "no:cacheprovider",
-            *test_of(patch),
-        ]
-        try:
-            ran = subprocess.run(
-                command,
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return f"its test does not end within {TIMEOUT_S} s"
-        if ran.returncode == FAILED:
-            return "fails"
-        return (
-            "passes with the fault"
-            if ran.returncode == 0
-            else f"does not run:\n{ran.stdout[-2000:]}"
-        )
+        ran = run_tests(package.parent, ["-n0", *test_of(patch)], copy)
+    if ran is None:
+        return "its test does not end"
+    if ran.returncode == FAILED:
+        return "fails"
+    if ran.returncode == 0:
+        return "passes with the fault"
+    return f"does not run:\n{ran.stdout[-2000:]}"
 
 
 def main() -> None:

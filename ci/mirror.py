@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +26,12 @@ from queue import SimpleQueue
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+from copies import run_tests
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
 LEAST = 0.85
-TIMEOUT_S = 300
 SWITCH = "HYBRIDFLOW_MIRROR"
 BREAK = ast.parse(
     f"if __import__('os').environ.get({SWITCH!r}):\n    raise RuntimeError('broken by ci/mirror.py')"
@@ -91,27 +91,8 @@ class Copy:
 
     def passes(self, test: Path, *plugins: str) -> bool | None:
         """Whether a test file passes; None where all of it is skipped, or where it cannot be read or does not end."""
-        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            *plugins,
-            str(test),
-        ]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
+        done = run_tests(self.folder, [*plugins, str(test)], ROOT)
+        if done is None:
             return None
         if done.returncode == 0:
             return True if " passed" in done.stdout else None

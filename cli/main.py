@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         command, arguments = _parse(given)
-        with _said():
+        with _with_advice():
             return command.run(arguments)
     except HybridFlowError as error:
         print(f"hybridflow: {error}", file=sys.stderr)
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _said() -> Iterator[None]:
+def _with_advice() -> Iterator[None]:
     """Raise HybridFlowError with advice in the place of what the system refuses the user."""
     try:
         yield

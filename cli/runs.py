@@ -173,7 +173,7 @@ def _metrics(folder: Path) -> list[dict[str, Any]]:
         return []
     rows = []
     for line in file.read_text(errors="replace").splitlines(keepends=True):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             row = json.loads(line) if line.endswith("\n") else None
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)

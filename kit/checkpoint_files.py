@@ -65,7 +65,7 @@ class StoredEntry(TypedDict):
     parts: list[StoredPart]
 
 
-def _check_entries(index: Index, field: attrs.Attribute, entries: Any) -> None:
+def _check_index(index: Index, field: attrs.Attribute, entries: Any) -> None:
     """Raise a ValueError for what no index has: other types, or a file outside of the folder."""
     try:
         for entry in entries.values():
@@ -87,7 +87,7 @@ class Index:
 
     version: int = attrs.field(validator=attrs.validators.instance_of(int))
     """The version of the weights: the number of optimizer steps."""
-    entries: Mapping[str, StoredEntry] = attrs.field(validator=_check_entries)
+    entries: Mapping[str, StoredEntry] = attrs.field(validator=_check_index)
 
     def write(self, folder: Path) -> None:
         """Write the index, which completes the folder."""

@@ -41,7 +41,7 @@ class Choice:
 
 
 MOST_DEVICES = 65_536
-"""The most devices of a pool: above it a layout takes minutes to work out."""
+"""The most devices of a pool: more than any cluster has, and quickly laid out."""
 DEFAULT_POOLS = {"main": [1]}
 """[pools] where the configuration has no pool for models."""
 

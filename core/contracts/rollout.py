@@ -533,6 +533,7 @@ def check_requests(requests: Sequence[Request], max_positions: int | None, vocab
 
 
 FINISH_REASONS = ("stop", "length", "abort")
+"""Why a sequence ended: at a stop token, at max_tokens, or by `abort`."""
 
 
 def check_completion(request: Request | None, completion: Completion) -> None:

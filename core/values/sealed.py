@@ -2,8 +2,8 @@
 
     {"step": 20, ..., "sha256": "9f3a..."}
 
-The checksum is that of the other keys, so that a file which was damaged, or edited by hand, is
-never taken for what a run wrote.
+The checksum is that of the file's name and the other keys, so that a file which was damaged, edited
+by hand or put in the place of another one is never taken for what a run wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write_sealed(file: Path, fields: Mapping[str, Any]) -> None:
     plain = json.loads(json.dumps(fields))
     partial = file.with_name(f"{file.name}{PARTIAL}")
     with open(partial, "w") as written:
-        json.dump({**plain, SUM: _sum(plain)}, written, indent=2)
+        json.dump({**plain, SUM: _sum(file, plain)}, written, indent=2)
         written.write("\n")
         written.flush()
         os.fsync(written.fileno())
@@ -49,7 +49,7 @@ def read_sealed(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         cause = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise DamagedError(f"{file} cannot be read: {cause}") from error
-    if not isinstance(fields, dict) or fields.pop(SUM, None) != _sum(fields):
+    if not isinstance(fields, dict) or fields.pop(SUM, None) != _sum(file, fields):
         raise DamagedError(
             f"{file} is not as it was written: its content does not have the checksum {SUM!r} in it"
         )
@@ -65,5 +65,6 @@ def flush_file(path: Path) -> None:
         os.close(number)
 
 
-def _sum(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+def _sum(file: Path, fields: Mapping[str, Any]) -> str:
+    content = file.name + json.dumps(fields, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

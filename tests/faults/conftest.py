@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.tiny import write
+from helpers.tiny import exported, write
 
 from hybridflow.cli.main import main
 
@@ -70,9 +70,4 @@ def four_steps(two_steps, tmp_path_factory) -> bytes:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         assert main(["run", "tiny.toml", "--resume", "run.steps=4", *KEPT]) == 0
     sys.modules.pop("rewards", None)
-    return weights(folder / "runs/tiny")
-
-
-def weights(run: Path) -> bytes:
-    """The file of the exported weights."""
-    return (run / "export/actor/model.safetensors").read_bytes()
+    return exported(folder / "runs/tiny")

@@ -11,13 +11,10 @@ import pickle
 from pathlib import Path
 
 import pytest
+from helpers.damage import Touches
+from helpers.tiny import exported
 
 from hybridflow.cli.main import main
-
-
-def weights(run: Path) -> bytes:
-    """The file of the exported weights."""
-    return (run / "export/actor/model.safetensors").read_bytes()
 
 
 def files(checkpoint: Path) -> list[Path]:
@@ -45,7 +42,7 @@ def test_f3_of_a_damaged_checkpoint_the_older_one_is_taken(trained, four_steps, 
         "the checkpoint of step 2 is damaged, and is now runs/tiny/checkpoints/damaged-" in printed
     )
     assert "\ngoing on from step 1\n" in printed
-    assert weights(trained) == four_steps
+    assert exported(trained) == four_steps
 
 
 def test_f3_where_all_are_damaged_each_is_named(trained, resume):
@@ -54,27 +51,17 @@ def test_f3_where_all_are_damaged_each_is_named(trained, resume):
             files(trained / f"checkpoints/step-0000000{step}"), key=lambda file: file.stat().st_size
         )
         flip_bit(largest)
-    before = weights(trained)
+    before = exported(trained)
     status, printed = resume()
     assert status == 1
     assert "no checkpoint in runs/tiny/checkpoints can be read; put back a copy of one" in printed
     assert "\n  step 2: " in printed and "\n  step 1: " in printed
     # Nothing is lost: both are where they were.
-    assert weights(trained) == before
+    assert exported(trained) == before
     assert len(list((trained / "checkpoints").glob("step-*"))) == 2
 
 
 # --- F4: a foreign checkpoint ran code ---
-
-
-class Touches:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("name", [".metadata", "index.json", "state.json", "largest"])
@@ -160,7 +147,7 @@ def test_f7_another_change_is_told(trained, resume):
 def test_f7_without_the_settings_that_is_told(trained, four_steps, resume):
     (trained / "run.json").unlink()
     status, printed = resume()
-    assert status == 0 and weights(trained) == four_steps
+    assert status == 0 and exported(trained) == four_steps
     assert "changed: not known: its run.json is missing" in printed
 
 
@@ -191,7 +178,7 @@ BAD = [
 def test_f8_the_state_of_a_checkpoint_is_checked(trained, four_steps, resume, text):
     (trained / "checkpoints/step-00000002/state.json").write_text(text)
     status, printed = resume()
-    assert status == 0 and weights(trained) == four_steps
+    assert status == 0 and exported(trained) == four_steps
     assert "the checkpoint of step 2 is damaged" in printed
 
 
@@ -212,7 +199,7 @@ def test_f8_a_state_with_another_number_is_not_believed(trained, four_steps, res
     fields["counters"]["samples"] += 1
     file.write_text(json.dumps(fields))
     status, _ = resume()
-    assert status == 0 and weights(trained) == four_steps
+    assert status == 0 and exported(trained) == four_steps
 
 
 def test_f8_a_file_that_cannot_be_written_leaves_the_earlier_one(

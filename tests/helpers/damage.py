@@ -1,4 +1,4 @@
-"""Damages a file of a run, as disks, copies and people do."""
+"""Damages a file of a run, as disks, copies, people and attackers do."""
 
 from __future__ import annotations
 
@@ -6,19 +6,8 @@ import random
 from pathlib import Path
 
 WAYS = (
-    "bit",
-    "byte",
-    "zeros",
-    "cut",
-    "empty",
-    "longer",
-    "gone",
-    "digit",
-    "junk",
-    "json",
-    "other",
-    "folder",
-)
+    "bit", "byte", "zeros", "cut", "empty", "longer", "gone", "digit", "junk", "json", "other", "folder",
+)  # fmt: skip
 """How a file is damaged: one bit or byte, zeros inside, its end missing, nothing left, more at its end, removed, a
 digit that is another one, other bytes, other JSON, the content of another file of the run, a folder in its place."""
 JSONS = (
@@ -32,8 +21,18 @@ JSONS = (
 )
 
 
-def damage(run: Path, draw: random.Random, way: str) -> str:
-    """Damage one file of a run's folder, drawn from all; return what was done."""
+class Touches:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def damage(run: Path, draw: random.Random, way: str) -> Path:
+    """Damage one file of a run's folder, drawn from all; return its path in the folder."""
     files = sorted(path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
     if way == "digit":
         files = [path for path in files if any(48 <= byte < 58 for byte in path.read_bytes())]
@@ -68,4 +67,4 @@ def damage(run: Path, draw: random.Random, way: str) -> str:
             file.mkdir()
     else:
         file.write_bytes(content)
-    return f"{way} at {at} of {file.relative_to(run)}"
+    return file.relative_to(run)

@@ -119,6 +119,11 @@ def ran(folder: Path, *settings: str, timeout: float = 240) -> subprocess.Comple
     return done
 
 
+def exported(run: Path) -> bytes:
+    """The file of the actor's exported weights in a run's folder."""
+    return (run / "export/actor/model.safetensors").read_bytes()
+
+
 def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

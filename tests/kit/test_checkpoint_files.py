@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from helpers.damage import Touches
 from safetensors.torch import load_file
 
 from hybridflow.core.errors import CheckpointError, DamagedError
@@ -150,16 +151,6 @@ def test_another_format_is_said(tmp_path):
     write_sealed(tmp_path / "index.json", read_sealed(tmp_path / "index.json") | {"format": 7})
     with pytest.raises(CheckpointError, match="has format 7, this reads 1"):
         Index.read(tmp_path)
-
-
-class Touches:
-    """Unpickled, it makes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def test_nothing_is_unpickled(tmp_path):

@@ -22,9 +22,16 @@ def test_what_was_written_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state.json"]
 
 
-def test_the_checksum_is_sha256_of_the_other_keys(tmp_path):
+def test_a_file_in_the_place_of_another_is_damaged(tmp_path):
+    write_sealed(tmp_path / "index.json", FIELDS)
+    (tmp_path / "index.json").rename(tmp_path / "state.json")
+    with pytest.raises(DamagedError, match=r"state\.json is not as it was written"):
+        read_sealed(tmp_path / "state.json")
+
+
+def test_the_checksum_is_sha256_of_the_name_and_the_other_keys(tmp_path):
     write_sealed(tmp_path / "f.json", {"b": 1, "a": "x"})
-    expected = hashlib.sha256(b'{"a": "x", "b": 1}').hexdigest()
+    expected = hashlib.sha256(b'f.json{"a": "x", "b": 1}').hexdigest()
     assert json.loads((tmp_path / "f.json").read_text())["sha256"] == expected
 
 
