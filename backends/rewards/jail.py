@@ -10,15 +10,19 @@ and never reads a program itself. Each of these is forked from the one before:
     program     has limits, no privileges, and no files but the three standard ones
 
 The exit status is the program's, or 128 + n if signal n ended it. Status 125 means that it could
-not be isolated, and did not run; the reason is then on its standard error.
+not be isolated, and did not run; the reason is then on its standard error. docs/security.md says
+what holds a program back.
 """
 
 import atexit
 import builtins
+import contextlib
 import ctypes
+import errno
 import gc
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -28,6 +32,7 @@ import types
 
 # Flags of unshare(2)
 NEWNS = 0x20000
+NEWCGROUP = 0x2000000
 NEWUTS = 0x4000000
 NEWIPC = 0x8000000
 NEWUSER = 0x10000000
@@ -41,46 +46,117 @@ REMOUNT = 32
 BIND = 4096
 REC = 16384
 PRIVATE = 1 << 18
+KEPT = {"nodev": NODEV, "noexec": 8, "noatime": 1 << 10, "nodiratime": 1 << 11, "relatime": 1 << 21}
+"""Options of a mount that a user namespace may not take from it, by their names in mountinfo."""
 # Flag of umount2(2)
 DETACH = 2
 # Options of prctl(2)
 NO_NEW_PRIVS = 38
 PDEATHSIG = 1
+DUMPABLE = 4
+SECCOMP = 22
+FILTER = 2
 CAPABILITY_VERSION = 0x20080522
 """Of the argument of capset(2)."""
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 """The number of the system call pivot_root, which libc has no function for."""
 SYSTEM = ("usr", "lib", "lib64", "lib32", "bin")
 """Folders of this machine that a Python interpreter links to; the program sees them read-only."""
+ROOT = "/sys"
+"""Where the program's root is mounted, in its own namespace: a folder that every machine has, and
+that holds nothing of what SYSTEM names. So no folder is made, and none is left."""
+PAGE = 4096
+"""Bytes in which a tmpfs counts; a machine with larger pages gives a program a little more."""
+INODES = 4096
+"""Largest number of files of a program: each takes memory of the kernel, also an empty one."""
+WATCH_S = 0.05
+"""Time between two looks at the memory of a program's processes, in seconds."""
+SYSTEM_CALLS = """
+    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek sendfile
+    copy_file_range splice tee open openat openat2 creat close close_range dup dup2 dup3 pipe pipe2
+    fcntl flock ioctl stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2
+    readlink readlinkat getdents getdents64 getcwd chdir fchdir mkdir mkdirat rmdir unlink unlinkat
+    rename renameat renameat2 link linkat symlink symlinkat chmod fchmod fchmodat fchmodat2 chown
+    fchown lchown fchownat umask truncate ftruncate fallocate fadvise64 fsync fdatasync utime utimes
+    futimesat utimensat getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr setxattr
+    lsetxattr fsetxattr
+
+    mmap munmap mprotect mremap madvise msync mincore brk membarrier
+
+    fork vfork execve execveat exit exit_group wait4 waitid kill tkill tgkill getpid getppid gettid
+    getpgid setpgid getpgrp getsid setsid getuid geteuid getgid getegid getresuid getresgid
+    getgroups capget getrlimit setrlimit prlimit64 getrusage times getpriority setpriority getcpu
+    sched_yield sched_getaffinity sched_getparam sched_getscheduler sched_get_priority_max
+    sched_get_priority_min sched_rr_get_interval prctl arch_prctl set_tid_address set_robust_list
+    get_robust_list futex futex_waitv rseq restart_syscall pidfd_open pidfd_send_signal sysinfo
+    uname getrandom
+
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigtimedwait rt_sigsuspend
+    rt_sigqueueinfo rt_tgsigqueueinfo sigaltstack signalfd signalfd4 pause alarm getitimer setitimer
+    timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_create
+    timerfd_settime timerfd_gettime nanosleep clock_nanosleep clock_gettime clock_getres
+    gettimeofday time
+
+    poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait
+    epoll_pwait2 eventfd eventfd2 bind connect listen accept accept4 getsockname getpeername
+    getsockopt setsockopt sendto recvfrom sendmsg recvmsg sendmmsg recvmmsg shutdown
+"""
+"""The system calls of a program, and with conditions clone, socket and socketpair. The kernel says
+of all others that there are none: among them those for namespaces, mounts, keys, tracing, io_uring,
+bpf, userfaultfd, and shared memory beyond the limits (memfd_create, System V)."""
+# Of libseccomp
+ALLOW = 0x7FFF0000
+ERRNO = 0x50000
+NOT_EQUAL = 1
+EQUAL = 4
+MASKED_EQUAL = 7
+OPTIMIZE = 8
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name, *arguments):
     """Call a function of libc; raises OSError where it fails."""
-    encoded = [value.encode() if isinstance(value, str) else value for value in arguments]
+    encoded = [os.fsencode(value) if isinstance(value, str) else value for value in arguments]
     if getattr(libc, name)(*encoded) < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
 def bind(source, target):
-    """Show the folder `source` at `target`, read-only."""
-    # The kernel ignores the other flags of a bind, so a remount sets them.
+    """Show the folder `source` at `target`, with all that is mounted in it; seal() follows."""
     call("mount", source, target, None, ctypes.c_ulong(BIND | REC), None)
-    call("mount", None, target, None, ctypes.c_ulong(REMOUNT | BIND | RDONLY | NOSUID), None)
+
+
+def seal(targets, mounts):
+    """Make the folders `targets` read-only, and what is mounted in them.
+
+    mounts: /proc/self/mountinfo, open. The kernel ignores these flags when it binds, and a remount
+    reaches one mount alone.
+    """
+    for line in mounts:
+        _, _, _, _, point, options, *_ = line.split()
+        point = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), point)  # spaces as \\040
+        if any(point == target or point.startswith(f"{target}/") for target in targets):
+            kept = sum(KEPT.get(option, 0) for option in options.split(","))
+            flags = REMOUNT | BIND | RDONLY | NOSUID | kept
+            call("mount", None, point, None, ctypes.c_ulong(flags), None)
 
 
 def make_root(settings):
     """Make a small tmpfs the root, with Python and the program in it, and drop the old root."""
-    root = settings["root"]
+    root = ROOT
     prefix = settings["prefix"]
+    mounts = open("/proc/self/mountinfo", errors="surrogateescape")  # noqa: SIM115
 
-    # Mounts from here on are not seen outside.
+    # Mounts from here on are not seen outside. The program's text takes nothing of its room.
     call("mount", None, "/", None, ctypes.c_ulong(REC | PRIVATE), None)
-    size = f"size={settings['disk_bytes']},mode=755"
-    call("mount", "tmpfs", root, "tmpfs", ctypes.c_ulong(NOSUID), size)
+    texts = (settings["program"], settings["input"] or "")
+    room = sum(len(text.encode(errors="replace")) + PAGE for text in texts)
+    size = f"size={settings['disk_bytes'] + room},nr_inodes={INODES},mode=755"
+    call("mount", "tmpfs", root, "tmpfs", ctypes.c_ulong(NOSUID | NODEV), size)
 
     # Python and what it links to
+    shown = []
     for name in SYSTEM:
         path = f"/{name}"
         if os.path.islink(path):
@@ -88,9 +164,12 @@ def make_root(settings):
         elif os.path.isdir(path):
             os.mkdir(root + path)
             bind(path, root + path)
+            shown.append(root + path)
     if not os.path.isdir(root + prefix):  # a Python that is not under /usr
         os.makedirs(root + prefix)
         bind(prefix, root + prefix)
+        shown.append(root + prefix)
+    seal(shown, mounts)
 
     # Devices
     os.mkdir(f"{root}/dev")
@@ -114,15 +193,22 @@ def make_root(settings):
     os.rmdir("/old")
 
 
-def limit(settings, privileged):
-    """Set the limits of this process and of those that it starts, and drop its privileges."""
+def limit(settings, privileged, permitted):
+    """Set the limits of this process and of those that it starts, and drop its privileges.
+
+    permitted: of make_filter().
+    """
+    # In a user namespace our two processes outside belong to the same user.
+    processes = settings["processes"] + (0 if privileged else 2)
     limits = {
         resource.RLIMIT_CPU: settings["cpu_s"],
         resource.RLIMIT_AS: settings["memory_bytes"],
         resource.RLIMIT_FSIZE: settings["disk_bytes"],
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_NPROC: settings["processes"],
+        resource.RLIMIT_NPROC: processes,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
     }
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
@@ -130,48 +216,136 @@ def limit(settings, privileged):
     # Root's processes are not counted, so root becomes a user that is not used otherwise. Any other
     # user has no privileges in its namespace already.
     if privileged:
-        os.setgroups([])
-        os.setgid(settings["uid"])
-        os.setuid(settings["uid"])
+        become(settings["uid"])
     call("prctl", NO_NEW_PRIVS, 1, 0, 0, 0)
 
     # Nor has it any in its own user namespace.
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     none = (ctypes.c_uint32 * 6)()
     call("capset", header, none)
+    call("prctl", SECCOMP, FILTER, ctypes.byref(permitted), 0, 0)
 
 
-def isolate(privileged):
-    """Enter new namespaces; raises OSError where the kernel refuses.
+def become(user):
+    """Become another user, who has no groups but one of the same number."""
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
 
-    Without privileges a user namespace comes first, which maps this user alone.
+
+class Compared(ctypes.Structure):
+    """A condition on an argument of a system call: libseccomp's struct scmp_arg_cmp."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("value", ctypes.c_uint64),
+        ("other", ctypes.c_uint64),
+    )
+
+
+class Filter(ctypes.Structure):
+    """Instructions of a filter, of 8 bytes each: the kernel's struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def make_filter():
+    """Return the filter of a program's system calls, which libseccomp compiles.
+
+    Raises OSError where the library is missing, or refuses.
     """
+    library = ctypes.CDLL("libseccomp.so.2")
+    library.seccomp_init.restype = ctypes.c_void_p
+    rules = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ERRNO | errno.ENOSYS)))
+    library.seccomp_attr_set(rules, OPTIMIZE, 2)  # a search tree; libseccomp 2.5 and later
+
+    # Names that this kernel's architecture, or this version of the library, does not have have
+    # negative numbers.
+    for name in SYSTEM_CALLS.split():
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number >= 0:
+            made = library.seccomp_rule_add_array(rules, ctypes.c_uint32(ALLOW), number, 0, None)
+            checked(made, name)
+
+    # No namespaces, and no sockets but those of this machine's processes: each other family is code
+    # of the kernel that the program has no use for.
+    spaces = NEWNS | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET | NEWCGROUP
+    local = int(socket.AF_UNIX)
+    other_family = ERRNO | errno.EAFNOSUPPORT
+    for name, action, condition in (
+        ("clone", ALLOW, Compared(0, MASKED_EQUAL, spaces, 0)),
+        ("socket", ALLOW, Compared(0, EQUAL, local, 0)),
+        ("socketpair", ALLOW, Compared(0, EQUAL, local, 0)),
+        ("socket", other_family, Compared(0, NOT_EQUAL, local, 0)),
+        ("socketpair", other_family, Compared(0, NOT_EQUAL, local, 0)),
+    ):
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        conditions = ctypes.byref(condition)
+        made = library.seccomp_rule_add_array(rules, ctypes.c_uint32(action), number, 1, conditions)
+        checked(made, name)
+
+    with open(os.memfd_create("filter"), "rb") as file:
+        checked(library.seccomp_export_bpf(rules, file.fileno()), "seccomp_export_bpf")
+        file.seek(0)
+        instructions = file.read()
+    return Filter(len(instructions) // 8, instructions)
+
+
+def checked(returned, name):
+    """Raise OSError where a function of libseccomp returned an error."""
+    if returned < 0:
+        raise OSError(-returned, f"{name}: {os.strerror(-returned)}")
+
+
+def isolate(settings):
+    """Enter new namespaces; return whether this process may still become another user.
+
+    Without privileges a user namespace comes first, which maps this user alone. Raises OSError
+    where the kernel refuses.
+    """
+    flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
+    try:
+        call("unshare", flags)
+        return True
+    except PermissionError:
+        # Root in a container. In a user namespace it would still be root, whose processes are not
+        # counted. The kernel forgets this process's parent and hides its files with the change.
+        if os.geteuid() == 0:
+            become(settings["uid"])
+            call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            call("prctl", DUMPABLE, 1, 0, 0, 0)
     user = os.getuid()
     group = os.getgid()
-    flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
-    call("unshare", flags if privileged else flags | NEWUSER)
+    call("unshare", flags | NEWUSER)
 
     # The kernel requires setgroups to be denied before an unprivileged user maps groups.
-    if not privileged:
-        for file, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{user} {user} 1"),
-            ("gid_map", f"{group} {group} 1"),
-        ):
-            with open(f"/proc/self/{file}", "w") as out:
-                out.write(text)
+    for file, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{user} {user} 1"),
+        ("gid_map", f"{group} {group} 1"),
+    ):
+        with open(f"/proc/self/{file}", "w") as out:
+            out.write(text)
+    return False
 
 
 def serve():
     """Run one program after another, until sandbox.py closes the socket.
 
-    Each message has three files: settings (JSON), standard output, standard error. The answer is
-    the exit status, one byte. A message "kill" ends the program that runs.
+    Each message has three files: settings (JSON), standard output, standard error; its text is how
+    much memory the program's processes may hold together, in bytes. The answer is the exit status,
+    one byte. A message "kill" ends the program that runs.
     """
     channel = socket.socket(fileno=0)
+    try:
+        permitted = make_filter()
+    except OSError as error:
+        permitted = error
+    own = resident(os.getpid())
     gc.freeze()  # a collection in a child would copy the pages that they share
     while True:
-        message, files, _, _ = socket.recv_fds(channel, 16, 3)
+        message, files, _, _ = socket.recv_fds(channel, 32, 3)
         if not message:
             return
         if len(files) != 3:  # "kill", for a program that has ended meanwhile
@@ -182,22 +356,56 @@ def serve():
         if child == 0:
             channel.close()
             os.close(alive)
-            os._exit(begin(*files))
+            given, output, errors = files
+            os._exit(begin(given, output, errors, permitted))
         for descriptor in (*files, held):
             os.close(descriptor)
 
-        ready, _, _ = select.select([alive, channel.fileno()], [], [])
-        told = channel.recv(16) if alive not in ready else b"ended"
+        told = watch(child, alive, channel, own, int(message))
         if told != b"ended":
             os.kill(child, signal.SIGKILL)
         status = exit_status(os.waitpid(child, 0)[1])
+        os.read(alive, 1)  # until the program's last process has ended
         os.close(alive)
         if not told:
             return
         channel.send(bytes([status]))
 
 
-def begin(settings, output, errors):
+def watch(child, alive, channel, own, most):
+    """Return b"ended" when the program has ended, or what the socket says before that.
+
+    It returns b"memory" where the processes below `child` hold more than `most` bytes together,
+    without the `own` bytes that each of them has in common with this process.
+    """
+    while True:
+        ready, _, _ = select.select([alive, channel.fileno()], [], [], WATCH_S)
+        if ready:
+            return b"ended" if alive in ready else channel.recv(16)
+        if sum(max(resident(process) - own, 0) for process in below(child)) > most:
+            return b"memory"
+
+
+def below(process):
+    """Return the numbers of the processes that a process has started, and those have started."""
+    found = []
+    with contextlib.suppress(OSError):  # it may have ended
+        for task in os.listdir(f"/proc/{process}/task"):
+            with open(f"/proc/{process}/task/{task}/children") as file:
+                for child in file.read().split():
+                    found += [child, *below(child)]
+    return found
+
+
+def resident(process):
+    """Return the memory that a process holds and that is no file's, in bytes; 0 if it has ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/status") as file:
+        lines = [line.split() for line in file if line.startswith(("RssAnon:", "RssShmem:"))]
+        return sum(int(kilobytes) for _, kilobytes, _ in lines) * 1024
+    return 0
+
+
+def begin(settings, output, errors, permitted):
     """Become the program's process on this machine; return its exit status."""
     try:
         call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -207,24 +415,25 @@ def begin(settings, output, errors):
         with open(settings, "rb") as file:
             file.seek(0)
             given = json.load(file)
-        return isolated(given)
+        if isinstance(permitted, OSError):
+            return refuse(permitted)
+        return isolated(given, permitted)
     except BaseException as error:
         return refuse(error)
 
 
-def isolated(settings):
+def isolated(settings, permitted):
     """Run the program in namespaces of its own; return its exit status."""
-    privileged = os.geteuid() == 0
     try:
-        isolate(privileged)
-    except (OSError, KeyError) as error:
+        privileged = isolate(settings)
+    except OSError as error:
         return refuse(error)
 
     # The child is the first process of the new namespace: when it dies, all of them do.
     reader, writer = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
-        os._exit(supervise(settings, privileged, writer))
+        os._exit(supervise(settings, privileged, permitted, writer))
 
     # The pipe brings the problem that kept the program from running, or nothing.
     os.close(writer)
@@ -235,7 +444,7 @@ def isolated(settings):
     return 1 if status == 125 else status  # 125 is ours
 
 
-def supervise(settings, privileged, writer):
+def supervise(settings, privileged, permitted, writer):
     """Run the program as a child; return its exit status.
 
     A problem before the program runs is written to the pipe `writer`, by either process.
@@ -261,7 +470,7 @@ def supervise(settings, privileged, writer):
         else:
             source = _input(settings["input"])
         os.dup2(source, 0)
-        limit(settings, privileged)
+        limit(settings, privileged, permitted)
         os.closerange(3, 1024)
     except BaseException as error:
         os.write(writer, str(error).encode(errors="replace"))
@@ -315,7 +524,7 @@ def _finish():
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
-            if not stream.closed:
+            if stream is not None and not stream.closed:
                 stream.flush()
     except BaseException as error:
         os.write(2, f"Exception ignored at exit: {error!r}\n".encode(errors="replace"))

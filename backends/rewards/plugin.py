@@ -11,7 +11,12 @@ def hybridflow_plugins() -> list[Descriptor]:
     package = "hybridflow.backends.rewards"
     return [
         Descriptor("reward", "exact_match", f"{package}.exact_match:ExactMatch"),
-        Descriptor("reward", "code", f"{package}.code:CodeReward"),
+        Descriptor(
+            "reward",
+            "code",
+            f"{package}.code:CodeReward",
+            diagnosis=f"{package}.sandbox:diagnose",
+        ),
         Descriptor("reward", "environment", f"{package}.environment:EnvironmentReward"),
         Descriptor("reward", "trl", f"{package}.foreign:TRLReward"),
         Descriptor("reward", "verl", f"{package}.foreign:VerlReward"),

@@ -7,10 +7,9 @@ They have limits of time, memory, files and processes, no network, and no access
          |                                           `- supervise   process 1 of them; an own root
          `-- output, errors, exit status                 `- program limits, no privileges
 
-It needs Linux: namespaces (as root, or by user namespaces), and a root directory that holds
-Python's standard library, read-only, and a small tmpfs. A bug in the kernel could let a program
-escape, and memory is limited per process only. So this protects from faulty programs and simple
-tricks, not from attackers.
+It needs Linux: namespaces (as root, or by user namespaces), a filter of system calls by libseccomp,
+and a root directory that holds Python's standard library, read-only, and a small tmpfs. A bug in
+the kernel could still let a program escape: docs/security.md says what holds one back.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ import os
 import secrets
 import select
 import selectors
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +38,11 @@ JAIL = Path(__file__).with_name("jail.py")
 """The script that isolates a program."""
 REFUSED = 125
 """Exit status of JAIL where it could not isolate itself, and ran nothing."""
+NEEDED = (
+    "a sandbox needs Linux namespaces (run as root, or allow user namespaces: sysctl "
+    "kernel.unprivileged_userns_clone=1, user.max_user_namespaces; in Docker --cap-add SYS_ADMIN) "
+    "and libseccomp (apt install libseccomp2)"
+)
 
 
 @attrs.frozen
@@ -50,9 +52,10 @@ class Limits:
     seconds: float = attrs.field(default=5.0, validator=positive)
     """Wall time. The CPU time is limited to as much, rounded up to seconds."""
     memory_mb: int = attrs.field(default=256, validator=at_least(32))
-    """Address space of each process, in MB (10^6 bytes)."""
+    """Address space of each process, in MB (10^6 bytes), and what all of them hold together, which
+    is looked at 20 times a second; memory that two of them share counts twice."""
     disk_mb: int = attrs.field(default=8, validator=at_least(1))
-    """Size of all files that the program writes, in MB (10^6 bytes)."""
+    """Size of all files that the program writes, in MB (10^6 bytes); at most 4,096 files."""
     processes: int = attrs.field(default=8, validator=at_least(1))
     """Largest number of processes and threads at a time."""
     output_bytes: int = attrs.field(default=65_536, validator=at_least(1))
@@ -87,23 +90,27 @@ def run_program(
     Raises RewardError where this machine cannot isolate the program.
     """
     limits = limits or Limits()
-    root = tempfile.mkdtemp(prefix="hybridflow-jail-")
     python = os.path.realpath(sys.executable) if sys.prefix == sys.base_prefix else _base_python()
-    settings = _jail_settings(root, program, given, limits)
-    try:
-        with _jail(python) as jail:
-            reason, status, output, errors = jail.run(settings, limits)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    settings = _jail_settings(program, given, limits)
+    with _jail(python) as jail:
+        reason, status, output, errors = jail.run(settings, limits)
 
     # A program may exit with this status too, but jail.py changes it then.
     if status == REFUSED and errors.startswith("cannot isolate"):
         raise RewardError(
-            f"this machine does not let a program run apart from it ({errors.strip()}); a sandbox "
-            "needs Linux namespaces: run as root, or allow user namespaces (sysctl "
-            "kernel.unprivileged_userns_clone=1, user.max_user_namespaces)"
+            f"this machine does not let a program run apart from it ({errors.strip()}); {NEEDED}"
         )
     return ProgramOutcome(reason, status, output, errors)
+
+
+def diagnose() -> list[tuple[str, str, str]]:
+    """Say for `hybridflow doctor` whether programs can run here: subject, finding, remedy."""
+    try:
+        run_program("pass")
+    except RewardError as error:
+        found, _, remedy = str(error).partition("; ")
+        return [("sandbox", found, remedy)]
+    return [("sandbox", "programs run isolated: namespaces, and a filter of system calls", "")]
 
 
 _idle: list[_Jail] = []
@@ -168,7 +175,7 @@ class _Jail:
         with open(output, "rb", buffering=0) as out, open(errors, "rb", buffering=0) as err:
             try:
                 _write_all(given, settings)
-                socket.send_fds(self.channel, [b"run"], sent)
+                socket.send_fds(self.channel, [b"%d" % (limits.memory_mb * 10**6)], sent)
             finally:
                 for descriptor in sent:
                     os.close(descriptor)
@@ -197,10 +204,9 @@ def _write_all(descriptor: int, content: bytes) -> None:
         content = content[os.write(descriptor, content) :]
 
 
-def _jail_settings(root: str, program: str, given: str | None, limits: Limits) -> bytes:
+def _jail_settings(program: str, given: str | None, limits: Limits) -> bytes:
     """Return the settings of jail.py as JSON, with limits in its units (seconds, bytes)."""
     settings = {
-        "root": root,
         "prefix": os.path.realpath(sys.base_prefix),
         "program": program,
         "input": given,

@@ -35,15 +35,21 @@ def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it():
         assert jail.exit_status(os.waitpid(shell, 0)[1]) == status
 
 
-def test_without_a_place_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
-    settings = {"root": str(tmp_path / "none"), "prefix": sys.prefix, "disk_bytes": 10**6}
+def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
+    settings = {
+        "prefix": sys.prefix,
+        "disk_bytes": -(10**9),
+        "program": "",
+        "input": None,
+        "uid": 54321,
+    }
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen([sys.executable, "-I", "-S", jail.__file__], stdin=theirs, env={})
     theirs.close()
     files = [tmp_path / name for name in ("settings", "output", "errors")]
     files[0].write_text(json.dumps(settings))
     opened = [os.open(file, os.O_RDWR | os.O_CREAT) for file in files]
-    socket.send_fds(ours, [b"run"], opened)
+    socket.send_fds(ours, [b"1000000000"], opened)
     assert ours.recv(16) == bytes([125])
     ours.close()
     assert server.wait(10) == 0
@@ -51,29 +57,6 @@ def test_without_a_place_of_its_own_nothing_runs_and_the_status_says_so(tmp_path
         os.close(descriptor)
     assert files[2].read_text().startswith("cannot isolate: ")
     assert files[1].read_text() == ""
-
-
-def test_nothing_of_this_machine_can_be_read_or_written(tmp_path):
-    secret = tmp_path / "secret.txt"
-    secret.write_text("secret")
-    tmp_path.chmod(0o777)
-    for path in (
-        secret,
-        "/etc/passwd",
-        "/proc/self/environ",
-        "/proc/1/environ",
-        "/sys/kernel",
-        __file__,
-        os.path.abspath("."),
-    ):
-        assert "FileNotFoundError" in run(f"import os; os.stat({str(path)!r})").errors, path
-    assert (
-        run(f"open({str(tmp_path / 'new')!r}, 'w')").status == 1 and not (tmp_path / "new").exists()
-    )
-    for place in ("/usr/x", "/x", "/dev/x", "/lib/x"):
-        assert run(f"open({place!r}, 'w')").status == 1, place
-    seen = run("import os; print(sorted(os.environ))").output
-    assert set(eval(seen)) <= {"PATH", "HOME", "LC_CTYPE"}
 
 
 def test_files_are_gone_with_the_program_and_do_not_fill_the_disk():
@@ -93,45 +76,6 @@ def test_files_are_gone_with_the_program_and_do_not_fill_the_disk():
         limits=Limits(seconds=3.0, disk_mb=4),
     )
     assert int(full.output) <= 5 * 10**6
-
-
-def test_there_is_no_network():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        found = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)")
-        assert found.status == 1 and "Error" in found.errors
-    assert run("import socket; socket.create_connection(('8.8.8.8', 53), 1)").status == 1
-    with socket.socket(socket.AF_UNIX) as server:  # an abstract address belongs to the network too
-        server.bind("\0hybridflow-sandbox-test")
-        server.listen()
-        assert (
-            run(
-                "import socket; socket.socket(socket.AF_UNIX).connect('\\0hybridflow-sandbox-test')"
-            ).status
-            == 1
-        )
-
-
-def test_memory_is_limited():
-    found = run("x = bytearray(10**9)", limits=Limits(seconds=3.0, memory_mb=128))
-    assert found.status == 1 and "MemoryError" in found.errors
-
-
-def test_a_fork_bomb_stops_at_the_limit_of_processes():
-    found = run(
-        """
-        import os, time
-        made = 0
-        try:
-            while True:
-                if os.fork() == 0:
-                    time.sleep(60)
-                made += 1
-        except OSError:
-            print(made)
-        """
-    )
-    assert 0 < int(found.output) <= 8
 
 
 def left_behind(mark: str) -> list[str]:
@@ -171,38 +115,6 @@ def test_no_process_of_this_machine_can_be_seen_or_ended():
     finally:
         child.kill()
         child.wait()
-
-
-def test_what_root_may_do_it_may_not():
-    for call in (
-        "os.setuid(0)", "os.chroot('/tmp')", "os.mknod('/tmp/sda', 0o660 | 0o060000, os.makedev(8, 0))",
-        "os.sched_setaffinity(0, {0}); os.nice(-5)",
-        "ctypes.CDLL(None, use_errno=True).mount(b'x', b'/tmp', b'tmpfs', 0, None) and 1 / 0",
-        "ctypes.CDLL(None, use_errno=True).unshare(0x20000) and 1 / 0",
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))",
-    ):  # fmt: skip
-        assert run(f"import ctypes, os, resource\n{call}").status != 0, call
-
-
-def test_a_program_that_holds_on_to_life_ends_with_its_time():
-    mark = f"88{os.getpid()}"
-    program = f"""
-        import ctypes, signal, time
-        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
-        for s in (1, 2, 15):
-            signal.signal(s, signal.SIG_IGN)
-        open("/tmp/{mark}", "w")
-        import os, sys
-        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep({mark})"])
-        """
-    assert run(program, limits=Limits(seconds=1.0)).reason == "time"
-    time.sleep(0.5)
-    assert not left_behind(f"time.sleep({mark})")
-
-
-def test_a_program_cannot_pretend_that_the_sandbox_failed():
-    found = run("import sys; sys.stderr.write('cannot isolate: x'); sys.exit(125)")
-    assert found.reason == "ended" and found.status == 1
 
 
 def test_programs_side_by_side_do_not_share_their_limit_of_processes():

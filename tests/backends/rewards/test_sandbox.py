@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
 from helpers.programs import run
 
-from hybridflow.backends.rewards import sandbox
 from hybridflow.backends.rewards.sandbox import Limits, ProgramOutcome, run_program
 from hybridflow.core.errors import RewardError
 
@@ -19,11 +19,9 @@ def test_a_program_was_good_if_it_ended_by_itself_with_status_0():
     assert not ProgramOutcome("output", 0, "", "").good
 
 
-def test_a_machine_that_cannot_isolate_a_program_is_told_what_it_lacks(tmp_path, monkeypatch):
-    """A jail whose root cannot be made."""
-    settings = sandbox._jail_settings
-    elsewhere = str(tmp_path / "none")
-    monkeypatch.setattr(sandbox, "_jail_settings", lambda root, *given: settings(elsewhere, *given))
+def test_a_machine_that_cannot_isolate_a_program_is_told_what_it_lacks(monkeypatch):
+    """A jail whose root cannot be made: it is to show a Python that is not there."""
+    monkeypatch.setattr(sys, "base_prefix", "/no/such/python")
     said = (
         r"\(cannot isolate: .*mount: No such file or directory\); a sandbox needs Linux namespaces"
     )
