@@ -8,9 +8,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
+
+if TYPE_CHECKING:
+    from hybridflow.core.groups.rendezvous import FileRendezvous, ServerRendezvous
 
 
 class RayStore:
@@ -61,13 +64,15 @@ class HostActor:
         keep_freed_memory()
         self.host = Host(pool, rank, world, RayStore())
 
-    def address(self) -> str:
-        """Return a free "host:port" on this node for the pool's rendezvous."""
-        return self.host.address()
+    def serve(self, key: bytes) -> ServerRendezvous:
+        """Let the pool's ranks meet here, at this node's address (see Host.serve)."""
+        return self.host.serve(ray.util.get_node_ip_address(), key)
 
-    def join(self, address: str, device: str, timeout_s: float) -> None:
+    def join(
+        self, rendezvous: FileRendezvous | ServerRendezvous, device: str, timeout_s: float
+    ) -> None:
         """Join the pool's process group (see Host.join)."""
-        self.host.join(address, device, timeout_s)
+        self.host.join(rendezvous, device, timeout_s)
 
     def ping(self) -> None:
         """Do nothing; a process that answers is alive and idle."""

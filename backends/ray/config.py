@@ -31,7 +31,8 @@ class RayConfig(RuntimeSettings):
     """Seconds that a rank waits for the others in a collective call. Ranks are not synchronised
     while they generate and score, so it must be longer than these take on the slowest rank."""
     temp_dir: str | None = None
-    """Folder of a local Ray for sockets and logs. Default: Ray's own choice (/tmp/ray)."""
+    """Folder of a local Ray for sockets and logs. Default: hybridflow-UID/ray in the system's
+    temporary folder, which other users cannot enter."""
 
     @property
     def remote(self) -> bool:  # type: ignore[override]

@@ -1,12 +1,12 @@
 """Ends the processes of a local Ray that remain when its controller is killed.
 
-The controller starts `python reaper.py CONTROLLER_PID` beside Ray, and holds the other end of this
-process's standard input: when the controller ends in any way, that pipe closes. Without the reaper,
-Ray's own agents would try for a minute to report to a head that has ended too.
+The controller starts `python reaper.py CONTROLLER_PID FOLDER` beside Ray, and holds the other end
+of this process's standard input: when the controller ends in any way, that pipe closes. Without the
+reaper, Ray's own agents would try for a minute to report to a head that has ended too.
 
     controller runs   remember the raylet, the head (gcs_server) and their children
     pipe closes       give them GRACE_S seconds to end by themselves
-    then              kill those that remain
+    then              kill those that remain, and remove the folder where the ranks met
 
 This module imports nothing but the standard library, to start quickly.
 """
@@ -14,6 +14,7 @@ This module imports nothing but the standard library, to start quickly.
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -64,8 +65,8 @@ def living(known: set[tuple[int, str]]) -> set[tuple[int, str]]:
     return known & running
 
 
-def main(controller: int) -> None:
-    """Watch Ray's processes until the controller ends, then end them too."""
+def main(controller: int, folder: str) -> None:
+    """Watch Ray's processes until the controller ends, then end them too, and remove `folder`."""
     known: set[tuple[int, str]] = set()
     while True:
         known |= of_ray(controller)
@@ -82,10 +83,11 @@ def main(controller: int) -> None:
     for pid, _ in living(known):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
     # Ctrl-C in the terminal must not end it before the controller.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

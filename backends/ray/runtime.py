@@ -12,16 +12,23 @@ replies travel as arguments of the task, so Ray brings their values to the actor
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
+import shutil
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,6 +38,7 @@ from hybridflow.backends.ray.actor import HostActor, unpacked
 from hybridflow.backends.ray.config import RayConfig
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
+from hybridflow.core.groups.rendezvous import FileRendezvous
 from hybridflow.kit.memory import keep_freed_memory
 from hybridflow.settle.config.waiting import waiting_variables
 
@@ -76,6 +84,60 @@ class RayProcess(Process):
         return reference
 
 
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Have a Ray that is started in here listen on this machine's loopback address alone.
+
+    Ray does so by itself on macOS and Windows, and has no setting for it elsewhere that a program
+    can change after its import.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    # A token of this process alone: Ray would write one to ~/.ray, for every user to read.
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # That tokens are required is no news then.
+    log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    log.addFilter(_tells_nothing)
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+        log.removeFilter(_tells_nothing)
+
+
+def _tells_nothing(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
+
+
+def _own_folder() -> str:
+    """Return the folder of this user's local Rays, with their sockets and logs.
+
+    Raises HybridFlowError where others may enter it.
+    """
+    folder = f"{tempfile.gettempdir()}/hybridflow-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise HybridFlowError(
+            f"{folder} is not a folder that belongs to this user alone (mode 0700), so others "
+            "could reach the sockets of this run's Ray; remove it, or give another folder as "
+            "runtime.temp_dir"
+        )
+    return f"{folder}/ray"  # Ray lets everybody into its own
+
+
+def _loopback_variables() -> dict[str, str]:
+    """Return variables by which the collectives of a local run use the loopback interface.
+
+    Those that are set already are left out.
+    """
+    name = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {variable: value for variable, value in wanted.items() if variable not in os.environ}
+
+
 class RayRuntime(Runtime):
     """A plugin of kind "runtime", name "ray"."""
 
@@ -92,6 +154,8 @@ class RayRuntime(Runtime):
         self._owns_ray = False
         self._local = False
         self._reaper: subprocess.Popen | None = None
+        self._folder = ""
+        """Where the ranks of a local Ray meet, once there are any."""
 
     # --- processes ---
 
@@ -112,7 +176,8 @@ class RayRuntime(Runtime):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options = self._init_options()
         try:
-            ray.init(**options)
+            with _loopback() if self._local else contextlib.nullcontext():
+                ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = "a local Ray" if self._local else f"the Ray cluster at {self.config.address!r}"
             raise HybridFlowError(
@@ -121,7 +186,9 @@ class RayRuntime(Runtime):
 
         self._owns_ray = True
         if self._local:
-            command = [sys.executable, "-I", reaper.__file__, str(os.getpid())]
+            # Whoever else uses this machine may not enter it.
+            self._folder = tempfile.mkdtemp(prefix="hybridflow-ranks-")
+            command = [sys.executable, "-I", reaper.__file__, str(os.getpid()), self._folder]
             self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _init_options(self) -> dict[str, Any]:
@@ -131,7 +198,7 @@ class RayRuntime(Runtime):
             options["resources"] = {LOCAL_RESOURCE: 10_000}
             options["include_dashboard"] = self.config.dashboard
             options["dashboard_host"] = "127.0.0.1"
-            options["_temp_dir"] = self.config.temp_dir
+            options["_temp_dir"] = self.config.temp_dir or _own_folder()
             if self.config.object_store_gb is not None:
                 options["object_store_memory"] = int(self.config.object_store_gb * 2**30)
         else:
@@ -153,7 +220,7 @@ class RayRuntime(Runtime):
             **environment,
         }
         if self._local:
-            variables["HYBRIDFLOW_LOCAL"] = "1"  # the ranks meet at 127.0.0.1
+            variables |= _loopback_variables()
         folders = [os.path.abspath(folder) for folder in sys.path]
 
         # One actor per device, on the node of its bundle; ranks count up node by node.
@@ -213,13 +280,19 @@ class RayRuntime(Runtime):
         return placement
 
     def _join(self, pool: ResourcePool, processes: Sequence[RayProcess], device: str) -> None:
-        """Have the processes of a pool meet at an address of rank 0."""
+        """Have the processes of a pool meet: at a file, or across machines at rank 0."""
         timeout = self.config.start_timeout_s
+        meeting: Any = None
+        if self._local:
+            self._folder = self._folder or tempfile.mkdtemp(prefix="hybridflow-ranks-")
+            meeting = FileRendezvous(f"{self._folder}/{secrets.token_hex(8)}")
         try:
-            address = ray.get(processes[0].actor.address.remote(), timeout=timeout)
+            if meeting is None:
+                key = secrets.token_bytes(32)
+                meeting = ray.get(processes[0].actor.serve.remote(key), timeout=timeout)
             # A join waits for all others: every process must get its call before any is awaited.
             patience = self.config.collective_timeout_s
-            joins = [process.actor.join.remote(address, device, patience) for process in processes]
+            joins = [process.actor.join.remote(meeting, device, patience) for process in processes]
             ray.get(joins, timeout=timeout)
         except GetTimeoutError as error:
             raise HybridFlowError(
@@ -290,6 +363,9 @@ class RayRuntime(Runtime):
         self.calls.clear()
         self.failed.clear()
 
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = ""
         if not self._owns_ray:
             time.sleep(0.1)  # let the kills go out before the caller launches again
             return

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ import torch.distributed as dist
 from hybridflow.core.contracts.runtime import Store
 from hybridflow.core.contracts.worker import COLLECTIVE_TIMEOUT, RankContext, Worker
 from hybridflow.core.errors import DamagedError, DamagedPartError, HybridFlowError, WorkerError
+from hybridflow.core.groups.rendezvous import FileRendezvous, ServerRendezvous, StoreServer
 from hybridflow.core.groups.wire import Decoder, Encoder
 from hybridflow.core.values.batch import Batch
 
@@ -76,25 +75,24 @@ class Host:
         self.shared: dict[str, Any] = {}
         """Objects that the workers share, by name."""
         self._joined = False
+        self._server: StoreServer | None = None
+        self._store: Any = None
 
-    def address(self) -> str:
-        """Return a free "host:port" on this node for the pool's rendezvous."""
-        host = (
-            "127.0.0.1"
-            if os.environ.get("HYBRIDFLOW_LOCAL")
-            else socket.gethostbyname(socket.gethostname())
-        )
-        # Port 0: the system chooses one that is free now.
-        with socket.socket() as listener:
-            listener.bind(("", 0))
-            return f"{host}:{listener.getsockname()[1]}"
+    def serve(self, host: str, key: bytes) -> ServerRendezvous:
+        """Let ranks on other machines meet here, at `host`, this machine's address, with `key`."""
+        self._server = StoreServer(host, key)
+        return self._server.rendezvous
 
-    def join(self, address: str | None, device: str, timeout_s: float = 600.0) -> None:
+    def join(
+        self,
+        rendezvous: FileRendezvous | ServerRendezvous | None,
+        device: str,
+        timeout_s: float = 600.0,
+    ) -> None:
         """Join the pool's torch.distributed group (NCCL with gloo on GPUs, gloo on CPUs).
 
-        address: of the rendezvous; None for a pool of one rank. timeout_s: how long a collective
-        call may take. Raises HybridFlowError if the
-        process is in a process group already.
+        rendezvous: where the ranks meet; None for a pool of one. timeout_s: how long a collective
+        call may take. Raises HybridFlowError if the process is in a process group already.
         """
         device_name = device if device == "cpu" else f"cuda:{_local_device(self.rank)}"
         self.device = torch.device(device_name)
@@ -115,16 +113,17 @@ class Host:
                 f"torch.distributed is initialised already, with {dist.get_world_size()} ranks"
             )
 
-        # One rank alone needs no server for the rendezvous.
-        rendezvous: dict[str, Any] = (
-            {"store": dist.HashStore()} if address is None else {"init_method": f"tcp://{address}"}
-        )
+        # torch keeps no reference to a store that is written in Python.
+        if rendezvous is None:
+            self._store = dist.HashStore()
+        else:
+            self._store = rendezvous.store(self.world, timeout_s)
         dist.init_process_group(
             backend,
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=timeout_s),
-            **rendezvous,
+            store=self._store,
         )
         self._joined = True
 
@@ -142,6 +141,8 @@ class Host:
         if self._joined and dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+        if self._server is not None:
+            self._server.close()
 
     def call(
         self, blob: bytes, handles: Sequence[Any], replies: Sequence[tuple]

@@ -64,13 +64,18 @@ def test_a_process_that_has_the_number_of_an_ended_one_is_another(controller):
     assert reaper.living({(pid, began), (pid, "0")}) == {(pid, began)}
 
 
-def test_the_ray_of_a_killed_controller_is_ended_after_a_time_of_grace(controller, monkeypatch):
+def test_the_ray_of_a_killed_controller_is_ended_after_a_time_of_grace(
+    controller, monkeypatch, tmp_path
+):
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    (folder / "store").touch()
     process, raylet, other = controller
     reading, writing = os.pipe()
     monkeypatch.setattr(reaper, "GRACE_S", 0.3)
     with os.fdopen(reading) as stdin, ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr(sys, "stdin", stdin)
-        over = pool.submit(reaper.main, process.pid)
+        over = pool.submit(reaper.main, process.pid, str(folder))
         os.write(writing, b"x")
         while waiting(reading) and not over.done():  # it reads after it has looked
             time.sleep(0.01)
@@ -82,6 +87,7 @@ def test_the_ray_of_a_killed_controller_is_ended_after_a_time_of_grace(controlle
     assert time.monotonic() - began >= 0.3
     assert not runs(raylet)
     assert runs(other)
+    assert not folder.exists()
 
 
 def waiting(pipe):

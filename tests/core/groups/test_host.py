@@ -14,6 +14,7 @@ from helpers.batches import CountingStore, plain
 from hybridflow.core.contracts.worker import Worker
 from hybridflow.core.errors import HybridFlowError, WorkerDied, WorkerError
 from hybridflow.core.groups.host import Host, Reply, read_call, read_reply, write_call
+from hybridflow.core.groups.rendezvous import FileRendezvous
 from hybridflow.core.groups.wire import Encoder
 from hybridflow.core.values.batch import Batch, PromisedTable, View
 from hybridflow.core.values.parallel import ParallelLayout
@@ -190,19 +191,21 @@ def test_a_group_is_joined_once_and_ended_by_who_made_it():
     second.join(None, "cpu")  # a pool of one rank shares the process, and its group
     assert dist.get_world_size() == 1 and dist.get_backend() == "gloo"
     with pytest.raises(HybridFlowError, match=r"is initialised already, with 1 ranks"):
-        Host("wide", 0, 2, CountingStore()).join("127.0.0.1:1", "cpu")
+        Host("wide", 0, 2, CountingStore()).join(FileRendezvous("/no/such/folder"), "cpu")
     second.leave()
     assert dist.is_initialized()
     first.leave()
     assert not dist.is_initialized()
 
 
-def test_an_address_is_free_and_on_this_machine(monkeypatch):
-    monkeypatch.setenv("HYBRIDFLOW_LOCAL", "1")
-    host, _, port = Host("main", 0, 2, CountingStore()).address().partition(":")
-    assert host == "127.0.0.1"
-    with socket.create_server((host, int(port))) as server:  # nobody else listens there
-        assert server.getsockname()[1] == int(port)
+def test_ranks_are_let_in_at_a_host_until_it_leaves():
+    host = Host("main", 0, 2, CountingStore())
+    meeting = host.serve("127.0.0.1", b"k" * 32)
+    meeting.store(2, 5.0).set("here", "1")
+    assert meeting.store(2, 5.0).get("here") == b"1"
+    host.leave()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((meeting.host, meeting.port))
 
 
 def test_an_error_is_given_back_as_the_same_error():
@@ -213,7 +216,7 @@ def test_an_error_is_given_back_as_the_same_error():
     assert (reply.started, reply.ended) == (0.0, 1.0)
 
 
-def test_on_a_gpu_attention_is_not_cudnns(monkeypatch):
+def test_on_a_gpu_attention_is_not_cudnns(monkeypatch, tmp_path):
     joined = {}
 
     def join(backend, **settings):
@@ -224,9 +227,9 @@ def test_on_a_gpu_attention_is_not_cudnns(monkeypatch):
     before = torch.backends.cuda.cudnn_sdp_enabled()
     host = Host("main", 0, 2, CountingStore())
     try:
-        host.join("127.0.0.1:1", "cpu")
+        host.join(FileRendezvous(str(tmp_path / "a")), "cpu")
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
-        host.join("127.0.0.1:1", "cuda")
+        host.join(FileRendezvous(str(tmp_path / "b")), "cuda")
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
