@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,6 +106,13 @@ class SGLangEngine(ContinuousEngine, Hostable):
         if self.device.type == "cpu" and self._tp > 1:
             cores = sorted(os.sched_getaffinity(0))
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(cores, self._tp))
+        # Its ranks meet at a file of ours instead of at a port that everybody reaches. By that port
+        # SGLang would name the memory that its ranks share on a CPU.
+        name = str(secrets.randbelow(10**9))
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = (
+            f"file://{tempfile.gettempdir()}/{name}"
+        )
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": name}
         import sglang
 
         with tempfile.TemporaryDirectory() as folder:

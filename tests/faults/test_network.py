@@ -15,29 +15,17 @@ from pathlib import Path
 
 import attrs
 import pytest
+from helpers.network import beyond_loopback, listening
 from helpers.tiny import write
 
 from hybridflow.backends.ray import runtime
 from hybridflow.backends.rewards.jail import below
 from hybridflow.core.errors import HybridFlowError
 
-LOOPBACK = re.compile(r"(127\.0\.0\.\d+|\[::1\]|\[::ffff:127\.0\.0\.1\]):\d+")
 OTHER = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups"]
 """Runs a command as a user that is not used otherwise."""
 TOKEN = secrets.token_hex(32)
 READ = "grep -r . {0}; ls {0}; cat {0}/*"
-
-
-def listening(processes: set[str]) -> dict[str, str]:
-    """Address -> line of `ss`, of what these processes listen at."""
-    lines = subprocess.run(
-        ["ss", "-Hltnp"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return {
-        line.split()[3]: line
-        for line in lines
-        if processes & set(re.findall(r"pid=(\d+)", line))
-    }  # fmt: skip
 
 
 @attrs.frozen
@@ -99,8 +87,7 @@ def test_f11_a_local_run_listens_on_loopback_alone(seen):
     found, _ = seen
     # Two processes of Ray with their ports, and those of two ranks.
     assert len(found.addresses) >= 6, found.addresses
-    wide = {line for address, line in found.addresses.items() if not LOOPBACK.fullmatch(address)}
-    assert wide == set()
+    assert beyond_loopback(found.addresses) == []
 
 
 def test_f11_another_user_reads_nothing_of_the_ranks_store(seen):

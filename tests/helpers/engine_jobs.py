@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ import attrs
 import numpy as np
 import torch
 
+from helpers.network import beyond_loopback, listening
 from helpers.shared_memory import in_shared_memory
+from hybridflow.backends.rewards.jail import below
 from hybridflow.backends.sglang.config import SGLangConfig
 from hybridflow.backends.sglang.engine import SGLangEngine
 from hybridflow.backends.vllm.config import VLLMConfig
@@ -39,7 +42,7 @@ def context_of(rank: int, world: int) -> RankContext:
 
 
 def speak(engine: Any, rank: int, updates: Updates) -> dict[str, Any]:
-    """Greedy tokens and logprobs after each of several updates, samples, and the elements held here."""
+    """Greedy tokens and logprobs after each of several updates, samples, the elements held here, and where others reach it."""
     engine.start()
     own = engine.layout().held[rank]
     holding = sum(box.numel for boxes in own.values() for box in boxes)
@@ -60,7 +63,10 @@ def speak(engine: Any, rank: int, updates: Updates) -> dict[str, Any]:
             ]
         )
     sampled = engine.generate(requests(PROMPTS, SamplingParams(max_tokens=TOKENS)))
+    # Processes of the engine's own; ranks of these tests meet at a port by themselves.
+    children = below(os.getpid())
     return {
+        "reachable": beyond_loopback(listening(children)) if children else [],
         "greedy": found,
         "sampled": [c.response_ids.tolist() for c in sampled],
         "holding": holding,
@@ -81,6 +87,7 @@ def vllm(rank: int, world: int, spec: ModelSpec, updates: Updates) -> dict[str, 
 
 def sglang(rank: int, world: int, spec: ModelSpec, updates: Updates, logs: str) -> dict[str, Any]:
     """The first rank hosts the engine."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as the Ray runtime does
     config = SGLangConfig(kv_tokens=4096, max_sequences=8, bucket_mb=0.02)
     engine = HostedEngine(SGLangEngine, spec, config, context_of(rank, world), logs)
     try:

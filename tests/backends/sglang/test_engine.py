@@ -63,6 +63,7 @@ def test_the_first_of_two_ranks_hosts_it_and_each_brings_its_own_boxes(
     found = jobs.two_ranks(ranks, jobs.sglang, architecture, str(tmp_path))
     assert jobs.without_semaphores() <= before
     assert [answer["holding"] for answer in found] == HELD[architecture]
+    assert [answer["reachable"] for answer in found] == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["value", "score"])
