@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import attrs
@@ -12,6 +11,7 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.values.files import DONE, EXPORT, MARK
 from hybridflow.core.values.model import ModelConfig, ModelSpec
 from hybridflow.core.values.sealed import read_sealed
+from hybridflow.core.values.text import parse_json
 from hybridflow.settle.config.structure import Invalid, Problem
 
 
@@ -58,9 +58,11 @@ def read_model(config: ModelConfig, kind: str, role: str, weights: bool = True) 
 
     # The config is kept unchanged: backends and engines read the fields that they know.
     try:
-        fields = json.loads((folder / "config.json").read_text())
-    except json.JSONDecodeError as error:
+        fields = parse_json((folder / "config.json").read_bytes())
+    except ValueError as error:
         raise _invalid("path", f"{folder / 'config.json'} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise _invalid("path", f"{folder / 'config.json'} holds no fields, but {fields!r:.80}")
     return ModelSpec(fields, str(folder), config.init_seed, kind)
 
 

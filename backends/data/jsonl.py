@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
 from hybridflow.backends.data.files import data_file
 from hybridflow.core.contracts.data_source import DataConfig, DataSource
 from hybridflow.core.errors import DataError
-from hybridflow.core.values.text import shorten
+from hybridflow.core.values.text import parse_json, shorten
 
 ENDINGS = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 
@@ -75,8 +74,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _parse(line: str, where: str) -> dict[str, Any]:
     """Return the row of a line; `where` names the line in messages."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise DataError(f"{where}: not JSON ({error}): {shorten(line.strip())}") from error
 
     if not isinstance(row, dict):

@@ -10,12 +10,11 @@ chat_template_kwargs                        likewise, over data.chat_template_kw
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.core.errors import DataError
-from hybridflow.core.values.text import shorten
+from hybridflow.core.values.text import parse_json, shorten
 
 Message = dict[str, Any]
 TOOLS = "tools"
@@ -85,6 +84,6 @@ def _decoded(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError:
         return value

@@ -20,6 +20,10 @@ CACHED_EXAMPLES = 200_000
 """Number of examples kept in memory once tokenised; further ones are tokenised on every access."""
 
 
+CHECKED = 10_000
+"""Rows that are looked at before a run starts."""
+
+
 @attrs.frozen(eq=False)
 class Example:
     """One tokenised row."""
@@ -89,8 +93,11 @@ class ExampleSet:
             )
         return example
 
-    def check(self, limit: int = 10_000) -> None:
-        """Tokenise the first `limit` examples, to raise the DataError that a run would raise."""
+    def check(self, positions: int | None = None, limit: int = CHECKED) -> None:
+        """Tokenise the first `limit` examples, to raise the DataError that a run would raise.
+
+        positions: the most tokens that a model reads at a time, if it has such a limit.
+        """
         source = f"data source {self.config.source!r}"
         if self.config.path:
             source += f" ({self.config.path})"
@@ -106,7 +113,31 @@ class ExampleSet:
 
         # Access tokenises, and raises for a row that cannot be used.
         for i in range(min(len(self), limit)):
-            self[i]
+            example = self[i]
+            given = [ids for ids in (example.response_ids, example.rejected_ids) if ids is not None]
+            length = len(example.prompt_ids) + max(map(len, given), default=0)
+            if given and positions is not None and length > positions:
+                row = i if self._kept is None else self._kept[i]
+                raise DataError(
+                    f"row {row}: prompt and response have {length} tokens, more than the model's "
+                    f"{positions} positions (max_position_embeddings); shorten it or leave it out"
+                )
+
+    def of_each_kind(self, most: int = 8, limit: int = CHECKED) -> dict[int, Example]:
+        """Return the first example of each kind by its row's number in the source.
+
+        Examples are of one kind if they have the same fields, without those that are null. At
+        `most` kinds are looked for, among the first `limit` examples.
+        """
+        found: dict[int, Example] = {}
+        seen: set[frozenset[str]] = set()
+        for i in range(min(len(self), limit)):
+            example = self[i]
+            kind = frozenset(name for name, value in example.meta.items() if value is not None)
+            if kind not in seen and len(found) < most:
+                seen.add(kind)
+                found[i if self._kept is None else self._kept[i]] = example
+        return found
 
     def _keep(self) -> list[int]:
         """Return the rows with prompts that are not too long, up to `limit` of them; cached."""

@@ -74,8 +74,8 @@ class Prepared:
     """Data set -> its number of usable rows."""
     dropped: dict[str, int]
     """Data set -> the number of rows left out because their prompts are too long."""
-    first: dict[str, Batch]
-    """Data set -> its first row, on which rewards are tried."""
+    kinds: dict[str, dict[int, Batch]]
+    """Data set -> its first row of each kind by number, on which rewards are tried."""
     notes: tuple[str, ...] = ()
     """Remarks on settings that are legal and probably unintended."""
 
@@ -102,22 +102,22 @@ def try_rewards(job: Job, prepared: Prepared) -> None:
     for name, scorer in job.scorers.items():
         context = RankContext(name, 0, ParallelLayout(), torch.device("cpu"), job.run.seed)
         worker = RewardWorker(context, scorer.parts, prepared.tokenizer)
-        for data, row in _trials(job, prepared, scorer.role):
-            worker.try_out(row, data)
+        for where, row in _trials(job, prepared, scorer.role):
+            worker.try_out(row, where)
 
 
 def _trials(job: Job, prepared: Prepared, role: Role) -> Iterator[tuple[str, Batch]]:
-    """Yield the first row of each data set whose responses get this reward."""
+    """Yield a row of each kind, of the data sets whose responses get this reward, and its place."""
     sets = ["train"] if role in job.algorithm.roles() else []
     # Validation scores by the reward alone.
     if role.name == "reward" and job.validation is not None and job.validation.generate:
         sets.append("validation")
     for name in sets:
-        row = prepared.first[name]
-        if job.environment is not None:
-            returns = torch.zeros(row.rows, dtype=torch.float32)
-            row = row.join(Batch({"episode_return": returns}))
-        yield name, row
+        for number, row in prepared.kinds[name].items():
+            if job.environment is not None:
+                returns = torch.zeros(row.rows, dtype=torch.float32)
+                row = row.join(Batch({"episode_return": returns}))
+            yield f"row {number} of {name}", row
 
 
 def prepare(
@@ -153,16 +153,21 @@ def prepare(
 
     # A data set's usable rows are counted here, so that bad rows stop the run before it starts.
     sets = _sets(job) if sets is None else dict(sets)
+    limits = [model.spec.model.max_positions for model in job.models.values()]
+    positions = [limit for limit in limits if limit is not None]
     rows = {}
     dropped = {}
-    first = {}
+    kinds = {}
     for name, config in sets.items():
         examples = ExampleSet(load_source(config), config, tokenizer)
-        examples.check()
+        examples.check(min(positions, default=None))
         rows[name] = len(examples)
         dropped[name] = examples.dropped
-        first[name] = example_batch([examples[0]], np.zeros(1))
-    return Prepared(tokenizer, sets, rows, dropped, first, tuple(notes))
+        kinds[name] = {
+            number: example_batch([example], np.zeros(1))
+            for number, example in examples.of_each_kind().items()
+        }
+    return Prepared(tokenizer, sets, rows, dropped, kinds, tuple(notes))
 
 
 def _sets(job: Job) -> dict[str, DataConfig]:
@@ -274,8 +279,8 @@ class Session:
                 writes={"score": columns},
             )
             self.groups[name] = (scorer.role, group)
-            for data, row in _trials(self.job, self.prepared, scorer.role):
-                group.try_out(row, data).result()
+            for where, row in _trials(self.job, self.prepared, scorer.role):
+                group.try_out(row, where).result()
 
         # All models are built at the same time; the last loop below waits for them.
         builds: list[tuple[str, Future]] = []

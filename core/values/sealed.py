@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.core.errors import DamagedError
+from hybridflow.core.values.text import parse_json
 
 SUM = "sha256"
 """Key of the checksum."""
@@ -45,10 +46,9 @@ def read_sealed(file: Path) -> dict[str, Any]:
     Raises DamagedError for a file that is missing, is no JSON, or has another content.
     """
     try:
-        fields = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        cause = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise DamagedError(f"{file} cannot be read: {cause}") from error
+        fields = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{file} cannot be read: {error}") from error
     if not isinstance(fields, dict) or fields.pop(SUM, None) != _sum(file, fields):
         raise DamagedError(
             f"{file} is not as it was written: its content does not have the checksum {SUM!r} in it"

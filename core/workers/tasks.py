@@ -332,8 +332,8 @@ class RewardWorker(Worker):
         return Batch({column: torch.from_numpy(total), **columns}, metrics)
 
     @register(Protocol.RANK_ZERO, reads=("prompt_ids", "response_ids", "meta", "episode_return"))
-    def try_out(self, batch: Batch, data: str) -> None:
-        """Score the first row of a data set, so that a reward that cannot work ends the run.
+    def try_out(self, batch: Batch, where: str) -> None:
+        """Score one row of the data, so that a reward that cannot work ends the run.
 
         The response is the row's own, else its expected answer; then a wrong one, the prompt, is
         scored too. Raises RewardError.
@@ -354,7 +354,7 @@ class RewardWorker(Worker):
                 score_by_rule(reward, samples, part.name, part.on_failure, part.per_token)
             except RewardError as error:
                 raise RewardError(
-                    f"tried on the first row of {data}, before any model is built: {error}"
+                    f"tried on {where}, before any model is built: {error}"
                 ) from error
 
     def _samples(self, batch: Batch) -> list[RewardSample]:

@@ -5,7 +5,6 @@ Known are Llama, Qwen2, Qwen3 and Mistral, and the mixtures Mixtral and Qwen-MoE
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ import attrs
 
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.values.model_shape import ModelShape, Shape
+from hybridflow.core.values.text import parse_json
 
 KNOWN = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe", "qwen3_moe")
 """Model types whose shapes are known."""
@@ -233,15 +233,18 @@ def read_fields(where: str | Path) -> dict[str, Any]:
     """
     path = Path(where) / "config.json" if Path(where).is_dir() else Path(where)
     try:
-        return json.loads(path.read_text())
+        fields = parse_json(path.read_bytes())
     except OSError as error:
         problem = (
             f"{where!s} is neither a model's folder, nor a config.json, nor one of "
             f"{', '.join(PUBLISHED)}"
         )
         raise ConfigError([problem]) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ConfigError([f"{path} is not JSON: {error}"]) from error
+    if not isinstance(fields, dict):
+        raise ConfigError([f"{path} holds no fields, but {fields!r:.80}"])
+    return fields
 
 
 PUBLISHED = {

@@ -77,7 +77,7 @@ def test_a_reward_of_a_later_stage_is_tried_before_the_first_one_starts(here):
         "def reward(sample):\n    return 1.0 if sample.response == sample.answer else None\n"
     )
     broken = ["stages.second.reward.function=only_right:reward", *TINY]
-    with pytest.raises(RewardError, match=r"tried on the first row of train.* returned None"):
+    with pytest.raises(RewardError, match=r"tried on row 0 of train.* returned None"):
         run("two.toml", broken)
     assert not Path("runs").exists()
 

@@ -73,7 +73,7 @@ def test_a_reward_is_tried_on_a_row_of_each_set_before_any_model_is_built(tmp_pa
     reward = {"function": "exact_match"}
     job = job_of(tmp_path, data=data, validation=validation, reward=reward)
     said: list[str] = []
-    wanted = f"tried on the first row of {where}, before any model.* no answer to compare with"
+    wanted = f"tried on row 0 of {where}, before any model.* no answer to compare with"
     session = Session(job, prepare(job), said.append)
     with pytest.raises(HybridFlowError, match=f"(?s){wanted}"), session:
         raise AssertionError("the models were built")

@@ -249,10 +249,10 @@ def test_a_reward_is_tried_on_the_expected_answer_or_the_row_s_response_and_on_a
 
 def test_a_reward_that_fails_when_it_is_tried_names_the_set():
     row = Batch({"prompt_ids": tokens([[4]], torch.int64), "meta": [{"answer": "12"}]})
-    with pytest.raises(RewardError, match=r"tried on the first row of train.*odd"):
-        RewardWorker(CONTEXT, [part(always_odd)], DIGITS).try_out(row, "train")
+    with pytest.raises(RewardError, match=r"tried on row 3 of train.*odd"):
+        RewardWorker(CONTEXT, [part(always_odd)], DIGITS).try_out(row, "row 3 of train")
     forgiven = part(always_odd, on_failure=RewardFailureRule(score=0.0))
-    RewardWorker(CONTEXT, [forgiven], DIGITS).try_out(row, "train")
+    RewardWorker(CONTEXT, [forgiven], DIGITS).try_out(row, "row 3 of train")
 
 
 def test_a_failure_ends_the_run_or_is_counted():
