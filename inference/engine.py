@@ -15,6 +15,7 @@ from hybridflow.core.plugins import registry
 from hybridflow.core.resharding.plan import plan_reshard
 from hybridflow.core.rollouts.build import build_engine, start_engine
 from hybridflow.core.rollouts.same_ranks import HybridEngine
+from hybridflow.core.rollouts.weight_sync import on_every_rank
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 
 
@@ -46,7 +47,8 @@ def started(job: Job) -> Iterator[RolloutEngine]:
     engine = build_engine(role.engine, role.model, role.engine_config, context, logs)
     try:
         start_engine(engine)
-        plan = plan_reshard(backend.layout(), engine.layout(), role.sync.bucket_bytes)
+        target = on_every_rank(engine.layout(), context)
+        plan = plan_reshard(backend.layout(), target, role.sync.bucket_bytes)
         HybridEngine(backend, engine, context, plan, role.transport, share=False).sync()
         yield engine
     finally:

@@ -6,14 +6,17 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import attrs
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.resharding.boxes import covers
+from hybridflow.core.resharding.plan import ReshardError
 from hybridflow.core.values.checksum import PARTS
 from hybridflow.core.values.units import amount
-from hybridflow.core.values.weights import WeightLayout
+from hybridflow.core.values.weights import Box, WeightLayout
 
 
 @attrs.frozen
@@ -122,15 +125,40 @@ def node_name() -> str:
 def on_every_rank(layout: WeightLayout, context: RankContext) -> WeightLayout:
     """Return the layout of all ranks. If only rank 0 is in `layout`, all hold the same as it.
 
-    Engines on a single rank may return such a layout.
+    Engines on a single rank may return such a layout. Raises ReshardError where the ranks of a
+    replica together do not hold all of a parameter, which would then keep its first values.
     """
     # Engines whose model is cut over several ranks report all of them.
     generation = context.generation
     sharded = generation is not None and generation.tp * generation.pp > 1
-    if set(layout.held) != {0} or sharded:
-        return layout
-    held = layout.held[0]
-    return attrs.evolve(layout, held=dict.fromkeys(range(context.world_size), held))
+    if set(layout.held) == {0} and not sharded:
+        held = dict.fromkeys(range(context.world_size), layout.held[0])
+        layout = attrs.evolve(layout, held=held)
+    if generation is None:
+        replicas = [[rank] for rank in layout.ranks]
+    else:
+        replicas = generation.groups("replica")
+    check_whole(layout, replicas)
+    return layout
+
+
+def check_whole(layout: WeightLayout, replicas: Sequence[Sequence[int]]) -> None:
+    """Raise ReshardError where a replica's ranks together do not hold all of a parameter."""
+    shards = layout.shards()
+    missing: dict[tuple, list[Box]] = {}  # parameters that are cut alike are looked at once
+    for ranks in replicas:
+        for name, param in layout.params.items():
+            boxes = tuple(shards.get(name, {}).get(rank, ()) for rank in ranks)
+            key = (param.shape, boxes)
+            if key not in missing:
+                missing[key] = covers(Box.full(param.shape), chain.from_iterable(boxes))
+            if missing[key]:
+                raise ReshardError(
+                    f"by its layout(), the engine on rank{'s' if len(ranks) > 1 else ''} "
+                    f"{', '.join(map(str, ranks))} does not hold {missing[key][0]} of {name} "
+                    f"{list(param.shape)}, so that a sync would leave it as it is; layout() must "
+                    "name the boxes of every rank of a replica"
+                )
 
 
 def sync_line(costs: Sequence[SyncCost]) -> str:

@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 
 from hybridflow.backends.transformers.engine import TransformersEngine
+from hybridflow.core.values.weights import Box
 
 
 class Changed(TransformersEngine):
@@ -65,6 +66,21 @@ class TooLong(Changed):
             for values in (completion.response_ids, completion.logprobs, completion.weight_version)
         )
         return [attrs.evolve(completion, response_ids=ids, logprobs=logprobs, weight_version=versions)]
+
+
+class Half(TransformersEngine):
+    """Says that it takes the upper half of every matrix, and of nothing else less."""
+
+    def layout(self):
+        whole = super().layout()
+        held = {
+            rank: {
+                name: tuple(Box.part(box.stop, 0, 0, box.stop[0] // 2) if len(box.stop) > 1 else box for box in boxes)
+                for name, boxes in parts.items()
+            }
+            for rank, parts in whole.held.items()
+        }
+        return attrs.evolve(whole, held=held)
 
 
 class Loses(TransformersEngine):
@@ -239,3 +255,15 @@ def test_f24_a_loss_that_is_none_is_told_why(broken, name, said):
 def test_f22_a_wrong_answer_of_an_engine_is_named_by_its_request(broken, said):
     printed = broken("rollout.name=faulty")
     assert said in printed and "Traceback" not in printed
+
+
+# --- F19: an engine that took half of every matrix kept its first values in the other half ---
+
+
+@pytest.mark.parametrize("engine", ["Half"])
+@pytest.mark.parametrize("settings", [(), ("sync.verify=true",)])
+def test_f19_an_engine_that_leaves_out_a_part_of_the_weights_is_refused(broken, settings):
+    settings = tuple(f"actor.{setting}" for setting in settings)
+    printed = broken("rollout.name=faulty", *settings)
+    assert "by its layout(), the engine on rank 0 does not hold [" in printed
+    assert "so that a sync would leave it as it is" in printed and "Traceback" not in printed

@@ -10,6 +10,7 @@ from helpers.brute import layout, whole
 
 from hybridflow.core.contracts.worker import RankContext
 from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.resharding.plan import ReshardError
 from hybridflow.core.rollouts.weight_sync import (
     SyncCost,
     WeightSync,
@@ -18,6 +19,7 @@ from hybridflow.core.rollouts.weight_sync import (
     sync_line,
 )
 from hybridflow.core.values.parallel import ParallelLayout, generation_layout
+from hybridflow.core.values.weights import Box
 
 EMBEDDINGS = layout({"embed": (4, 2)}, {0: {"embed": whole((4, 2))}})
 
@@ -101,7 +103,33 @@ def test_an_engine_that_tells_of_rank_0_is_on_every_rank_that_has_one_of_its_own
 def test_an_engine_of_several_ranks_speaks_for_itself():
     assert on_every_rank(EMBEDDINGS, context(ParallelLayout(dp=2), 2)) is EMBEDDINGS
     both = layout({"embed": (4, 2)}, {rank: {"embed": whole((4, 2))} for rank in range(2)})
-    assert on_every_rank(both, context(ParallelLayout(dp=4), 1)) is both
+    assert on_every_rank(both, context(ParallelLayout(dp=2), 1)) is both
+
+
+def test_a_replica_holds_all_of_every_parameter_between_its_ranks():
+    """Ranks 0 and 2 are one replica, 1 and 3 another; boxes may overlap, and norms are on each."""
+    shapes = {"embed": (4, 2), "norm": (2,), "scale": ()}
+    upper, lower = Box.part((4, 2), 0, 0, 2), Box.part((4, 2), 0, 2, 4)
+    alike = {"norm": whole((2,)), "scale": whole(())}
+    held = {
+        0: {"embed": (upper,), **alike},
+        2: {"embed": (lower,), **alike},
+        1: {"embed": (lower, Box.part((4, 2), 0, 0, 1)), **alike},
+        3: {"embed": (upper,), "norm": (), "scale": ()},
+    }
+    four = context(ParallelLayout(dp=4), 2)
+    assert four.generation.groups("replica") == [[0, 2], [1, 3]]
+    good = layout(shapes, held)
+    assert on_every_rank(good, four) is good
+
+    # The second replica has no element of row 1, and of a layout without boxes nobody has any.
+    held[3] = {}
+    with pytest.raises(ReshardError, match=r"on ranks 1, 3 does not hold \[1:2, 0:2\] of embed"):
+        on_every_rank(layout(shapes, held), four)
+    with pytest.raises(ReshardError, match=r"on ranks 0, 2 does not hold \[0:4, 0:2\] of embed"):
+        on_every_rank(layout(shapes, {1: held[1]}), four)
+    with pytest.raises(ReshardError, match="on rank 0 does not hold"):
+        on_every_rank(good, context(ParallelLayout(dp=4), 1))
 
 
 def test_a_node_has_its_hosts_name():
