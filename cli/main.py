@@ -6,8 +6,10 @@ Only the command that is asked for is imported: the others show their summary al
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,18 @@ ADVICE = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """What the system may refuse -> what a user does about it."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it: 128 and the signal's number."""
+
+
+def script() -> int:
+    """Run the command that was typed; return its exit status, also to a second Ctrl-C."""
+    status = main()
+    # What is left is tidying up. At its very end Python would take our handler away.
+    if status == INTERRUPTED:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print("hybridflow: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 @contextmanager
@@ -153,4 +167,4 @@ def summary(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(script())

@@ -549,6 +549,12 @@ def check_completion(request: Request | None, completion: Completion) -> None:
     for name in ("logprobs", "weight_version"):
         if (found := len(getattr(completion, name))) != length:
             problem = f"it has {length} tokens and {found} elements of {name}"
+    finite = np.isfinite(completion.logprobs)
+    if not finite.all():
+        at = int(np.argmin(finite))
+        problem = (
+            f"the logprob of its token {at} is {completion.logprobs[at]}; are the weights NaN?"
+        )
     if completion.finish_reason not in FINISH_REASONS:
         problem = f"finish_reason is {completion.finish_reason!r}, not one of {FINISH_REASONS}"
     elif length > request.sampling.max_tokens:

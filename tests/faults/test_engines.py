@@ -54,6 +54,13 @@ class LongVersions(Changed):
         return [attrs.evolve(completion, weight_version=np.zeros(99, np.int64))]
 
 
+class NaN(Changed):
+    def changed(self, completion):
+        logprobs = completion.logprobs.copy()
+        logprobs[1:2] = np.nan
+        return [attrs.evolve(completion, logprobs=logprobs)]
+
+
 class Reason(Changed):
     def changed(self, completion):
         return [attrs.evolve(completion, finish_reason="tired")]
@@ -267,3 +274,13 @@ def test_f19_an_engine_that_leaves_out_a_part_of_the_weights_is_refused(broken, 
     printed = broken("rollout.name=faulty", *settings)
     assert "by its layout(), the engine on rank 0 does not hold [" in printed
     assert "so that a sync would leave it as it is" in printed and "Traceback" not in printed
+
+
+# --- F26: what was wrong was told, and the run went on ---
+
+
+@pytest.mark.parametrize("engine", ["NaN"])
+def test_f26_a_logprob_that_is_no_number_ends_the_run(broken):
+    printed = broken("rollout.name=faulty")
+    assert "a wrong answer of the engine: the logprob of its token 1 is nan" in printed
+    assert "Traceback" not in printed
