@@ -153,7 +153,8 @@ def test_an_engine_of_another_model_is_told_of_and_not_touched(built, context):
     theirs = worker.engine.layout()
     params = {name: param for name, param in theirs.params.items() if name != NORM}
     params[DOWN] = attrs.evolve(params[DOWN], shape=(3, 3))
-    worker.engine.layout = lambda: WeightLayout(params, {0: {}}, theirs.ties)
+    held = {0: {name: (Box.full(param.shape),) for name, param in params.items()}}
+    worker.engine.layout = lambda: WeightLayout(params, held, theirs.ties)
     with pytest.raises(ReshardError, match="2 problems, and nothing was moved") as caught:
         hybrid_engine(worker)
     assert f"{NORM} [32] of the source is not in the target" in str(caught.value)
