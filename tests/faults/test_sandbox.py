@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import secrets
@@ -243,9 +244,15 @@ def test_f2_a_killed_process_leaves_no_program_and_no_folder():
     before = glob.glob(f"{tempfile.gettempdir()}/hybridflow-*")
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(runner)])
     wait_until(lambda: len(sleeping(mark)) == 4)
+    started = jail.below(child.pid)
     child.kill()
     child.wait()
-    wait_until(lambda: not sleeping(mark))
+    try:
+        wait_until(lambda: not sleeping(mark))
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
     assert glob.glob(f"{tempfile.gettempdir()}/hybridflow-*") == before
 
 
