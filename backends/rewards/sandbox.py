@@ -105,6 +105,8 @@ def run_program(
 
 def diagnose() -> list[tuple[str, str, str]]:
     """Say for `hybridflow doctor` whether programs can run here: subject, finding, remedy."""
+    if sys.platform != "linux":
+        return [("sandbox", f"programs cannot run on {sys.platform}", "use Linux for them")]
     try:
         run_program("pass")
     except RewardError as error:

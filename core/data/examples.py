@@ -79,8 +79,7 @@ class ExampleSet:
         """
         if not 0 <= i < len(self):
             raise IndexError(f"example {i} of {len(self)}")
-        # `len` has found the rows to keep, if there are any to drop.
-        row = i if self._kept is None else self._kept[i]
+        row = self._row(i)
         example = self._tokenise(row)
 
         length = len(example.prompt_ids)
@@ -117,27 +116,34 @@ class ExampleSet:
             given = [ids for ids in (example.response_ids, example.rejected_ids) if ids is not None]
             length = len(example.prompt_ids) + max(map(len, given), default=0)
             if given and positions is not None and length > positions:
-                row = i if self._kept is None else self._kept[i]
                 raise DataError(
-                    f"row {row}: prompt and response have {length} tokens, more than the model's "
-                    f"{positions} positions (max_position_embeddings); shorten it or leave it out"
+                    f"row {self._row(i)}: prompt and response have {length} tokens, more than the "
+                    f"model's {positions} positions (max_position_embeddings); shorten it or leave "
+                    "it out"
                 )
 
     def of_each_kind(self, most: int = 8, limit: int = CHECKED) -> dict[int, Example]:
         """Return the first example of each kind by its row's number in the source.
 
-        Examples are of one kind if they have the same fields, without those that are null. At
-        `most` kinds are looked for, among the first `limit` examples.
+        Examples are of one kind if they have the same fields, without those that are null. The
+        search ends with `most` kinds, or after the first `limit` examples.
         """
         found: dict[int, Example] = {}
         seen: set[frozenset[str]] = set()
         for i in range(min(len(self), limit)):
             example = self[i]
             kind = frozenset(name for name, value in example.meta.items() if value is not None)
-            if kind not in seen and len(found) < most:
+            if kind not in seen:
                 seen.add(kind)
-                found[i if self._kept is None else self._kept[i]] = example
+                found[self._row(i)] = example
+            if len(found) == most:
+                break
         return found
+
+    def _row(self, i: int) -> int:
+        """Return the row of the source that example `i` was made of."""
+        # `len` has found the rows to keep, if there are any to drop.
+        return i if self._kept is None else self._kept[i]
 
     def _keep(self) -> list[int]:
         """Return the rows with prompts that are not too long, up to `limit` of them; cached."""

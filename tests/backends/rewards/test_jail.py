@@ -59,23 +59,9 @@ def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path)
     assert files[1].read_text() == ""
 
 
-def test_files_are_gone_with_the_program_and_do_not_fill_the_disk():
+def test_files_are_gone_with_the_program():
     assert run("open('/tmp/left', 'w').write('x')").good
     assert run("import os; print(os.listdir('/tmp'))").output == "['main.py']\n"
-    full = run(
-        """
-        written = 0
-        try:
-            for i in range(64):
-                with open(f"/tmp/{i}", "wb") as file:
-                    written += file.write(bytes(10**6))
-        except OSError:
-            pass
-        print(written)
-        """,
-        limits=Limits(seconds=3.0, disk_mb=4),
-    )
-    assert int(full.output) <= 5 * 10**6
 
 
 def left_behind(mark: str) -> list[str]:
