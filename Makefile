@@ -5,6 +5,7 @@
 # make faults  puts each fault that was once found back, and sees its test fail      make damage  200 damaged files of runs
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make test-fake  training backends on GPUs and ranks that are not there
+# make test-gpu   what needs a GPU, on a machine that has one
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds      make environments  what a small model learns in three environments
@@ -47,7 +48,10 @@ test-engines: .venv-engines/.done
 test-fake: .venv-engines/.done
 	HYBRIDFLOW_FAKE=1 .venv-engines/bin/python -m pytest -n0 tests/fake
 
-# Their memory at full depth.
+test-gpu: $(VENV)/.done
+	$(PY) -m pytest -n0 tests/gpu
+
+# Memory at full depth, on GPUs that are not there.
 bench-fake: $(VENV)/.done
 	$(PY) bench/fake.py
 
@@ -118,4 +122,4 @@ environments: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines test-fake bench-fake matrix zoo check text paths mirror faults damage docs bench curves environments clean
+.PHONY: demo test test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage docs bench curves environments clean

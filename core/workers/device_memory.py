@@ -56,7 +56,7 @@ class DeviceWorker(Worker):
         """
         if any(name in os.environ for name in ALLOCATOR):
             return
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def host_memory() -> tuple[int, int] | None:

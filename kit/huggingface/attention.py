@@ -11,6 +11,7 @@ registered name; under that name it makes no mask, and it passes `packed_rows` t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -341,6 +342,10 @@ def _any_lengths(
     """Return the result of `attend_packed`, computed by FlashAttention."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # Newer ones ask whether key and value may have fewer heads; PyTorch 2.11 takes them unasked.
+    asks = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    groups: dict[str, Any] = {"enable_gqa": True} if asks and query.shape[1] != key.shape[1] else {}
+
     # The last query of a sequence attends to its last key, so a tail to its whole prompt.
     if rows.tails:
         key = key.index_select(0, rows.keys)
@@ -355,7 +360,7 @@ def _any_lengths(
         rows.most_keys,
         scale=scaling,
         window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **groups,
     )
     assert isinstance(attended, torch.Tensor)
     return attended

@@ -228,16 +228,18 @@ def test_prompts_of_one_length_share_a_mask_and_a_large_mask_is_for_nobody_else(
     assert shapes(rows) == [(2, 5, 5), (1, 2, 7), (2, 3, 8)]
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize("tails", [[], TAILS], ids=["rows", "tails"])
-def test_on_a_gpu_one_kernel_is_told_of_all_rows(monkeypatch, tails):
-    """The kernel itself needs a GPU: brute force stands for it, by its documentation's arguments.
+def test_on_a_gpu_one_kernel_is_told_of_all_rows(monkeypatch, tails, asks):
+    """The kernel itself needs a GPU (tests/gpu): brute force stands for it, by its documentation's arguments.
 
-    Causal is bottom-right: the last query of a sequence sees its last key.
+    Causal is bottom-right: the last query of a sequence sees its last key. PyTorch 2.11 takes
+    fewer heads of key and value unasked, and has no argument for them.
     """
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+    def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        assert options == {"scale": 0.3, "window_size": (-1, 0), "enable_gqa": True}
+        assert (scale, window_size) == (0.3, (-1, 0))
         queries, keys = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
         assert (max_q, max_k) == (max(queries), max(keys))
         attended = []
@@ -250,7 +252,11 @@ def test_on_a_gpu_one_kernel_is_told_of_all_rows(monkeypatch, tails):
             attended.append(torch.einsum("hqk,khd->qhd", weights, v))
         return torch.cat(attended)
 
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    def asking(*tensors, enable_gqa=False, **options):
+        assert enable_gqa
+        return kernel(*tensors, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", asking if asks else kernel)
     query, key, value = with_tails() if tails else drawn()
     rows = PackedRows(LENGTHS, CPU, tails)
     assert not takes_any_lengths(query, value)
