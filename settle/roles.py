@@ -313,19 +313,21 @@ class RoleResolver:
 
         # The parts against each other.
         problems = [
-            *self._backend_problems(backend, layout, kind),
+            *self._backend_problems(backend, layout, spec),
             *_beyond(backend.name, layout, kind),
             *self._size_problems(spec, layout),
         ]
         generation = transport = None
         apart = None if section.generation.pool == section.pool else section.generation.pool
         if engine is not None:
-            problems += _heads_problems(spec, "generation.tp", section.generation.tp)
+            uneven = _heads_problems(spec, "generation.tp", section.generation.tp)
+            problems += uneven
             settings = engine_settings(engine.config)
-            problems += [Problem("", f"rollout.{text}") for text in settings.problems()]
             generation = self._generation(
                 section, engine.name, settings.own_process, layout, problems
             )
+            if not uneven:
+                problems += self._engine_problems(engine, spec, generation)
             transport = self._transport(role.name, section.sync.transport, apart, problems)
         optimizer = self._optimizer(section.optimizer, problems) if role.trained else None
 
@@ -371,15 +373,25 @@ class RoleResolver:
             return None
 
     def _backend_problems(
-        self, backend: Choice, layout: ParallelLayout, kind: str
+        self, backend: Choice, layout: ParallelLayout, model: ModelSpec
     ) -> list[Problem]:
-        """Return the backend's own problems with layout and kind; [] if not installed or placed."""
+        """Return the backend's own problems with them; [] if not installed or placed."""
         if backend.found is None or self.reader.unplaced:
             return []
         try:
-            texts = backend.found.problems(backend.config, layout, kind)
+            texts = backend.found.problems(backend.config, layout, model)
         except (HybridFlowError, ValueError) as error:
             texts = [str(error)]
+        return [Problem("", text) for text in texts]
+
+    def _engine_problems(
+        self, engine: Choice, model: ModelSpec, generation: GenerationLayout | None
+    ) -> list[Problem]:
+        """Return the engine's own problems with them; [] if not installed or placed."""
+        if engine.found is None or self.reader.unplaced or generation is None:
+            return []
+        settings = engine_settings(engine.config)
+        texts = settings.problems(model, generation, self.reader.device)
         return [Problem("", text) for text in texts]
 
     def _is_unknown(self, name: str | None) -> bool:

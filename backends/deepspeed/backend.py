@@ -29,7 +29,6 @@ from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, 
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
 from hybridflow.kit.checkpoint import MOMENTS, StatePart, flat_parts, load_state, save_state
-from hybridflow.kit.huggingface.config import lora_problems
 from hybridflow.kit.layouts import zero3_layout
 from hybridflow.kit.offload import Residence
 
@@ -41,15 +40,19 @@ class DeepSpeedBackend(TrainingBackend):
     """The training backend "deepspeed": data parallelism with sharded state."""
 
     @classmethod
-    def problems(cls, config, layout, kind) -> list[str]:
-        """Return problems of the settings: stage 1 in bf16, and adapters without peft."""
-        problems = []
+    def problems(cls, config, layout, model) -> list[str]:
+        """Return problems: of the model; of LoRA; stage 1 in bf16."""
+        from hybridflow.kit.huggingface.checks import adapter_problems, model_problems
+
+        problems = model_problems(model)
+        if not problems:
+            problems = adapter_problems(model, config.lora)
         if config.precision == "bf16" and config.stage == 1:
             problems.append(
                 "backend deepspeed: stage 1 in bf16 uses another optimizer of DeepSpeed's, which "
                 "does not clear gradients on overflow as ZeRO does; set backend.stage to 2 or 3"
             )
-        return problems + lora_problems(config.lora)
+        return problems
 
     def build(self) -> None:
         """Build the model (on meta for stage 3, then cut it), read its values, make the engine."""

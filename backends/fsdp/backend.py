@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybridflow.backends.fsdp.fit import why_not_cut
 from hybridflow.backends.fsdp.gather import ShardedParameter, whole_parameters
 from hybridflow.core.contracts.training import PARTS, LossFunction, MicroBatch, TrainingBackend
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.weights import Box, Param, Shard, WeightLayout
 from hybridflow.kit.checkpoint import StatePart, load_state, save_state
-from hybridflow.kit.huggingface.config import lora_problems
 from hybridflow.kit.offload import Residence
 
 if TYPE_CHECKING:
@@ -67,9 +67,14 @@ class FSDPBackend(TrainingBackend):
     """Their process group; None for the default one."""
 
     @classmethod
-    def problems(cls, config, layout, kind) -> list[str]:
-        """Return problems: replicas that do not divide dp, LoRA with tp > 1 or without peft."""
-        problems = []
+    def problems(cls, config, layout, model) -> list[str]:
+        """Return problems: of the model; replicas that do not divide dp; of tp, and of LoRA."""
+        from hybridflow.kit.huggingface.checks import adapter_problems, meta_model, model_problems
+
+        problems = model_problems(model)
+        if not problems:
+            problems = why_not_cut(meta_model(model), layout.tp)
+            problems += adapter_problems(model, config.lora)
         if layout.dp % config.replicas:
             problems.append(
                 f"backend.replicas must divide dp, got replicas {config.replicas} and "
@@ -80,7 +85,7 @@ class FSDPBackend(TrainingBackend):
                 f"backend fsdp: lora needs tp 1, got {layout}: "
                 "set layout.tp = 1, or leave backend.lora out"
             )
-        return problems + lora_problems(config.lora)
+        return problems
 
     def build(self) -> None:
         """Build the model on meta, shard it, read this rank's shards, and make the optimizer."""

@@ -23,22 +23,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.backends.fsdp.fit import COLWISE, ROWWISE, why_not_cut
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.huggingface.modeling import RoleModel
 from hybridflow.kit.layouts import chunked
-
-COLWISE = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-)
-"""Linear layers of a decoder layer whose outputs tensor parallelism cuts."""
-ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
-"""Linear layers of a decoder layer whose inputs tensor parallelism cuts."""
 
 
 def device_mesh(layout: ParallelLayout, replicas: int, device: torch.device) -> DeviceMesh:
@@ -124,25 +114,11 @@ def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
 
     Raises ModelError for a model with other layers, or one whose sizes tp does not divide.
     """
-    config = model.hf.config
     trunk = model.hf.base_model
-    tp = mesh.size()
     policy = model.kind == "policy"
-
-    # Refuse models with other layers, and sizes that do not divide.
-    layers = getattr(trunk, "layers", None)
-    linear = (*COLWISE, *ROWWISE)
-    if layers is None or not all(_has(layers[0], name) for name in linear):
-        raise ModelError(
-            f"tp {tp} needs a Llama-like model (q_proj ... down_proj); {config.model_type!r} is "
-            "not one: set layout.tp = 1"
-        )
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
-    sizes = {name: getattr(config, name) for name in names}
-    if uneven := [f"{name} {size}" for name, size in sizes.items() if size % tp]:
-        raise ModelError(
-            f"tp {tp} must divide the model's {', '.join(uneven)}; choose a smaller layout.tp"
-        )
+    if problems := why_not_cut(model.hf, mesh.size()):
+        raise ModelError("; ".join(problems))
+    layers = trunk.layers
 
     # parallelize_module replaces parameters, so a tie is noted before and made again after.
     tied = policy and model.head.weight is trunk.embed_tokens.weight
@@ -155,15 +131,6 @@ def apply_tensor_parallel(model: RoleModel, mesh: DeviceMesh) -> None:
         parallelize_module(model.hf, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
         if tied:
             model.head.weight = trunk.embed_tokens.weight
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    """Return whether a module has a submodule at a dotted path."""
-    for name in path.split("."):
-        if not hasattr(module, name):
-            return False
-        module = getattr(module, name)
-    return True
 
 
 def apply_fsdp(model: RoleModel, mesh: DeviceMesh, config: FSDPConfig) -> list[FSDPModule]:

@@ -53,9 +53,15 @@ class MegatronBackend(TrainingBackend):
     """The training backend "megatron": dp, tp and pp, with the optimizer sharded over dp."""
 
     @classmethod
-    def problems(cls, config, layout, kind) -> list[str]:
-        """Return problems: settings that have no effect without pp or tp."""
-        problems = []
+    def problems(cls, config, layout, model) -> list[str]:
+        """Return problems: of the model and how it is cut; settings without effect."""
+        from hybridflow.backends.megatron.fit import why_not
+        from hybridflow.kit.huggingface.checks import model_problems
+        from hybridflow.kit.huggingface.models import hf_config_of
+
+        problems = model_problems(model)
+        if not problems:
+            problems = why_not(hf_config_of(model), config, layout)
         if config.virtual_stages > 1 and layout.pp == 1:
             problems.append(
                 f"backend.virtual_stages {config.virtual_stages} needs pp > 1, got pp 1"

@@ -25,11 +25,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridflow.backends.megatron.config import MegatronConfig
+from hybridflow.backends.megatron.fit import is_llama3, why_not
 from hybridflow.core.errors import ModelError
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.huggingface.attention import attend_packed
-
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral")
 
 
 class Norm(torch.nn.RMSNorm):
@@ -109,7 +108,8 @@ def transformer_config(
     Raises ModelError for an architecture, an activation or sizes that this backend or the layout
     does not allow.
     """
-    _check(hf, config, layout)
+    if problems := why_not(hf, config, layout):
+        raise ModelError("; ".join(problems))
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     on_gpu = device.type == "cuda"
     virtual = config.virtual_stages
@@ -165,42 +165,10 @@ def transformer_config(
     )
 
 
-def _check(hf: Any, config: MegatronConfig, layout: ParallelLayout) -> None:
-    """Raise ModelError for a model that this backend or the layout does not allow."""
-    if hf.model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"backend megatron builds {', '.join(ARCHITECTURES)}; got {hf.model_type!r}: "
-            "choose backend fsdp or deepspeed"
-        )
-    if hf.hidden_act != "silu":
-        raise ModelError(
-            f"backend megatron knows the activation silu, got {hf.hidden_act!r}; "
-            "choose another backend"
-        )
-
-    # Heads and the columns of the MLP are dealt out over tp.
-    sizes = {
-        "num_attention_heads": hf.num_attention_heads,
-        "num_key_value_heads": hf.num_key_value_heads,
-        "intermediate_size": hf.intermediate_size,
-    }
-    indivisible = [f"{name} {size}" for name, size in sizes.items() if size % layout.tp]
-    if indivisible:
-        raise ModelError(
-            f"tp {layout.tp} must divide the model's {', '.join(indivisible)}; "
-            "choose a smaller layout.tp"
-        )
-    if hf.num_hidden_layers % (layout.pp * config.virtual_stages):
-        raise ModelError(
-            f"{hf.num_hidden_layers} layers do not divide into pp {layout.pp} x "
-            f"virtual_stages {config.virtual_stages}; choose others"
-        )
-
-
 def rotary(hf: Any) -> dict[str, Any]:
     """Return GPTModel's arguments for the rotary embeddings of a Hugging Face config.
 
-    Raises ModelError for a scaling that Megatron does not compute.
+    A scaling is Llama 3's (`why_not`).
     """
     parameters = getattr(hf, "rope_parameters", None) or {}
     kind = parameters.get("rope_type", "default")
@@ -211,18 +179,8 @@ def rotary(hf: Any) -> dict[str, Any]:
     if kind == "default":
         return base
 
-    # Megatron has Llama 3's scaling with these constants built in.
-    constants = (
-        parameters.get("low_freq_factor"),
-        parameters.get("high_freq_factor"),
-        parameters.get("original_max_position_embeddings"),
-    )
-    if kind == "llama3" and constants == (1.0, 4.0, 8192):
-        return base | {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
-    raise ModelError(
-        f"backend megatron does not compute rotary embeddings of type {parameters}; "
-        "choose backend fsdp or deepspeed"
-    )
+    assert is_llama3(parameters), parameters
+    return base | {"rope_scaling": True, "rope_scaling_factor": parameters["factor"]}
 
 
 def layer_spec(config: Any, layers: int) -> TransformerBlockSubmodules:

@@ -10,12 +10,16 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
+from hybridflow.core.errors import ModelError
 from hybridflow.core.validators import at_least, fraction
+from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
+from hybridflow.kit.huggingface.checks import model_problems
+from hybridflow.kit.huggingface.models import hf_config_of, longest, windows_of
 
 OURS = frozenset({
     "model_path", "tokenizer_path", "skip_tokenizer_init", "load_format", "dtype", "device",
@@ -33,6 +37,44 @@ GRAPHS_GB = 1.0
 """An allowance for CUDA graphs, which SGLang captures beside its share; not measured here."""
 VOCABULARY_MULTIPLE = 64
 """SGLang pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
+
+
+NOT_HERE = {
+    "bloom": "has no class that runs a bloom",
+    "falcon": "has no class that runs a falcon",
+    "phi": "leaves out the bias of the head of a phi",
+}
+"""Types of model -> why SGLang 0.5.23 cannot run them (docs/zoo.md)."""
+NOT_ON_A_CPU = {
+    "deepseek_v2": "has no latent attention on a CPU, as a deepseek_v2 has",
+    "deepseek_v3": "has no latent attention on a CPU, as a deepseek_v3 has",
+    "exaone4": "asks for an attention that no CPU has, for an exaone4",
+    "gpt_oss": "asks for an attention that no CPU has, for a gpt_oss",
+    "qwen2_moe": "asks for Triton, which no CPU has, for a qwen2_moe",
+}
+"""The same on a CPU."""
+WITHOUT_WINDOWS = ("mistral", "phi3")
+"""Types whose sliding windows SGLang 0.5.23 leaves out."""
+
+
+def why_not(hf_config: Any, length: int, device: str) -> str | None:
+    """Return why SGLang cannot run a model on a kind of device; None where it can, as is known.
+
+    length: the most tokens of a sequence.
+    """
+    name = hf_config.model_type
+    reasons = NOT_HERE | NOT_ON_A_CPU if device == "cpu" else NOT_HERE
+    if name in reasons:
+        return f"SGLang {reasons[name]}; take another engine"
+    if name in WITHOUT_WINDOWS and windows_of(hf_config, length):
+        return (
+            f"SGLang leaves out the sliding windows of a {name}: it would attend to other tokens; "
+            "take another engine, or sequences that fit into a window (rollout.max_length)"
+        )
+    config = hf_config.get_text_config()
+    if device == "cpu" and getattr(config, "attn_logit_softcapping", None) is not None:
+        return "SGLang on a CPU leaves out the cap of attention scores; take another engine"
+    return None
 
 
 @cache
@@ -98,6 +140,19 @@ class SGLangConfig(ProcessConfig):
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the defaults on CUDA: bfloat16, and CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
+
+    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
+        """Return problems: models that SGLang does not have, by their config."""
+        problems = super().problems(model, generation, device)
+        if model_problems(model):
+            return problems
+        hf_config = hf_config_of(model)
+        try:
+            length = longest(hf_config, self.max_length)
+        except ModelError as error:
+            return [*problems, str(error)]
+        text = why_not(hf_config, length, device)
+        return problems if text is None else [*problems, text]
 
     def up_to(self, tokens: int) -> Self:
         """Return the settings with a max_length of `tokens`, unless one is given."""

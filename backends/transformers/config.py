@@ -10,10 +10,13 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
+from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.hosting.settings import ProcessConfig
+from hybridflow.kit.huggingface.checks import model_problems
+from hybridflow.kit.huggingface.models import hf_config_of
 from hybridflow.kit.layouts import engine_layout
 
 CPU_CACHE_GB = 4.0
@@ -81,6 +84,17 @@ class TransformersEngineConfig(ProcessConfig):
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the defaults on CUDA: bfloat16."""
         return {"dtype": "bfloat16"} if device == "cuda" else {}
+
+    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
+        """Return problems: a model that the decoder does not have, or that cannot be cut."""
+        from hybridflow.backends.transformers.fit import why_not
+
+        problems = super().problems(model, generation, device)
+        # What is wrong with the model itself is the trainer's to say.
+        if not model_problems(model):
+            text = why_not(hf_config_of(model), self.fast, generation)
+            problems += [] if text is None else [text]
+        return problems
 
     @property
     def torch_allocates(self) -> bool:

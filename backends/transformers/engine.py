@@ -19,8 +19,9 @@ import torch
 
 from hybridflow.backends.transformers.config import TransformersEngineConfig
 from hybridflow.backends.transformers.decoder import FastDecoder
+from hybridflow.backends.transformers.fit import why_generic, why_not
 from hybridflow.backends.transformers.generic import GenericDecoder
-from hybridflow.backends.transformers.llama import LlamaWeights, unfit
+from hybridflow.backends.transformers.llama import LlamaWeights
 from hybridflow.backends.transformers.parallel import Split
 from hybridflow.backends.transformers.scheduler import Scheduler
 from hybridflow.backends.transformers.weights import WeightStore
@@ -67,18 +68,12 @@ class TransformersEngine(ContinuousEngine, Hostable):
         generation layout. Collective under tensor parallelism, for it makes the process groups.
         """
         hf_config = policy_config(self.model)
-        reason = unfit(hf_config)
-        if self.config.fast and reason is not None:
-            raise ModelError(
-                f"the fast decoder cannot run this model: {reason}; "
-                "set fast = false, or leave it out"
-            )
-        if self.config.fast is False:
-            reason = "fast = false"
-
-        # `reason` now says why the fast decoder is not used; None means that it is.
+        generation = getattr(self.context, "generation", None)
+        if (problem := why_not(hf_config, self.config.fast, generation)) is not None:
+            raise ModelError(problem)
+        reason = why_generic(hf_config, self.config.fast)
         dtype = getattr(torch, self.config.dtype)
-        self.split = Split.of(self.context, hf_config, reason)
+        self.split = Split.of(self.context, hf_config)
         if reason is None:
             shapes, ties = saved_parameters(hf_config)
             weights = LlamaWeights(hf_config, shapes, dtype, self.device, self.split)

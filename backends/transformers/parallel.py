@@ -39,11 +39,10 @@ class Split:
     """The ranks of each replica; known where tp > 1."""
 
     @classmethod
-    def of(cls, context, hf_config, unfit: str | None) -> Split:
-        """Return the split of a RankContext. Collective with tp > 1: it makes the process groups.
+    def of(cls, context, hf_config) -> Split:
+        """Return the split of a RankContext, for a model of which `why_not` is None.
 
-        `unfit` says why the fast decoder does not run this model. Raises ModelError where the model
-        cannot be cut as the generation layout asks.
+        Collective with tp > 1: it makes the process groups.
         """
         generation = getattr(context, "generation", None)
         layout = getattr(context, "layout", None)
@@ -56,19 +55,8 @@ class Split:
             )
         if generation is None or generation.tp == 1:
             return cls(world=world)
-
-        # Only models of the fast decoder whose sizes tp divides can be cut.
         tp = generation.tp
-        if unfit is not None:
-            raise ModelError(
-                f"only the fast decoder has tensor parallelism, and it is not used here: {unfit}; "
-                f"the generation layout has tp {tp}: it must be 1"
-            )
         shape = shape_of(hf_config.to_dict())
-        if problems := shape.tensor_parallel_problems(tp):
-            raise ModelError(
-                f"the rollout model cannot be cut into {tp} parts: {'; '.join(problems)}"
-            )
 
         # Ranks in a process group ascend, and results are joined in that order.
         pipeline_stages = chain.from_iterable(generation.replicas)

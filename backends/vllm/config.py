@@ -10,12 +10,16 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
+from hybridflow.core.errors import ModelError
 from hybridflow.core.validators import at_least, fraction
+from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
+from hybridflow.kit.huggingface.checks import model_problems
+from hybridflow.kit.huggingface.models import head_size, hf_config_of, longest
 from hybridflow.kit.planned import AsksLoader, TracedRanks, ask_child
 
 OURS = frozenset({
@@ -35,6 +39,42 @@ GRAPHS_GB = 1.0
 """An allowance for CUDA graphs, which vLLM captures beside its share; not measured here."""
 VOCABULARY_MULTIPLE = 64
 """vLLM pads embeddings and heads to a multiple of this many rows, over all tp ranks."""
+
+
+HEADS_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that vLLM 0.32 takes on a CPU."""
+NOT_ON_A_CPU = {
+    "gpt_oss": "has on a CPU no experts as those",
+    "phi": "has no bias of the head as that",
+}
+"""Types of model -> what vLLM 0.32 lacks for them (docs/zoo.md)."""
+
+
+def why_not_on_a_cpu(hf_config: Any) -> str | None:
+    """Return why vLLM cannot run a model on a CPU; None where it can, as far as is known."""
+    name = hf_config.model_type
+    if name in NOT_ON_A_CPU:
+        return f"vLLM {NOT_ON_A_CPU[name]} of a {name}; take another engine"
+    config = hf_config.get_text_config()
+    if getattr(config, "kv_lora_rank", None) is None:
+        size = head_size(hf_config)
+        if size not in HEADS_ON_A_CPU:
+            known = ", ".join(map(str, HEADS_ON_A_CPU))
+            return (
+                f"vLLM on a CPU takes attention heads of {known}, and the model's are of {size}; "
+                "choose num_attention_heads or head_dim for one of them, or another engine"
+            )
+        return None
+
+    # Its kernel treats the rotated part of a query as a tensor of its own. Scaled rotations (yarn,
+    # as all published models of this kind have) are computed by other code.
+    rotation = getattr(config, "rope_parameters", None) or {}
+    if rotation.get("rope_type", "default") == "default":
+        return (
+            f"vLLM on a CPU computes other positions for a {config.model_type} without "
+            "rope scaling; take another engine"
+        )
+    return None
 
 
 @cache
@@ -93,6 +133,19 @@ class VLLMConfig(ProcessConfig, AsksLoader):
     def defaults_on(cls, device: str, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the defaults on CUDA: bfloat16, and CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
+
+    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
+        """Return problems: models that vLLM does not have on a CPU, by their config."""
+        problems = super().problems(model, generation, device)
+        if model_problems(model):
+            return problems
+        hf_config = hf_config_of(model)
+        try:
+            longest(hf_config, self.max_length)
+        except ModelError as error:
+            problems.append(str(error))
+        text = why_not_on_a_cpu(hf_config) if device == "cpu" else None
+        return problems if text is None else [*problems, text]
 
     def up_to(self, tokens: int) -> Self:
         """Return the settings with a max_length of `tokens`, unless one is given."""

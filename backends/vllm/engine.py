@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridflow.backends.vllm.config import CPU_CACHE_GB, VLLMConfig
+from hybridflow.backends.vllm.config import CPU_CACHE_GB, VLLMConfig, why_not_on_a_cpu
 from hybridflow.backends.vllm.patches import (
     a_guest,
     check_the_runner,
@@ -80,7 +80,9 @@ class VLLMEngine(ContinuousEngine, Hostable):
         self.vocab = text_config.vocab_size
         self.max_positions = longest(hf_config, self.config.max_length)
         self._latent = getattr(text_config, "kv_lora_rank", None) is not None
-        self._check_rotation(text_config)
+        why = why_not_on_a_cpu(hf_config) if self.device.type == "cpu" else None
+        if why is not None:
+            raise ModelError(why)
 
         pin_the_runner()
         with (
@@ -115,20 +117,6 @@ class VLLMEngine(ContinuousEngine, Hostable):
         self._runner = runner
         self.sampler = SeededSampler(runner)
         runner.sampler = self.sampler
-
-    def _check_rotation(self, text_config: Any) -> None:
-        """Raise ModelError for a model that vLLM 0.32 computes wrongly: MLA with plain RoPE on CPU.
-
-        The CPU kernel treats the rotated part of a query as a tensor of its own. Scaled rotations
-        (yarn, as all published models of this kind have) are computed by other code.
-        """
-        rotation = getattr(text_config, "rope_parameters", None) or {}
-        plain = rotation.get("rope_type", "default") == "default"
-        if self.device.type == "cpu" and self._latent and plain:
-            raise ModelError(
-                f"vLLM on a CPU computes other positions for a {text_config.model_type} without "
-                "rope scaling; take another engine"
-            )
 
     def _map_weights(self, params: Mapping[str, Param]) -> None:
         """Trace vLLM's loader, and verify the trace. Collective.

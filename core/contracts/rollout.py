@@ -251,8 +251,11 @@ class EngineSettings:
         """Return settings for each of `engines` engines on one device (`hybridflow calibrate`)."""
         return self
 
-    def problems(self) -> list[str]:
-        """List settings that cannot work together, each as "setting: what, and what to do"."""
+    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
+        """Return why these settings, model and layout cannot work together on a kind of device.
+
+        It is called before a run. Each is a sentence, with what to do.
+        """
         return []
 
     def planned_layout(

@@ -371,8 +371,8 @@ class TrainingBackend(ABC):
     # --- building the model ---
 
     @classmethod
-    def problems(cls, config: Any, layout: ParallelLayout, kind: str) -> list[str]:
-        """Return why this config, layout and kind of model cannot work; called before a run."""
+    def problems(cls, config: Any, layout: ParallelLayout, model: ModelSpec) -> list[str]:
+        """Return why this config, layout and model cannot work together; called before a run."""
         return []
 
     @abstractmethod

@@ -9,6 +9,8 @@ import attrs
 
 from hybridflow.core.contracts.rollout import EngineSettings
 from hybridflow.core.validators import at_least, positive
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import GenerationLayout
 
 
 @attrs.frozen
@@ -32,10 +34,11 @@ class ProcessConfig(EngineSettings):
     """Size of the memory, in MB (10^6 bytes), through which each rank's weights go to an engine in
     a process of its own."""
 
-    def problems(self) -> list[str]:
+    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
         """Return a problem if restarts are set and there is no process to restart."""
         if self.restarts and not self.own_process:
             return [
-                "restarts: is for an engine in a process of its own; set rollout.own_process = true"
+                "rollout.restarts is for an engine in a process of its own; set "
+                "rollout.own_process = true"
             ]
         return []

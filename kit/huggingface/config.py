@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import attrs
 
 
@@ -20,10 +18,3 @@ class LoRAConfig:
     """The product of B and A is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = ()
     """Names of linear layers, or their ends ("q_proj"); none: every linear layer but the head."""
-
-
-def lora_problems(config: LoRAConfig | None) -> list[str]:
-    """Return problems if peft is missing on this machine and the config has adapters."""
-    if config is not None and find_spec("peft") is None:
-        return ["backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"]
-    return []

@@ -30,6 +30,7 @@ from hybridflow.kit.huggingface.modeling import (
     HEAD,
     build_hf_model,
     hf_config,
+    model_errors,
     quiet,
     running_config,
 )
@@ -52,12 +53,14 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, PretrainedCon
     """
     config = hf_config(spec)
     running = running_config(config)
-    try:
-        # A model draws nothing on meta, but some ask for random numbers elsewhere.
-        with quiet(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = auto_class(spec.kind).from_config(running, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"could not build {config.model_type!r}: {error}") from error
+    # A model draws nothing on meta, but some ask for random numbers elsewhere.
+    with (
+        model_errors(f"could not build {config.model_type!r} from its config"),
+        quiet(),
+        torch.random.fork_rng(devices=[]),
+        torch.device("meta"),
+    ):
+        model = auto_class(spec.kind).from_config(running, dtype=dtype)
 
     if spec.path is not None:
         _widen(model, dtype)

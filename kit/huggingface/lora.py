@@ -32,7 +32,7 @@ class Adapters:
 
         Raises ModelError where the model has no layers to adapt.
         """
-        targets = _targets(role, config)
+        targets = target_layers(role.hf, config)
         # A is equal on every rank, and the caller's random state stays as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -116,17 +116,17 @@ def merge(
     return torch.add(values.float(), delta, alpha=scale).to(values.dtype)
 
 
-def _targets(role: RoleModel, config: LoRAConfig) -> list[str]:
-    """Return the full names of the linear layers to adapt.
+def target_layers(hf: Any, config: LoRAConfig) -> list[str]:
+    """Return the full names of the linear layers of a Hugging Face model to adapt.
 
     These are all of the trunk, or those that the config names. Raises ModelError for a name of the
     config without a layer, and a model without linear layers.
     """
     # The head is no part of the trunk, and is not adapted.
-    trunk = {id(module) for module in role.hf.base_model.modules()}
+    trunk = {id(module) for module in hf.base_model.modules()}
     inner = [
         name
-        for name, module in role.hf.named_modules()
+        for name, module in hf.named_modules()
         if isinstance(module, nn.Linear) and id(module) in trunk
     ]
     targets = inner
@@ -142,7 +142,7 @@ def _targets(role: RoleModel, config: LoRAConfig) -> list[str]:
             )
     if not targets:
         raise ModelError(
-            f"backend.lora: a {role.hf.config.model_type!r} model has no linear layers to adapt"
+            f"backend.lora: a {hf.config.model_type!r} model has no linear layers to adapt"
         )
     return targets
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
@@ -41,18 +42,12 @@ def hf_config(spec: ModelSpec) -> PretrainedConfig:
     Raises ModelError when transformers does not accept it.
     """
     # A folder's config is read by transformers itself; else the fields are complete.
-    fields = dict(spec.hf_config)
-    model_type = fields.pop("model_type")
-    try:
+    with model_errors(f"transformers does not accept {spec.path or 'this'} model config"):
         config = (
             AutoConfig.from_pretrained(spec.path)
             if spec.path
-            else AutoConfig.for_model(model_type, **fields)
+            else AutoConfig.for_model(**spec.hf_config)
         )
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(
-            f"transformers does not accept the model config of type {model_type!r}: {error}"
-        ) from error
 
     # Value and score models are classifiers with one label, which need a token for padding.
     if spec.kind != "policy":
@@ -74,6 +69,26 @@ def running_config(config: PretrainedConfig) -> PretrainedConfig:
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)
     return config
+
+
+@contextlib.contextmanager
+def model_errors(what: str) -> Iterator[None]:
+    """Raise ModelError in the place of what transformers raises for fields that it cannot use.
+
+    Its code meets them anywhere, so that is any exception: 0 heads are a ZeroDivisionError.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        # A field of another type is said in the last line; its class tells nothing then.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+        if isinstance(error, StrictDataclassError):
+            _, _, text = lines[-1].partition("Error: ")
+        else:
+            text = f"{type(error).__name__}: {lines[0]}"
+        raise ModelError(f"{what}: {text}") from error
 
 
 @contextlib.contextmanager
@@ -107,21 +122,17 @@ def build_hf_model(spec: ModelSpec, dtype: torch.dtype) -> tuple[Any, Pretrained
     running = running_config(config)
     auto = auto_class(spec.kind)
     missing: set[str] = set()
-    try:
-        # New weights are equal on every rank, and the caller's random state stays as it was.
-        with quiet(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(spec.init_seed)
-            if spec.path is not None:
-                model, found = auto.from_pretrained(
-                    spec.path, config=running, dtype=dtype, output_loading_info=True
-                )
-                missing = set(found["missing_keys"])
-            else:
-                model = auto.from_config(running, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"could not build {config.model_type!r} from {spec.path or 'its config'}: {error}"
-        ) from error
+    what = f"could not build {config.model_type!r} from {spec.path or 'its config'}"
+    # New weights are equal on every rank, and the caller's random state stays as it was.
+    with model_errors(what), quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.init_seed)
+        if spec.path is not None:
+            model, found = auto.from_pretrained(
+                spec.path, config=running, dtype=dtype, output_loading_info=True
+            )
+            missing = set(found["missing_keys"])
+        else:
+            model = auto.from_config(running, dtype=dtype)
 
     # transformers would initialise parameters that the folder lacks at random.
     if spec.kind != "policy":

@@ -109,6 +109,21 @@ def longest(hf_config: Any, max_length: int) -> int:
     return int(limit)
 
 
+def keeps_state(hf_config: Any) -> bool:
+    """Return whether some layers keep a state instead of keys and values (mamba, qwen3_next)."""
+    from transformers import AutoModelForCausalLM
+
+    model_class: Any = AutoModelForCausalLM._model_mapping.get(type(hf_config), None)
+    return bool(getattr(model_class, "_is_stateful", False))
+
+
+def head_size(hf_config: Any) -> int:
+    """Return the numbers of an attention head's query, by the config's fields."""
+    config = hf_config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(size)
+
+
 def windows_of(hf_config: Any, length: int) -> int:
     """Return the number of layers whose sliding window is shorter than sequences of `length`."""
     config = hf_config.get_text_config()

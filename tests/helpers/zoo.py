@@ -96,7 +96,7 @@ ZOO: dict[str, Animal] = {
     "phi": Animal("phi", "biases, of the head too", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4}),
     "gemma": Animal("gemma", "tied, norms with +1", {**HEADS, **TIED}),
     "gemma2": Animal("gemma2", "norms with +1, sliding windows, caps", {**HEADS, **TIED, **WINDOW,
-        "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "hidden_act": "gelu_pytorch_tanh"}),
+        "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "hidden_activation": "gelu_pytorch_tanh"}),
     "gemma3": Animal("gemma3_text", "norms with +1, sliding windows", {**HEADS, **TIED, **MIXED, "query_pre_attn_scalar": 32}),
     "granite": Animal("granite", "multipliers", SCALES),
     "olmo2": Animal("olmo2", "norms behind blocks"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import attrs
 import pytest
 from helpers.jobs import job_of
@@ -57,7 +59,11 @@ def test_a_job_on_a_named_cluster_is_predicted_by_its_planner(tmp_path):
 
 def test_what_cannot_be_planned_is_no_failure_of_the_run(tmp_path):
     gpt2 = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    actor = {"model": {"config": gpt2}}
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(gpt2))
+    (folder / "model.safetensors").touch()
+    actor = {"model": {"path": str(folder)}}
     unknown = job_of(tmp_path, placement={"cluster": "a100-80gb:1x1"}, actor=actor)
     with pytest.raises(NotPlanned):
         planner_of(unknown).predict(unknown, "a100-80gb:1x1")

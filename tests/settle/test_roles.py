@@ -14,7 +14,7 @@ from hybridflow.core.contracts.role import Role
 from hybridflow.core.plugins import Registry
 from hybridflow.settle.roles import role_table
 
-EXPERTS = "actor.model.config.num_experts=4"
+EXPERTS = "actor.model.config={model_type='qwen3_moe', num_experts=4, num_experts_per_tok=2}"
 
 
 def test_ref_and_critic_inherit_what_they_do_not_give_from_the_actor():
@@ -243,7 +243,8 @@ def test_an_engine_that_gives_no_view_of_its_weights_cannot_be_compared(monkeypa
 
 
 def test_an_engine_that_forms_its_groups_itself_gets_neighbours(monkeypatch):
-    four = ("runtime=ray", "pools.main=[4]", "actor.layout.tp=4", "actor.generation.tp=2")
+    four = ("runtime=ray", "pools.main=[4]", "actor.layout.tp=4", "actor.generation.tp=2",
+            "actor.model.config.num_key_value_heads=4")  # fmt: skip
     assert job(*four).models["actor"].generation.groups("tp") == [[0, 2], [1, 3]]
     able = EngineCapabilities(tp=True, grouping="consecutive")
     monkeypatch.setattr(Registry, "engine_capabilities", lambda self, name: able)

@@ -10,8 +10,12 @@ from helpers.packed_rows import LOSSES, same_packed_and_padded
 from hybridflow.backends.deepspeed.backend import DeepSpeedBackend
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
 from hybridflow.core.names import is_installed
+from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.huggingface.config import LoRAConfig
+from hybridflow.kit.testing import tiny_config
+
+MODEL = ModelSpec(tiny_config("qwen2"), None, 0)
 
 
 class Spread(OneRank):
@@ -65,7 +69,7 @@ class TestStage3InBfloat16(InBfloat16, Spread):
     ],
 )
 def test_a_stage_that_deepspeed_has_in_float32_alone_is_named(config, said):
-    found = DeepSpeedBackend.problems(config, ParallelLayout(dp=2), "policy")
+    found = DeepSpeedBackend.problems(config, ParallelLayout(dp=2), MODEL)
     assert len(found) == len(said) and all(
         part in text for part, text in zip(said, found, strict=True)
     )
@@ -73,7 +77,7 @@ def test_a_stage_that_deepspeed_has_in_float32_alone_is_named(config, said):
 
 def test_adapters_need_peft():
     found = DeepSpeedBackend.problems(
-        DeepSpeedConfig(lora=LoRAConfig(rank=2)), ParallelLayout(), "policy"
+        DeepSpeedConfig(lora=LoRAConfig(rank=2)), ParallelLayout(), MODEL
     )
     remedy = "backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"
     assert found == ([] if is_installed("peft") else [remedy])

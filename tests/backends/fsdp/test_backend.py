@@ -49,8 +49,10 @@ from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
+from hybridflow.kit.testing import tiny_config
 
 ONE = ParallelLayout()
+MODEL = ModelSpec(tiny_config("qwen2"), None, 0)
 DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
 DP4, DP2_TP2 = ParallelLayout(dp=4), ParallelLayout(dp=2, tp=2)
 HSDP = FSDPConfig(replicas=2, wrap_min_parameters=0)
@@ -517,8 +519,8 @@ def test_training_goes_on_after_its_storage_has_moved(ranks, folder, layout, con
 
 
 def test_layouts_that_cannot_work_are_named_before_anything_starts():
-    assert not FSDPBackend.problems(FSDPConfig(replicas=2), DP4, "policy")
-    assert "replicas 3 and dp 4" in FSDPBackend.problems(FSDPConfig(replicas=3), DP4, "policy")[0]
+    assert not FSDPBackend.problems(FSDPConfig(replicas=2), DP4, MODEL)
+    assert "replicas 3 and dp 4" in FSDPBackend.problems(FSDPConfig(replicas=3), DP4, MODEL)[0]
 
 
 @pytest.mark.parametrize("layout", [ONE, DP2], ids=str)

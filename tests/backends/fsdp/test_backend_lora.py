@@ -21,10 +21,13 @@ from helpers.training_reference import Blend, make_batch
 
 from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
+from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.kit.huggingface.config import LoRAConfig
+from hybridflow.kit.testing import tiny_config
 
 ONE, DP2, DP4 = ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(dp=4)
+MODEL = ModelSpec(tiny_config("qwen2"), None, 0)
 PLAIN = Setup("", config=FSDPConfig())
 
 
@@ -78,8 +81,8 @@ def test_a_frozen_role_has_no_adapters(ranks, folder):
 
 def test_what_cannot_be_adapted_is_told(ranks, folder, tmp_path, monkeypatch):
     config = FSDPConfig(lora=LORA)
-    assert "lora needs tp 1" in FSDPBackend.problems(config, ParallelLayout(tp=2), "policy")[0]
-    assert FSDPBackend.problems(config, DP2, "policy") == []
+    assert "lora needs tp 1" in FSDPBackend.problems(config, ParallelLayout(tp=2), MODEL)[0]
+    assert FSDPBackend.problems(config, DP2, MODEL) == []
     wrong = LoRAConfig(target_modules=("q_proj", "qproj"))
     said = ranks(failing_build, 1, with_lora(PLAIN, folder("llama"), wrong))[0]
     assert "'qproj'" in said and "'gate_proj'" in said
@@ -89,5 +92,5 @@ def test_what_cannot_be_adapted_is_told(ranks, folder, tmp_path, monkeypatch):
         "lora_A"
         in ranks(failing_load, 1, with_lora(PLAIN, folder("llama")), str(tmp_path / "full"))[0]
     )
-    monkeypatch.setattr("hybridflow.kit.huggingface.config.find_spec", lambda name: None)
-    assert "pip install 'hybridflow[lora]'" in FSDPBackend.problems(config, DP2, "policy")[0]
+    monkeypatch.setattr("hybridflow.kit.huggingface.checks.find_spec", lambda name: None)
+    assert "pip install 'hybridflow[lora]'" in FSDPBackend.problems(config, DP2, MODEL)[0]

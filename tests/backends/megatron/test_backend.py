@@ -56,7 +56,8 @@ def test_a_model_that_megatron_does_not_have_is_refused(alone):
     ],
 )
 def test_settings_that_the_layout_makes_no_sense_of_are_named(settings, layout, said):
-    assert MegatronBackend.problems(MegatronConfig(**settings), layout, "policy") == said
+    model = ModelSpec(tiny_config("qwen2") | {"num_hidden_layers": 4}, None, 0)
+    assert MegatronBackend.problems(MegatronConfig(**settings), layout, model) == said
 
 
 def test_it_needs_a_process_group(monkeypatch):

@@ -251,6 +251,7 @@ def test_a_config_that_is_no_engine_settings_says_what_the_base_says():
     assert engine_settings(own) is own
     settings = engine_settings({"own_process": True})
     assert not settings.own_process
-    assert settings.problems() == []
+    generation = generation_layout(ParallelLayout(), 1, 1)
+    assert settings.problems(ModelSpec({}, None, 0), generation, "cpu") == []
     assert settings.limits().max_sequences == 256
     assert settings.one_of(4) is settings

@@ -12,6 +12,7 @@ import torch
 from helpers.jobs import HELD_OUT, job_of
 from safetensors.torch import load_file
 
+from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.core.contracts.capabilities import EngineCapabilities, TrainingCapabilities
 from hybridflow.core.errors import ConfigError, DataError, HybridFlowError, ModelError
 from hybridflow.core.plugins import Descriptor
@@ -130,12 +131,15 @@ def test_what_was_saved_is_loaded_and_what_is_exported_has_its_tokenizer(tiny, t
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["actor"]
 
 
-def test_what_cannot_be_built_ends_the_runtime_and_says_what_was_begun(tmp_path):
-    config = {**MODEL, "hidden_act": "unheard-of"}
-    job = job_of(tmp_path, actor={"model": {"config": config}}, validation=HELD_OUT)
+def test_what_cannot_be_built_ends_the_runtime_and_says_what_was_begun(tmp_path, monkeypatch):
+    def build(backend):
+        raise ModelError("no such weights")
+
+    monkeypatch.setattr(FSDPBackend, "build", build)
+    job = job_of(tmp_path, validation=HELD_OUT)
     said: list[str] = []
     session = Session(job, prepare(job), said.append)
-    with pytest.raises(HybridFlowError), session:
+    with pytest.raises(HybridFlowError, match="no such weights"), session:
         raise AssertionError("the model was built")
     assert said[:2] == ["starting inline", "starting pool main: 1 process on cpu"]
     assert re.fullmatch(r"memory: pool main holds at most .* per device, .* of .* usable", said[2])

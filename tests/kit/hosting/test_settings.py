@@ -5,6 +5,8 @@ from __future__ import annotations
 import attrs
 import pytest
 
+from hybridflow.core.values.model import ModelSpec
+from hybridflow.core.values.parallel import ParallelLayout, generation_layout
 from hybridflow.kit.hosting.settings import ProcessConfig
 
 
@@ -23,11 +25,12 @@ class Apart(ProcessConfig):
 
 
 def test_restarts_are_for_an_engine_in_a_process_of_its_own():
-    [problem] = Here(restarts=1).problems()
-    assert "restarts: is for an engine in a process of its own" in problem
+    given = ModelSpec({}, None, 0), generation_layout(ParallelLayout(), 1, 1), "cpu"
+    [problem] = Here(restarts=1).problems(*given)
+    assert "rollout.restarts is for an engine in a process of its own" in problem
     assert "rollout.own_process = true" in problem
     for config in (Here(), Here(own_process=True, restarts=1), Apart(restarts=2)):
-        assert config.problems() == []
+        assert config.problems(*given) == []
 
 
 WRONG = [("restarts", -1), ("start_timeout_s", 0.0), ("hang_timeout_s", -2.0)]
