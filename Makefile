@@ -91,6 +91,10 @@ faults: $(VENV)/.done
 damage: $(VENV)/.done
 	HYBRIDFLOW_DAMAGES=$(or $(DAMAGES),200) $(PY) -m pytest -n 2 tests/faults/test_damage.py
 
+# Runs 150 drawn configurations over every backend and engine, and shows 3,600 mutated ones: an hour.
+configs: .venv-engines/.done
+	HYBRIDFLOW_CONFIGS=$(or $(CONFIGS),150) .venv-engines/bin/python -m pytest -n 2 tests/faults/test_configs.py
+
 docs: $(VENV)/.done
 	$(PIP) install -q -c ci/constraints.txt -e '.[docs]'
 	$(PY) -m sphinx -W -q -b html docs docs/_build/html
@@ -122,4 +126,4 @@ environments: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage docs bench curves environments clean
+.PHONY: demo test test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean

@@ -431,6 +431,12 @@ class RoleResolver:
                 "out, or name another (auto takes what works)"
             )
             problems.append(Problem("sync.transport", text))
+        if apart is None and not choice.found.serves_one_pool:
+            text = (
+                f"{name} moves weights to engines in a pool of their own (generation.pool); leave "
+                "it out (auto takes what works)"
+            )
+            problems.append(Problem("sync.transport", text))
         return Chosen(choice.name, choice.config)
 
     def _generation(

@@ -56,12 +56,11 @@ class MegatronBackend(TrainingBackend):
     def problems(cls, config, layout, model) -> list[str]:
         """Return problems: of the model and how it is cut; settings without effect."""
         from hybridflow.backends.megatron.fit import why_not
-        from hybridflow.kit.huggingface.checks import model_problems
-        from hybridflow.kit.huggingface.models import hf_config_of
+        from hybridflow.kit.huggingface.checks import meta_model, model_problems
 
         problems = model_problems(model)
         if not problems:
-            problems = why_not(hf_config_of(model), config, layout)
+            problems = why_not(meta_model(model).config, config, layout)
         if config.virtual_stages > 1 and layout.pp == 1:
             problems.append(
                 f"backend.virtual_stages {config.virtual_stages} needs pp > 1, got pp 1"

@@ -18,8 +18,8 @@ from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
-from hybridflow.kit.huggingface.checks import model_problems
-from hybridflow.kit.huggingface.models import hf_config_of, longest, windows_of
+from hybridflow.kit.huggingface.checks import meta_model, model_problems
+from hybridflow.kit.huggingface.models import longest, windows_of
 
 OURS = frozenset({
     "model_path", "tokenizer_path", "skip_tokenizer_init", "load_format", "dtype", "device",
@@ -146,7 +146,7 @@ class SGLangConfig(ProcessConfig):
         problems = super().problems(model, generation, device)
         if model_problems(model):
             return problems
-        hf_config = hf_config_of(model)
+        hf_config = meta_model(model).config
         try:
             length = longest(hf_config, self.max_length)
         except ModelError as error:

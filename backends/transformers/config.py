@@ -15,8 +15,7 @@ from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.hosting.settings import ProcessConfig
-from hybridflow.kit.huggingface.checks import model_problems
-from hybridflow.kit.huggingface.models import hf_config_of
+from hybridflow.kit.huggingface.checks import meta_model, model_problems
 from hybridflow.kit.layouts import engine_layout
 
 CPU_CACHE_GB = 4.0
@@ -92,7 +91,7 @@ class TransformersEngineConfig(ProcessConfig):
         problems = super().problems(model, generation, device)
         # What is wrong with the model itself is the trainer's to say.
         if not model_problems(model):
-            text = why_not(hf_config_of(model), self.fast, generation)
+            text = why_not(meta_model(model).config, self.fast, generation)
             problems += [] if text is None else [text]
         return problems
 

@@ -16,6 +16,8 @@ class ObjectStore(Mailbox):
     A ticket is a Stored handle; the store frees the object when the ticket is forgotten.
     """
 
+    serves_one_pool = False
+
     @classmethod
     def problem(cls, link: Link, config: Any = None) -> str | None:
         """Return a problem for ranks of one process group, and for runtimes without a store."""

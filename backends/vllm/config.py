@@ -18,8 +18,8 @@ from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
-from hybridflow.kit.huggingface.checks import model_problems
-from hybridflow.kit.huggingface.models import head_size, hf_config_of, longest
+from hybridflow.kit.huggingface.checks import meta_model, model_problems
+from hybridflow.kit.huggingface.models import head_size, longest
 from hybridflow.kit.planned import AsksLoader, TracedRanks, ask_child
 
 OURS = frozenset({
@@ -139,7 +139,7 @@ class VLLMConfig(ProcessConfig, AsksLoader):
         problems = super().problems(model, generation, device)
         if model_problems(model):
             return problems
-        hf_config = hf_config_of(model)
+        hf_config = meta_model(model).config
         try:
             longest(hf_config, self.max_length)
         except ModelError as error:

@@ -61,6 +61,8 @@ class Transport(ABC):
 
     crosses_pools: ClassVar[bool] = False
     """Whether it is a Mailbox, which needs no common process group."""
+    serves_one_pool: ClassVar[bool] = True
+    """Whether it connects ranks of one process group."""
     Config: ClassVar[type | None] = None
     """Its settings, a frozen attrs class; they are given beside its name in sync.transport. None:
     it has no settings."""

@@ -179,7 +179,8 @@ class HostedEngine(ContinuousEngine):
         hf_config = policy_config(self.model)
         # The bounds that requests are checked against.
         text = hf_config.get_text_config()
-        self.max_positions = self.config.limits().max_length or text.max_position_embeddings
+        positions = getattr(text, "max_position_embeddings", None)
+        self.max_positions = self.config.limits().max_length or positions
         self.vocab = text.vocab_size
         # Weights leave this rank through memory of its own.
         nbytes = int(self.process_config.bucket_mb * 1e6)

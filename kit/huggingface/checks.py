@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import inspect
 import json
+import logging
 import math
 import re
 import sys
@@ -39,6 +42,10 @@ SIZES = (
 """The sizes of most architectures, each at least 1."""
 ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 """Types that attend to earlier tokens alone whatever their field is_decoder says."""
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+"""Names of the number of layers."""
+MOST_LAYERS, MOST = 1000, 10**8
+"""What a larger number is a mistake of: layers, and anything else. Models of more are not built."""
 KINDS = {"policy": "causal language model", "value": "classifier", "score": "classifier"}
 """Kind of model -> what of transformers' it is."""
 
@@ -72,10 +79,10 @@ def adapter_problems(model: ModelSpec, config: LoRAConfig | None) -> list[str]:
         return []
     if find_spec("peft") is None:
         return ["backend.lora needs peft, which is not installed: pip install 'hybridflow[lora]'"]
-    from hybridflow.kit.huggingface.lora import target_layers
+    from hybridflow.kit.huggingface.lora import inject
 
     try:
-        target_layers(meta_model(model), config)
+        inject(copy.deepcopy(meta_model(model)), config)
     except ModelError as error:
         return [str(error)]
     return []
@@ -96,7 +103,9 @@ def _checked(text: str, path: str | None, kind: str) -> tuple[tuple[str, ...], A
         return tuple(problems), None
     found = None
     try:
-        config = hf_config(ModelSpec(fields, path, 0, kind))
+        with _warnings() as warnings:
+            config = hf_config(ModelSpec(fields, path, 0, kind))
+        problems += [f"model.config: {text}; correct them" for text in warnings]
         problems += _wrong_kind(config, kind)
         # A folder's config.json is another program's: it may hold what only that one reads.
         if path is None:
@@ -108,12 +117,35 @@ def _checked(text: str, path: str | None, kind: str) -> tuple[tuple[str, ...], A
     return tuple(problems), found
 
 
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Collect what transformers warns of that is a mistake, and print none of its warnings.
+
+    Of the fields inside rope_parameters it says itself which it does not know.
+    """
+    collected: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            if text.startswith("Unrecognized keys"):
+                collected.append(text)
+
+    logger = logging.getLogger("transformers")
+    handlers = logger.handlers
+    logger.handlers = [Collector()]
+    try:
+        yield collected
+    finally:
+        logger.handlers = handlers
+
+
 def _unknown_type(fields: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence where transformers has no architecture of the config's model_type."""
     from transformers import CONFIG_MAPPING
 
     name = fields.get("model_type")
-    if name not in CONFIG_MAPPING:
+    if not isinstance(name, str) or name not in CONFIG_MAPPING:
         meant = did_you_mean(name, CONFIG_MAPPING) if isinstance(name, str) else ""
         yield f"model.config.model_type is {name!r}, which transformers does not know{meant}"
 
@@ -127,12 +159,15 @@ def _impossible(fields: Mapping[str, Any], inside: str = "model.config") -> Iter
             yield f"{inside}.{name} is {value}; give a finite number"
         elif name in SIZES and isinstance(value, int) and value < 1:
             yield f"{inside}.{name} is {value}; give at least 1"
+        elif isinstance(value, int) and value > (most := MOST_LAYERS if name in LAYERS else MOST):
+            yield f"{inside}.{name} is {value}; give at most {most}"
 
 
 def _wrong_kind(config: Any, kind: str) -> Iterator[str]:
     """Yield a sentence where the architecture has no decoder alone, or reads what is to come.
 
-    And one for an activation that there is not, of which transformers says no more than its name.
+    And for what transformers says too little of, or too late: an activation that there is not, a
+    token for padding beyond the vocabulary, and latent attention with groups of heads.
     """
     from transformers.activations import ACT2FN
 
@@ -145,6 +180,19 @@ def _wrong_kind(config: Any, kind: str) -> Iterator[str]:
         yield f"transformers has no {KINDS[kind]} of a {name}; take another architecture"
     elif getattr(config, "is_decoder", True) is False and name not in ALWAYS_CAUSAL:
         yield f"a {name} reads the tokens that come after each; set model.config.is_decoder = true"
+    padding, vocabulary = config.pad_token_id, config.get_text_config().vocab_size
+    if isinstance(padding, int) and padding >= vocabulary:
+        yield (
+            f"model.config.pad_token_id is {padding}, beyond the vocabulary of {vocabulary}; "
+            "give one that it has"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    groups = getattr(config, "num_key_value_heads", heads)
+    if getattr(config, "kv_lora_rank", None) is not None and groups != heads:
+        yield (
+            f"model.config.num_key_value_heads is {groups}, and latent attention has as many as "
+            f"num_attention_heads, {heads}"
+        )
     for field in ACTIVATIONS:
         activation = getattr(config, field, None)
         if isinstance(activation, str) and activation not in ACT2FN:
@@ -155,14 +203,14 @@ def _wrong_kind(config: Any, kind: str) -> Iterator[str]:
 
 def _run_on_meta(config: Any, kind: str) -> Any:
     """Return the model, through which two tokens have passed. Raises ModelError."""
-    from hybridflow.kit.huggingface.modeling import model_errors, quiet, running_config
+    from hybridflow.kit.huggingface.modeling import model_errors, running_config
     from hybridflow.kit.huggingface.models import auto_class
 
     sizes = ", ".join(f"{name} {getattr(config, name)}" for name in SIZES if hasattr(config, name))
     what = f"a {config.model_type} model of these sizes cannot be built ({sizes})"
     with (
         model_errors(what),
-        quiet(),
+        _warnings(),
         torch.random.fork_rng(devices=[]),
         torch.device("meta"),
         torch.no_grad(),
@@ -206,5 +254,10 @@ def _matters(name: str, fields: Mapping[str, Any], config: Any) -> bool:
     from transformers import AutoConfig
 
     others = {key: value for key, value in fields.items() if key != name}
-    without = AutoConfig.for_model(**others).to_dict()
+    try:
+        with _warnings():
+            without = AutoConfig.for_model(**others).to_dict()
+    except Exception:
+        # The others are wrong without it.
+        return True
     return any(value != without.get(key) for key, value in config.to_dict().items() if key != name)

@@ -7,6 +7,7 @@ merged weights W + scale B A.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +33,10 @@ class Adapters:
 
         Raises ModelError where the model has no layers to adapt.
         """
-        targets = target_layers(role.hf, config)
         # A is equal on every rank, and the caller's random state stays as it was.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.config = _inject(role.hf, config, targets)
+            targets, self.config = inject(role.hf, config)
         self.scale = config.alpha / config.rank
         self.of = {
             f"{name}.weight": (f"{name}.lora_A.weight", f"{name}.lora_B.weight") for name in targets
@@ -157,12 +157,31 @@ def _names_any(end: str, names: Iterable[str]) -> bool:
     return any(_named(name, (end,)) for name in names)
 
 
-def _inject(hf: nn.Module, config: LoRAConfig, targets: list[str]) -> Any:
-    """Replace the target layers by peft's, and return peft's config of them."""
+def inject(hf: Any, config: LoRAConfig) -> tuple[list[str], Any]:
+    """Replace the layers to adapt by peft's; return their names, and peft's config of them.
+
+    Raises ModelError for a model without such layers, and for one of which peft adapts others: it
+    takes names of DeepSeek's MLPs for those of its experts.
+    """
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(_peft_config(config, targets), hf, ADAPTER)
-    return exported_config(config, targets)
+    targets = target_layers(hf, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        inject_adapter_in_model(_peft_config(config, targets), hf, ADAPTER)
+    adapted = [name.removesuffix(".lora_A") for name, _ in hf.named_modules() if _is_a(name)]
+    if set(adapted) != set(targets):
+        others = sorted(set(adapted) ^ set(targets))
+        raise ModelError(
+            f"backend.lora: peft adapts other layers of a {hf.config.model_type!r} model than "
+            f"it is told ({_list(others[:3])}, ...); name those of attention in "
+            "backend.lora.target_modules"
+        )
+    return targets, exported_config(config, targets)
+
+
+def _is_a(name: str) -> bool:
+    return name.endswith(".lora_A")
 
 
 def exported_config(config: LoRAConfig, layers: Iterable[str]) -> Any:

@@ -180,6 +180,8 @@ def test_replicas_for_generation_must_fit_their_pool_and_their_engine(tmp_path):
 def test_a_transport_must_exist_and_reach_the_engines():
     assert problem("actor.sync.transport=colective").startswith("actor.sync.transport: ")
     assert problem("actor.sync.transport=disk").startswith("actor.sync.transport.folder: ")
+    found = problem("actor.sync.transport=store")
+    assert found.startswith("actor.sync.transport: store moves weights to engines in a pool of")
     on_disk = (
         job("actor.sync.transport={name='disk', folder='/tmp'}").models["actor"].spec.transport
     )

@@ -48,7 +48,21 @@ def problems(kind: str = "policy", **fields) -> list[str]:
             {"num_attention_heads": "absent", "hidden_size": 16, "head_dim": "absent"},
             "num_attention_heads 32",
         ),
-        ({"pad_token_id": 32}, "Padding_idx must be within num_embeddings"),
+        ({"pad_token_id": 32}, "model.config.pad_token_id is 32, beyond the vocabulary of 32"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; give at most 1000"),
+        ({"hidden_size": 10**12}, "hidden_size is 1000000000000; give at most 100000000"),
+        ({"model_type": []}, "model_type is [], which transformers does not know"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "beta_afst": 1,
+                }
+            },
+            "Unrecognized keys in `rope_parameters` for 'rope_type'='yarn': {'beta_afst'}",
+        ),
         ({"layer_types": ["full_attention"]}, "`num_hidden_layers` (2) must be equal to"),
         ({"dtype": "float31"}, "has no attribute 'float31'"),
         ({"model_type": "qwen9"}, "'qwen9', which transformers does not know; did you mean"),
@@ -108,6 +122,22 @@ def test_random_numbers_stay_as_they_were():
     torch.manual_seed(3)
     assert problems(hidden_size=48, head_dim=12) == []
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_latent_attention_has_no_groups():
+    latent = ZOO["deepseek_v2"].config() | {"num_key_value_heads": 2}
+    [text] = model_problems(ModelSpec(latent, None, 0))
+    assert (
+        "num_key_value_heads is 2, and latent attention has as many as num_attention_heads, 4"
+        in text
+    )
+
+
+def test_peft_takes_the_names_of_deepseeks_mlps_for_those_of_its_experts():
+    model = ModelSpec(ZOO["deepseek_v2"].config(), None, 0)
+    [text] = adapter_problems(model, LoRAConfig(rank=2))
+    assert "peft adapts other layers of a 'deepseek_v2' model than it is told" in text
+    assert adapter_problems(model, LoRAConfig(rank=2, target_modules=("o_proj",))) == []
 
 
 def test_adapters_need_peft_and_layers_of_their_names(monkeypatch):
