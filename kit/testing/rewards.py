@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hybridflow.core.contracts.reward import Reward, RewardSample
-from hybridflow.core.workers.scoring import score_samples
+from hybridflow.core.contracts.reward import Reward, RewardFailureRule, RewardSample
+from hybridflow.core.workers.failures import score_by_rule
 from hybridflow.kit.testing.checks import missing_fixture, require
 
 
@@ -17,6 +17,15 @@ def sample(response: str, answer: str = "42", finish_reason: str = "stop") -> Re
     ids = np.frombuffer(response.encode(), dtype=np.uint8).astype(np.int64)
     meta = {"answer": answer, "prompt": "6*7="}
     return RewardSample("6*7=", response, ids, meta, finish_reason)
+
+
+def scored(reward: Reward, samples: Sequence[RewardSample]) -> np.ndarray:
+    """Return the scores float32 [n] as a run gets them: of plain and of async functions alike.
+
+    A reward that fails raises RewardError, which names the row.
+    """
+    scores, _ = score_by_rule(reward, samples, "conformance", RewardFailureRule())
+    return np.asarray(scores)
 
 
 RESPONSES = (
@@ -37,7 +46,7 @@ RESPONSES = (
 class RewardConformance:
     """Subclass it and give a fixture `reward`: an instance of your Reward.
 
-    For a function f it is `FunctionReward(f)`.
+    For a function f, plain or async, it is `FunctionReward(f)`.
     """
 
     @pytest.fixture
@@ -60,26 +69,26 @@ class RewardConformance:
 
     def test_each_sample_gets_one_finite_number(self, reward):
         """Scores are finite, one per sample."""
-        scores = score_samples(reward, list(self.samples()), "conformance")
-        # score_samples raises where a score is missing or is no number.
+        scores = scored(reward, list(self.samples()))
+        # It raises where a score is missing or is no number.
         count = len(self.samples())
         require(
             scores.shape == (count,) and np.isfinite(scores).all(),
             got=f"scores {scores}",
             expected=f"{count} finite numbers",
-            likely="score_samples says which row is wrong",
+            likely="the error says which row is wrong",
         )
 
     def test_a_score_does_not_depend_on_the_other_samples(self, reward):
         """Samples alone, and in another order, have the same scores as together."""
         samples = list(self.samples())
-        together = score_samples(reward, samples, "conformance")
+        together = scored(reward, samples)
 
         # The scores of the shuffled samples, brought back into their order.
         order = np.random.default_rng(0).permutation(len(samples))
-        shuffled = score_samples(reward, [samples[i] for i in order], "conformance")
+        shuffled = scored(reward, [samples[i] for i in order])
         in_order = shuffled[np.argsort(order)]
-        alone = np.array([score_samples(reward, [one], "conformance")[0] for one in samples])
+        alone = np.array([scored(reward, [one])[0] for one in samples])
 
         # Equal to the last bit, for a score is a function of its sample.
         for what, scores in (("one by one", alone), ("in another order", in_order)):
@@ -107,7 +116,7 @@ class RewardConformance:
             pytest.skip("expected() is not overridden")
 
         for one, expected in self.expected():
-            [score] = score_samples(reward, [one], "conformance")
+            [score] = scored(reward, [one])
             require(
                 abs(score - expected) < 1e-6,
                 got=f"{score} for response {one.response!r} (answer {one.meta.get('answer')!r})",

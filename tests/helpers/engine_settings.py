@@ -104,5 +104,8 @@ class EngineSettings:
     def test_weights_can_be_compared_in_full_at_every_sync(self, installed, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "tiny.toml").write_text(GRPO.replace('"rewards:digits"', '"exact_match"'))
-        [job] = load_config("tiny.toml", [f"rollout={self.package}", "actor.sync.verify=true"])
+        wide = "actor.model.config.head_dim=32"  # the least that vLLM takes on a CPU
+        [job] = load_config(
+            "tiny.toml", [f"rollout={self.package}", "actor.sync.verify=true", wide]
+        )
         assert job.models["actor"].spec.sync.verify

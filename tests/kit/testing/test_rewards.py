@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+from functools import partial
+
 import numpy as np
 import pytest
 from helpers.expect import caught, each_fault, each_invariant
 
-from hybridflow.core.contracts.reward import Reward
+from hybridflow.core.contracts.reward import FunctionReward, Reward
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.kit.testing.rewards import RewardConformance, sample
 
@@ -54,8 +58,26 @@ class Stripped(Reward):
         return [float(s.response.strip() == s.answer) for s in samples]
 
 
+async def judge(sample):
+    """A good one that waits, as a model that judges does."""
+    await asyncio.sleep(0)
+    return float(sample.response.strip() == sample.answer)
+
+
+calls = itertools.count()
+
+
+async def forgetful(sample):
+    return float(next(calls))
+
+
 FAULTS = {
-    "test_a_score_does_not_depend_on_the_other_samples": [Normalised, Stateful, Sorted],
+    "test_a_score_does_not_depend_on_the_other_samples": [
+        Normalised,
+        Stateful,
+        Sorted,
+        partial(FunctionReward, forgetful),
+    ],
     "test_no_samples_give_no_scores": [FailsOnNothing],
     "test_known_responses_have_their_scores": [Strict],
 }
@@ -79,6 +101,11 @@ def test_a_score_that_is_no_finite_number_is_told_by_the_core(score):
 @each_invariant(RewardConformance)
 def test_a_good_reward_passes(method):
     getattr(KnowsItsScores(), method)(Stripped())
+
+
+@each_invariant(RewardConformance)
+def test_f25_a_function_that_waits_passes(method):
+    getattr(KnowsItsScores(), method)(FunctionReward(judge))
 
 
 def test_known_scores_are_skipped_where_none_are_given():
