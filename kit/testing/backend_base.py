@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
-from hybridflow.core.contracts.training import TrainingBackend
+from hybridflow.core.contracts.training import OptimizerConfig, TrainingBackend
+from hybridflow.core.values.model import ModelSpec
 from hybridflow.kit.testing.checks import missing_fixture, require, require_close
 from hybridflow.kit.testing.models import Reference, reference
+from hybridflow.kit.testing.passes import one_rank
 
 LENGTHS = (
     (3, 5),
@@ -34,6 +37,10 @@ def first_output(ref: Reference) -> list[str]:
 class BackendBase:
     """Flags of the backend under test, the fixture `build`, and helpers."""
 
+    backend: type[TrainingBackend] | None = None
+    """The backend's class; the tests over ranks, each a process, must be able to import it."""
+    config: Any = None
+    """Its settings; None: the defaults of its attribute Config, or none at all."""
     architectures: Sequence[str] = ("qwen2", "llama")
     """Model types, of Hugging Face's configs, that the tests build."""
     kinds: Sequence[str] = ("policy", "value", "score")
@@ -53,11 +60,28 @@ class BackendBase:
     """
 
     @pytest.fixture
-    def build(self) -> Callable[..., TrainingBackend]:
-        """The author's function that builds a backend."""
-        return missing_fixture(
-            self, "build", "a function (ModelSpec, OptimizerConfig or None) -> a built backend"
-        )
+    def build(self) -> Iterator[Callable[..., TrainingBackend]]:
+        """The function (ModelSpec, OptimizerConfig or None) that builds a backend on one rank.
+
+        Give a fixture of this name where a backend is built otherwise; tests over ranks are left
+        out then.
+        """
+        what = "your backend's class, and `config`, its settings"
+        make = self.backend or missing_fixture(self, "backend", what)
+
+        def built(spec: ModelSpec, optimizer: OptimizerConfig | None) -> TrainingBackend:
+            made: TrainingBackend = make(spec, self._settings(), optimizer, context)
+            made.build()
+            return made
+
+        with one_rank() as context:
+            yield built
+
+    def _settings(self) -> Any:
+        """Return `config`, or the defaults of the backend's Config."""
+        if self.config is None and self.backend is not None and self.backend.Config is not None:
+            return self.backend.Config()
+        return self.config
 
     def references(self, *kinds: str) -> Iterator[Reference]:
         """Yield the reference models of these kinds (default: all) that the flags allow."""

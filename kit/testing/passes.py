@@ -94,7 +94,7 @@ class Passes:
 
         `dummies` dummy micro-batches come behind them, whose loss is multiplied by 0.
         """
-        plan = plan or [list(range(len(self.rows)))]
+        plan = [list(range(len(self.rows)))] if plan is None else plan
         device = self.backend.context.device
         topk = None if self.topk_ids is None else tokens(self.topk_ids, torch.int64)
         prompts = tokens(self.rows.prompts)

@@ -22,7 +22,6 @@ from hybridflow.kit.testing import (
     RewardConformance,
     RuntimeConformance,
     TrainingBackendConformance,
-    one_rank,
     sample,
 )
 from hybridflow.kit.testing.runs import even_tokens
@@ -71,20 +70,13 @@ class TestMicroDP(ProtocolConformance):
 
 
 class TestFSDP(TrainingBackendConformance):
-    @pytest.fixture
-    def build(self):
-        def make(spec, optimizer):
-            backend = FSDPBackend(spec, FSDPConfig(), optimizer, context)
-            backend.build()
-            return backend
-
-        with one_rank() as context:
-            yield make
+    backend, config = FSDPBackend, FSDPConfig()
 
 
 class TestFSDPWithExperts(TestFSDP):
     architectures = ("qwen3_moe",)
     kinds = ("policy",)
+    layouts = ()
 
 
 class TestInline(RuntimeConformance):

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from hybridflow.core.contracts.training import TrainingBackend
 from hybridflow.kit.testing import TrainingBackendConformance
 
 
 class OneRank(TrainingBackendConformance):
     """Subclass it with the backend and a config. Fixture `alone` is that of tests/backends/conftest.py."""
 
-    backend: type[TrainingBackend]
-    config: Any
+    layouts = ()
 
     @pytest.fixture
     def build(self, alone):

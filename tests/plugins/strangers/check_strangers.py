@@ -21,18 +21,9 @@ from hybridflow.kit.testing import (
 
 
 class TestStriped(TrainingBackendConformance):
+    backend, config = Striped, StripedConfig()
     kinds = ("policy",)
     topk = False
-
-    @pytest.fixture
-    def build(self):
-        def make(spec, optimizer):
-            backend = Striped(spec, StripedConfig(), optimizer, context)
-            backend.build()
-            return backend
-
-        with one_rank() as context:
-            yield make
 
 
 class TestHalves(RolloutEngineConformance):
