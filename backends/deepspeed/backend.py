@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from hybridflow.kit.huggingface.lora import Adapters
 
 
+def _everywhere(shape: tuple[int, ...], ranks: Iterable[int]) -> dict[int, tuple[Box, ...]]:
+    """Return the boxes of a parameter that every rank holds whole."""
+    return dict.fromkeys(ranks, (Box.full(shape),))
+
+
 class DeepSpeedBackend(TrainingBackend):
     """The training backend "deepspeed": data parallelism with sharded state."""
 
@@ -139,11 +144,14 @@ class DeepSpeedBackend(TrainingBackend):
         deepspeed.zero.Init(module=whole, config_dict_or_path=self._settings(), dtype=self._dtype)
 
     def _saved_buffers(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
-        """Yield the buffers that checkpoints have; they are whole on every rank."""
-        saved = self.module.hf.state_dict().keys() - self._shapes.keys()
-        for name, buffer in self.module.hf.named_buffers():
-            if name in saved:
-                yield name, Box.full(buffer.shape), buffer
+        """Yield the buffers that checkpoints have; they are whole on every rank.
+
+        No step changes them: the bias by which a router chooses its experts (deepseek_v3).
+        """
+        from hybridflow.kit.huggingface.modeling import canonical, saved_buffers
+
+        for name, buffer in saved_buffers(self.module):
+            yield canonical(name), Box.full(buffer.shape), buffer
 
     def _masters(self) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Yield this rank's float32 masters."""
@@ -306,15 +314,15 @@ class DeepSpeedBackend(TrainingBackend):
         params = {}
         for name in self._model():
             params[name] = Param(self._shapes[name], self._dtype)
+        ranks = range(world)
         if self._sharded:
-            return self._form.layout(zero3_layout(params, world, self._ties))
-
-        held = {
-            name: dict.fromkeys(range(world), (Box.full(param.shape),))
-            for name, param in params.items()
-        }
-        whole = WeightLayout.by_name(params, held, range(world), self._ties)
-        return self._form.layout(whole)
+            shards = dict(zero3_layout(params, world, self._ties).shards())
+        else:
+            shards = {name: _everywhere(param.shape, ranks) for name, param in params.items()}
+        for name, box, values in self._saved_buffers():
+            params[name] = Param(box.shape, values.dtype)
+            shards[name] = _everywhere(box.shape, ranks)
+        return self._form.layout(WeightLayout.by_name(params, shards, ranks, self._ties))
 
     def named_shards(self) -> Iterator[tuple[str, Box, Shard]]:
         """Yield this rank's shards; with adapters a LazyShard, which merges them when read.
@@ -331,6 +339,7 @@ class DeepSpeedBackend(TrainingBackend):
             if self._adapters:
                 shard = self._adapters.shard(name, box, values, adapters)
             yield name, box, shard
+        yield from self._saved_buffers()
 
     def _held(self, names: Iterable[str]) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Yield views of this rank's stored shards of these parameters, adapters not merged."""
@@ -386,6 +395,8 @@ class DeepSpeedBackend(TrainingBackend):
         adapters = self._whole_adapters()
         for name, values in self._whole(self._model()):
             yield name, self._merged(name, values, adapters)
+        for name, _, values in self._saved_buffers():
+            yield name, values
 
     def _merged(
         self,

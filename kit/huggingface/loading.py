@@ -117,10 +117,12 @@ def _initialize(model: Any, seed: int) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers that have values to the device."""
+    """Move the buffers to the device; those on meta are allocated there, with undefined values."""
     for owner in module.modules():
         for key, buffer in owner._buffers.items():
-            if buffer is not None and not buffer.is_meta:
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[key] = torch.empty_like(buffer, device=device)
+            elif buffer is not None:
                 owner._buffers[key] = buffer.to(device)
 
 

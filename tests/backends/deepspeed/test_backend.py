@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 from helpers.installed import needs
 from helpers.one_rank_backends import InBfloat16, OneRank
 from helpers.packed_rows import LOSSES, same_packed_and_padded
+from helpers.zoo_cells import write_model
+from safetensors.torch import load_file
 
 from hybridflow.backends.deepspeed.backend import DeepSpeedBackend
 from hybridflow.backends.deepspeed.config import DeepSpeedConfig
+from hybridflow.core.contracts.training import OptimizerConfig
 from hybridflow.core.names import is_installed
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import ParallelLayout
@@ -92,3 +98,25 @@ def test_packed_rows_train_as_padded_ones(name, alone):
         return made
 
     same_packed_and_padded(build, LOSSES[name])
+
+
+@needs("deepspeed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_buffers_of_a_checkpoint_are_weights_that_it_gives(stage, alone, tmp_path):
+    """The bias by which glm4_moe chooses experts is no parameter."""
+    path = write_model("glm4_moe", 3, tmp_path / "model")
+    fields = json.loads((path / "config.json").read_text())
+    spec = ModelSpec(fields, str(path), 0)
+    backend = DeepSpeedBackend(spec, DeepSpeedConfig(stage=stage), OptimizerConfig(), alone)
+    backend.build()
+    given = load_file(path / "model.safetensors")
+    assert set(backend.layout().params) == set(given)
+    assert {name for name, _, _ in backend.named_shards()} == set(given)
+    for name, values in backend.full_parameters():
+        assert torch.equal(values, given.pop(name)), name
+    assert not given
+    backend.export_hf(tmp_path / "export")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    exported = load_file(tmp_path / "export/model.safetensors")[name]
+    assert torch.equal(exported, load_file(path / "model.safetensors")[name])
+    assert exported.abs().max() > 0.01
