@@ -83,7 +83,6 @@ def assert_equal(a, b):
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "ray with dp 2": ("runtime=ray", "pools.main=[2]"),
     "ray with tp 2, rewards and data in a pool on CPUs": (
         "runtime=ray",
         "pools.main=[2]",
