@@ -132,12 +132,14 @@ class SavedForm:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole stored parameters as whole canonical ones.
 
-        A canonical parameter is yielded with the last stored one that has values of it.
+        A canonical parameter is yielded with the last stored one that has values of it. Of tied
+        ones the other name may be among the stored (gpt_neox: embed_out).
         """
         lacking = {
             part.name: torch.Size(self.shapes[part.name]).numel()
             for parts in self.parts.values()
             for part in parts
+            if part.name in self.shapes
         }
         # A canonical parameter of several stored ones waits here until all have come.
         made: dict[str, torch.Tensor] = {}

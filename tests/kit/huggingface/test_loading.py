@@ -101,8 +101,15 @@ def test_several_files_have_an_index(tmp_path):
     assert Folder.of(tmp_path).files == {"a": "x.safetensors", "b": "y.safetensors"}
 
 
-def test_a_model_without_a_folder_is_drawn_as_transformers_draws_it():
-    fields = tiny_config("llama")
+NEOX = {
+    "model_type": "gpt_neox", "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 48, "tie_word_embeddings": True,
+}  # fmt: skip
+"""Tied, and its head has another name in files than in the model."""
+
+
+@pytest.mark.parametrize("fields", [tiny_config("llama"), NEOX], ids=["llama", "gpt_neox tied"])
+def test_a_model_without_a_folder_is_drawn_as_transformers_draws_it(fields):
     found = filled(ModelSpec(fields, None, 5), torch.float32)
     fields = dict(fields)
     torch.manual_seed(5)

@@ -85,7 +85,8 @@ def test_every_suite_says_that_it_lacks_its_fixture(pytester):
     lines += [f"class Test{suite}(testing.{suite}): pass" for suite in SUITES]
     pytester.makepyfile("\n".join(lines))
     result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    assert result.parseoutcomes().keys() == {"errors"}
+    # Of a training backend without a class the tests over ranks are left out.
+    assert result.parseoutcomes() == {"errors": result.parseoutcomes()["errors"], "skipped": 4}
     told = "\n".join(result.outlines)
     for suite in set(SUITES) - {"TransportConformance"}:
         assert f"NotImplementedError: Test{suite} needs a pytest fixture `" in told
