@@ -391,7 +391,10 @@ class RoleResolver:
         if engine.found is None or self.reader.unplaced or generation is None:
             return []
         settings = engine_settings(engine.config)
-        texts = settings.problems(model, generation, self.reader.device)
+        try:
+            texts = settings.problems(model, generation, self.reader.device)
+        except (HybridFlowError, ValueError) as error:
+            texts = [str(error)]
         return [Problem("", text) for text in texts]
 
     def _is_unknown(self, name: str | None) -> bool:

@@ -12,13 +12,11 @@ import torch
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.errors import ModelError
 from hybridflow.core.validators import at_least, fraction
-from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
-from hybridflow.kit.huggingface.checks import meta_model, model_problems
 from hybridflow.kit.huggingface.models import longest, windows_of
 
 OURS = frozenset({
@@ -141,18 +139,13 @@ class SGLangConfig(ProcessConfig):
         """Return the defaults on CUDA: bfloat16, and CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
-    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
-        """Return problems: models that SGLang does not have, by their config."""
-        problems = super().problems(model, generation, device)
-        if model_problems(model):
-            return problems
-        hf_config = meta_model(model).config
+    def unsupported(self, hf_config: Any, generation: GenerationLayout, device: str) -> list[str]:
+        """Return problems: models that SGLang does not have, or not on a CPU."""
         try:
-            length = longest(hf_config, self.max_length)
+            text = why_not(hf_config, longest(hf_config, self.max_length), device)
         except ModelError as error:
-            return [*problems, str(error)]
-        text = why_not(hf_config, length, device)
-        return problems if text is None else [*problems, text]
+            text = str(error)
+        return [] if text is None else [text]
 
     def up_to(self, tokens: int) -> Self:
         """Return the settings with a max_length of `tokens`, unless one is given."""

@@ -10,12 +10,10 @@ import attrs
 import torch
 
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
-from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.hosting.settings import ProcessConfig
-from hybridflow.kit.huggingface.checks import meta_model, model_problems
 from hybridflow.kit.layouts import engine_layout
 
 CPU_CACHE_GB = 4.0
@@ -84,16 +82,12 @@ class TransformersEngineConfig(ProcessConfig):
         """Return the defaults on CUDA: bfloat16."""
         return {"dtype": "bfloat16"} if device == "cuda" else {}
 
-    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
+    def unsupported(self, hf_config: Any, generation: GenerationLayout, device: str) -> list[str]:
         """Return problems: a model that the decoder does not have, or that cannot be cut."""
         from hybridflow.backends.transformers.fit import why_not
 
-        problems = super().problems(model, generation, device)
-        # What is wrong with the model itself is the trainer's to say.
-        if not model_problems(model):
-            text = why_not(meta_model(model).config, self.fast, generation)
-            problems += [] if text is None else [text]
-        return problems
+        text = why_not(hf_config, self.fast, generation)
+        return [] if text is None else [text]
 
     @property
     def torch_allocates(self) -> bool:

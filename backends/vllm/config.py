@@ -12,13 +12,11 @@ import torch
 from hybridflow.core.contracts.footprint import EngineLimits, EngineRoom
 from hybridflow.core.errors import ModelError
 from hybridflow.core.validators import at_least, fraction
-from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.model_shape import ModelShape
 from hybridflow.core.values.parallel import GenerationLayout
 from hybridflow.core.values.weights import WeightLayout
 from hybridflow.kit.arguments import annotated_fields, known_arguments, package_folder
 from hybridflow.kit.hosting.settings import ProcessConfig
-from hybridflow.kit.huggingface.checks import meta_model, model_problems
 from hybridflow.kit.huggingface.models import head_size, longest
 from hybridflow.kit.planned import AsksLoader, TracedRanks, ask_child
 
@@ -134,18 +132,14 @@ class VLLMConfig(ProcessConfig, AsksLoader):
         """Return the defaults on CUDA: bfloat16, and CUDA graphs."""
         return {"dtype": "bfloat16", "eager": False} if device == "cuda" else {}
 
-    def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
-        """Return problems: models that vLLM does not have on a CPU, by their config."""
-        problems = super().problems(model, generation, device)
-        if model_problems(model):
-            return problems
-        hf_config = meta_model(model).config
+    def unsupported(self, hf_config: Any, generation: GenerationLayout, device: str) -> list[str]:
+        """Return problems: models that vLLM does not have on a CPU."""
         try:
             longest(hf_config, self.max_length)
         except ModelError as error:
-            problems.append(str(error))
+            return [str(error)]
         text = why_not_on_a_cpu(hf_config) if device == "cpu" else None
-        return problems if text is None else [*problems, text]
+        return [] if text is None else [text]
 
     def up_to(self, tokens: int) -> Self:
         """Return the settings with a max_length of `tokens`, unless one is given."""

@@ -5,12 +5,15 @@ Their configs inherit these.
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from hybridflow.core.contracts.rollout import EngineSettings
 from hybridflow.core.validators import at_least, positive
 from hybridflow.core.values.model import ModelSpec
 from hybridflow.core.values.parallel import GenerationLayout
+from hybridflow.kit.huggingface.checks import meta_model, model_problems
 
 
 @attrs.frozen
@@ -35,10 +38,20 @@ class ProcessConfig(EngineSettings):
     a process of its own."""
 
     def problems(self, model: ModelSpec, generation: GenerationLayout, device: str) -> list[str]:
-        """Return a problem if restarts are set and there is no process to restart."""
+        """Return problems: of restarts without a process to restart, and of the model.
+
+        What is wrong with the model itself is the trainer's to say.
+        """
+        problems = []
         if self.restarts and not self.own_process:
-            return [
+            problems.append(
                 "rollout.restarts is for an engine in a process of its own; set "
                 "rollout.own_process = true"
-            ]
+            )
+        if not model_problems(model):
+            problems += self.unsupported(meta_model(model).config, generation, device)
+        return problems
+
+    def unsupported(self, hf_config: Any, generation: GenerationLayout, device: str) -> list[str]:
+        """Return why the engine cannot run a model of a Hugging Face config in this layout."""
         return []

@@ -180,15 +180,15 @@ def _wrong_kind(config: Any, kind: str) -> Iterator[str]:
         yield f"transformers has no {KINDS[kind]} of a {name}; take another architecture"
     elif getattr(config, "is_decoder", True) is False and name not in ALWAYS_CAUSAL:
         yield f"a {name} reads the tokens that come after each; set model.config.is_decoder = true"
-    padding, vocabulary = config.pad_token_id, config.get_text_config().vocab_size
-    if isinstance(padding, int) and padding >= vocabulary:
+    padding = getattr(config, "pad_token_id", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if isinstance(padding, int) and isinstance(vocabulary, int) and padding >= vocabulary:
         yield (
             f"model.config.pad_token_id is {padding}, beyond the vocabulary of {vocabulary}; "
             "give one that it has"
         )
-    heads = getattr(config, "num_attention_heads", None)
-    groups = getattr(config, "num_key_value_heads", heads)
-    if getattr(config, "kv_lora_rank", None) is not None and groups != heads:
+    heads, groups = (_size(config, f"num_{of}_heads") for of in ("attention", "key_value"))
+    if _size(config, "kv_lora_rank") is not None and groups != heads:
         yield (
             f"model.config.num_key_value_heads is {groups}, and latent attention has as many as "
             f"num_attention_heads, {heads}"
@@ -201,12 +201,18 @@ def _wrong_kind(config: Any, kind: str) -> Iterator[str]:
             yield f"model.config.{field} is {activation!r}{meant} (known: {known})"
 
 
+def _size(config: Any, name: str) -> Any:
+    """Return a field's value; None where the architecture has none, or one for each layer."""
+    return vars(config).get(config.attribute_map.get(name, name))
+
+
 def _run_on_meta(config: Any, kind: str) -> Any:
     """Return the model, through which two tokens have passed. Raises ModelError."""
     from hybridflow.kit.huggingface.modeling import model_errors, running_config
     from hybridflow.kit.huggingface.models import auto_class
 
-    sizes = ", ".join(f"{name} {getattr(config, name)}" for name in SIZES if hasattr(config, name))
+    found = {name: _size(config, name) for name in SIZES}
+    sizes = ", ".join(f"{name} {size}" for name, size in found.items() if size is not None)
     what = f"a {config.model_type} model of these sizes cannot be built ({sizes})"
     with (
         model_errors(what),

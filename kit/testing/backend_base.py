@@ -41,6 +41,8 @@ class BackendBase:
     """The backend's class; the tests over ranks, each a process, must be able to import it."""
     config: Any = None
     """Its settings; None: the defaults of its attribute Config, or none at all."""
+    device: str = "cpu"
+    """The device of the tests on one rank; those over ranks are on the CPU."""
     architectures: Sequence[str] = ("qwen2", "llama")
     """Model types, of Hugging Face's configs, that the tests build."""
     kinds: Sequence[str] = ("policy", "value", "score")
@@ -74,7 +76,7 @@ class BackendBase:
             made.build()
             return made
 
-        with one_rank() as context:
+        with one_rank(self.device) as context:
             yield built
 
     def _settings(self) -> Any:

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from helpers.drawn_configs import drawn, mutated, toml
+from helpers.drawn_configs import drawn, mutated, toml, write_pairs
 from helpers.tiny import hybridflow
 
 from hybridflow.cli.main import main
@@ -42,6 +42,7 @@ MACHINE = {
 def call(tmp_path, monkeypatch, capsys):
     """call(command) -> (status, all that was printed), of c.toml in the current folder, in this process."""
     monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path)
 
     def called(command: str) -> tuple[int, str]:
         capsys.readouterr()

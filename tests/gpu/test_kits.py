@@ -16,15 +16,8 @@ from hybridflow.kit.testing import (
 
 
 class TestFSDP(TrainingBackendConformance):
-    @pytest.fixture
-    def build(self):
-        def make(spec, optimizer):
-            backend = FSDPBackend(spec, FSDPConfig(), optimizer, context)
-            backend.build()
-            return backend
-
-        with one_rank("cuda") as context:
-            yield make
+    backend, config, device = FSDPBackend, FSDPConfig(), "cuda"
+    layouts = ()
 
 
 class TestFSDPWithExperts(TestFSDP):

@@ -7,9 +7,11 @@ from their defaults. Most are accepted. A mutated one has a value that no job ca
 from __future__ import annotations
 
 import copy
+import json
 import types
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
@@ -36,6 +38,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 """Algorithm -> its settings that make a step small."""
 PAIRS = ("dpo", "reward_model", "cost_model")
+JUDGES = {"reward_model": "reward", "cost_model": "cost"}
+"""Algorithm -> the role that it trains, on rows that `write_pairs` writes."""
 NOT_DRAWN = frozenset({
     # Places and times: what comes of them only the machine knows.
     "name", "folder", "device", "restarts", "start_timeout_s", "hang_timeout_s", "bucket_mb", "engine_args",
@@ -64,9 +68,13 @@ def drawn(
     tables["algorithm"] = {"name": algorithm, **ALGORITHMS[algorithm]}
     if algorithm in PAIRS:
         tables["data"]["rejected"] = "1"
-    if algorithm == "cost_model":
-        tables["data"]["options"] = {}
     model = _model(random)
+    if algorithm in JUDGES:
+        tables[JUDGES[algorithm]] = {"model": {"config": model}}
+        tables["data"] |= {"source": "jsonl", "path": "pairs.jsonl", "answer": "", "bos": True}
+        tables["data"] |= {"response": "{chosen}", "rejected": "{rejected}"}
+    if algorithm == "cost_model":
+        tables["data"]["unsafe"] = ["chosen_unsafe", "rejected_unsafe"]
     actor = tables["actor"]
     actor |= {
         "model": {"config": model},
@@ -92,6 +100,18 @@ def drawn(
                 table = table.setdefault(key, {})
             table.setdefault(name, value)
     return tables
+
+
+def write_pairs(folder: Path) -> None:
+    """Write pairs.jsonl: sums with a right and a wrong answer, some of them unsafe."""
+    rows = [
+        {
+            "prompt": f"{i:02d}+01=", "chosen": f"{i + 1}", "rejected": f"{(i * 37) % 1000:03d}",
+            "chosen_unsafe": i % 4 == 0, "rejected_unsafe": i % 3 > 0,
+        }
+        for i in range(32)
+    ]  # fmt: skip
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _small(engine: str) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from hybridflow.backends.fsdp.backend import FSDPBackend
 from hybridflow.backends.fsdp.config import FSDPConfig
 from hybridflow.core.contracts.training import TrainingBackend
 from hybridflow.core.values.parallel import ParallelLayout
-from hybridflow.kit.testing import TrainingBackendConformance, reference
+from hybridflow.kit.testing import reference
 from hybridflow.kit.testing.backend_ranks import DEALT, BackendRanks, Task, run_ranks
 
 DP2 = ParallelLayout(dp=2)
@@ -81,18 +81,24 @@ def test_a_rank_that_fails_is_said_with_its_traceback(tmp_path):
         run_ranks(task, 120.0)
 
 
-def test_a_backend_of_one_rank_and_one_that_is_built_otherwise_are_left_alone(tmp_path_factory):
-    class OneRank(FSDPBackend):
-        @classmethod
-        def problems(cls, config, layout, model):
-            return [] if layout.world == 1 else ["one rank"]
+def test_a_backend_of_one_rank_and_one_that_is_built_otherwise_are_left_alone(pytester):
+    pytester.makepyfile("""
+        from hybridflow.backends.fsdp.backend import FSDPBackend
+        from hybridflow.backends.fsdp.config import FSDPConfig
+        from hybridflow.kit.testing.backend_ranks import BackendRanks
 
-    class Alone(TrainingBackendConformance):
-        backend, config = OneRank, FSDPConfig()
+        class OneRank(FSDPBackend):
+            @classmethod
+            def problems(cls, config, layout, model):
+                return [] if layout.world == 1 else ["one rank"]
 
-    fixture = BackendRanks.__dict__["over_ranks"]
-    run = fixture._get_wrapped_function() if hasattr(fixture, "_get_wrapped_function") else None
-    assert run is not None
-    for kit, why in ((Alone, "allow none of `layouts`"), (Kit, "give `backend` and `config`")):
-        with pytest.raises(pytest.skip.Exception, match=why):
-            run.__get__(None, kit)(tmp_path_factory)
+        class TestAlone(BackendRanks):
+            backend, config = OneRank, FSDPConfig()
+
+        class TestBuiltOtherwise(BackendRanks):
+            pass
+    """)
+    result = pytester.runpytest_inprocess("-q", "-rs", "-p", "no:cacheprovider", "-p", "no:xdist")
+    assert result.parseoutcomes() == {"skipped": 8}
+    told = "\n".join(result.outlines)
+    assert "allow none of `layouts`" in told and "give `backend` and `config`" in told
