@@ -52,7 +52,7 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
-from hybridflow.core.running.folder import StopSignal, claim, write_mark
+from hybridflow.core.running.folder import StopRequested, StopSignal, claim, write_mark
 from hybridflow.core.running.mismatch import explained
 from hybridflow.core.running.reporting import Observer, Reporter
 from hybridflow.core.running.run import Run
@@ -67,7 +67,7 @@ class RunOutcome:
     """How a run ended."""
 
     state: str
-    """"finished", or "stopped": SIGTERM arrived, and a checkpoint of the last step is written."""
+    """"finished", or "stopped": SIGTERM arrived, and all that was done is in a checkpoint."""
     step: int
     """Number of completed training steps."""
     validations: dict[int, dict[str, float]]
@@ -102,6 +102,11 @@ def run_job(
             try:
                 session = Session(job, prepared, report.say)
                 return train(session, report, resume or attempt > 0, export, mark)
+            except StopRequested:
+                step = max(checkpoints_of(job).steps(), default=0)
+                stands = f"the checkpoint of step {step} stands" if step else "nothing was trained"
+                report.say(f"told to stop while it started: {stands}; go on with --resume")
+                return RunOutcome("stopped", step, {})
             except WorkerDied as error:
                 if attempt == job.run.restarts:
                     raise
@@ -122,7 +127,7 @@ def train(
     algorithm = type(job.algorithm)(job.algorithm.config)  # a restart begins with fresh state
     checkpoints = checkpoints_of(job)
 
-    with session, StopSignal() as stop:
+    with StopSignal() as stop, session:
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
         if resume and checkpoints.steps():
@@ -134,6 +139,7 @@ def train(
         report.begin(run.step, session.parameters)
         validate_if_due(run, report)
 
+        stop.begin()
         while run.step < job.run.steps and not run.reached:
             run.ctx.step = run.step + 1
 

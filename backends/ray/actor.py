@@ -74,6 +74,10 @@ class HostActor:
         """Join the pool's process group (see Host.join)."""
         self.host.join(rendezvous, device, timeout_s)
 
+    def leave(self) -> None:
+        """Close the workers, and leave the pool's process group (see Host.leave)."""
+        self.host.leave()
+
     def ping(self) -> None:
         """Do nothing; a process that answers is alive and idle."""
 

@@ -1,93 +1,94 @@
-"""Ends the processes of a local Ray that remain when its controller is killed.
+"""Ends what remains of a local Ray when its controller has ended.
 
-The controller starts `python reaper.py CONTROLLER_PID FOLDER` beside Ray, and holds the other end
-of this process's standard input: when the controller ends in any way, that pipe closes. Without the
-reaper, Ray's own agents would try for a minute to report to a head that has ended too.
+The controller starts `python reaper.py FOLDER` before Ray, and holds the other end of this
+process's standard input: when the controller ends in any way, that pipe closes. Without the reaper,
+Ray's own agents would try for a minute to report to a head that has ended too, and engines that Ray
+kills would leave their temporary files.
 
-    controller runs   remember the raylet, the head (gcs_server) and their children
-    pipe closes       give them GRACE_S seconds to end by themselves
-    then              kill those that remain, and remove the folder where the ranks met
+    controller runs   wait
+    pipe closes       ask Ray's processes to end, and give all that they started GRACE_S seconds
+    then              kill those that remain, and remove the folder of the ranks
+
+Ray's processes, and whatever they have started, have the folder in their environment as MARK.
 
 This module imports nothing but the standard library, to start quickly.
 """
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
-LOOK_S = 2.0
-"""Seconds between two scans of the processes."""
+MARK = "HYBRIDFLOW_SCRATCH"
+"""A variable of the environment of all processes of a local Ray: the folder of its ranks, where
+engines put their temporary files (kit/hosting/process.py)."""
 GRACE_S = 8.0
-"""Seconds that Ray may take to end by itself."""
+"""Seconds that the processes may take to end."""
+REMOVAL_S = 5.0
+"""Seconds for which a process that is ending may still write into the folder."""
 
 
-def children() -> dict[int, list[tuple[int, str, str]]]:
-    """Map each parent's pid to the (pid, start time, command) of its children.
+def remaining(folder: str) -> set[int]:
+    """Return the processes of the local Ray whose ranks' folder it is, without zombies."""
+    mark = f"{MARK}={folder}".encode()
+    found = set()
+    for process in Path("/proc").iterdir():
+        # Folders that are no process, those of other users, and processes that end meanwhile. A
+        # zombie's environment is empty.
+        with contextlib.suppress(OSError, ValueError):
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.add(int(process.name))
+    return found
 
-    A pid may be used again, so a process is identified by its pid and start time: field 22 of
-    /proc/PID/stat, in clock ticks since boot. Zombies are left out.
+
+def of_ray(pid: int) -> bool:
+    """Return whether a process is one of Ray's own, as ranks are, and not started by a rank."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return command.startswith(b"ray::") or b"/ray/" in command
+    return False
+
+
+def end(folder: str) -> None:
+    """Have the processes of a local Ray end, and kill those that do not.
+
+    What a rank has started, as an engine, sees that the rank is gone, and tidies up by itself.
     """
-    children_of: dict[int, list[tuple[int, str, str]]] = {}
-    for folder in Path("/proc").iterdir():
-        # Folders that are no process, and processes that end meanwhile, are passed over.
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # Behind the name, which may contain spaces: state, parent, ..., start time at 19.
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            arguments = (folder / "cmdline").read_bytes()
-            command = arguments.replace(b"\0", b" ").decode(errors="replace")
-            if fields[0] != "Z":
-                siblings = children_of.setdefault(int(fields[1]), [])
-                siblings.append((int(folder.name), fields[19], command))
-    return children_of
-
-
-def of_ray(controller: int) -> set[tuple[int, str]]:
-    """Return (pid, start time) of the controller's raylet and head, and of their children."""
-    children_of = children()
-    processes = set()
-    for pid, start_time, command in children_of.get(controller, ()):
-        if "/raylet" in command or "gcs_server" in command:
-            processes.add((pid, start_time))
-            processes |= {(child, start) for child, start, _ in children_of.get(pid, ())}
-    return processes
-
-
-def living(known: set[tuple[int, str]]) -> set[tuple[int, str]]:
-    """Return those of the known processes that still run."""
-    running = set()
-    for siblings in children().values():
-        running |= {(pid, start_time) for pid, start_time, _ in siblings}
-    return known & running
-
-
-def main(controller: int, folder: str) -> None:
-    """Watch Ray's processes until the controller ends, then end them too, and remove `folder`."""
-    known: set[tuple[int, str]] = set()
-    while True:
-        known |= of_ray(controller)
-        ready, _, _ = select.select([sys.stdin], [], [], LOOK_S)
-        if ready and not os.read(sys.stdin.fileno(), 1):  # end of file: the controller has ended
-            break
-        known = living(known)
-
-    # The controller has ended: a Ray that was shut down, or can do so, ends by itself.
+    send(signal.SIGTERM, {pid for pid in remaining(folder) if of_ray(pid)})
     deadline = time.monotonic() + GRACE_S
-    while living(known) and time.monotonic() < deadline:
-        time.sleep(0.2)
+    while (pids := remaining(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    send(signal.SIGKILL, pids)
 
-    for pid, _ in living(known):
+
+def send(number: signal.Signals, pids: set[int]) -> None:
+    """Send a signal to processes, some of which may have ended."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+            os.kill(pid, number)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder into which processes that are ending may still write."""
+    deadline = time.monotonic() + REMOVAL_S
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+
+
+def main(folder: str) -> None:
+    """Wait until the controller has ended; then end its Ray, and remove `folder`."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    end(folder)
+    remove(folder)
 
 
 if __name__ == "__main__":
     # Ctrl-C in the terminal must not end it before the controller.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1])

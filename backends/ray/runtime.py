@@ -16,12 +16,13 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
+import signal
 import socket
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from hybridflow.backends.ray.config import RayConfig
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
 from hybridflow.core.errors import HybridFlowError, WorkerDied
 from hybridflow.core.groups.rendezvous import FileRendezvous
+from hybridflow.kit.hosting.process import SCRATCH
 from hybridflow.kit.memory import keep_freed_memory
 from hybridflow.settle.config.waiting import waiting_variables
 
@@ -54,7 +56,8 @@ TRACKED = 32
 """Answered calls are sorted out whenever the number of open calls is a multiple of this (asking Ray
 takes 0.1 ms), and with each call that uses the store."""
 GRACE_S = 3.0
-"""Seconds to wait for pings: Ray learns of a death about a second after it."""
+"""Seconds to wait for pings (Ray learns of a death about a second after it), and for workers of a
+cluster to close."""
 
 
 @attrs.frozen(eq=False)
@@ -110,6 +113,49 @@ def _tells_nothing(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
 
 
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keep this program's handler of SIGTERM, which Ray replaces as it starts and connects.
+
+    One that arrives meanwhile has Ray end what it has started; then the handler gets it.
+    """
+    # The handler of Ray's C++ part prints a stack and aborts.
+    with _variable("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1"):
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = (
+            signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        )  # None: set by other than Python
+        try:
+            yield
+        except SystemExit:  # of Ray's handlers
+            signal.signal(signal.SIGTERM, before)
+            signal.raise_signal(signal.SIGTERM)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Have a variable in the environment, and in that of processes started meanwhile."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _ranks_folder() -> str:
+    """Make a folder for the ranks of one run, which others may not enter."""
+    return tempfile.mkdtemp(prefix="hybridflow-ranks-")
+
+
 def _own_folder() -> str:
     """Return the folder of this user's local Rays, with their sockets and logs.
 
@@ -155,7 +201,7 @@ class RayRuntime(Runtime):
         self._local = False
         self._reaper: subprocess.Popen | None = None
         self._folder = ""
-        """Where the ranks of a local Ray meet, once there are any."""
+        """Where the ranks of a local Ray meet and leave temporary files, once there are any."""
 
     # --- processes ---
 
@@ -175,21 +221,26 @@ class RayRuntime(Runtime):
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options = self._init_options()
+        if self._local:
+            self._folder = _ranks_folder()
+            self._reaper = subprocess.Popen(
+                [sys.executable, "-I", reaper.__file__, self._folder],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+            )
+        self._owns_ray = True
         try:
-            with _loopback() if self._local else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_own_signals())
+                if self._local:
+                    stack.enter_context(_loopback())
+                    stack.enter_context(_variable(SCRATCH, self._folder))
                 ray.init(**options)
         except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
             where = "a local Ray" if self._local else f"the Ray cluster at {self.config.address!r}"
             raise HybridFlowError(
                 f"could not reach {where}: {error}; check runtime.address and `ray status`"
             ) from error
-
-        self._owns_ray = True
-        if self._local:
-            # Whoever else uses this machine may not enter it.
-            self._folder = tempfile.mkdtemp(prefix="hybridflow-ranks-")
-            command = [sys.executable, "-I", reaper.__file__, str(os.getpid()), self._folder]
-            self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def _init_options(self) -> dict[str, Any]:
         """Return the arguments of ray.init."""
@@ -220,7 +271,8 @@ class RayRuntime(Runtime):
             **environment,
         }
         if self._local:
-            variables |= _loopback_variables()
+            self._folder = self._folder or _ranks_folder()
+            variables |= {**_loopback_variables(), SCRATCH: self._folder}
         folders = [os.path.abspath(folder) for folder in sys.path]
 
         # One actor per device, on the node of its bundle; ranks count up node by node.
@@ -284,7 +336,6 @@ class RayRuntime(Runtime):
         timeout = self.config.start_timeout_s
         meeting: Any = None
         if self._local:
-            self._folder = self._folder or tempfile.mkdtemp(prefix="hybridflow-ranks-")
             meeting = FileRendezvous(f"{self._folder}/{secrets.token_hex(8)}")
         try:
             if meeting is None:
@@ -351,30 +402,32 @@ class RayRuntime(Runtime):
 
         A local Ray ends with the connection.
         """
-        if not ray.is_initialized():
-            return
-
-        for process in self.processes:
-            ray.kill(process.actor)
-        for placement in self._groups:
-            remove_placement_group(placement)
+        if ray.is_initialized():
+            # On other machines nobody removes the files of what Ray kills.
+            if self.processes and not self._local:
+                leaving = [process.actor.leave.remote() for process in self.processes]
+                ray.wait(leaving, num_returns=len(leaving), timeout=GRACE_S)
+            for process in self.processes:
+                ray.kill(process.actor)
+            for placement in self._groups:
+                remove_placement_group(placement)
         self.processes = []
         self._groups = []
         self.calls.clear()
         self.failed.clear()
 
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = ""
-        if not self._owns_ray:
+        if self._owns_ray:
+            ray.shutdown()  # before the reaper, which finds nothing left to end
+            self._owns_ray = False
+        elif ray.is_initialized():
             time.sleep(0.1)  # let the kills go out before the caller launches again
-            return
-        ray.shutdown()  # before the reaper, which finds nothing left to end
-        self._owns_ray = False
         if self._reaper is not None and self._reaper.stdin is not None:
             self._reaper.stdin.close()
             self._reaper.wait()
             self._reaper = None
+        elif self._folder:
+            reaper.remove(self._folder)
+        self._folder = ""
 
     # --- replies ---
 

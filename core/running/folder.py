@@ -86,11 +86,20 @@ def versions(job: Job) -> dict[str, str]:
     return by_package
 
 
+class StopRequested(BaseException):
+    """SIGTERM has arrived while a run started; no error, so that nothing takes it for one."""
+
+
 class StopSignal:
-    """While entered, a SIGTERM sets `requested`; a second one ends the process as usual."""
+    """While entered, a SIGTERM asks the run to stop; a second one ends the process as usual.
+
+    While the run starts, the first one raises StopRequested wherever the main thread is. After
+    `begin` it sets `requested`, and the run ends its step.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self._begun = False
         self._before: Any = None
 
     def __enter__(self) -> StopSignal:
@@ -103,7 +112,16 @@ class StopSignal:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
+    def begin(self) -> None:
+        """From now on there is a step to end. Raises StopRequested if a stop was asked for."""
+        self._begun = True
+        # Python drops what is raised inside a finaliser.
+        if self.requested:
+            raise StopRequested
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # The run stops after its step. A second signal is no longer caught, and ends it at once.
+        # A second signal is no longer caught.
         self.requested = True
         signal.signal(signal.SIGTERM, self._before)
+        if not self._begun:
+            raise StopRequested

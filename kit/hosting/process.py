@@ -22,6 +22,9 @@ from typing import Any
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.kit.hosting.group import end_group, members
 
+SCRATCH = "HYBRIDFLOW_SCRATCH"
+"""A variable of the environment: a folder for temporary files that is removed with the run, also
+when a runtime kills the ranks, and Ray what they have started."""
 TAIL_LINES = 20
 """Lines of the log's end in messages."""
 PROGRESS_S = 10.0
@@ -44,7 +47,8 @@ class EngineProcess:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         # Its temporary files go into a folder of its own, which is removed with it.
-        self.scratch = tempfile.mkdtemp(prefix="hybridflow-engine-")
+        folder = os.environ.get(SCRATCH)
+        self.scratch = tempfile.mkdtemp(prefix="hybridflow-engine-", dir=folder)
 
         # A session of its own makes it the leader of a process group, which `end` can kill.
         ours, theirs = socket.socketpair()

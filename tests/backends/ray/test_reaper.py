@@ -2,94 +2,101 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import termios
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
 from hybridflow.backends.ray import reaper
 
-CONTROLLER = """
-import subprocess
-names = ["/ray/raylet", "something else"]
-quiet = {"executable": "/bin/sleep", "stdout": subprocess.DEVNULL}
-started = [subprocess.Popen([name, "60"], **quiet) for name in names]
-print(*(process.pid for process in started), flush=True)
-input()
-"""
 
-
-@pytest.fixture
-def controller():
-    """(its process, its raylet, its other child): sleeping processes under these names."""
-    command = [sys.executable, "-I", "-S", "-c", CONTROLLER]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    raylet, other = map(int, process.stdout.readline().split())
-    yield process, raylet, other
-    for child in (raylet, other):
-        if runs(child):
-            os.kill(child, signal.SIGKILL)
-    process.kill()
-    process.communicate()
-
-
-def runs(pid):
-    return any(pid == each for group in reaper.children().values() for each, _, _ in group)
-
-
-def test_rays_processes_are_told_from_others_of_the_controller():
-    own = {pid for pid, _, _ in reaper.children()[os.getppid()]}
-    assert os.getpid() in own
-    child = subprocess.Popen(["raylet of no folder", "60"], executable="/bin/sleep")
+@contextmanager
+def sleeping(mark, command="sleep"):
+    """A process of the Ray whose ranks' folder is `mark`, or of none."""
+    environment = {} if mark is None else {reaper.MARK: str(mark)}
+    process = subprocess.Popen([command, "60"], executable="/bin/sleep", env=environment)
     try:
-        assert child.pid in {pid for pid, _, _ in reaper.children()[os.getpid()]}
-        assert child.pid not in {pid for pid, _ in reaper.of_ray(os.getpid())}
+        yield process
     finally:
-        child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not runs(child.pid)  # it has ended, though nobody has waited for it
-    child.wait()
+        process.kill()
+        process.wait()
 
 
-def test_a_process_that_has_the_number_of_an_ended_one_is_another(controller):
-    _, raylet, _ = controller
-    ((pid, began),) = reaper.of_ray(controller[0].pid)
-    assert pid == raylet
-    assert reaper.living({(pid, began), (pid, "0")}) == {(pid, began)}
+def test_the_processes_of_one_ray_are_told_from_others_and_from_ended_ones(tmp_path):
+    folder = str(tmp_path / "mine")
+    with sleeping(folder) as mine, sleeping(folder + "-too"), sleeping(None):
+        assert reaper.remaining(folder) == {mine.pid}
+        mine.kill()
+        # It has ended, though nobody has waited for it.
+        os.waitid(os.P_PID, mine.pid, os.WEXITED | os.WNOWAIT)
+        assert reaper.remaining(folder) == set()
 
 
-def test_the_ray_of_a_killed_controller_is_ended_after_a_time_of_grace(
-    controller, monkeypatch, tmp_path
+def test_rays_own_processes_are_asked_to_end_and_what_they_started_is_waited_for(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(reaper, "GRACE_S", 0.5)
+    with (
+        sleeping(tmp_path, "ray::HostActor") as rank,
+        sleeping(tmp_path, "/lib/ray/core/raylet") as raylet,
+        sleeping(tmp_path, "/x-ray/engine") as engine,
+    ):
+        over = threading.Thread(target=reaper.end, args=(str(tmp_path),))
+        over.start()
+        assert rank.wait(0.4) == raylet.wait(0.4) == -signal.SIGTERM
+        assert engine.wait(10) == -signal.SIGKILL
+        over.join()
+
+
+@pytest.mark.parametrize("last_words", [b"", b"not yet"])
+def test_the_ray_of_an_ended_controller_is_ended_after_a_time_of_grace(
+    monkeypatch, tmp_path, last_words
 ):
     folder = tmp_path / "ranks"
     folder.mkdir()
     (folder / "store").touch()
-    process, raylet, other = controller
-    reading, writing = os.pipe()
     monkeypatch.setattr(reaper, "GRACE_S", 0.3)
-    with os.fdopen(reading) as stdin, ThreadPoolExecutor(1) as pool:
+    reading, writing = os.pipe()
+    with (
+        os.fdopen(reading) as stdin,
+        ThreadPoolExecutor(1) as pool,
+        sleeping(folder) as ray,
+        sleeping(tmp_path) as other,
+    ):
         monkeypatch.setattr(sys, "stdin", stdin)
-        over = pool.submit(reaper.main, process.pid, str(folder))
-        os.write(writing, b"x")
-        while waiting(reading) and not over.done():  # it reads after it has looked
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
+        os.write(writing, last_words)
+        over = pool.submit(reaper.main, str(folder))
+        time.sleep(0.1)
+        assert not over.done() and ray.poll() is None
         began = time.monotonic()
-        os.close(writing)
+        os.close(writing)  # the controller has ended
         over.result()
-    assert time.monotonic() - began >= 0.3
-    assert not runs(raylet)
-    assert runs(other)
+        assert time.monotonic() - began >= 0.3
+        assert ray.wait(10) == -signal.SIGKILL and other.poll() is None
     assert not folder.exists()
 
 
-def waiting(pipe):
-    """Bytes that nobody has read yet."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+def test_a_folder_is_removed_although_something_still_writes_into_it(tmp_path):
+    folder = tmp_path / "ranks"
+    (folder / "engine").mkdir(parents=True)
+    for number in range(100):
+        (folder / "engine" / str(number)).touch()
+
+    def write():
+        try:
+            for number in range(200):
+                (folder / "engine" / f"late-{number}").touch()
+        except FileNotFoundError:
+            pass
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    reaper.remove(str(folder))
+    thread.join()
+    assert not folder.exists()

@@ -18,6 +18,7 @@ from hybridflow.core.contracts.worker import Worker, register
 from hybridflow.core.errors import HybridFlowError, WorkerDied, WorkerError
 from hybridflow.core.groups.group import Pool, WorkerGroup
 from hybridflow.core.values.batch import Batch
+from hybridflow.kit.hosting.process import EngineProcess
 
 
 def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch):
@@ -64,6 +65,33 @@ def test_a_runtime_sets_its_workers_up_ends_them_alone_and_leaves_ray_to_its_own
     assert not alive(pids[0]) and alive(pids[1]) and ray.is_initialized()
     assert group.look().result()[0][0] == pids[1]
     second.shutdown()
+
+
+class Starting(Worker):
+    """One with the process of an engine, of which nobody says what it is to start."""
+
+    @register(Protocol.ONE_TO_ALL)
+    def start_engine(self, log: str) -> str:
+        self.process = EngineProcess(Path(log), {})
+        return self.process.scratch
+
+    def close(self) -> None:
+        self.process.end()
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_f26_the_files_of_an_engine_end_with_its_run(ray_cluster, tmp_path, monkeypatch, local):
+    runtime = RayRuntime()
+    runtime.start()
+    pool = Pool.launch(ResourcePool("main", (1,)), runtime)
+    (scratch,) = WorkerGroup(Starting, pool).start_engine(str(tmp_path / "log")).result()
+    Path(scratch, "cache").write_bytes(bytes(1000))
+    # A cluster has no folder of a run that could be removed as a whole.
+    if not local:
+        monkeypatch.setattr(runtime, "_local", False)
+        monkeypatch.setattr("hybridflow.backends.ray.reaper.remove", lambda folder: None)
+    runtime.shutdown()
+    assert not Path(scratch).exists()
 
 
 def test_a_pool_that_is_larger_than_the_cluster_is_refused_at_once(ray_runtime):

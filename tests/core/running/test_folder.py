@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -13,7 +14,7 @@ import pytest
 from helpers.jobs import job_of
 
 from hybridflow.core.errors import ConfigError
-from hybridflow.core.running.folder import StopSignal, claim, versions, write_mark
+from hybridflow.core.running.folder import StopRequested, StopSignal, claim, versions, write_mark
 from hybridflow.core.values.sealed import read_sealed
 
 
@@ -89,6 +90,7 @@ def received():
 
 def test_the_first_sigterm_asks_and_the_second_one_is_as_usual(received):
     with StopSignal() as stop:
+        stop.begin()
         assert not stop.requested
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested and received == []
@@ -96,6 +98,21 @@ def test_the_first_sigterm_asks_and_the_second_one_is_as_usual(received):
         assert received == [signal.SIGTERM]
     os.kill(os.getpid(), signal.SIGTERM)
     assert len(received) == 2
+
+
+def test_a_sigterm_at_the_start_ends_the_start(received):
+    with pytest.raises(StopRequested), StopSignal():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert received == []
+
+
+def test_a_stop_that_got_lost_at_the_start_is_taken_at_its_end(received):
+    with StopSignal() as stop:
+        with contextlib.suppress(StopRequested):  # as Python does in a finaliser
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(StopRequested):
+            stop.begin()
+    assert received == []
 
 
 def test_after_a_run_sigterm_is_as_before_although_none_came(received):

@@ -96,6 +96,12 @@ def test_it_has_a_place_of_its_own_and_its_end_is_told_with_its_log(running):
     process.end()
 
 
+def test_its_place_is_in_the_folder_that_is_removed_with_the_run(running, monkeypatch, tmp_path):
+    monkeypatch.setenv(module.SCRATCH, str(tmp_path))
+    process, _ = running()
+    assert Path(process.scratch).parent == tmp_path
+
+
 def test_one_that_fails_to_start_says_why(running, monkeypatch):
     monkeypatch.setattr(module, "PROGRESS_S", 0.05)
     waited: list[float] = []
