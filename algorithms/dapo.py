@@ -15,6 +15,7 @@ import torch
 from hybridflow.algorithms import functional as F
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.policy import AGGREGATIONS
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, non_negative, positive
 from hybridflow.core.values.batch import Batch
@@ -83,6 +84,16 @@ class DAPO(GRPO):
 
         # An adaptive KL coefficient moves once a step.
         self.kl.follow(advantages, batch.rows)
+
+    def problems(self, sampling: SamplingParams) -> list[str]:
+        problems = super().problems(sampling)
+        cache = self.config.overlong_cache
+        if cache > sampling.max_tokens:
+            problems.append(
+                f"overlong_cache {cache} is more than the {sampling.max_tokens} tokens of a "
+                "response (sampling.max_tokens), the last of which it punishes"
+            )
+        return problems
 
     def advantages(self, scores, group, loss_mask, old_logprobs=None, ref_logprobs=None, limit=0):
         """Return GRPO's advantages from scores with the punishment of overlong responses added.

@@ -12,6 +12,7 @@ from hybridflow.algorithms import functional as F
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss, Term
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.step import StepContext
 from hybridflow.core.validators import at_least, positive
 
@@ -68,7 +69,7 @@ class DPO(Algorithm):
     def roles(self) -> tuple[Role, ...]:
         return (Role("actor", trained=True), Role("ref"))
 
-    def problems(self) -> list[str]:
+    def problems(self, sampling: SamplingParams) -> list[str]:
         # A pair is two sequences, and is not split.
         size = self.config.mini_batch_size
         if size % 2 or size > self.rows_per_step:

@@ -13,6 +13,7 @@ from hybridflow.algorithms.sft import NextTokenLoss
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.step import Pair, StepContext
 from hybridflow.core.validators import at_least, non_negative
 from hybridflow.core.values.batch import Batch
@@ -79,7 +80,7 @@ class PolicyGradient(Algorithm):
 
     # --- sizes, and what is wrong with them ---
 
-    def problems(self) -> list[str]:
+    def problems(self, sampling: SamplingParams) -> list[str]:
         config = self.config
         rows = self.rows_per_step
         problems = []

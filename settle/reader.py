@@ -184,18 +184,13 @@ class Reader:
             self.fail("algorithm", Problem("algorithm", text))
             return choice.name, None
 
-        # If bad settings were replaced by defaults, contradictions with those would mislead.
         try:
             algorithm = choice.found(choice.config)
-            problems = [problem for problem in algorithm.problems() if choice.good]
             algorithm.roles()
         except (ValueError, HybridFlowError) as error:  # a size that its own parts refuse
-            algorithm = None
-            problems = sentences(error)
-
-        self.note("algorithm", *problems)
-        if algorithm is None:
+            self.note("algorithm", *sentences(error))
             self.failed.add("algorithm")
+            return choice.name, None
         return choice.name, algorithm
 
     def pools(self) -> dict[str, ResourcePool]:

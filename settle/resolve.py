@@ -137,6 +137,15 @@ def resolve_job(
     texts = {"data": data, "tokenizer": tokenizer, "validation": validation_data}
     _check_texts(reader, {**texts, **more_data})
 
+    # If bad settings were replaced by defaults, contradictions with those would mislead.
+    if algorithm is not None and not {"algorithm", "sampling"} & reader.failed:
+        try:
+            problems = algorithm.problems(sampling.params())
+        except (ValueError, HybridFlowError) as error:  # a size that its own parts refuse
+            problems = sentences(error)
+            algorithm = None
+        reader.note("algorithm", *problems)
+
     # The plugins, and the placement of the models.
     runtime = reader.plugin("runtime", reader.tables.get("runtime", {}), "runtime")
     if runtime is None or not runtime.good:

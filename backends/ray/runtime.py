@@ -138,6 +138,25 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _later_interruption() -> Iterator[None]:
+    """Raise a Ctrl-C's KeyboardInterrupt after the body alone.
+
+    A Ray that is half shut down ends this process with status 1 as soon as its raylet is gone.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.default_int_handler)
+    if arrived:
+        signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
     """Have a variable in the environment, and in that of processes started meanwhile."""
     before = os.environ.get(name)
@@ -417,7 +436,8 @@ class RayRuntime(Runtime):
         self.failed.clear()
 
         if self._owns_ray:
-            ray.shutdown()  # before the reaper, which finds nothing left to end
+            with _later_interruption():
+                ray.shutdown()  # before the reaper, which finds nothing left to end
             self._owns_ray = False
         elif ray.is_initialized():
             time.sleep(0.1)  # let the kills go out before the caller launches again

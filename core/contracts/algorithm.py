@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.step import StepContext
 
 
@@ -47,8 +48,11 @@ class Algorithm(ABC):
         """Map each trained role to its loss, for checks before a run and the conformance kit."""
         return {}
 
-    def problems(self) -> list[str]:
-        """Return problems of the config beyond single values; called before anything starts."""
+    def problems(self, sampling: SamplingParams) -> list[str]:
+        """Return problems of the config beyond single values; called before anything starts.
+
+        `sampling` is [sampling], with which the step's responses are generated.
+        """
         return []
 
     @property

@@ -18,6 +18,7 @@ from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.loss import Loss
 from hybridflow.core.contracts.reward import Reward, RewardSample
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import RewardError, WorkerError
 from hybridflow.kit.testing.checks import missing_fixture, require
 from hybridflow.kit.testing.losses import LossConformance
@@ -132,7 +133,8 @@ class AlgorithmConformance(LossConformance):
             likely="a plain class or a dataclass; configurations are structured by attrs fields",
         )
 
-        problems = algorithm.problems()
+        sampling = {**TABLES["sampling"], **self.tables().get("sampling", {})}
+        problems = algorithm.problems(SamplingParams(max_tokens=sampling["max_tokens"]))
         updates = algorithm.updates_per_step()
         require(
             problems == [],

@@ -10,6 +10,7 @@ from helpers.pair_rows import DATA, log_sigmoid, values
 from helpers.steps import column
 
 from hybridflow.algorithms.dpo import DPO, DPOConfig, DPOLoss
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.testing import TinyRun
 
@@ -73,9 +74,11 @@ def test_mini_batches_are_of_whole_pairs():
 
 @pytest.mark.parametrize("size", [3, 10])
 def test_a_mini_batch_that_cuts_a_pair_or_is_larger_than_a_step_is_refused(size):
-    [problem] = DPO(DPOConfig(pairs_per_step=4, mini_batch_size=size)).problems()
+    config = DPOConfig(pairs_per_step=4, mini_batch_size=size)
+    [problem] = DPO(config).problems(SamplingParams())
     assert f"mini_batch_size {size} must be even (pairs) and at most the 8 sequences" in problem
-    assert DPO(DPOConfig(pairs_per_step=4, mini_batch_size=8)).problems() == []
+    config = DPOConfig(pairs_per_step=4, mini_batch_size=8)
+    assert DPO(config).problems(SamplingParams()) == []
 
 
 def test_data_without_pairs_is_refused():

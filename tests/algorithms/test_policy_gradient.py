@@ -8,6 +8,7 @@ import torch
 
 from hybridflow.algorithms.grpo import GRPO, GRPOConfig
 from hybridflow.algorithms.remax import ReMax, ReMaxConfig
+from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.testing import TinyRun
 from hybridflow.kit.testing.runs import TABLES
@@ -101,6 +102,6 @@ def test_a_missing_data_set_is_named():
     ],
 )
 def test_settings_that_contradict_each_other_are_named(algorithm, said):
-    [problem] = algorithm.problems()
+    [problem] = algorithm.problems(SamplingParams())
     assert said in problem
-    assert GRPO(SMALL).problems() == []
+    assert GRPO(SMALL).problems(SamplingParams()) == []

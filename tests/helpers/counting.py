@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,18 @@ class Counting(ContinuousEngine, Hostable):
 
 class InFlight(Counting):
     inflight = True
+
+
+class Slow(Counting):
+    """One that can be met in the middle of an answer. Its process starts sooner than that of one with a model."""
+
+    def advance(self) -> list[Completion]:
+        time.sleep(0.02)
+        return super().advance()
+
+
+class SlowInFlight(Slow, InFlight):
+    pass
 
 
 def context() -> RankContext:

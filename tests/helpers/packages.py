@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 
-def install(source: Path, folder: Path) -> Path:
-    """Without the network; where the package is."""
+def install(folder: Path, *sources: Path) -> Path:
+    """Without the network; where the packages are."""
     pytest.importorskip("setuptools", reason="builds the package with the setuptools that is here")
-    copy = shutil.copytree(source, folder / "source")  # a build leaves files beside the sources
+    # A build leaves files beside the sources.
+    copies = [shutil.copytree(source, folder / "sources" / source.name) for source in sources]
     options = [
         "--no-deps",
         "--no-build-isolation",
@@ -30,7 +31,7 @@ def install(source: Path, folder: Path) -> Path:
         *options,
         "--target",
         str(folder / "packages"),
-        str(copy),
+        *map(str, copies),
     ]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return folder / "packages"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -10,6 +12,10 @@ import sys
 import time
 import uuid
 from pathlib import Path
+
+import pytest
+
+from hybridflow.cli.main import main
 
 MODEL = (
     '{ model_type = "qwen2", vocab_size = 16, hidden_size = 64, num_hidden_layers = 2, num_attention_heads = 4, '
@@ -66,6 +72,13 @@ def kills_itself(sample, flag="killed", at=70):
     return digits(sample)
 
 
+def always_kills_itself(sample, at):
+    _once.calls = getattr(_once, "calls", 0) + 1
+    if _once.calls == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return digits(sample)
+
+
 def asks_to_stop(sample, flag="stopped", at=40):
     if _once(flag, at):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -117,6 +130,21 @@ def ran(folder: Path, *settings: str, timeout: float = 240) -> subprocess.Comple
     done = hybridflow(folder, "run", "tiny.toml", *settings, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def ran_here(folder: Path, *settings: str) -> str:
+    """What is printed by a run of the folder's tiny.toml that ends well, in this process: it saves the start of one."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        patch.setenv("COLUMNS", "200")
+        sys.modules.pop("rewards", None)  # of another folder
+        try:
+            assert main(["run", "tiny.toml", *settings]) == 0, said.getvalue()
+        finally:
+            sys.modules.pop("rewards", None)
+    return said.getvalue()
 
 
 def exported(run: Path) -> bytes:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 from helpers.packages import hybridflow, install, python
 from helpers.paths import ROOT
+
+from hybridflow.cli.main import main
 
 TINY = (
     "run.steps=1", "runtime=inline", "validation.data.limit=8",
@@ -18,7 +23,8 @@ TINY = (
 
 LOADS = """
 from hybridflow.core.plugins import registry
-print(registry().get("{kind}", "my_own"))
+for kind in {kinds}:
+    print(registry().get(kind, "my_" + kind))
 """
 KINDS = (
     "algorithm",
@@ -31,24 +37,44 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_package_passes_its_tests_untouched_and_is_listed(kind, tmp_path):
-    made = hybridflow(None, tmp_path, "new", kind, "my_own")
-    assert made.returncode == 0, made.stderr
-    package = tmp_path / "hybridflow-my-own"
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> list[Path]:
+    """The folder of a new package of each kind, called my_KIND."""
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for kind in KINDS:
+            assert main(["new", kind, f"my_{kind}"]) == 0
+    return [folder / f"hybridflow-my-{kind.replace('_', '-')}" for kind in KINDS]
+
+
+def test_a_new_package_passes_its_tests_where_it_was_written(written):
+    package = written[KINDS.index("reward")]
     tested = python(None, package, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert tested.returncode == 0 and " passed" in tested.stdout, tested.stdout
-    packages = install(package, tmp_path / "site")
-    # From the folder that has the package's folder in it
-    listed = hybridflow(packages, tmp_path, "plugins", kind).stdout
-    assert "my_own" in listed and "hybridflow-my-own" in listed
-    loaded = python(packages, tmp_path, "-c", LOADS.format(kind=kind))
-    assert loaded.returncode == 0 and "MyOwn" in loaded.stdout, loaded.stderr
+
+
+def test_a_new_package_of_each_kind_is_installed_and_listed_and_passes_its_tests(written, tmp_path):
+    packages = install(tmp_path / "site", *written)
+    # From the folder that has the packages' folders in it
+    listed = hybridflow(packages, written[0].parent, "plugins").stdout
+    loaded = python(packages, tmp_path, "-c", LOADS.format(kinds=KINDS))
+    assert loaded.returncode == 0, loaded.stderr
+    tested = python(
+        packages, tmp_path, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull,
+        *(str(package / "tests") for package in written),
+    )  # fmt: skip
+    assert tested.returncode == 0, tested.stdout
+    for kind, package in zip(KINDS, written, strict=True):
+        assert re.search(rf"{kind} +my_{kind} +{package.name} +0\.1 +ready", listed), listed
+        name = "".join(word.capitalize() for word in f"my_{kind}".split("_"))
+        assert f"my_{kind}.{name}" in loaded.stdout
+        assert re.search(rf"test_my_{kind}\.py::.* PASSED", tested.stdout), tested.stdout
 
 
 def test_gigpo_is_a_package_that_needs_nothing_from_us(tmp_path):
     source = ROOT / "examples" / "plugins" / "hybridflow-gigpo"
-    packages = install(source, tmp_path / "site")
+    packages = install(tmp_path / "site", source)
     listed = hybridflow(packages, tmp_path, "plugins", "algorithm").stdout
     assert "gigpo" in listed and "hybridflow-gigpo" in listed
     tests = shutil.copytree(source, tmp_path / "tests", ignore=lambda *_: {"hybridflow_gigpo.py"})

@@ -42,11 +42,8 @@ THEIRS = ("actor.backend=striped", "rollout=halves")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> str:
-    """Both packages, put into folders of their own by pip, without the network."""
-    site = tmp_path_factory.mktemp("site")
-    return os.pathsep.join(
-        str(install(HERE / name, site / name)) for name in ("kernels", "strangers")
-    )
+    """Both packages, put into a folder by pip, without the network."""
+    return str(install(tmp_path_factory.mktemp("site"), HERE / "kernels", HERE / "strangers"))
 
 
 @pytest.fixture

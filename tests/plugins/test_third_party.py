@@ -35,7 +35,7 @@ init_seed = 7
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """The package in a folder of its own, put there by pip, without the network."""
-    return install(SOURCE, tmp_path_factory.mktemp("site"))
+    return install(tmp_path_factory.mktemp("site"), SOURCE)
 
 
 def rows(path: Path) -> list[dict]:

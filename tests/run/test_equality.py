@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tiny import learning, ran, write
+from helpers.tiny import learning, ran_here, write
 from safetensors.torch import load_file
 
 WARM = {
@@ -21,7 +21,7 @@ def policy(tmp_path_factory):
         "run.export=true",
         "actor.optimizer.lr=3e-3",
     )
-    ran(folder, *settings)
+    ran_here(folder, *settings)
     return folder / "runs/tiny/export/actor"
 
 
@@ -54,7 +54,7 @@ def trained(folder, policy, *settings, algorithm="grpo"):
         .replace('[tokenizer]\ncharacters = "0123456789+="', "[tokenizer]")
     )
     (folder / "tiny.toml").write_text(text)
-    ran(folder, *arguments)
+    ran_here(folder, *arguments)
     return folder / "runs/tiny"
 
 
@@ -123,12 +123,14 @@ def reference(policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize("settings", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_grpo_gives_the_numbers_of_one_inline_rank(settings, policy, reference, tmp_path):
+def test_grpo_gives_the_numbers_of_one_inline_rank(
+    settings, policy, reference, ray_cluster, tmp_path
+):
     assert_equal(reference["grpo"], trained(tmp_path / "run", policy, *settings))
 
 
 def test_ppo_with_uneven_rows_on_dp_2_and_the_critic_in_a_pool_of_its_own_gives_the_same_numbers(
-    policy, reference, tmp_path
+    policy, reference, ray_cluster, tmp_path
 ):
     pools = (
         "runtime=ray",

@@ -1,14 +1,14 @@
 """Rollout and trainer logprobs that differ are noticed: a bfloat16 engine beside a float32 trainer."""
 
-from helpers.tiny import hybridflow, metrics, ran, write
+from helpers.tiny import hybridflow, metrics, ran_here, write
 
 BF16 = ("rollout.dtype=bfloat16", "run.checkpoint_every=1")
 
 
 def test_a_run_says_once_that_the_engine_is_not_the_trainer(tmp_path):
     write(tmp_path)
-    done = ran(tmp_path, *BF16, "run.mismatch_warn=1e-5", "run.steps=3")
-    assert done.stdout.count("more than 1e-05 (run.mismatch_warn)") == 1
+    said = ran_here(tmp_path, *BF16, "run.mismatch_warn=1e-5", "run.steps=3")
+    assert said.count("more than 1e-05 (run.mismatch_warn)") == 1
     assert all(1e-5 < row["actor/mismatch_mean"] < 0.1 for row in metrics(tmp_path / "runs/tiny"))
 
 
@@ -26,5 +26,5 @@ def test_the_default_limit_is_that_of_the_coarser_precision_and_a_bfloat16_engin
 ):
     """The mismatch stays below 0.02 nats in every step; the default limit is 0.05."""
     write(tmp_path)
-    ran(tmp_path, "rollout.dtype=bfloat16", "actor.backend.precision=bf16", "run.steps=3")
+    ran_here(tmp_path, "rollout.dtype=bfloat16", "actor.backend.precision=bf16", "run.steps=3")
     assert all(0 < row["actor/mismatch_mean"] < 0.02 for row in metrics(tmp_path / "runs/tiny"))

@@ -1,6 +1,6 @@
 """A run that is cut off goes on bit for bit."""
 
-from helpers.tiny import hybridflow, learning, ran, write
+from helpers.tiny import hybridflow, learning, ran_here, write
 from safetensors.torch import load_file
 
 PPO = {
@@ -19,19 +19,17 @@ def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
-        config = write(folder, **PPO)
+        write(folder, **PPO)
     settings = ["run.checkpoint_every=2", "run.export=true"]
-    ran(whole, *settings)
+    ran_here(whole, *settings)
 
     # 16 rows are scored per step: row 70 is in step 5, after the checkpoint of step 4
     settings.append("reward.function=rewards:kills_itself")  # once
-    killed = hybridflow(cut, "run", config.name, *settings)
+    killed = hybridflow(cut, "run", "tiny.toml", *settings)
     assert killed.returncode == -9
     steps = [row["step"] for row in learning(cut / "runs/tiny")]
     assert steps == [1, 2, 3, 4]
-    resumed = hybridflow(cut, "run", config.name, *settings, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resuming after step 4" in resumed.stdout
+    assert "resuming after step 4" in ran_here(cut, *settings, "--resume")
 
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     for role in ("actor", "critic"):
@@ -45,6 +43,6 @@ def test_sigterm_writes_a_checkpoint_at_the_end_of_the_step_and_resume_finishes(
     assert stopped.returncode == 3, stopped.stderr
     assert "go on with --resume" in stopped.stdout
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3]
-    resumed = ran(tmp_path, once, "--resume")
-    assert "tiny: going on from step 3; changed: nothing" in resumed.stdout
+    said = ran_here(tmp_path, once, "--resume")
+    assert "tiny: going on from step 3; changed: nothing" in said
     assert [row["step"] for row in learning(tmp_path / "runs/tiny")] == [1, 2, 3, 4, 5, 6]

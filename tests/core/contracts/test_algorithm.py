@@ -6,6 +6,7 @@ import attrs
 
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
+from hybridflow.core.contracts.rollout import SamplingParams
 
 
 class Shortest(Algorithm):
@@ -29,7 +30,7 @@ class Counted(Shortest):
 def test_roles_and_a_step_are_enough():
     algorithm = Shortest(Shortest.Config())
     assert algorithm.config.rows == 6
-    assert algorithm.problems() == []
+    assert algorithm.problems(SamplingParams()) == []
     assert dict(algorithm.losses()) == dict(algorithm.data_sets) == {}
     assert (algorithm.rows_per_step, algorithm.rows_per_update, algorithm.updates_per_step()) == (
         None,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import hosted_jobs as jobs
-from helpers.counting import Counting
+from helpers.counting import Counting, Slow, SlowInFlight, update
 from helpers.kept_engines import kept_engines
 
 import hybridflow.kit.hosting.hosted as hosted_module
@@ -80,8 +80,19 @@ def speaking(make):
     return speaking
 
 
-def asked(count: int, tokens: int = 100) -> list[Request]:
-    """The first ends early. A stop token that is rare makes the engine look after every token."""
+@pytest.fixture
+def counting(make):
+    def counting(**config) -> HostedEngine:
+        engine = make(SlowInFlight, **config)
+        engine.start()
+        update(engine, 1, 1.0)
+        return engine
+
+    return counting
+
+
+def asked(count: int, tokens: int = 30) -> list[Request]:
+    """The first ends early."""
     return [
         Request(
             at, np.asarray(PROMPTS[1]), SamplingParams(max_tokens=3 if at == 0 else tokens), seed=at
@@ -105,9 +116,9 @@ def same(found, expected) -> bool:
 
 def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speaking, capsys):
     engine = speaking(restarts=2)
-    expected = engine.generate(asked(12))
+    expected = engine.generate(asked(12, 100))
     for number in (1, 2):
-        stream = engine.submit(asked(12))
+        stream = engine.submit(asked(12, 100))
         done = [next(stream)]
         pid = kill(engine)
         done += list(stream)
@@ -124,8 +135,8 @@ def test_killed_in_mid_generation_every_request_is_answered_once_and_alike(speak
     )
 
 
-def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, tmp_path):
-    engine = speaking()
+def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(counting, tmp_path):
+    engine = counting()
     stream = engine.submit(asked(4))
     next(stream)
     kill(engine, signal.SIGABRT)
@@ -137,8 +148,8 @@ def test_without_restarts_the_death_is_told_with_the_tail_of_the_log(speaking, t
     assert (tmp_path / "engine-conformance-0.log").exists()
 
 
-def test_restarts_are_used_up(speaking):
-    engine = speaking(restarts=1)
+def test_restarts_are_used_up(counting):
+    engine = counting(restarts=1)
     for _ in range(2):
         stream = engine.submit(asked(4))
         next(stream)
@@ -149,8 +160,8 @@ def test_restarts_are_used_up(speaking):
         list(stream)
 
 
-def test_killed_between_two_calls_it_comes_back_with_its_weights(speaking):
-    engine = speaking(restarts=1)
+def test_killed_between_two_calls_it_comes_back_with_its_weights(counting):
+    engine = counting(restarts=1)
     expected = engine.generate(asked(4))
     kill(engine)
     assert same(engine.generate(asked(4)), expected)
@@ -183,8 +194,8 @@ def test_killed_during_an_update_without_restarts_the_sync_fails(speaking):
         engine.end_update()
 
 
-def test_an_engine_that_comes_back_with_other_weights_is_not_believed(speaking):
-    engine = speaking(restarts=1)
+def test_an_engine_that_comes_back_with_other_weights_is_not_believed(counting):
+    engine = counting(restarts=1)
     engine.generate(asked(4))
     for values in engine._kept.values():
         values.add_(torch.randn_like(values))
@@ -193,8 +204,8 @@ def test_an_engine_that_comes_back_with_other_weights_is_not_believed(speaking):
         engine.generate(asked(4))
 
 
-def test_killed_in_its_sleep_it_wakes_anew(speaking):
-    engine = speaking(restarts=1)
+def test_killed_in_its_sleep_it_wakes_anew(counting):
+    engine = counting(restarts=1)
     expected = engine.generate(asked(4))
     engine.sleep()
     kill(engine)
@@ -202,8 +213,8 @@ def test_killed_in_its_sleep_it_wakes_anew(speaking):
     assert same(engine.generate(asked(4)), expected) and engine.restarts == 1
 
 
-def test_one_that_hangs_counts_as_dead(speaking):
-    engine = speaking(restarts=1, hang_timeout_s=2.0)
+def test_one_that_hangs_counts_as_dead(counting):
+    engine = counting(restarts=1, hang_timeout_s=2.0)
     expected = engine.generate(asked(4))
     stream = engine.submit(asked(4))
     done = [next(stream)]
@@ -212,8 +223,8 @@ def test_one_that_hangs_counts_as_dead(speaking):
     assert same(sorted(done, key=lambda c: c.id), expected)
 
 
-def test_a_nudge_ends_a_step_that_waits_and_is_no_answer(speaking, monkeypatch):
-    engine = speaking()
+def test_a_nudge_ends_a_step_that_waits_and_is_no_answer(counting, monkeypatch):
+    engine = counting()
     expected = engine.generate(asked(2))
     monkeypatch.setattr(hosted_module, "LOOK_S", None)  # it would wait for ever
     steps: list = []
@@ -237,27 +248,23 @@ def test_closing_ends_the_process(make):
     assert process.poll() is not None
 
 
-def test_bad_requests_are_refused_before_they_reach_the_process(speaking):
-    engine = speaking()
+def test_bad_requests_are_refused_before_they_reach_the_process(counting):
+    engine = counting()
     with pytest.raises(HybridFlowError, match="request 3: the prompt is empty"):
         engine.submit([attrs.evolve(asked(1)[0], id=3, prompt_ids=np.asarray([], np.int64))])
     assert len(engine.generate(asked(2))) == 2
 
 
-class BetweenAlone(TransformersEngine):
-    inflight = False
-
-
 def test_weights_of_an_engine_that_cannot_change_them_in_flight_wait_in_the_worker_too(make):
-    engine = make(BetweenAlone)
+    engine = make(Slow)
     engine.start()
-    give_weights(engine, REF.parameters, 1)
+    update(engine, 1, 1.0)
     stream = engine.submit(asked(4))
     next(stream)
     with pytest.raises(HybridFlowError, match="a weight update while sequences run"):
         engine.begin_update(2)
     assert len(list(stream)) == 3
-    give_weights(engine, REF.parameters, 2)
+    update(engine, 2, 2.0)
     assert set(engine.generate(asked(1))[0].weight_version.tolist()) == {2}
 
 

@@ -51,7 +51,7 @@ class NoUpdates(SFT):
 
 
 class UnhappyConfig(SFT):
-    def problems(self):
+    def problems(self, sampling):
         return ["batch_size is odd"]
 
 
