@@ -6,6 +6,7 @@
     runtime        (module)  the started runtime of that name.
     launch         (module)  launch(world, name="main") -> Pool of `runtime`; made once per module and name.
 
+    short         a folder for temporary files, of a short name.
     folder        (session) `folder(name, kind)`: the Hugging Face folder of a tiny model (training_reference.py).
     ranks         (session) `ranks(function, world, *args)`: function(rank, world, *args) on each rank of a gloo group.
 
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -81,6 +84,13 @@ def folder(tmp_path_factory):
         return made[name, kind]
 
     return get
+
+
+@pytest.fixture
+def short():
+    """A folder for temporary files whose name leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="hf", dir="/tmp") as made:
+        yield Path(made)
 
 
 @pytest.fixture(scope="module")

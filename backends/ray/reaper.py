@@ -5,43 +5,74 @@ process's standard input: when the controller ends in any way, that pipe closes.
 Ray's own agents would try for a minute to report to a head that has ended too, and engines that Ray
 kills would leave their temporary files.
 
-    controller runs   wait
-    pipe closes       ask Ray's processes to end, and give all that they started GRACE_S seconds
+    controller runs   remember Ray's processes, and those that they start
+    pipe closes       ask Ray's processes to end, and give all of them GRACE_S seconds
     then              kill those that remain, and remove the folder of the ranks
 
-Ray's processes, and whatever they have started, have the folder in their environment as MARK.
+They have the folder in their environment as MARK, or a parent that has. They must be remembered: an
+agent changes its title, which may wipe the mark away, and outlives its parent.
 
 This module imports nothing but the standard library, to start quickly.
 """
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MARK = "HYBRIDFLOW_SCRATCH"
 """A variable of the environment of all processes of a local Ray: the folder of its ranks, where
 engines put their temporary files (kit/hosting/process.py)."""
+LOOKS_S = (0.5, 10.0)
+"""Seconds between the first two scans of the processes, and the longest time between two."""
 GRACE_S = 8.0
 """Seconds that the processes may take to end."""
 REMOVAL_S = 5.0
 """Seconds for which a process that is ending may still write into the folder."""
 
+Processes = dict[int, str]
+"""Process -> its start, field 22 of /proc/PID/stat: a number may be used again."""
 
-def remaining(folder: str) -> set[int]:
-    """Return the processes of the local Ray whose ranks' folder it is, without zombies."""
-    mark = f"{MARK}={folder}".encode()
-    found = set()
-    for process in Path("/proc").iterdir():
-        # Folders that are no process, those of other users, and processes that end meanwhile. A
-        # zombie's environment is empty.
-        with contextlib.suppress(OSError, ValueError):
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.add(int(process.name))
+
+def running() -> dict[int, tuple[int, str]]:
+    """Map each process to its parent and its start; zombies are left out."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        # Folders that are no process, and processes that end meanwhile, are passed over.
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # Behind the name, which may contain spaces: state, parent, ..., start at 19.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[int(folder.name)] = (int(fields[1]), fields[19])
     return found
+
+
+def marked(pid: int, folder: str) -> bool:
+    """Return whether a process has the mark of this folder in its environment."""
+    with contextlib.suppress(OSError):
+        return f"{MARK}={folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return False
+
+
+def remaining(folder: str, known: Processes) -> Processes:
+    """Return the processes of the local Ray with this folder: those of `known`, and new ones."""
+    processes = running()
+    ours = {
+        pid
+        for pid, (_, start) in processes.items()
+        if known.get(pid) == start or marked(pid, folder)
+    }
+    # Children of theirs, and children of those.
+    new = ours
+    while new:
+        new = {pid for pid, (parent, _) in processes.items() if parent in new} - ours
+        ours = ours | new
+    return {pid: processes[pid][1] for pid in ours}
 
 
 def of_ray(pid: int) -> bool:
@@ -52,19 +83,20 @@ def of_ray(pid: int) -> bool:
     return False
 
 
-def end(folder: str) -> None:
+def end(folder: str, known: Processes) -> None:
     """Have the processes of a local Ray end, and kill those that do not.
 
     What a rank has started, as an engine, sees that the rank is gone, and tidies up by itself.
     """
-    send(signal.SIGTERM, {pid for pid in remaining(folder) if of_ray(pid)})
+    known = remaining(folder, known)
+    send(signal.SIGTERM, filter(of_ray, known))
     deadline = time.monotonic() + GRACE_S
-    while (pids := remaining(folder)) and time.monotonic() < deadline:
+    while (known := remaining(folder, known)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    send(signal.SIGKILL, pids)
+    send(signal.SIGKILL, known)
 
 
-def send(number: signal.Signals, pids: set[int]) -> None:
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
     """Send a signal to processes, some of which may have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -81,9 +113,15 @@ def remove(folder: str) -> None:
 
 def main(folder: str) -> None:
     """Wait until the controller has ended; then end its Ray, and remove `folder`."""
-    while os.read(sys.stdin.fileno(), 1):
-        pass
-    end(folder)
+    known: Processes = {}
+    wait_s, longest_s = LOOKS_S
+    while True:
+        known = remaining(folder, known)
+        ready, _, _ = select.select([sys.stdin], [], [], wait_s)
+        if ready and not os.read(sys.stdin.fileno(), 1):  # end of file: the controller has ended
+            break
+        wait_s = min(1.5 * wait_s, longest_s)
+    end(folder, known)
     remove(folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from helpers.paths import EVERY, matrix
-from helpers.tiny import learning, ran, write
+from helpers.tiny import learning, ran_here, write
 from helpers.zoo_cells import check_cells
 
 EXPERTS = (
@@ -23,7 +23,7 @@ ENGINES = {
     ("backend", "engine"),
     [
         ("deepspeed", "vllm"),
-        ("fsdp", "sglang"),
+        pytest.param("fsdp", "sglang", marks=matrix),
         pytest.param("fsdp", "vllm", marks=matrix),
         pytest.param("deepspeed", "sglang", marks=matrix),
     ],
@@ -34,7 +34,7 @@ def test_the_engine_speaks_with_the_weights_that_were_trained(tmp_path, backend,
     write(tmp_path)
     ranks = ["runtime=ray", "pools.main=[2]", "actor.generation.tp=2"]
     settings = [*ranks, f"actor.backend.name={backend}", EXPERTS, "run.steps=3"]
-    ran(tmp_path, *settings, *ENGINES[engine])
+    ran_here(tmp_path, *settings, *ENGINES[engine])
     rows = learning(tmp_path / "runs/tiny")
     assert len(rows) == 3
     assert [row["actor/mismatch_mean"] for row in rows] == pytest.approx([0.0] * 3, abs=1e-4)

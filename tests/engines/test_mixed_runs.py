@@ -12,7 +12,7 @@ import uuid
 
 import pytest
 from helpers.paths import matrix
-from helpers.tiny import hybridflow, learning, marked, ran, write
+from helpers.tiny import hybridflow, learning, marked, ran_here, write
 from run.test_resume import PPO, same_weights
 
 RAY = ["runtime=ray", "pools.main=[2]"]
@@ -44,9 +44,9 @@ def test_roles_of_three_backends_train_together_and_resume_bit_for_bit(tmp_path)
     for folder in (whole, cut):
         folder.mkdir()
         write(folder, **PPO)
-    ran(whole, *settings)
-    ran(cut, *settings, "run.steps=2")
-    ran(cut, *settings, "--resume")
+    ran_here(whole, *settings)
+    ran_here(cut, *settings, "run.steps=2")
+    ran_here(cut, *settings, "--resume")
     assert learning(cut / "runs/tiny") == learning(whole / "runs/tiny")
     assert all(row["actor/mismatch_mean"] < 1e-4 for row in learning(whole / "runs/tiny"))
     for role in ("actor", "critic"):

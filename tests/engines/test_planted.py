@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.paths import matrix
 from helpers.planted import plant
 from helpers.tiny import GRPO, hybridflow, metrics, write
 
@@ -60,7 +61,7 @@ def planted(folder, monkeypatch, engine, fault):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["vllm hosted", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm hosted", pytest.param("sglang", marks=matrix)])
 def test_a_parameter_that_the_second_sync_lost_ends_the_run(tmp_path, monkeypatch, engine):
     pytest.importorskip(engine.split()[0])
     steps, said = planted(tmp_path, monkeypatch, engine, LOST)
@@ -70,7 +71,7 @@ def test_a_parameter_that_the_second_sync_lost_ends_the_run(tmp_path, monkeypatc
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", [pytest.param("vllm", marks=matrix), "sglang"])
 def test_keys_and_values_of_old_weights_end_the_run(tmp_path, monkeypatch, engine):
     pytest.importorskip(engine)
     steps, said = planted(tmp_path, monkeypatch, engine, STALE)

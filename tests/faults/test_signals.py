@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -53,13 +52,6 @@ def test_f26_a_second_interruption_has_the_status_of_the_first(tmp_path, gap):
     assert "Traceback" not in said
 
 
-@pytest.fixture
-def short():
-    """A folder in which the names of Ray's sockets are short enough."""
-    with tempfile.TemporaryDirectory(prefix="f24-", dir="/tmp") as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize("until", ["starting ray", "starting pool"])
 def test_f24_a_sigterm_while_a_run_starts_stops_it(tmp_path, short, monkeypatch, until):
     monkeypatch.setenv("TMPDIR", str(short))
@@ -67,11 +59,11 @@ def test_f24_a_sigterm_while_a_run_starts_stops_it(tmp_path, short, monkeypatch,
     while not (folders := list(short.glob("hybridflow-ranks-*"))):
         time.sleep(0.05)
     folder = str(folders[0])
-    while not reaper.remaining(folder):
+    while not reaper.remaining(folder, {}):
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)
     said = run.stdout.read()
     assert run.wait(60) == 3, said
     end = "told to stop while it started: nothing was trained; go on with --resume"
     assert said.splitlines()[-1].endswith(end), said
-    assert not Path(folder).exists() and reaper.remaining(folder) == set()
+    assert not Path(folder).exists() and reaper.remaining(folder, {}) == {}

@@ -31,11 +31,29 @@ def sleeping(mark, command="sleep"):
 def test_the_processes_of_one_ray_are_told_from_others_and_from_ended_ones(tmp_path):
     folder = str(tmp_path / "mine")
     with sleeping(folder) as mine, sleeping(folder + "-too"), sleeping(None):
-        assert reaper.remaining(folder) == {mine.pid}
+        assert set(reaper.remaining(folder, {})) == {mine.pid}
         mine.kill()
         # It has ended, though nobody has waited for it.
         os.waitid(os.P_PID, mine.pid, os.WEXITED | os.WNOWAIT)
-        assert reaper.remaining(folder) == set()
+        assert reaper.remaining(folder, {}) == {}
+
+
+def test_a_process_without_the_mark_is_known_by_its_parent_and_remembered(tmp_path):
+    script = "sleep 60 & unset HYBRIDFLOW_SCRATCH; sleep 60 & echo $!; wait"
+    parent = subprocess.Popen(
+        ["/bin/sh", "-c", script], env={reaper.MARK: str(tmp_path)}, stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    known = reaper.remaining(str(tmp_path), {})
+    assert child in known and len(known) == 3 and not reaper.marked(child, str(tmp_path))
+    parent.kill()
+    parent.wait()
+    assert child not in reaper.remaining(str(tmp_path), {child: "of another start"})
+    left = reaper.remaining(str(tmp_path), known)
+    assert child in left and len(left) == 2
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_rays_own_processes_are_asked_to_end_and_what_they_started_is_waited_for(
@@ -47,7 +65,7 @@ def test_rays_own_processes_are_asked_to_end_and_what_they_started_is_waited_for
         sleeping(tmp_path, "/lib/ray/core/raylet") as raylet,
         sleeping(tmp_path, "/x-ray/engine") as engine,
     ):
-        over = threading.Thread(target=reaper.end, args=(str(tmp_path),))
+        over = threading.Thread(target=reaper.end, args=(str(tmp_path), {}))
         over.start()
         assert rank.wait(0.4) == raylet.wait(0.4) == -signal.SIGTERM
         assert engine.wait(10) == -signal.SIGKILL
