@@ -98,7 +98,7 @@ def _checked(text: str, path: str | None, kind: str) -> tuple[tuple[str, ...], A
     from hybridflow.kit.huggingface.modeling import hf_config
 
     fields = json.loads(text)
-    problems = [*_unknown_type(fields), *_impossible(fields)]
+    problems = [*_wrong_type(fields, kind), *_impossible(fields)]
     if problems:
         return tuple(problems), None
     found = None
@@ -106,7 +106,7 @@ def _checked(text: str, path: str | None, kind: str) -> tuple[tuple[str, ...], A
         with _warnings() as warnings:
             config = hf_config(ModelSpec(fields, path, 0, kind))
         problems += [f"model.config: {text}; correct them" for text in warnings]
-        problems += _wrong_kind(config, kind)
+        problems += _wrong_kind(config)
         # A folder's config.json is another program's: it may hold what only that one reads.
         if path is None:
             problems += _unknown(fields, config, kind)
@@ -140,14 +140,23 @@ def _warnings() -> Iterator[list[str]]:
         logger.handlers = handlers
 
 
-def _unknown_type(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence where transformers has no architecture of the config's model_type."""
+def _wrong_type(fields: Mapping[str, Any], kind: str) -> Iterator[str]:
+    """Yield a sentence where transformers has no such architecture, or no decoder alone of it.
+
+    The config is not built for it: those of some vision models ask the hub for a backbone.
+    """
     from transformers import CONFIG_MAPPING
+
+    from hybridflow.kit.huggingface.models import auto_class
 
     name = fields.get("model_type")
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         meant = did_you_mean(name, CONFIG_MAPPING) if isinstance(name, str) else ""
         yield f"model.config.model_type is {name!r}, which transformers does not know{meant}"
+    elif getattr(CONFIG_MAPPING[name], "is_encoder_decoder", False):
+        yield f"a {name} has an encoder and a decoder; take a model that is a decoder alone"
+    elif CONFIG_MAPPING[name] not in auto_class(kind)._model_mapping:
+        yield f"transformers has no {KINDS[kind]} of a {name}; take another architecture"
 
 
 def _impossible(fields: Mapping[str, Any], inside: str = "model.config") -> Iterator[str]:
@@ -163,21 +172,17 @@ def _impossible(fields: Mapping[str, Any], inside: str = "model.config") -> Iter
             yield f"{inside}.{name} is {value}; give at most {most}"
 
 
-def _wrong_kind(config: Any, kind: str) -> Iterator[str]:
-    """Yield a sentence where the architecture has no decoder alone, or reads what is to come.
+def _wrong_kind(config: Any) -> Iterator[str]:
+    """Yield a sentence where the model is no decoder alone, or reads what is to come.
 
     And for what transformers says too little of, or too late: an activation that there is not, a
     token for padding beyond the vocabulary, and latent attention with groups of heads.
     """
     from transformers.activations import ACT2FN
 
-    from hybridflow.kit.huggingface.models import auto_class
-
     name = config.model_type
     if config.is_encoder_decoder:
         yield f"a {name} has an encoder and a decoder; take a model that is a decoder alone"
-    elif type(config) not in auto_class(kind)._model_mapping:
-        yield f"transformers has no {KINDS[kind]} of a {name}; take another architecture"
     elif getattr(config, "is_decoder", True) is False and name not in ALWAYS_CAUSAL:
         yield f"a {name} reads the tokens that come after each; set model.config.is_decoder = true"
     padding = getattr(config, "pad_token_id", None)

@@ -1,4 +1,4 @@
-"""A part of the zoo (`make zoo` runs all of it): three architectures with each engine, and every one asked of vLLM's loader."""
+"""A part of the zoo (`make zoo` runs all of it): three architectures with two engines, and every one asked of vLLM's loader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.paths import EVERY, matrix
+from helpers.paths import matrix
 from helpers.zoo import ENGINES, ZOO
 from helpers.zoo_cells import TESTS, check_cells, write_model
 from safetensors.torch import load_file
@@ -24,17 +24,18 @@ UNTRACED = {
 """Architecture -> how vLLM refuses it with tp 2, where a CPU is its platform."""
 
 
+EACH = [pytest.param(name, marks=matrix if name == "sglang" else ()) for name in ENGINES]
+"""A start of SGLang's takes 40 seconds; test_experts.py has a cell of its own."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", EACH)
 def test_engine_and_trainer_speak_as_hugging_face_after_each_of_two_syncs(engine):
-    # A start of SGLang's takes 40 seconds; other tests have its experts.
-    check_cells(THREE if engine != "sglang" or EVERY else ("gemma3",), engine, 1)
+    check_cells(THREE, engine, 1)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=matrix if name == "sglang" else ()) for name in ENGINES]
-)
+@pytest.mark.parametrize("engine", EACH)
 def test_two_ranks_do_so_too(engine):
     check_cells(("qwen2",), engine, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -87,11 +88,14 @@ def test_f26_the_files_of_an_engine_end_with_its_run(ray_cluster, tmp_path, monk
     (scratch,) = WorkerGroup(Starting, pool).start_engine(str(tmp_path / "log")).result()
     Path(scratch, "cache").write_bytes(bytes(1000))
     # A cluster has no folder of a run that could be removed as a whole.
+    folder = runtime._folder
     if not local:
         monkeypatch.setattr(runtime, "_local", False)
-        monkeypatch.setattr("hybridflow.backends.ray.reaper.remove", lambda folder: None)
+        monkeypatch.setattr(runtime, "_folder", "")
     runtime.shutdown()
     assert not Path(scratch).exists()
+    assert Path(folder).exists() is not local
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_a_pool_that_is_larger_than_the_cluster_is_refused_at_once(ray_runtime):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 import torch
@@ -168,3 +169,16 @@ def test_the_types_that_attend_backwards_alone_do():
         with torch.no_grad():
             a, b = (model(torch.tensor([[3, 4, last]])).logits[:, :2] for last in (5, 6))
         assert torch.equal(a, b)
+
+
+def test_the_hub_is_not_asked_for_the_parts_of_a_model_that_is_refused(monkeypatch):
+    asked: list[str] = []
+
+    def lookup(host, *rest, **more):
+        asked.append(host)
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    config = {"model_type": "edgetam"}  # its backbone is a model of the hub's
+    [said] = model_problems(ModelSpec(config, None, 0))
+    assert said.startswith("transformers has no causal language model of a edgetam") and not asked
