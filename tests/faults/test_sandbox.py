@@ -227,7 +227,7 @@ def test_f10_a_machine_without_libseccomp_is_told(tmp_path, monkeypatch):
     ]
 
 
-def test_f2_a_killed_process_leaves_no_program_and_no_folder():
+def test_f2_a_killed_process_leaves_no_program_and_no_folder(tmp_path):
     mark = secrets.randbelow(10**9) + 10**9
     program = f"""
         import os, subprocess, sys
@@ -241,8 +241,8 @@ def test_f2_a_killed_process_leaves_no_program_and_no_folder():
         from hybridflow.backends.rewards.sandbox import Limits, run_program
         run_program({textwrap.dedent(program)!r}, None, Limits(seconds=600.0))
         """
-    before = glob.glob(f"{tempfile.gettempdir()}/hybridflow-*")
-    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(runner)])
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(runner)], env=environment)
     wait_until(lambda: len(sleeping(mark)) == 4)
     started = jail.below(child.pid)
     child.kill()
@@ -253,7 +253,7 @@ def test_f2_a_killed_process_leaves_no_program_and_no_folder():
         for process in started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
-    assert glob.glob(f"{tempfile.gettempdir()}/hybridflow-*") == before
+    assert list(tmp_path.iterdir()) == []
 
 
 def sleeping(mark: int) -> list[str]:

@@ -58,8 +58,6 @@ def test_a_killed_worker_is_named_and_the_run_goes_on_from_its_checkpoint_as_oft
         "run.restarts=1",
         "run.checkpoint_every=1",
         "runtime=ray",
-        "pools.engines=[1]",
-        "actor.generation.pool=engines",
         "reward.function=rewards:always_kills_itself",
         "reward.options.at=40",
     )
