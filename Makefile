@@ -44,9 +44,9 @@ ENGINE_TESTS := tests/engines $(ENGINES:%=tests/backends/%)
 test-engines: .venv-engines/.done
 	.venv-engines/bin/python -m pytest -n 2 --dist loadfile --durations=40 $(ENGINE_TESTS)
 
-# Backends on GPUs and ranks that are not there; they register a device for the whole process, so they run apart.
+# Backends on GPUs and ranks that are not there; they register a device for their processes, so they run apart.
 test-fake: .venv-engines/.done
-	HYBRIDFLOW_FAKE=1 .venv-engines/bin/python -m pytest -n0 tests/fake
+	HYBRIDFLOW_FAKE=1 .venv-engines/bin/python -m pytest -n 2 --dist loadfile tests/fake
 
 test-gpu: $(VENV)/.done
 	$(PY) -m pytest -n0 tests/gpu

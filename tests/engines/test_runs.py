@@ -49,8 +49,9 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
         assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-2, abs=1e-4)
 
 
+@matrix
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=matrix)])
+@pytest.mark.parametrize("name", ENGINES)
 def test_in_bfloat16_an_engine_says_nearly_what_the_trainer_does(tmp_path, name):
     pytest.importorskip(name)
     write(tmp_path, **WIDER)
