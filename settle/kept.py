@@ -9,7 +9,16 @@ from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.exports import CONFIG, export_folder
 from hybridflow.core.running.run import goal_reached
-from hybridflow.core.values.files import CHECKPOINTS, DONE, FORK, LOCK, LOGS, MARK, PARTIAL_EXPORT
+from hybridflow.core.values.files import (
+    CHECKPOINTS,
+    CONSOLE,
+    DONE,
+    FORK,
+    LOCK,
+    LOGS,
+    MARK,
+    PARTIAL_EXPORT,
+)
 from hybridflow.core.values.sealed import PARTIAL, read_sealed, write_sealed
 
 
@@ -56,7 +65,7 @@ def results_of(job: Job) -> list[str]:
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    marks = (MARK, LOCK, LOGS, CHECKPOINTS, FORK, PARTIAL_EXPORT)
+    marks = (MARK, LOCK, CONSOLE, LOGS, CHECKPOINTS, FORK, PARTIAL_EXPORT)
     return [name for name in names if name not in marks and not name.endswith(PARTIAL)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ import attrs
 
 from hybridflow.core.contracts.capabilities import RuntimeCapabilities
 from hybridflow.core.controller import RunOutcome, run_job
-from hybridflow.core.errors import ConfigError
+from hybridflow.core.errors import ConfigError, DamagedError
 from hybridflow.core.job.job import Job
 from hybridflow.core.names import did_you_mean
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.folder import claim
+from hybridflow.core.running.origin import origin
 from hybridflow.core.running.run import goal_reached
 from hybridflow.core.running.session import prepare_all, try_rewards
-from hybridflow.core.values.files import BESIDE, MARK, SETTINGS
+from hybridflow.core.values.files import BESIDE, MARK, SETTINGS, STARTS
+from hybridflow.core.values.sealed import read_sealed
 from hybridflow.settle.changes import Change, check_changes, settings
 from hybridflow.settle.config.load import read_config
 from hybridflow.settle.config.waiting import BRIEFLY, VARIABLE, wait_briefly
@@ -114,7 +117,8 @@ def run(
             job = with_exports(job)
             notes = (*remarks(job), *prepared[index].notes)
             ready = attrs.evolve(prepared[index], notes=notes)
-            mark = {SETTINGS: settings(job), BESIDE: beside}
+            starts = [*(_starts(job) if resume else ()), origin(Path(beside or "."))]
+            mark = {SETTINGS: settings(job), BESIDE: beside, STARTS: starts}
             comparison = predicted(job)
             observers = [] if comparison is None else [comparison]
             anew = overwrite or _left_nothing(job)
@@ -187,6 +191,13 @@ def _refuse_existing_runs(jobs: list[Job], resume: bool, overwrite: bool) -> Non
                 f"there is a run in {job.folder} already; go on with it (--resume), "
                 "replace it (--overwrite), or give this run a name of its own (run.name=...)"
             )
+
+
+def _starts(job: Job) -> list[Any]:
+    """Return the starts of the run in the job's folder so far; none where its mark is damaged."""
+    with contextlib.suppress(FileNotFoundError, DamagedError):
+        return list(read_sealed(job.folder / MARK).get(STARTS, ()))
+    return []
 
 
 def _left_nothing(job: Job) -> bool:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from datetime import UTC, datetime, timedelta
+from traceback import format_exception
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from hybridflow.core.contracts.tracker import Tracker
-from hybridflow.core.errors import PluginError
+from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared
+from hybridflow.core.values.files import CONSOLE
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import EPISODE_OUTCOMES
 
 LINE_EVERY_S = 2.0
 """Least seconds between two progress lines, without a terminal."""
+LOGGED_EVERY_S = 60.0
+"""Least seconds between two progress lines in the log: a week's are 2 MB."""
 SHOWN = {
     "reward/scores": "reward",
     "cost/costs": "cost",
@@ -74,8 +79,12 @@ class Reporter:
         """The first completed step of this attempt, and its time (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
+        self._log_file: TextIO | None = None
+        self._last_logged = 0.0
 
     def __enter__(self) -> Reporter:
+        with contextlib.suppress(OSError):
+            self._log_file = (self.job.folder / CONSOLE).open("a", buffering=1, encoding="utf-8")
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
         self.say(f"{self.title}: {self.job.algorithm_name} on {rows}; folder {self.job.folder}")
         for name, dropped in self.prepared.dropped.items():
@@ -88,9 +97,18 @@ class Reporter:
             self.say(f"note: {note}")
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._stop_progress()
         self._close_trackers()
+        if error is not None:
+            expected = isinstance(error, HybridFlowError | KeyboardInterrupt)
+            # What nobody expected is an error of ours or of a plugin.
+            text = "" if expected else "".join(format_exception(error))
+            self._write(text or str(error) or "interrupted")
+        if self._log_file is not None:
+            with contextlib.suppress(OSError):
+                self._log_file.close()
+            self._log_file = None
 
     def _close_trackers(self) -> None:
         """Close each tracker; what one could not write is told, and stops nothing."""
@@ -108,8 +126,16 @@ class Reporter:
         return self.job.stage or self.job.name
 
     def say(self, text: str) -> None:
-        """Print a line on the console unchanged, without rich's markup."""
+        """Print a line on the console unchanged, without rich's markup; it is logged too."""
         self.console.print(text, markup=False)
+        self._write(text)
+
+    def _write(self, text: str) -> None:
+        """Add lines to the log; a full disk does not end a run for it."""
+        if self._log_file is not None:
+            now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+            with contextlib.suppress(OSError):
+                self._log_file.write("".join(f"{now} {line}\n" for line in text.splitlines()))
 
     def begin(self, step: int, parameters: Mapping[str, int]) -> None:
         """Start trackers and the progress bar: the models are built, training goes on after `step`.
@@ -279,10 +305,15 @@ class Reporter:
         line = f"{line}  {values['seconds/step']:.2f} s ({phases})"
 
         # Lines come at intervals, and for the last step.
+        last = step == self.job.run.steps
+        title = f"{self.title} step {step}/{self.job.run.steps}"
+        if last or time.monotonic() - self._last_logged >= LOGGED_EVERY_S:
+            self._last_logged = time.monotonic()
+            self._write(f"{title}  {line}")
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, line=line)
-        elif time.monotonic() - self._last_line >= LINE_EVERY_S or step == self.job.run.steps:
+        elif last or time.monotonic() - self._last_line >= LINE_EVERY_S:
             self._last_line = time.monotonic()
-            if "eta_seconds" in values and step < self.job.run.steps:
+            if "eta_seconds" in values and not last:
                 line += f"  eta {timedelta(seconds=round(values['eta_seconds']))}"
-            self.say(f"{self.title} step {step}/{self.job.run.steps}  {line}")
+            self.console.print(f"{title}  {line}", markup=False)

@@ -8,6 +8,8 @@ SETTINGS = "settings"
 """Key of the resolved settings in the mark (settle/changes.py)."""
 BESIDE = "beside"
 """Key of the config's folder in the mark, where modules are found too; null without a file."""
+STARTS = "starts"
+"""Key of the starts in the mark, the first one and each --resume (running/origin.py)."""
 LOCK = ".lock"
 """The file whose lock the process that runs in a folder holds."""
 DONE = "done.json"
@@ -26,6 +28,8 @@ SAMPLES = "samples.jsonl"
 """Responses as text, with their scores."""
 EVALUATIONS = "evaluations"
 """The folder of what `hybridflow evaluate` writes."""
+CONSOLE = "console.log"
+"""What the run has said on the console, with the time (UTC) of each line."""
 LOGS = "logs"
 """The folder of what engines write, in processes of their own."""
 TOKENIZER = "tokenizer"
@@ -34,6 +38,6 @@ TENSORBOARD = "tensorboard"
 """The folder that the tracker `tensorboard` writes."""
 WRITTEN = (
     *(MARK, DONE, FORK, CHECKPOINTS, EXPORT, PARTIAL_EXPORT, TOKENIZER),
-    *(METRICS, SAMPLES, EVALUATIONS, LOGS, TENSORBOARD),
+    *(METRICS, SAMPLES, CONSOLE, EVALUATIONS, LOGS, TENSORBOARD),
 )
 """All that a run leaves in its folder, beside its lock and what other trackers write."""

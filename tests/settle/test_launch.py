@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import sys
 import tomllib
@@ -179,6 +180,10 @@ def test_a_run_that_ended_before_it_made_anything_is_begun_again_without_a_word(
 def test_more_steps_let_a_finished_run_go_on_from_its_last_checkpoint():
     assert run("one.toml", ONE).step == 1
     assert run("one.toml", [*ONE, "run.steps=2"], resume=True).step == 2
+    starts = json.loads(Path("runs/one/run.json").read_text())["starts"]
+    assert [start["folder"] for start in starts] == 2 * [os.getcwd()]
+    said = Path("runs/one/console.log").read_text()
+    assert said.count(" one: grpo on 8 train rows") == 2 and " resuming after step 1" in said
     assert steps("one") == [1, 1, 2, 2]  # each with its validation
 
 

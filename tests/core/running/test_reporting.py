@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import UTC, datetime
 
 import attrs
 import pytest
@@ -11,6 +12,7 @@ import torch
 from helpers.jobs import reporter
 
 from hybridflow.core.contracts.planner import Prediction
+from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Chosen
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.settle.predictions import Comparison
@@ -212,3 +214,56 @@ def test_predictions_stand_beside_the_steps_and_are_compared_at_the_end(run_of, 
     report.ended()
     last = out.getvalue().splitlines()[-1]
     assert last == "a step took 2.00 s (median), 4.00 s were predicted (+100%)"
+
+
+def said_in(run) -> list[str]:
+    """The lines of the log without their times, which are checked."""
+    lines = (run.job.folder / "console.log").read_text().splitlines()
+    times = [
+        datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC) for line in lines
+    ]
+    assert all(abs((datetime.now(UTC) - time).total_seconds()) < 60 for time in times)
+    return [line[20:] for line in lines]
+
+
+def test_what_is_said_is_logged_with_a_line_of_progress_a_minute(run_of, tiny):
+    run = run_of()
+    report, _ = reporter(run, tiny, terminal=True, steps=4)
+    with report:
+        report.say("one\ntwo [red]")
+        for run.step in (1, 2, 4):
+            report.step(run, RESPONSES, 2.0)
+    first, *rest = said_in(run)
+    assert first.startswith("conformance: grpo on 256 train rows")
+    assert rest[:2] == ["one", "two [red]"]
+    assert [line.split("  ")[0] for line in rest[2:]] == [
+        "conformance step 1/4",
+        "conformance step 4/4",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (HybridFlowError("no such row; add one"), ["no such row; add one"]),
+        (KeyboardInterrupt(), ["interrupted"]),
+        (ZeroDivisionError("nobody expected it"), ["Traceback (most recent call last):"]),
+    ],
+)
+def test_the_error_that_ends_a_run_is_the_last_of_the_log(run_of, tiny, error, said):
+    run = run_of()
+    report, _ = reporter(run, tiny)
+    with pytest.raises(type(error)), report:
+        raise error
+    lines = said_in(run)
+    assert lines[1:2] == said
+    assert len(lines) == 2 or lines[-1] == "ZeroDivisionError: nobody expected it"
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(run_of, tiny, monkeypatch):
+    run = run_of()
+    (run.job.folder / "console.log").symlink_to("/dev/full")
+    report, out = reporter(run, tiny)
+    with report:
+        report.say("said all the same")
+    assert "said all the same" in out.getvalue()
