@@ -119,14 +119,14 @@ def _own_signals() -> Iterator[None]:
 
     One that arrives meanwhile has Ray end what it has started; then the handler gets it.
     """
-    # The handler of Ray's C++ part prints a stack and aborts.
+    # The handler of Ray's C++ part prints a stack and aborts. A local Ray's processes inherit this,
+    # and if they crash still print Python's stack.
     with _variable("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1"):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = (
-            signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-        )  # None: set by other than Python
+        # None is a handler that was not set by Python.
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         try:
             yield
         except SystemExit:  # of Ray's handlers

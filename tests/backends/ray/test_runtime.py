@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from hybridflow.backends.ray.config import RayConfig
-from hybridflow.backends.ray.runtime import RayRuntime
+from hybridflow.backends.ray.runtime import RayRuntime, _later_interruption, _own_signals
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.runtime import ResourcePool
 from hybridflow.core.contracts.worker import Worker, register
@@ -188,3 +189,34 @@ def test_a_rank_that_fails_while_its_peer_waits_for_it_is_reported_at_once(group
         assert not isinstance(error, WorkerDied)
         assert (error.role, error.phase, error.rank) == ("actor", "train", 1)
         assert "FloatingPointError: the loss is nan" in str(error)
+
+
+# Signals while Ray starts and ends
+def test_a_ctrl_c_while_ray_is_shut_down_comes_after_it():
+    before = signal.getsignal(signal.SIGINT)
+    done = False
+    with pytest.raises(KeyboardInterrupt), _later_interruption():
+        signal.raise_signal(signal.SIGINT)
+        done = True
+    assert done and signal.getsignal(signal.SIGINT) is before
+    with _later_interruption():
+        pass
+
+
+@pytest.fixture
+def received():
+    """The signals that reach this program's handler of SIGTERM."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_sigterm_that_ray_takes_reaches_this_program_too(received):
+    with pytest.raises(SystemExit), _own_signals():
+        assert os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] == "1"
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+    assert received == [signal.SIGTERM]
+    signal.raise_signal(signal.SIGTERM)
+    assert len(received) == 2 and "RAY_DISABLE_FAILURE_SIGNAL_HANDLER" not in os.environ
