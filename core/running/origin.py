@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-GIT_S = 5.0
+GIT_S = 2.0
 """Seconds that git may take; a large repository on a slow disk is not worth more."""
 SECRET = re.compile(r"(?i)\b((?:\w+_)?(?:key|token|secret|password))=.*")
 """An override whose name says that its value is nobody's business: reward.options.api_key=..."""

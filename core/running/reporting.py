@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -74,13 +75,13 @@ class Reporter:
         self.trackers: list[Tracker] = []
         self._progress: Progress | None = None
         self._task: TaskID | None = None
-        self._last_line = 0.0
+        self._last_line = -math.inf
         self._begun: tuple[int, float] | None = None
         """The first completed step of this attempt, and its time (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
         self._log_file: TextIO | None = None
-        self._last_logged = 0.0
+        self._last_logged = -math.inf
 
     def __enter__(self) -> Reporter:
         with contextlib.suppress(OSError):
