@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job.job import Job
+from hybridflow.core.names import reason
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared
@@ -80,6 +81,8 @@ class Reporter:
         """The first completed step of this attempt, and its time (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
+        self._failing: set[Tracker] = set()
+        """Trackers that could not write what they got last."""
         self._log_file: TextIO | None = None
         self._last_logged = -math.inf
 
@@ -159,8 +162,14 @@ class Reporter:
             config = spec.config
             if config is None and tracker_class.Config:
                 config = tracker_class.Config()
-            tracker = tracker_class(config)
-            tracker.start(self.job.folder, step)
+            try:
+                tracker = tracker_class(config)
+                tracker.start(self.job.folder, step)
+            except HybridFlowError:  # it says what to do before the run goes on
+                raise
+            except Exception as error:
+                self.say(f"tracker {spec.name!r} is left out: it does not start: {reason(error)}")
+                continue
             self.trackers.append(tracker)
 
         self._begun = None
@@ -280,9 +289,21 @@ class Reporter:
             )
 
     def _log(self, run: Run, values: Mapping[str, float]) -> None:
-        """Send metrics to the trackers, and those of steps to observers."""
+        """Send metrics to the trackers, and those of steps to observers.
+
+        A tracker that fails is told, and again after a step that it took.
+        """
         for tracker in self.trackers:
-            tracker.log(run.step, values)
+            try:
+                tracker.log(run.step, values)
+                self._failing.discard(tracker)
+            except Exception as error:
+                if tracker not in self._failing:
+                    self.say(
+                        f"step {run.step}: {type(tracker).__name__} lost these metrics: "
+                        f"{reason(error)}; the run goes on, and it gets those of later steps"
+                    )
+                self._failing.add(tracker)
         if not any(name.startswith("validation/") for name in values):
             registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
 

@@ -12,8 +12,10 @@ import torch
 from helpers.jobs import reporter
 
 from hybridflow.core.contracts.planner import Prediction
+from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Chosen
+from hybridflow.core.plugins import registry
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.settle.predictions import Comparison
 
@@ -267,3 +269,49 @@ def test_a_log_that_cannot_be_written_ends_no_run(run_of, tiny, monkeypatch):
     with report:
         report.say("said all the same")
     assert "said all the same" in out.getvalue()
+
+
+class Unreachable(Tracker):
+    """One whose server is not there in steps 1, 2 and 4."""
+
+    def start(self, folder, step):
+        self.got: list[int] = []
+
+    def log(self, step, metrics):
+        if step != 3:
+            raise ConnectionError("no route to the server")
+        self.got.append(step)
+
+    def close(self):
+        assert self.got == [3]
+
+
+class NeverStarts(Tracker):
+    def start(self, folder, step):
+        raise ImportError("no such library")
+
+    def log(self, step, metrics):
+        raise AssertionError("it was left out")
+
+
+def test_a_tracker_that_fails_is_told_and_stops_nothing(run_of, tiny, monkeypatch):
+    theirs = {"unreachable": Unreachable, "never": NeverStarts}
+    get = registry().get
+    monkeypatch.setattr(registry(), "get", lambda kind, name: theirs.get(name) or get(kind, name))
+    run = run_of()
+    run.job = attrs.evolve(run.job, trackers=tuple(map(Chosen, ("jsonl", *theirs))))
+    report, out = reporter(run, tiny)
+    with report:
+        report.begin(0, {"actor": 1})
+        for run.step in (1, 2, 3, 4):
+            report.step(run, RESPONSES, 2.0)
+    assert [row["step"] for row in logged(run)] == [1, 2, 3, 4]
+    said = [line for line in out.getvalue().splitlines() if line.startswith(("tracker", "step"))]
+    assert said == [
+        "tracker 'never' is left out: it does not start: ImportError: no such library",
+        *(
+            f"step {step}: Unreachable lost these metrics: ConnectionError: no route to the server; "
+            "the run goes on, and it gets those of later steps"
+            for step in (1, 4)
+        ),
+    ]
