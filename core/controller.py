@@ -67,7 +67,7 @@ class RunOutcome:
     """How a run ended."""
 
     state: str
-    """"finished", or "stopped": SIGTERM arrived, and all that was done is in a checkpoint."""
+    """"finished", or "stopped": SIGTERM arrived, and the newest checkpoint is to go on from."""
     step: int
     """Number of completed training steps."""
     validations: dict[int, dict[str, float]]

@@ -143,6 +143,7 @@ def resolve_job(
             problems = algorithm.problems(sampling.params())
         except (ValueError, HybridFlowError) as error:  # a size that its own parts refuse
             problems = sentences(error)
+            reader.failed.add("algorithm")
             algorithm = None
         reader.note("algorithm", *problems)
 

@@ -6,6 +6,7 @@
     runtime        (module)  the started runtime of that name.
     launch         (module)  launch(world, name="main") -> Pool of `runtime`; made once per module and name.
 
+    received      the SIGTERMs that reach this program's own handler.
     short         a folder for temporary files, of a short name.
     folder        (session) `folder(name, kind)`: the Hugging Face folder of a tiny model (training_reference.py).
     ranks         (session) `ranks(function, world, *args)`: function(rank, world, *args) on each rank of a gloo group.
@@ -16,6 +17,7 @@ Tests that start `hybridflow` as a command get a Ray of their own, as users do.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -84,6 +86,15 @@ def folder(tmp_path_factory):
         return made[name, kind]
 
     return get
+
+
+@pytest.fixture
+def received():
+    """The signals that reach this program's handler of SIGTERM."""
+    numbers: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

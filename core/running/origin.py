@@ -14,8 +14,8 @@ from typing import Any
 
 GIT_S = 2.0
 """Seconds that git may take; a large repository on a slow disk is not worth more."""
-SECRET = re.compile(r"(?i)\b((?:\w+_)?(?:key|token|secret|password))=.*")
-"""An override whose name says that its value is nobody's business: reward.options.api_key=..."""
+SECRET = re.compile(r"(?i)([\w-]*(?:key|token|secret|password)\s*=).*", re.DOTALL)
+"""A setting whose name says that its value is nobody's business: reward.options.api_key=..."""
 
 
 def origin(folder: Path) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def origin(folder: Path) -> dict[str, Any]:
 
 def without_keys(words: Sequence[str]) -> list[str]:
     """Return the words of a command line, with *** in the place of the values of keys."""
-    return [SECRET.sub(r"\1=***", word) for word in words]
+    return [SECRET.sub(r"\1***", word) for word in words]
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

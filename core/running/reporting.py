@@ -87,8 +87,10 @@ class Reporter:
         self._last_logged = -math.inf
 
     def __enter__(self) -> Reporter:
-        with contextlib.suppress(OSError):
+        try:
             self._log_file = (self.job.folder / CONSOLE).open("a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            self.say(f"{CONSOLE} is left out: {reason(error)}")
         rows = ", ".join(f"{n} {name} rows" for name, n in self.prepared.rows.items())
         self.say(f"{self.title}: {self.job.algorithm_name} on {rows}; folder {self.job.folder}")
         for name, dropped in self.prepared.dropped.items():
@@ -109,10 +111,7 @@ class Reporter:
             # What nobody expected is an error of ours or of a plugin.
             text = "" if expected else "".join(format_exception(error))
             self._write(text or str(error) or "interrupted")
-        if self._log_file is not None:
-            with contextlib.suppress(OSError):
-                self._log_file.close()
-            self._log_file = None
+        self._close_log()
 
     def _close_trackers(self) -> None:
         """Close each tracker; what one could not write is told, and stops nothing."""
@@ -135,11 +134,22 @@ class Reporter:
         self._write(text)
 
     def _write(self, text: str) -> None:
-        """Add lines to the log; a full disk does not end a run for it."""
+        """Add lines to the log. A full disk ends the log, which is told, and not the run."""
+        if self._log_file is None:
+            return
+        now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+        try:
+            self._log_file.write("".join(f"{now} {line}\n" for line in text.splitlines()))
+        except OSError as error:
+            self._close_log()
+            self.say(f"{CONSOLE} ends here: {reason(error)}")
+
+    def _close_log(self) -> None:
+        """Close the log; lines that did not fit on the disk have been told of."""
         if self._log_file is not None:
-            now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
             with contextlib.suppress(OSError):
-                self._log_file.write("".join(f"{now} {line}\n" for line in text.splitlines()))
+                self._log_file.close()
+            self._log_file = None
 
     def begin(self, step: int, parameters: Mapping[str, int]) -> None:
         """Start trackers and the progress bar: the models are built, training goes on after `step`.

@@ -141,7 +141,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def _wrong_type(fields: Mapping[str, Any], kind: str) -> Iterator[str]:
-    """Yield a sentence where transformers has no such architecture, or no decoder alone of it.
+    """Yield a sentence where transformers has no such architecture, or no such model of it.
 
     The config is not built for it: those of some vision models ask the hub for a backbone.
     """
@@ -153,8 +153,6 @@ def _wrong_type(fields: Mapping[str, Any], kind: str) -> Iterator[str]:
     if not isinstance(name, str) or name not in CONFIG_MAPPING:
         meant = did_you_mean(name, CONFIG_MAPPING) if isinstance(name, str) else ""
         yield f"model.config.model_type is {name!r}, which transformers does not know{meant}"
-    elif getattr(CONFIG_MAPPING[name], "is_encoder_decoder", False):
-        yield f"a {name} has an encoder and a decoder; take a model that is a decoder alone"
     elif CONFIG_MAPPING[name] not in auto_class(kind)._model_mapping:
         yield f"transformers has no {KINDS[kind]} of a {name}; take another architecture"
 

@@ -203,15 +203,6 @@ def test_a_ctrl_c_while_ray_is_shut_down_comes_after_it():
         pass
 
 
-@pytest.fixture
-def received():
-    """The signals that reach this program's handler of SIGTERM."""
-    numbers: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
-    yield numbers
-    signal.signal(signal.SIGTERM, before)
-
-
 def test_a_sigterm_that_ray_takes_reaches_this_program_too(received):
     with pytest.raises(SystemExit), _own_signals():
         assert os.environ["RAY_DISABLE_FAILURE_SIGNAL_HANDLER"] == "1"

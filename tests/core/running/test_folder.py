@@ -79,15 +79,6 @@ def test_versions_are_of_ours_and_of_what_the_plugins_need(tmp_path):
     assert "ray" not in found and "peft" not in found  # nothing of this job needs them
 
 
-@pytest.fixture
-def received():
-    """What reaches the handler that was there before."""
-    numbers: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
-    yield numbers
-    signal.signal(signal.SIGTERM, before)
-
-
 def test_the_first_sigterm_asks_and_the_second_one_is_as_usual(received):
     with StopSignal() as stop:
         stop.begin()

@@ -61,6 +61,7 @@ def test_without_a_repository_or_git_there_is_no_state(repository, tmp_path_fact
     [
         ("reward.options.api_key=sk-1=2", "reward.options.api_key=***"),
         ("run.trackers=[{ name = 'w', token='x' }]", "run.trackers=[{ name = 'w', token=***"),
+        ('reward.options={ apiKey = "x" }', "reward.options={ apiKey =***"),
         ("HF_TOKEN=abc", "HF_TOKEN=***"),
         ("reward.options.password=", "reward.options.password=***"),
         ("sampling.max_tokens=256", "sampling.max_tokens=256"),

@@ -268,7 +268,21 @@ def test_a_log_that_cannot_be_written_ends_no_run(run_of, tiny, monkeypatch):
     report, out = reporter(run, tiny)
     with report:
         report.say("said all the same")
-    assert "said all the same" in out.getvalue()
+        report.say("and again")
+    begun, told, *rest = out.getvalue().splitlines()
+    assert begun.startswith("conformance: grpo on")
+    assert told == "console.log ends here: OSError: [Errno 28] No space left on device"
+    assert rest == ["said all the same", "and again"]
+
+
+def test_a_log_that_cannot_be_opened_is_told(run_of, tiny):
+    run = run_of()
+    (run.job.folder / "console.log").mkdir(parents=True)
+    report, out = reporter(run, tiny)
+    with report:
+        report.say("said all the same")
+    told = out.getvalue().splitlines()[0]
+    assert told.startswith("console.log is left out: IsADirectoryError: ")
 
 
 class Unreachable(Tracker):

@@ -68,7 +68,7 @@ def problems(kind: str = "policy", **fields) -> list[str]:
         ({"dtype": "float31"}, "has no attribute 'float31'"),
         ({"model_type": "qwen9"}, "'qwen9', which transformers does not know; did you mean"),
         ({"model_type": 7}, "model_type is 7, which transformers does not know"),
-        ({"model_type": "t5"}, "a t5 has an encoder and a decoder"),
+        ({"model_type": "t5"}, "no causal language model of a t5"),
         ({"model_type": "bart"}, "a bart has an encoder and a decoder"),
         ({"model_type": "bert"}, "set model.config.is_decoder = true"),
         ({"model_type": "clip"}, "transformers has no causal language model of a clip"),
