@@ -4,7 +4,7 @@ A patch begins with what was wrong, and with a line "test: FILE[::NAME] [-k EXPR
 there, written against the present code: one that no longer applies is to be written anew.
 
     python ci/faults.py            every patch
-    python ci/faults.py f3 f5      these
+    python ci/faults.py f3 f5-name these
     python ci/faults.py --apply    only whether they apply
 
 Exits 1 where a patch does not apply, or where its test passes with the fault.
@@ -77,16 +77,22 @@ def notices(patch: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("faults", nargs="*", help="names of patches, such as f3")
+    parser.add_argument(
+        "faults", nargs="*", help="faults, such as f3, or one patch of it, such as f3-flipped"
+    )
     parser.add_argument("--apply", action="store_true", help="only see whether they apply")
     options = parser.parse_args()
     patches = sorted(
-        PATCHES.glob("*.patch"), key=lambda path: int(path.stem.strip("f").partition("-")[0])
+        PATCHES.glob("*.patch"),
+        key=lambda path: (int(path.stem.strip("f").partition("-")[0]), path.stem),
     )
+    if options.faults:
+        names = {patch: {patch.stem, patch.stem.partition("-")[0]} for patch in patches}
+        if unknown := set(options.faults).difference(*names.values()):
+            parser.error(f"there is no patch of {', '.join(sorted(unknown))} in {PATCHES}")
+        patches = [patch for patch in patches if names[patch] & set(options.faults)]
     good = True
     for patch in patches:
-        if options.faults and patch.stem.partition("-")[0] not in options.faults:
-            continue
         said = (
             ("applies" if applies(patch) else "does not apply") if options.apply else notices(patch)
         )

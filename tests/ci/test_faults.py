@@ -26,3 +26,20 @@ def test_a_patch_that_does_not_fit_is_told(tmp_path):
     text = PATCHES[0].read_text().replace("\n-", "\n-something else")
     (tmp_path / "f0.patch").write_text(text)
     assert not faults.applies(tmp_path / "f0.patch")
+
+
+def test_faults_are_chosen_by_number_and_by_name_and_one_without_a_patch_is_refused(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(faults, "notices", lambda patch: "fails")
+
+    def chosen(*names: str) -> int:
+        monkeypatch.setattr("sys.argv", ["faults.py", *names])
+        with pytest.raises(SystemExit) as ended:
+            faults.main()
+        return ended.value.code
+
+    assert chosen("f24-start", "f3") == 0
+    said = capsys.readouterr().out.split("\n")
+    assert said == ["f3-flipped: fails", "f3-older: fails", "f24-start: fails", ""]
+    assert chosen("f3", "f99") == 2 and "there is no patch of f99" in capsys.readouterr().err
