@@ -65,9 +65,9 @@ zoo: .venv-engines/.done
 check: $(VENV)/.done
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m ruff check --select E501 --config 'lint.pycodestyle.max-line-length=100' core settle kit planner inference cli backends algorithms
+	$(PY) -m ruff check --select E501 --config 'lint.pycodestyle.max-line-length=100' core settle kit planner inference report cli backends algorithms
 	rm -rf .installed build && $(PIP) install -q --no-deps --no-build-isolation --target .installed .
-	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.settle -p hybridflow.kit -p hybridflow.planner -p hybridflow.inference -p hybridflow.cli -p hybridflow.backends -p hybridflow.algorithms
+	cd .installed && ../$(PY) -m mypy --config-file ../pyproject.toml -p hybridflow.core -p hybridflow.settle -p hybridflow.kit -p hybridflow.planner -p hybridflow.inference -p hybridflow.report -p hybridflow.cli -p hybridflow.backends -p hybridflow.algorithms
 	cd .installed && PYTHONPATH=. ../$(VENV)/bin/lint-imports --config ../pyproject.toml
 	$(PY) ci/rooms.py
 

@@ -2,7 +2,17 @@
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = (
+    "core",
+    "settle",
+    "kit",
+    "planner",
+    "inference",
+    "report",
+    "cli",
+    "backends",
+    "algorithms",
+)
 
 packages = [f"hybridflow.{folder}" for folder in FOLDERS]
 packages += [

@@ -30,7 +30,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from copies import run_tests
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = (
+    "core",
+    "settle",
+    "kit",
+    "planner",
+    "inference",
+    "report",
+    "cli",
+    "backends",
+    "algorithms",
+)
 LEAST = 0.85
 SWITCH = "HYBRIDFLOW_MIRROR"
 BREAK = ast.parse(

@@ -10,7 +10,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = (
+    "core",
+    "settle",
+    "kit",
+    "planner",
+    "inference",
+    "report",
+    "cli",
+    "backends",
+    "algorithms",
+)
 NAMESPACE = "hybridflow"
 Graph = dict[str, set[str]]
 

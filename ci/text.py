@@ -18,7 +18,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = (
+    "core",
+    "settle",
+    "kit",
+    "planner",
+    "inference",
+    "report",
+    "cli",
+    "backends",
+    "algorithms",
+)
 WIDTH = 100
 BESIDE = {
     "tokens a line, median": "4 to 6",

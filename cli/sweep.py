@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from hybridflow.cli.runs import FoundRun, find_runs
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
 from hybridflow.kit.console import make_console, print_line, print_table
+from hybridflow.kit.runs import FoundRun, find_runs
 from hybridflow.settle.config.load import read_config
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol as Typing
 
 import attrs
 import numpy as np
@@ -69,7 +69,8 @@ class GroupRoleHandle:
         return scores
 
     def update(self, pairs: Sequence[tuple[Batch, Loss]] | tuple[Batch, Loss]) -> Future:
-        pairs = [pairs] if isinstance(pairs, tuple) else list(pairs)
+        (batch, loss), *others = [pairs] if isinstance(pairs, tuple) else pairs
+        pairs = [(self._ctx.recorded(self.role, batch), loss), *others]
         # Rows that the loss compares with each other (a pair) must reach the same rank.
         pairs = [(self._ctx.whole_units(batch, loss), loss) for batch, loss in pairs]
         return self._watch(self.group.update(pairs))
@@ -115,6 +116,16 @@ class Scoring:
         return Metrics({f"{self.role.name}/equal_groups": (equal, int(several.sum()))})
 
 
+class Recorder(Typing):
+    """Chooses rows of a step to be recorded."""
+
+    def scored(self, batch: Batch, scores: Batch) -> None:
+        """Take note of rows that a reward has scored."""
+
+    def mark(self, role: Role, batch: Batch) -> Batch:
+        """Return rows that a role trains on, with a column that says which are recorded."""
+
+
 class GroupStepContext:
     """`ctx` of Algorithm.step (hybridflow.core.contracts.step.StepContext) in a run."""
 
@@ -141,9 +152,10 @@ class GroupStepContext:
         """Numbers that make later random draws differ from earlier ones; part of checkpoints."""
         self.step = 0
         """Number of the current step, from 1."""
-        self.scored: list[Scoring] = []
+        self.recorder: Recorder | None = None
+        """Chooses rows of the step to be recorded, if any are."""
+        self._scored: list[Scoring] = []
         """The rows that rewards have scored since the last `finish`."""
-        self._last_scored: list[Scoring] = []
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
         self._aside = False
@@ -215,14 +227,17 @@ class GroupStepContext:
         return result
 
     def remember(self, scoring: Scoring) -> None:
-        """Keep the rows that a reward has scored, for the metrics of groups and for samples."""
+        """Keep the rows that a reward has scored, for the metrics of groups and to record them."""
         if not self._aside:
-            self.scored.append(scoring)
+            self._scored.append(scoring)
+            if self.recorder is not None:
+                self.recorder.scored(scoring.batch, scoring.scores)
 
-    def take_scored(self) -> list[Scoring]:
-        """Return the scored rows of the step that `finish` ended; the next call returns []."""
-        scored, self._last_scored = self._last_scored, []
-        return scored
+    def recorded(self, role: Role, batch: Batch) -> Batch:
+        """Return rows that a role trains on, those marked that are to be recorded."""
+        if self._aside or self.recorder is None:
+            return batch
+        return self.recorder.mark(role, batch)
 
     def finish(self) -> Metrics:
         """Wait for every verb of the step and merge their metrics, named role/metric.
@@ -237,8 +252,8 @@ class GroupStepContext:
 
             parts.append(metrics.prefixed(f"{role}/") if role else metrics)
 
-        parts += [scoring.equal_groups() for scoring in self.scored]
-        self._last_scored, self.scored = self.scored, []
+        parts += [scoring.equal_groups() for scoring in self._scored]
+        self._scored = []
         self._results = []
         self._logged = Metrics()
         return Metrics.merge(parts)

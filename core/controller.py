@@ -40,7 +40,7 @@ from typing import Any
 
 import attrs
 
-from hybridflow.core.contracts.tracker import remove_later_lines
+from hybridflow.core.contracts.observer import Observer
 from hybridflow.core.errors import (
     CheckpointError,
     DamagedError,
@@ -54,12 +54,11 @@ from hybridflow.core.running.checkpoint import State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
 from hybridflow.core.running.folder import StopRequested, StopSignal, claim, write_mark
 from hybridflow.core.running.mismatch import explained
-from hybridflow.core.running.reporting import Observer, Reporter
+from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
-from hybridflow.core.running.samples import write_rollouts
 from hybridflow.core.running.session import Prepared, Session
 from hybridflow.core.running.validation import validate_if_due
-from hybridflow.core.values.files import DONE, SAMPLES
+from hybridflow.core.values.files import DONE
 
 
 @attrs.frozen
@@ -87,7 +86,7 @@ def run_job(
 
     resume: go on from the newest checkpoint in the run's folder; overwrite: remove an earlier run
     from the folder; export: write the trained models at the end; mark: further entries of the
-    folder's run.json, beside the config and versions; observers: of each step's metrics.
+    folder's run.json, beside the config and versions; observers: shown each step.
 
     When a worker dies, the job starts again from its newest checkpoint (from the beginning if there
     is none), up to run.restarts times; the next WorkerDied is raised. Any other error ends the run,
@@ -135,8 +134,8 @@ def train(
         if resume:
             # Settings that its checkpoint does not fit are not to be taken for the run's.
             write_mark(job, mark)
-        remove_later_lines(job.folder / SAMPLES, run.step)
         report.begin(run.step, session.parameters)
+        report.observe(run)
         validate_if_due(run, report)
 
         stop.begin()
@@ -153,12 +152,13 @@ def train(
             run.step += 1
             values = report.step(run, metrics, time.perf_counter() - started)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
-            write_rollouts(run)
+            report.samples(run.step, run.recorder.take(run.step, metrics.recorded))
             check_failed(job, run.step, metrics)
 
             # The validation comes first, so that the checkpoint contains its metrics.
             validate_if_due(run, report)
             if due(run.step, job.run.checkpoint_every) or stop.requested:
+                report.checkpoint(run.step)
                 checkpoint(run, algorithm)
 
             if stop.requested and run.step < job.run.steps:
@@ -170,6 +170,7 @@ def train(
 
         # run.steps are completed, or the goal is reached.
         validate_if_due(run, report, ended=True)
+        report.checkpoint(run.step)
         keep(run, algorithm, export)
         report.ended()
         return RunOutcome("finished", run.step, run.validations)

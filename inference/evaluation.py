@@ -29,8 +29,15 @@ from hybridflow.core.running.folder import versions
 from hybridflow.core.running.lock import hold
 from hybridflow.core.running.session import Prepared, Session, prepare
 from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.files import MARK
 from hybridflow.core.workers.failures import score_by_rule
-from hybridflow.inference.records import Record, append_records, cut_to_chunks, read_records
+from hybridflow.inference.records import (
+    Record,
+    append_records,
+    cut_to_chunks,
+    of_run,
+    read_records,
+)
 from hybridflow.inference.scores import Figure, difference, figure, majority_score, pass_at_k
 from hybridflow.settle.changes import settings
 
@@ -87,8 +94,8 @@ class Measure:
     def values(self, records: Sequence[Record], samples: int) -> dict[str, list[float]]:
         """Return figure -> its value for each row."""
         greedy = {record.row: record.score for record in records if record.sample is None}
-        values = {"greedy": [greedy[row] for row in sorted(greedy)]}
-        if not samples:
+        values = {"greedy": [greedy[row] for row in sorted(greedy)]} if greedy else {}
+        if all(record.sample is None for record in records):
             return values
 
         # Sampled responses of each row, in order.
@@ -98,6 +105,8 @@ class Measure:
                 by_row.setdefault(record.row, []).append(record)
         rows = [by_row[row] for row in sorted(by_row)]
         values["mean"] = [float(np.mean([one.score for one in row])) for row in rows]
+        if not samples:  # groups of a run's steps, which need not be complete
+            return values
         for k in self.pass_at:
             right = [sum(one.score >= self.success for one in row) for row in rows]
             values[f"pass@{k}"] = [pass_at_k(samples, count, k) for count in right]
@@ -240,7 +249,6 @@ def _generate(
                         records.append(attrs.evolve(record, row=row, sample=sample))
                 append_records(evaluation.records(name), records)
                 ctx.finish()
-                ctx.take_scored()
                 say(f"{name}: {rows.stop} of {prepared.rows[key]} rows")
 
 
@@ -288,14 +296,39 @@ def _records(
 def rescore(
     source: Path, reward: Reward, name: str, out: Path
 ) -> tuple[dict[str, list[Record]], int]:
-    """Score the responses of an evaluation's folder again, by another reward, without a model.
+    """Score responses again, by another reward, without a model.
 
-    Returns the records of each data set, which are written to `out`, and the number of sampled
-    responses of a row. Raises ConfigError for a folder without a complete evaluation.
+    source: the folder of an evaluation, or of a run, whose recorded samples are scored. Returns the
+    records of each data set, which are written to `out`, and the number of sampled responses of a
+    row, 0 for a run. Raises ConfigError for a folder without a complete evaluation or samples.
     """
+    if (source / MARK).is_file():
+        before, samples = of_run(source), 0
+    else:
+        before, samples = _of_evaluation(source, out)
+    out.mkdir(parents=True, exist_ok=True)
+    sets = {}
+    for set_name, records in before.items():
+        asked = [record.to_sample() for record in records]
+        scores, _ = score_by_rule(reward, asked, name, RewardFailureRule())
+        answers = [reward.answer(sample) if reward.answers else None for sample in asked]
+        sets[set_name] = [
+            attrs.evolve(record, score=float(score), answer=answer)
+            for record, score, answer in zip(records, scores, answers, strict=True)
+        ]
+        (out / f"{set_name}.jsonl").unlink(missing_ok=True)
+        append_records(out / f"{set_name}.jsonl", sets[set_name])
+    return sets, samples
+
+
+def _of_evaluation(source: Path, out: Path) -> tuple[dict[str, list[Record]], int]:
+    """Return the records of an evaluation by data set, and its sampled responses of a row."""
     file = source / SETTINGS
     if not file.is_file():
-        raise ConfigError(f"--rescore: {source} is not the folder of an evaluation (no {SETTINGS})")
+        raise ConfigError(
+            f"--rescore: {source} is neither the folder of an evaluation (no {SETTINGS}) nor of a "
+            f"run (no {MARK})"
+        )
     if not (source / FIGURES).is_file():
         raise ConfigError(
             f"--rescore: the evaluation in {source} is not complete; the command that began it "
@@ -304,19 +337,7 @@ def rescore(
     if out.resolve() == source.resolve():
         raise ConfigError(f"--out {out}: the scores of the evaluation there would be lost")
     before = json.loads(file.read_text())
-    out.mkdir(parents=True, exist_ok=True)
-    sets = {}
-    for set_name in before["sets"]:
-        records = read_records(source / f"{set_name}.jsonl")
-        samples = [record.to_sample() for record in records]
-        scores, _ = score_by_rule(reward, samples, name, RewardFailureRule())
-        answers = [reward.answer(sample) if reward.answers else None for sample in samples]
-        sets[set_name] = [
-            attrs.evolve(record, score=float(score), answer=answer)
-            for record, score, answer in zip(records, scores, answers, strict=True)
-        ]
-        (out / f"{set_name}.jsonl").unlink(missing_ok=True)
-        append_records(out / f"{set_name}.jsonl", sets[set_name])
+    sets = {name: read_records(source / f"{name}.jsonl") for name in before["sets"]}
     return sets, before["samples"]
 
 

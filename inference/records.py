@@ -8,7 +8,9 @@ interruption.
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import attrs
 import numpy as np
 
 from hybridflow.core.contracts.reward import RewardSample
+from hybridflow.core.errors import ConfigError
+from hybridflow.kit.recording import SAMPLES, read_rows
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +53,37 @@ def read_records(path: Path) -> list[Record]:
     # Lines end with \n alone: JSON leaves other line breaks in texts as they are.
     with open(path, encoding="utf-8", newline="\n") as file:
         return [Record(**json.loads(line)) for line in file]
+
+
+def of_run(run: Path) -> dict[str, list[Record]]:
+    """Return the recorded samples of a run: those of all its steps, and of each validation.
+
+    Raises ConfigError where nothing is recorded.
+    """
+    columns = ("step", "data", "group", "prompt", "response", "response_ids", "meta")
+    sets: dict[str, list[Record]] = {}
+    counts: Counter[tuple[str, int]] = Counter()
+    for row in read_rows(run, SAMPLES, (*columns, "finish_reason")):
+        training = row["data"] == "train"
+        name = "train" if training else f"{row['data']}-step-{row['step']}"
+        group = int(row.get("group", 0))
+        number = counts[name, group]
+        counts[name, group] += 1
+        record = Record(
+            row=group,
+            sample=number if training else None,
+            prompt=row.get("prompt", ""),
+            response=row.get("response", ""),
+            response_ids=list(row["response_ids"]),
+            score=math.nan,
+            finish_reason=row.get("finish_reason", ""),
+            answer=None,
+            meta=json.loads(row.get("meta") or "{}"),
+        )
+        sets.setdefault(name, []).append(record)
+    if not sets:
+        raise ConfigError(f"{run}: has no recorded samples (run.samples of its config is 0?)")
+    return sets
 
 
 def append_records(path: Path, records: Sequence[Record]) -> None:

@@ -18,6 +18,8 @@ from hybridflow.core.values.files import (
     LOGS,
     MARK,
     PARTIAL_EXPORT,
+    REPORT,
+    TRACE,
 )
 from hybridflow.core.values.sealed import PARTIAL, read_sealed, write_sealed
 
@@ -65,7 +67,7 @@ def results_of(job: Job) -> list[str]:
     if not job.folder.is_dir():
         return []
     names = sorted(path.name for path in job.folder.iterdir())
-    marks = (MARK, LOCK, CONSOLE, LOGS, CHECKPOINTS, FORK, PARTIAL_EXPORT)
+    marks = (MARK, LOCK, CONSOLE, LOGS, CHECKPOINTS, FORK, PARTIAL_EXPORT, REPORT, TRACE)
     return [name for name in names if name not in marks and not name.endswith(PARTIAL)]
 
 

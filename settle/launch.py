@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,11 @@ def run(
             starts = [*(_starts(job) if resume else ()), origin(Path(beside or "."))]
             mark = {SETTINGS: settings(job), BESIDE: beside, STARTS: starts}
             comparison = predicted(job)
-            observers = [] if comparison is None else [comparison]
+            observers = list(
+                chain.from_iterable(registry().notify("hybridflow_observers", job=job))
+            )
+            if comparison is not None:
+                observers.append(comparison)
             anew = overwrite or _left_nothing(job)
             outcome = run_job(job, ready, resume, anew, export, mark, observers)
             if outcome.state != "finished":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from hybridflow.core.contracts.observer import Observer
 from hybridflow.core.contracts.planner import STAGE_NAMES, Prediction
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.job.job import Job
@@ -38,16 +39,16 @@ def predicted(job: Job) -> Comparison | None:
         return None
 
 
-class Comparison:
-    """An observer of a run that compares predicted with measured seconds, per step and per role."""
+class Comparison(Observer):
+    """Compares predicted with measured seconds, per step and per role."""
 
     def __init__(self, prediction: Prediction):
         self.prediction = prediction
         self._steps: list[Mapping[str, float]] = []
 
-    def step(self, values: Mapping[str, float]) -> Mapping[str, float]:
+    def step(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Keep the measured times of a step's metrics, and return the predicted one."""
-        times = {name: value for name, value in values.items() if name.startswith("seconds/")}
+        times = {name: value for name, value in metrics.items() if name.startswith("seconds/")}
         self._steps.append(times)
         return {"seconds/predicted": self.prediction.seconds}
 

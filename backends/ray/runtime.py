@@ -399,6 +399,7 @@ class RayRuntime(Runtime):
             rank = process.rank
 
         # Calls run in the order sent: the process died in the first that has not ended.
+        self._sort_out_answered()
         label = Label("?", "?")
         for reference, call in self.calls.items():
             if call.process is process and self.failed.get(reference) is None:

@@ -1,14 +1,15 @@
-"""The contract of trackers: where metrics are written."""
+"""The contract of trackers: where metrics and samples are written."""
 
 from __future__ import annotations
 
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hybridflow.core.contracts.observer import SampleRow
 from hybridflow.core.errors import ConfigError
 
 
@@ -33,6 +34,9 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:  # noqa: B027
+        """Record rows of a step as a table, if this tracker can."""
 
     def close(self) -> None:  # noqa: B027
         """Finish: the run is over."""

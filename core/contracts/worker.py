@@ -6,7 +6,9 @@ rank holds one instance, which finds its place among the others in its RankConte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import attrs
@@ -21,6 +23,10 @@ COLLECTIVE_TIMEOUT = "collective timeout"
 """The name under which workers share how long a collective may take, a timedelta."""
 EVERY_AXIS = "tp-cp-pp-dp"
 """The axis name under which `RankContext.group` gives the process group of all ranks."""
+
+
+Part = tuple[str, float, float]
+"""A part of a call: (name, start, end), in seconds since the epoch."""
 
 
 @attrs.define(eq=False)
@@ -47,6 +53,22 @@ class RankContext:
     """Objects that the workers of this process share, by name."""
     _groups: dict[str, dist.ProcessGroup | None] = attrs.field(factory=dict, repr=False)
     """The process groups made up to now, by axis."""
+    _parts: list[Part] = attrs.field(factory=list, repr=False)
+    """The parts of the present call."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Show what the body does, as a part of the present call, in the run's timeline."""
+        started = time.time()
+        try:
+            yield
+        finally:
+            self._parts.append((name, started, time.time()))
+
+    def take_parts(self) -> tuple[Part, ...]:
+        """Return the parts of the call that ends here."""
+        parts, self._parts = tuple(self._parts), []
+        return parts
 
     @property
     def world_size(self) -> int:

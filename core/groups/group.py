@@ -27,21 +27,25 @@ and the runtime delivers that reply before the call starts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import nan
 from typing import Any
 
 import attrs
 
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
-from hybridflow.core.contracts.worker import Worker
+from hybridflow.core.contracts.worker import Part, Worker
 from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.groups.host import Reply, read_reply, write_call
 from hybridflow.core.groups.methods import Method, methods_of
 from hybridflow.core.groups.wire import Encoder
 from hybridflow.core.values.batch import Batch, PromisedTable, View
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
+
+_Sent = tuple[Message, "tuple[Call, ...]"]
 
 
 class Future:
@@ -63,17 +67,40 @@ class Future:
 
 
 @attrs.define(eq=False)
+class Call:
+    """A call of one rank, for those who look at times. Times are seconds since the epoch."""
+
+    pool: str
+    rank: int
+    role: str
+    method: str
+    sent: float
+    """When the controller sent it."""
+    after: tuple[Call, ...] = ()
+    """The calls whose results it was given before they were there."""
+    started: float = nan
+    """When the rank began, by the clock of its node; nan before the reply is read."""
+    ended: float = nan
+    parts: tuple[Part, ...] = ()
+    """What it consisted of, as far as the worker tells."""
+    read: tuple[float, float] = (nan, nan)
+    """When the controller began to wait for the reply, and when it had it."""
+
+
+@attrs.define(eq=False)
 class PendingReply:
     """One rank's reply, which is fetched at most once."""
 
     runtime: Runtime
     reference: Any
-    watch: Callable[[Reply], None] | None
+    call: Call
+    watch: Callable[[Call], None] | None
     _reply: Reply | None = None
 
     def read(self) -> Reply:
         """Wait for the reply. Raises the rank's WorkerError if the call failed there."""
         if self._reply is None:
+            began = time.time()
             blob, handles, failed = self.runtime.wait(self.reference)
             self.runtime.traffic.received += len(blob)
 
@@ -82,8 +109,11 @@ class PendingReply:
                 self.runtime.check_alive()
 
             self._reply = read_reply(blob, handles, failed, _Counted(self.runtime))
+            self.call.started, self.call.ended = self._reply.started, self._reply.ended
+            self.call.parts = self._reply.parts
+            self.call.read = (began, time.time())
             if self.watch is not None:
-                self.watch(self._reply)
+                self.watch(self.call)
 
         # A failed call raises each time that it is read.
         if self._reply.error is not None:
@@ -148,17 +178,17 @@ class WorkerGroup:
         generation: GenerationLayout | None = None,
         name: str | None = None,
         seed: int = 0,
-        watch: Callable[[str, str, int, Reply], None] | None = None,
+        watch: Callable[[Call], None] | None = None,
         extras: Sequence[str] = (),
         writes: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ):
         """Build the workers, and wait for that; `args` and `kwargs` are their arguments.
 
-        name: the role's name, by default the class's. watch: called as (role, method, rank,
-        reply) for every reply that is read. extras: columns that these workers read beside those
-        that their methods name, where a batch has them. writes: method -> the columns of its
-        result, where they depend on these workers' arguments.
+        name: the role's name, by default the class's. watch: called for every reply that is read.
+        extras: columns that these workers read beside those that their methods name, where a batch
+        has them. writes: method -> the columns of its result, where they depend on these workers'
+        arguments.
         """
         self.name = name or worker.__name__
         self.pool = pool
@@ -241,23 +271,24 @@ class WorkerGroup:
 
         # Rows are encoded one by one, so that the first rank starts while others' messages are
         # written. Other arguments are anything: one that cannot be sent fails before a rank starts.
-        messages: Iterable[Message] = self._messages(method, pieces, set(sources))
+        messages: Iterable[_Sent] = self._messages(method, pieces, set(sources))
         if not protocol.splits:
             messages = list(messages)
 
         # Submitting does not wait: the replies are read when the result is.
         label = Label(self.name, method.name)
         pending = {}
-        for rank, message in zip(called, messages, strict=True):
+        for rank, (message, after) in zip(called, messages, strict=True):
             self.runtime.traffic.sent += len(message.blob)
+            call = Call(self.pool.spec.name, rank, self.name, method.name, time.time(), after)
             reference = self.pool.processes[rank].submit(message, label)
-            pending[rank] = PendingReply(self.runtime, reference, self._watcher(method.name, rank))
+            pending[rank] = PendingReply(self.runtime, reference, call, self._watch)
         return self._collect(method, promised, pieces, pending, sources)
 
     def _messages(
         self, method: Method, pieces: dict[int, tuple], sources: set[int]
-    ) -> Iterable[Message]:
-        """Yield one message per rank.
+    ) -> Iterable[_Sent]:
+        """Yield one message per rank, with the calls whose replies it names.
 
         Ranks with the same arguments share one encoding, and so the objects in the store.
         """
@@ -268,11 +299,12 @@ class WorkerGroup:
                 encoder = Encoder(self.runtime)
                 blob = encoder.dumps(piece)
                 references = [reply.reference for reply in encoder.replies]
-                encoded[key] = (blob, encoder.handles, references)
+                after = tuple(reply.call for reply in encoder.replies)
+                encoded[key] = (blob, encoder.handles, references, after)
 
-            blob, handles, references = encoded[key]
+            blob, handles, references, after = encoded[key]
             call = write_call(self.name, method.name, rank in sources, blob)
-            yield Message(call, handles, references)
+            yield Message(call, handles, references), after
 
     def _distribute(self, protocol, value: Any) -> Sequence[Any]:
         """Distribute a value, and the batches inside lists, tuples and dicts.
@@ -329,10 +361,6 @@ class WorkerGroup:
             table = PromisedTable(result, rows, promised, pending[rank])
             batches.append(Batch.of_views([View((table,))]))
         return method.protocol.collect(self, batches)
-
-    def _watcher(self, method: str, rank: int) -> Callable[[Reply], None] | None:
-        watch = self._watch
-        return None if watch is None else lambda reply: watch(self.name, method, rank, reply)
 
 
 def _host_method(name: str) -> Method:

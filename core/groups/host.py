@@ -1,8 +1,8 @@
 """The program of each process of a pool, under any runtime: holds workers by role, and calls them.
 
 A message's blob is pickle((role, method, keep)) followed by the encoding of (args, kwargs); a
-reply's blob is the encoding of (started, ended, value or error). See group.py for the path of a
-call, and wire.py for the encoding.
+reply's blob is the encoding of (started, ended, parts, value or error). See group.py for the path
+of a call, and wire.py for the encoding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hybridflow.core.contracts.runtime import Store
-from hybridflow.core.contracts.worker import COLLECTIVE_TIMEOUT, RankContext, Worker
+from hybridflow.core.contracts.worker import COLLECTIVE_TIMEOUT, Part, RankContext, Worker
 from hybridflow.core.errors import DamagedError, DamagedPartError, HybridFlowError, WorkerError
 from hybridflow.core.groups.rendezvous import FileRendezvous, ServerRendezvous, StoreServer
 from hybridflow.core.groups.wire import Decoder, Encoder
@@ -39,12 +39,15 @@ class Reply:
     error: WorkerError | None
     started: float
     ended: float
+    parts: tuple[Part, ...] = ()
+    """What the call consisted of, as far as the worker tells."""
 
 
 def read_reply(blob: bytes, handles: Sequence[Any], failed: bool, store: Store) -> Reply:
     """Decode the result of `Host.call`."""
-    started, ended, value = Decoder(blob, handles, store).load()
-    return Reply(None, value, started, ended) if failed else Reply(value, None, started, ended)
+    started, ended, parts, value = Decoder(blob, handles, store).load()
+    value, error = (None, value) if failed else (value, None)
+    return Reply(value, error, started, ended, parts)
 
 
 def write_call(role: str, method: str, keep: bool, arguments: bytes) -> bytes:
@@ -166,16 +169,16 @@ class Host:
             # Decoding, the method and encoding all may fail; each failure is a reply.
             args, kwargs = Decoder(arguments, handles, self.store, resolve).load()
             result = self._method(role, name)(*args, **kwargs)
-            return *self._encode((started, time.time(), result if keep else None)), False
+            return *self._encode(started, role, result if keep else None), False
 
         # An input of this call failed: the first failure is the one to report.
         except WorkerError as error:
-            return *self._encode((started, time.time(), error)), True
+            return *self._encode(started, role, error), True
         except BaseException as error:
             # Ctrl-C ends a run in the calling process; other ranks reply with it.
             if isinstance(error, KeyboardInterrupt) and self.world == 1:
                 raise
-            return *self._encode((started, time.time(), self._failure(error, role, name))), True
+            return *self._encode(started, role, self._failure(error, role, name)), True
 
     def _method(self, role: str, name: str) -> Callable:
         # Two methods are the host's own; a group calls them when it is made and closed.
@@ -200,9 +203,12 @@ class Host:
         )
         self.workers[role] = cls(context, *args, **kwargs)
 
-    def _encode(self, reply: tuple) -> tuple[bytes, list[Any]]:
+    def _encode(self, started: float, role: str, value: Any) -> tuple[bytes, list[Any]]:
+        parts: tuple[Part, ...] = ()
+        if role in self.workers:
+            parts = self.workers[role].context.take_parts()
         encoder = Encoder(self.store)
-        return encoder.dumps(reply), encoder.handles
+        return encoder.dumps((started, time.time(), parts, value)), encoder.handles
 
     def _failure(self, error: BaseException, role: str, phase: str) -> WorkerError:
         """Return the error for the reply: a WorkerError with role, phase, rank and traceback.

@@ -275,7 +275,7 @@ def _workers_can_import(module: str) -> bool:
 
 def _metric_parts(metrics: Metrics) -> tuple:
     """Return the arguments from which these metrics can be constructed."""
-    return (metrics.means, metrics.maxima, metrics.spreads)
+    return (metrics.means, metrics.maxima, metrics.spreads, metrics.recorded)
 
 
 class _Pickler(cloudpickle.Pickler):

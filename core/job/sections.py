@@ -74,8 +74,16 @@ class RunSection:
 
     # Observation
     samples: int = setting(1, non_negative)
-    """How many of each step's rollouts are written to samples.jsonl, as text with their scores: the
-    first of each of so many groups."""
+    """Number of groups of each step whose rows are recorded in `recording`: tokens, logprobs,
+    advantages, scores. 0: none."""
+    samples_mb: int = setting(64, at_least(1))
+    """Most megabytes (10^6 bytes) of recorded rows on the disk. Where they would be more, every
+    second recorded step is dropped."""
+    timeline_mb: int = setting(16, non_negative)
+    """Most megabytes of the recorded timeline, thinned out alike: what each process did and when,
+    and for whom it waited. 0: none."""
+    report: bool = True
+    """Whether report.html is written at the end, the page that `hybridflow report` makes."""
     trackers: tuple[str | dict[str, Any], ...] = ("jsonl", "tensorboard")
     """Plugins of kind "tracker" that get the metrics: names, or tables of a name and its settings
     such as `{ name = "jsonl" }`. One that is not installed is left out with a note."""
@@ -279,6 +287,6 @@ class ValidationSection:
     """Whether the actor generates responses to be scored. False: only the loss on the set's own
     responses is computed."""
     samples: int = setting(8, non_negative)
-    """Number of rows that each validation writes to samples.jsonl."""
+    """Number of rows of each validation that are recorded."""
     batch_rows: int = setting(1024, positive)
     """Number of rows in one call."""

@@ -1,4 +1,4 @@
-"""The hooks of hybridflow: one registers plugins, and three observe a run.
+"""The hooks of hybridflow: one registers plugins, and four observe a run.
 
 A plugin module marks its functions with `hookimpl` and takes the arguments that it wants, by name:
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from hybridflow.core.contracts.observer import Observer
     from hybridflow.core.plugins.descriptor import Descriptor
 
 PROJECT = "hybridflow"
@@ -37,6 +38,14 @@ def hybridflow_plugins() -> list[Descriptor]:  # type: ignore[empty-body]
     """List the plugins of a package.
 
     It is called once, when plugins are listed: import nothing slow here.
+    """
+
+
+@hookspec
+def hybridflow_observers(job: Any) -> list[Observer]:  # type: ignore[empty-body]
+    """Make the observers of a run of this job, which see its samples and times too.
+
+    It is called once for each start of a job, before any process is started.
     """
 
 

@@ -414,18 +414,20 @@ class Registry:
             rows += [(kind, name, str(diagnosis)) for diagnosis in diagnoses if diagnosis]
         return sorted(rows)
 
-    def notify(self, hook: str, **arguments: Any) -> None:
-        """Call an observer hook of every plugin.
+    def notify(self, hook: str, **arguments: Any) -> list[Any]:
+        """Call an observer hook of every plugin; return their answers.
 
         One that raises is logged with the plugin's name, and the run goes on.
         """
+        answers: list[Any] = []
         for impl in getattr(self._hooks.hook, hook).get_hookimpls():
             try:
-                self._call(impl.plugin, hook, **arguments)
+                answers += self._call(impl.plugin, hook, **arguments)
             except Exception:
                 log.warning(
                     "%s of plugin %s raised; the run goes on", hook, impl.plugin_name, exc_info=True
                 )
+        return answers
 
     # --- details ---
 

@@ -59,7 +59,11 @@ def torch_allocates(job: Job, pool: str) -> bool:
     return all(settings.torch_allocates and apart is None for settings, apart in engines)
 
 
-def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str], None]) -> Job:
+Checked = tuple[Job, Sequence[PoolMemory]]
+"""A job whose engines are limited to what the models leave, and the memory of its pools."""
+
+
+def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str], None]) -> Checked:
     """Check a job against the memory of its pools; return it with engines limited accordingly.
 
     Raises ConfigError for a job on GPUs that exceeds the usable memory by more than EXCESS. `say`
@@ -67,17 +71,17 @@ def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str]
     """
     if not job.planner:
         say("memory: not checked, as no planner is installed")
-        return job
+        return job, ()
     # This is advice: an error in a planner plugin must not end a run that may work.
     try:
         pools = build_planner(job.planner, job.planner_config).memory(job, devices)
     except HybridFlowError as error:
         say(f"memory: not checked: {error}")
-        return job
+        return job, ()
     except Exception as error:
         log.debug("the planner's formulas of memory", exc_info=True)
         say(f"memory: not checked: {type(error).__name__}: {error}")
-        return job
+        return job, ()
 
     problems = []
     lines = []
@@ -99,7 +103,7 @@ def preflight(job: Job, devices: Mapping[str, DeviceMemory], say: Callable[[str]
         )
     for line in lines:
         say(line)
-    return job if job.device == "cpu" else _with_rooms(job, pools, say)
+    return (job if job.device == "cpu" else _with_rooms(job, pools, say)), pools
 
 
 def _problem(pool: PoolMemory) -> str:

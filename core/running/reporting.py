@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from traceback import format_exception
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from hybridflow.core.contracts.observer import Observer, SampleRow, Span
 from hybridflow.core.contracts.tracker import Tracker
 from hybridflow.core.errors import HybridFlowError, PluginError
 from hybridflow.core.job.job import Job
@@ -49,16 +51,6 @@ SHOWN = {
 """Metric -> its label in the progress line, the most important first."""
 
 
-class Observer(Protocol):
-    """Gets a run's metrics and adds its own, such as a planner's predicted times."""
-
-    def step(self, values: Mapping[str, float]) -> Mapping[str, float]:
-        """Take the metrics of a step, and return further ones."""
-
-    def ended(self) -> Iterable[str]:
-        """Return lines for the console at the end of the run."""
-
-
 class Reporter:
     """Reports a run to the console, to trackers and to observers. Use it as a context manager."""
 
@@ -81,8 +73,8 @@ class Reporter:
         """The first completed step of this attempt, and its time (time.monotonic)."""
         self._warned = False
         """Whether the last step's mismatch was above run.mismatch_warn."""
-        self._failing: set[Tracker] = set()
-        """Trackers that could not write what they got last."""
+        self._failing: set[Tracker | Observer] = set()
+        """Trackers and observers that failed when they were told something last."""
         self._log_file: TextIO | None = None
         self._last_logged = -math.inf
 
@@ -106,6 +98,8 @@ class Reporter:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         self._stop_progress()
         self._close_trackers()
+        for observer in self.observers:
+            self._tell(observer, "what it has not written yet", observer.close)
         if error is not None:
             expected = isinstance(error, HybridFlowError | KeyboardInterrupt)
             # What nobody expected is an error of ours or of a plugin.
@@ -198,6 +192,13 @@ class Reporter:
             )
             self._progress.start()
 
+    def observe(self, run: Run) -> None:
+        """Show the run to the observers, as it begins or begins again."""
+        for observer in self.observers:
+            self._tell(observer, "the beginning of the run", partial(observer.begin, run))
+        # Building the models is no part of the first step.
+        self._spans(run.step, run.session.timeline.take().spans)
+
     def _stop_progress(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -220,10 +221,12 @@ class Reporter:
 
         # Seconds of the step, and of each role's calls on the busiest rank.
         values["seconds/step"] = seconds
-        phases = run.session.timeline.take()
-        values |= {f"seconds/{phase}": spent for phase, spent in phases.items()}
+        taken = run.session.timeline.take()
+        values |= {f"seconds/{phase}": spent for phase, spent in taken.phases.items()}
+        lost = f"the metrics of step {run.step}"
         for observer in self.observers:
-            values |= observer.step(values)
+            more = self._tell(observer, lost, partial(observer.step, values))
+            values |= more or {}
 
         # The progress of the run.
         run.tokens += int(tokens)
@@ -231,6 +234,7 @@ class Reporter:
         if (eta := self._eta(run.step)) is not None:
             values["eta_seconds"] = eta
 
+        self._spans(run.step, taken.spans)
         self._log(run, values)
         self._line(run.step, values)
         self._check_mismatch(run.step, values)
@@ -273,14 +277,14 @@ class Reporter:
     def ended(self) -> None:
         """Print the observers' lines."""
         for observer in self.observers:
-            for line in observer.ended():
+            for line in self._tell(observer, "the end of the run", observer.ended) or ():
                 self.say(line)
 
     def validation(self, run: Run, values: dict[str, float]) -> None:
         """Report the metrics of a validation, and whether they reach the goal of the run."""
         # Bytes and times of the validation are not the next step's.
         run.session.runtime.traffic.take()
-        run.session.timeline.take()
+        self._spans(run.step, run.session.timeline.take().spans)
         self._log(run, values)
 
         named = {name.removeprefix("validation/"): value for name, value in values.items()}
@@ -299,23 +303,47 @@ class Reporter:
             )
 
     def _log(self, run: Run, values: Mapping[str, float]) -> None:
-        """Send metrics to the trackers, and those of steps to observers.
-
-        A tracker that fails is told, and again after a step that it took.
-        """
+        """Send metrics to the trackers, and those of steps to hooks."""
+        lost = f"the metrics of step {run.step}"
         for tracker in self.trackers:
-            try:
-                tracker.log(run.step, values)
-                self._failing.discard(tracker)
-            except Exception as error:
-                if tracker not in self._failing:
-                    self.say(
-                        f"step {run.step}: {type(tracker).__name__} lost these metrics: "
-                        f"{reason(error)}; the run goes on, and it gets those of later steps"
-                    )
-                self._failing.add(tracker)
+            self._tell(tracker, lost, partial(tracker.log, run.step, values))
         if not any(name.startswith("validation/") for name in values):
             registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Show recorded rows to the observers and the trackers."""
+        lost = f"the samples of step {step}"
+        told: list[Tracker | Observer] = [*self.observers, *self.trackers]
+        for one in told if rows else ():
+            self._tell(one, lost, partial(one.samples, step, rows))
+
+    def _spans(self, step: int, spans: Sequence[Span]) -> None:
+        for observer in self.observers:
+            self._tell(observer, f"the times of step {step}", partial(observer.spans, step, spans))
+
+    def checkpoint(self, step: int) -> None:
+        """Tell the observers that a checkpoint of `step` is about to be written."""
+        for observer in self.observers:
+            self._tell(observer, "what it has seen", partial(observer.checkpoint, step))
+
+    def _tell(self, one: Tracker | Observer, lost: str, call: Callable[[], Any]) -> Any:
+        """Call a method of a tracker or an observer, and return its answer.
+
+        That it fails is said, and stops nothing; the answer is None. It is said again after a call
+        that did not fail. lost: what the call was to keep.
+        """
+        try:
+            answer = call()
+            self._failing.discard(one)
+            return answer
+        except Exception as error:
+            if one not in self._failing:
+                self.say(
+                    f"{type(one).__name__} lost {lost}: {reason(error)}; "
+                    "the run goes on, and it gets what comes later"
+                )
+            self._failing.add(one)
+            return None
 
     def _line(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step's main metrics and its three longest calls, as progress or as a line."""

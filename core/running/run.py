@@ -7,6 +7,7 @@ import attrs
 from hybridflow.core.context import GroupStepContext
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.checkpoint import Checkpoints
+from hybridflow.core.running.samples import RowRecorder
 from hybridflow.core.running.session import Session
 
 
@@ -21,6 +22,8 @@ class Run:
     ctx: GroupStepContext
     """The context that the algorithm's steps get."""
     checkpoints: Checkpoints
+    recorder: RowRecorder = attrs.field(init=False)
+    """Chooses the rows that are recorded of each step."""
 
     # Changes with every step
     step: int = 0
@@ -29,6 +32,10 @@ class Run:
     """Number of tokens that the actor has generated in them."""
     validations: dict[int, dict[str, float]] = attrs.field(factory=dict)
     """Step -> metrics of the validation after it."""
+
+    def __attrs_post_init__(self) -> None:
+        self.recorder = RowRecorder(self.session, self.ctx, self.job.run.samples)
+        self.ctx.recorder = self.recorder
 
     @property
     def reached(self) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from hybridflow.core.context import GroupStepContext
 from hybridflow.core.contracts.data_source import DataConfig
-from hybridflow.core.contracts.planner import DeviceMemory
+from hybridflow.core.contracts.planner import DeviceMemory, PoolMemory
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.runtime import Runtime, runtime_settings
 from hybridflow.core.contracts.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from hybridflow.core.running.exports import (
     export_folder,
     write_special_tokens,
 )
-from hybridflow.core.running.preflight import devices_of, preflight, torch_allocates
+from hybridflow.core.running.preflight import Checked, devices_of, preflight, torch_allocates
 from hybridflow.core.running.timeline import Timeline
 from hybridflow.core.running.waiting import said_meanwhile
 from hybridflow.core.values.batch import Batch
@@ -191,6 +191,8 @@ class Session:
         self.prepared = prepared
         self.say = say
         self.timeline = Timeline()
+        self.memory: Sequence[PoolMemory] = ()
+        """The estimated memory of each pool's devices, where it was checked."""
         self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
         self.groups: dict[str, tuple[Role, WorkerGroup]] = {}
 
@@ -247,12 +249,12 @@ class Session:
             if job.device == "cuda" and torch_allocates(job, name):
                 group.grow_segments().result()
         if job.run.preflight == "on":
-            job = self._preflight(groups)
+            job, self.memory = self._preflight(groups)
         for group in groups.values():
             group.close()
         return job
 
-    def _preflight(self, groups: Mapping[str, WorkerGroup]) -> Job:
+    def _preflight(self, groups: Mapping[str, WorkerGroup]) -> Checked:
         """Return `preflight` of the job. Raises ConfigError where the memory is not enough.
 
         It is repeated, as earlier processes may take a moment to free their memory.

@@ -1,27 +1,99 @@
-"""Seconds of each call on each rank, by the workers' own clocks."""
+"""What each process did and when, by the processes' own clocks, and who waited for whom."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
-from hybridflow.core.groups.host import Reply
+import attrs
+
+from hybridflow.core.contracts.observer import Span
+from hybridflow.core.groups.group import Call
+
+CONTROLLER = "controller"
+SHORT_S = 0.001
+"""Waits and parts of calls that are shorter, in seconds, are left out."""
 
 
 class Timeline:
-    """Busy seconds of every rank since the last `take`."""
+    """The calls of every rank since the last `take`."""
 
     def __init__(self) -> None:
-        self._busy: dict[tuple[str, int], float] = defaultdict(float)
+        self._calls: list[Call] = []
+        self._last: dict[str, float] = {}
+        """Process -> when its last call ended."""
 
-    def add(self, role: str, method: str, rank: int, reply: Reply) -> None:
-        """Add the time that one rank spent on one call."""
-        self._busy[f"{role}/{method}", rank] += reply.ended - reply.started
+    def add(self, call: Call) -> None:
+        """Add a call whose reply was read."""
+        self._calls.append(call)
 
-    def take(self) -> dict[str, float]:
-        """Return role/method -> seconds of the busiest rank, and begin anew."""
-        # The other ranks wait for the busiest one, so its time is the call's.
-        phases: dict[str, float] = {}
-        for (phase, _), seconds in self._busy.items():
-            phases[phase] = max(phases.get(phase, 0.0), seconds)
-        self._busy.clear()
-        return phases
+    def take(self) -> Taken:
+        """Return the calls so far, and begin anew."""
+        calls = sorted(self._calls, key=lambda call: call.started)
+        self._calls = []
+        spans: list[Span] = []
+        for call in calls:
+            process = _process(call)
+            last = self._last.get(process, call.started)
+            waited = max(call.started - last, 0.0)
+            spans.append(
+                Span(
+                    process,
+                    call.role,
+                    call.method,
+                    call.started,
+                    call.ended - call.started,
+                    waited if waited >= SHORT_S else 0.0,
+                    _cause(call, last) if waited >= SHORT_S else "",
+                )
+            )
+            spans += [
+                Span(process, call.role, f"{call.method}/{name}", started, ended - started)
+                for name, started, ended in call.parts
+                if ended - started >= SHORT_S
+            ]
+            self._last[process] = max(last, call.ended)
+        for call in calls:
+            began, ended = call.read
+            if ended - began >= SHORT_S:
+                cause = f"{call.role}/{call.method}@{_process(call)}"
+                waited = ended - began
+                spans.append(Span(CONTROLLER, call.role, "wait", began, waited, 0.0, cause))
+            call.after = ()  # else each call would keep all before it
+        return Taken(_busiest(calls), spans)
+
+
+@attrs.frozen
+class Taken:
+    """The times of a step."""
+
+    phases: dict[str, float]
+    """role/method -> seconds of the busiest rank."""
+    spans: Sequence[Span]
+
+
+def _process(call: Call) -> str:
+    return f"{call.pool}/{call.rank}"
+
+
+def _cause(call: Call, since: float) -> str:
+    """Return what a process waited for from `since` until it began a call.
+
+    It is the last of the calls whose results this one needed, unless the controller sent it later.
+    """
+    ends = [before for before in call.after if before.ended > since]
+    last = max(ends, key=lambda before: before.ended, default=None)
+    if last is not None and last.ended >= call.sent:
+        return f"{last.role}/{last.method}@{_process(last)}"
+    return CONTROLLER
+
+
+def _busiest(calls: Sequence[Call]) -> dict[str, float]:
+    """Return role/method -> seconds of the busiest rank, for which the others wait."""
+    busy: dict[tuple[str, str], float] = defaultdict(float)
+    for call in calls:
+        busy[f"{call.role}/{call.method}", _process(call)] += call.ended - call.started
+    phases: dict[str, float] = {}
+    for (phase, _), seconds in busy.items():
+        phases[phase] = max(phases.get(phase, 0.0), seconds)
+    return phases

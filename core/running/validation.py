@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from hybridflow.core.contracts.observer import SampleRow
 from hybridflow.core.plugins import registry
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
-from hybridflow.core.running.samples import write_samples
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
 
@@ -37,22 +37,26 @@ def validate(run: Run, report: Reporter) -> dict[str, float]:
 
     # In pieces, so that a large held-out set needs the memory of batch_rows rows only.
     parts: list[Metrics] = []
+    samples: list[SampleRow] = []
     total = run.session.prepared.rows["validation"]
     for start in range(0, total, section.batch_rows):
         rows = run.session.rows("validation", start, min(start + section.batch_rows, total))
         if section.generate:
-            parts.append(_generate(run, rows, section.samples if start == 0 else 0))
+            # The first rows of each validation are the same, so that they can be compared.
+            left = section.samples - len(samples)
+            parts.append(_generate(run, rows, left, samples))
         if "response_ids" in rows:
             parts += _losses(run, rows)
 
     # The calls above must not show in the next step's metrics, nor change its random draws.
     run.ctx.finish()
-    run.ctx.take_scored()
+    run.recorder.clear()
     run.ctx.counters = counters
 
     values = Metrics.merge(parts).prefixed("validation/").values()
     run.validations[run.step] = values
     report.validation(run, values)
+    report.samples(run.step, samples)
     registry().notify("hybridflow_metrics", run=run, step=run.step, metrics=values)
     return values
 
@@ -75,8 +79,8 @@ def _losses(run: Run, rows: Batch) -> Iterator[Metrics]:
             yield run.ctx.roles[name].loss(batch, loss).result()
 
 
-def _generate(run: Run, rows: Batch, samples: int) -> Metrics:
-    """Generate and score greedy responses; the first `samples` are written to samples.jsonl."""
+def _generate(run: Run, rows: Batch, left: int, samples: list[SampleRow]) -> Metrics:
+    """Generate and score greedy responses; the first `left` rows are added to `samples`."""
     # Only what a prompt has: responses of the data must not reach the actor.
     prompts = rows.select(["prompt_ids", "group", "meta"])
     batch = run.ctx.actor.generate(prompts, greedy=True)
@@ -86,8 +90,8 @@ def _generate(run: Run, rows: Batch, samples: int) -> Metrics:
     scores = torch.as_tensor(scored[column].values).double()
     scores = scores[~scores.isnan()]  # without failed rows
 
-    # The first rows of each validation are the same, so that samples can be compared.
-    if samples:
-        write_samples(run, batch.join(scored).take(slice(0, samples)), column, "validation")
+    if left > 0:
+        shown = batch.join(scored).take(slice(0, left))
+        samples += run.recorder.read(shown, run.step, "validation")
     score = (float(scores.sum()), len(scores))
     return Metrics({"score": score, **batch.metrics.means})

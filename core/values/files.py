@@ -24,8 +24,8 @@ FORK = "fork.json"
 """The file that says at which run's step a fork began."""
 METRICS = "metrics.jsonl"
 """The metrics of each step, as the tracker `jsonl` writes them."""
-SAMPLES = "samples.jsonl"
-"""Responses as text, with their scores."""
+RECORDING = "recording"
+"""The folder of recorded samples and times."""
 EVALUATIONS = "evaluations"
 """The folder of what `hybridflow evaluate` writes."""
 CONSOLE = "console.log"
@@ -34,10 +34,14 @@ LOGS = "logs"
 """The folder of what engines write, in processes of their own."""
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer, which is written at the end."""
+REPORT = "report.html"
+"""The page that shows a run."""
+TRACE = "trace.json.gz"
+"""The timeline, for ui.perfetto.dev."""
 TENSORBOARD = "tensorboard"
 """The folder that the tracker `tensorboard` writes."""
 WRITTEN = (
     *(MARK, DONE, FORK, CHECKPOINTS, EXPORT, PARTIAL_EXPORT, TOKENIZER),
-    *(METRICS, SAMPLES, CONSOLE, EVALUATIONS, LOGS, TENSORBOARD),
+    *(METRICS, RECORDING, CONSOLE, REPORT, TRACE, EVALUATIONS, LOGS, TENSORBOARD),
 )
 """All that a run leaves in its folder, beside its lock and what other trackers write."""

@@ -16,15 +16,18 @@ class Metrics:
 
     `merge` adds the pairs, takes the maxima and puts the values together. Of the values of a spread
     their distribution is reported: <name>_std (of all of them), _min, _p10, _p50, _p90 and _max.
+
+    `recorded` is no metric: name -> row's number -> the values of its tokens, of rows to record.
     """
 
-    __slots__ = ("maxima", "means", "spreads")
+    __slots__ = ("maxima", "means", "recorded", "spreads")
 
     def __init__(
         self,
         means: Mapping[str, tuple[float, float]] | None = None,
         maxima: Mapping[str, float] | None = None,
         spreads: Mapping[str, Any] | None = None,
+        recorded: Mapping[str, dict[int, np.ndarray]] | None = None,
     ):
         # Plain floats of any input: tensors would keep device memory.
         self.means = {}
@@ -34,6 +37,7 @@ class Metrics:
         self.spreads = {
             name: np.asarray(values, np.float32) for name, values in (spreads or {}).items()
         }
+        self.recorded = dict(recorded or {})
 
     @classmethod
     def of(cls, **values: float) -> Metrics:
@@ -54,6 +58,8 @@ class Metrics:
                 merged.maxima[name] = max(value, merged.maxima.get(name, value))
             for name, values in metrics.spreads.items():
                 spreads.setdefault(name, []).append(values)
+            for name, rows in metrics.recorded.items():
+                merged.recorded.setdefault(name, {}).update(rows)
         merged.spreads = {name: np.concatenate(parts) for name, parts in spreads.items()}
         return merged
 
@@ -72,6 +78,7 @@ class Metrics:
             {f"{prefix}{name}": pair for name, pair in self.means.items()},
             {f"{prefix}{name}": value for name, value in self.maxima.items()},
             {f"{prefix}{name}": values for name, values in self.spreads.items()},
+            {f"{prefix}{name}": rows for name, rows in self.recorded.items()},
         )
 
     def __getitem__(self, name: str) -> float:
@@ -81,7 +88,7 @@ class Metrics:
         return name in self.means or name in self.maxima
 
     def __bool__(self) -> bool:
-        return bool(self.means or self.maxima or self.spreads)
+        return bool(self.means or self.maxima or self.spreads or self.recorded)
 
     def __repr__(self) -> str:
         figures = (f"{name}={value:.4g}" for name, value in self.values().items())

@@ -10,6 +10,7 @@ environments take.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ def run_episodes(
         closings.close()
     batch = episode_batch(episodes)
     batch.metrics.maxima["abandoned_threads"] = float(calls.abandoned + closings.abandoned)
+    batch.metrics.means["environment_wait_seconds"] = (runner.waited, 1.0)
     return batch
 
 
@@ -100,6 +102,9 @@ class EpisodeRunner:
         self.closings = closings
         self.closed = 0
         """Number of environments that were told to close."""
+        self.waited = 0.0
+        """Seconds in which there was nothing to do but to wait for environments."""
+        self.context = context
         self.group = context.group("generation.replica")
         self.first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
         self.leads = self.group is None or dist.get_rank() == self.first
@@ -208,6 +213,15 @@ class EpisodeRunner:
         With `wait` at least one. What the first rank raises becomes an EnvironmentFailure on every
         rank, so that none waits for ever.
         """
+        if not wait:
+            return self._agreed(wait)
+        began = time.perf_counter()
+        with self.context.part("environments"):
+            said = self._agreed(wait)
+        self.waited += time.perf_counter() - began
+        return said
+
+    def _agreed(self, wait: bool) -> Said:
         if self.group is None:
             return self._received(wait)
 

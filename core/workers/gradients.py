@@ -35,6 +35,8 @@ BASE = ("prompt_ids", "response_ids", "loss_mask")
 """Columns that every update needs."""
 MISMATCH = ("rollout_logprobs", "weight_version")
 """Columns by which trainer and rollout engine are compared, where a batch has them."""
+RECORD_ID = "record_id"
+"""A row's number among those whose logprobs are recorded, int32; -1: it is not recorded."""
 MISMATCH_MEAN = "mismatch_mean"
 """The metric that is compared with a limit."""
 
@@ -48,7 +50,7 @@ def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
             names.add("topk_ids")
         if loss.unit != "row":
             names.add(loss.unit)
-    return [*BASE, *sorted(names)]
+    return [*BASE, RECORD_ID, *sorted(names)]
 
 
 class LossPart:
@@ -104,6 +106,11 @@ class LossPart:
         self.columns = {name: batch[name] for name in dict.fromkeys(names)}
         # Whether the batch and the loss have the logprobs of both engine and trainer.
         self.compared = "logprobs" in loss.needs and all(name in batch for name in MISMATCH)
+        # Rows whose logprobs, by the loss's own forward pass, are recorded.
+        self.recorded: dict[int, np.ndarray] = {}
+        self.record_ids: np.ndarray | None = None
+        if RECORD_ID in batch and "logprobs" in loss.needs:
+            self.record_ids = np.asarray(torch.as_tensor(batch[RECORD_ID].values))
         self.topk = batch["topk_ids"] if "topk_logprobs" in loss.needs else None
         self.extras = {name: batch[name] for name in extras if name in batch}
 
@@ -181,6 +188,7 @@ class LossPart:
             tally.extend(term_tally)
             if self.compared:
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
+            self._record(planned, outputs)
 
             # Every term has weight 0, but all ranks must run the same backward passes.
             if train and not value.requires_grad:
@@ -199,6 +207,21 @@ class LossPart:
                 if outputs:
                     share(number, outputs)
         return tally
+
+    def _record(self, planned: np.ndarray, outputs: Mapping[str, torch.Tensor]) -> None:
+        """Keep the logprobs of the micro-batch's rows that are to be recorded."""
+        if self.record_ids is None:
+            return
+        ids = self.record_ids[planned]
+        wanted = np.flatnonzero(ids >= 0)
+        if not len(wanted):
+            return
+        assert self.responses.lengths is not None
+        # One copy to the host for all of them.
+        values = outputs["logprobs"].detach()[torch.from_numpy(wanted)].float().cpu().numpy()
+        lengths = self.responses.lengths[planned[wanted]]
+        for number, row, length in zip(ids[wanted], values, lengths, strict=True):
+            self.recorded[int(number)] = row[:length]
 
 
 class _Declared(dict[str, Any]):

@@ -247,9 +247,11 @@ class ModelWorker(PoolMember):
         with measured(self.context.device) as peak:
             backend = self._resident(*PARTS)
             parts = self._parts(pairs)
-            metrics = self._losses(parts, train=True)
+            with self.context.part("losses"):
+                metrics = self._losses(parts, train=True)
             self._check_agreement(parts, metrics)
-            step = backend.optim_step()
+            with self.context.part("optimizer"):
+                step = backend.optim_step()
         # The optimizer has left the weights as they were where the gradient is not finite.
         self._check_finite(metrics.means["loss"][0], step["grad_norm"])
 
@@ -280,7 +282,10 @@ class ModelWorker(PoolMember):
 
     def _losses(self, parts: Sequence[LossPart], train: bool) -> Metrics:
         tallies = [part.run(self.backend, self.role.temperature, train) for part in parts]
-        return loss_metrics(tallies, self.context)
+        metrics = loss_metrics(tallies, self.context)
+        if recorded := {key: row for part in parts for key, row in part.recorded.items()}:
+            metrics.recorded["logprobs"] = recorded
+        return metrics
 
     def _check_agreement(self, parts: Sequence[LossPart], metrics: Metrics) -> None:
         """Raise MismatchError on every rank if the engine's logprobs differ; clear gradients."""
@@ -344,7 +349,7 @@ class ModelWorker(PoolMember):
         self.residents.clear()
         if not self.role.keep_engine:
             self.engine.wake()
-        with measured(self.context.device) as peak:
+        with measured(self.context.device) as peak, self.context.part("tokens"):
             generated = verb(self.engine, batch, *how, extras=self._sends)
         if not self.role.keep_engine:
             self.engine.sleep()
@@ -369,7 +374,7 @@ class ModelWorker(PoolMember):
         self._resident("weights", alone=True)
         if not self.role.keep_engine:
             self.engine.wake(cache=False)
-        with measured(self.context.device) as self.sync_peak:
+        with measured(self.context.device) as self.sync_peak, self.context.part("sync"):
             seconds = self.hybrid.sync()
         self._brought = self.backend.version
         return seconds

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridflow.core.contracts.command import Command
 from hybridflow.core.errors import ConfigError
+from hybridflow.core.values.files import EVALUATIONS, MARK
 from hybridflow.inference.commands.arguments import add_model
 from hybridflow.settle.config.waiting import wait_briefly
 
@@ -55,7 +56,8 @@ class EvaluateCommand(Command):
         parser.add_argument(
             "--rescore",
             action="store_true",
-            help="MODEL is an evaluation's folder: score its responses by --reward, without model",
+            help="MODEL is the folder of an evaluation, or of a run: score its responses, or "
+            "recorded samples, by --reward, without model",
         )
         parser.add_argument("--out", type=Path, help="folder of the samples and figures")
         parser.add_argument(
@@ -127,7 +129,7 @@ def _print_figures(
 
 
 def _rescore(arguments: argparse.Namespace) -> int:
-    """Score the responses of an evaluation's folder by another reward."""
+    """Score the responses of an evaluation, or a run's samples, by another reward."""
     from hybridflow.core.plugins.resolve import reward_from
     from hybridflow.inference.evaluation import Measure, rescore
 
@@ -138,7 +140,8 @@ def _rescore(arguments: argparse.Namespace) -> int:
     if arguments.majority and not reward.answers:
         raise ConfigError(f"--majority: reward {arguments.reward!r} does not say what an answer is")
     name = re.sub(r"\W+", "_", arguments.reward)
-    out = arguments.out or source / f"rescored-{name}"
+    inside = source / EVALUATIONS if (source / MARK).is_file() else source
+    out = arguments.out or inside / f"rescored-{name}"
     sets, samples = rescore(source, reward, arguments.reward, out)
     pass_at = _pass_at(arguments.pass_at, samples)
     measure = Measure(pass_at, arguments.success, arguments.majority and samples > 0)
@@ -195,7 +198,7 @@ def _pass_at(given: list[int] | None, samples: int) -> list[int]:
 def _folder(found: FoundModel) -> Path:
     """Return the folder for an evaluation of this model."""
     if found.run is not None:
-        return found.run / "evaluations" / f"step-{found.step}"
+        return found.run / EVALUATIONS / f"step-{found.step}"
     return Path("evaluations") / found.label
 
 

@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT, script
 
-FOLDERS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
+FOLDERS = (
+    "core",
+    "settle",
+    "kit",
+    "planner",
+    "inference",
+    "report",
+    "cli",
+    "backends",
+    "algorithms",
+)
 ARROWS = {
     "a mechanism prints": ("core/resharding/plan.py", "from hybridflow.cli.explain import explain"),
     "a rank's part knows the controller's object": (

@@ -13,7 +13,7 @@ import setuptools
 from helpers.job_texts import BASE
 from helpers.paths import ROOT
 
-TOPS = ("core", "settle", "kit", "planner", "inference", "cli", "backends", "algorithms")
+TOPS = ("core", "settle", "kit", "planner", "inference", "report", "cli", "backends", "algorithms")
 DATA = "backends/sglang/cpu"
 """Installed as data of its package: stubs of another project's modules."""
 

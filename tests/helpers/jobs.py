@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from helpers.job_texts import BASE
+from hybridflow.core.contracts.observer import Observer
 from hybridflow.core.errors import ConfigError
 from hybridflow.core.job.job import Job
 from hybridflow.core.running.reporting import Reporter
@@ -62,6 +63,16 @@ ALGORITHM = {"name": "grpo", "prompts_per_step": 4, "group_size": 2}
 HELD_OUT = {"data": {"options": {"split": "held-out"}, "limit": 6}, "batch_rows": 4, "samples": 3}
 TABLES: dict[str, Any] = {"validation": HELD_OUT}
 """Six sums that training does not see, four of them at a time."""
+
+
+class Kept(Observer):
+    """Keeps the samples that it is shown."""
+
+    def __init__(self) -> None:
+        self.samples_of: dict[int, list] = {}
+
+    def samples(self, step, rows):
+        self.samples_of.setdefault(step, []).extend(rows)
 
 
 def job_of(folder: Path, **tables: Any) -> Job:

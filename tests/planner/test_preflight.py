@@ -59,7 +59,7 @@ def test_bfloat16_without_recomputation_is_warned_of_with_the_sum():
 def test_as_it_is_it_is_accepted_and_the_cache_gets_what_training_leaves():
     said: list[str] = []
     job = gpu_grpo()
-    within = preflight(job, H100, said.append)
+    within, _ = preflight(job, H100, said.append)
     assert said[0].startswith("memory: pool main holds at most ")
     [memory] = job_memory(job, H100)
     option = memory.rooms["actor"]

@@ -142,7 +142,7 @@ def pending() -> Batch:
 
 def replied(value, store, failed=False) -> tuple:
     encoder = Encoder(store)
-    return encoder.dumps((0.0, 1.0, value)), encoder.handles, failed
+    return encoder.dumps((0.0, 1.0, (), value)), encoder.handles, failed
 
 
 def test_the_result_of_another_call_arrives_as_an_argument(ranks):

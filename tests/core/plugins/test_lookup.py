@@ -321,6 +321,18 @@ class Watcher:
         self.told.append(("metrics", step, metrics))
 
 
+def test_hybridflow_observers_are_those_of_every_plugin():
+    class Sees:
+        @hookimpl
+        def hybridflow_observers(self, job):
+            return [f"sees {job}"]
+
+    found = Registry()
+    for plugin in (Watcher(), Sees(), Sees()):
+        found.register(plugin, owner=str(id(plugin)))
+    assert found.notify("hybridflow_observers", job="a job") == [["sees a job"], ["sees a job"]]
+
+
 def test_hybridflow_step_end_tells_the_run_the_step_and_its_metrics():
     found, watcher = Registry(), Watcher()
     found.register(watcher)

@@ -42,7 +42,7 @@ def asked(monkeypatch, tmp_path, answer, device="cuda"):
     monkeypatch.setattr(module, "build_planner", lambda name, config: Answers(answer))
     job = attrs.evolve(job_of(tmp_path), device=device)
     said: list[str] = []
-    return preflight(job, DEVICES, said.append), said
+    return preflight(job, DEVICES, said.append)[0], said
 
 
 def cache_of(job):
@@ -90,7 +90,7 @@ def test_that_nothing_was_checked_is_said(monkeypatch, tmp_path):
     assert "no such cluster" in said[0]
     job = attrs.evolve(job_of(tmp_path), planner="")
     said = []
-    assert preflight(job, DEVICES, said.append) is job
+    assert preflight(job, DEVICES, said.append)[0] is job
     assert said == ["memory: not checked, as no planner is installed"]
 
 
@@ -132,7 +132,7 @@ def test_settings_that_say_nothing_of_themselves_stay(monkeypatch, tmp_path):
     actor = job.models["actor"]
     spec = attrs.evolve(actor.spec, engine_config=Foreign(7))
     job = attrs.evolve(job, models={"actor": attrs.evolve(actor, spec=spec)})
-    after = preflight(job, DEVICES, lambda line: None)
+    after, _ = preflight(job, DEVICES, lambda line: None)
     assert after.models["actor"].spec.engine_config == Foreign(7)
 
 

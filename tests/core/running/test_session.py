@@ -156,7 +156,7 @@ def test_memory_that_is_too_little_is_looked_at_again(tmp_path, monkeypatch):
         looks.append(devices["main"].free)
         if len(looks) < 3:
             raise ConfigError("too little")
-        return job
+        return job, ()
 
     monkeypatch.setattr(session_module, "PATIENCE_S", (0.0, 0.0))
     monkeypatch.setattr(session_module, "preflight", too_little_twice)

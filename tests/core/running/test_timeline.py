@@ -1,14 +1,58 @@
-"""Seconds of calls, from the workers' clocks."""
+"""What each process did and when, and for whom it waited."""
 
-from hybridflow.core.groups.host import Reply
+import pytest
+
+from hybridflow.core.groups.group import Call
 from hybridflow.core.running.timeline import Timeline
+
+
+def call(role, method, rank, started, ended, sent=0.0, after=(), pool="main", read=None, parts=()):
+    return Call(
+        pool, rank, role, method, sent, after, started, ended, parts, read or (ended, ended)
+    )
 
 
 def test_a_phase_takes_as_long_as_on_its_busiest_rank():
     timeline = Timeline()
     for rank, started, ended in ((0, 1.0, 2.0), (1, 1.0, 2.5), (0, 3.0, 4.0), (1, 3.0, 3.25)):
-        timeline.add("actor", "update", rank, Reply(None, None, started, ended))
-    timeline.add("tasks", "draw", 0, Reply(None, None, 0.0, 0.5))
+        timeline.add(call("actor", "update", rank, started, ended))
+    timeline.add(call("tasks", "draw", 0, 0.0, 0.5))
     # rank 0: 1 + 1, rank 1: 1.5 + 0.25
-    assert timeline.take() == {"actor/update": 2.0, "tasks/draw": 0.5}
-    assert timeline.take() == {}
+    assert timeline.take().phases == {"actor/update": 2.0, "tasks/draw": 0.5}
+    assert timeline.take().phases == {}
+
+
+def test_a_wait_has_the_last_of_those_whose_results_were_needed_as_its_cause():
+    timeline = Timeline()
+    generated = call("actor", "generate", 0, 10.0, 14.0, sent=9.9)
+    scored = call("reward", "score", 0, 14.0, 17.0, sent=10.0, after=(generated,), pool="judges")
+    inferred = call("ref", "logprobs", 1, 14.1, 15.0, sent=10.0, after=(generated,))
+    # The actor's rank has both, and begins when the reward is there.
+    parts = (("losses", 17.1, 18.0), ("optimizer", 18.0, 18.0002))
+    updated = call("actor", "update", 0, 17.1, 18.5, 10.1, (scored, inferred), parts=parts)
+    # The controller sent this one long after what it needs was there.
+    drawn = call("data", "draw", 0, 21.0, 21.5, sent=20.9, after=(updated,), read=(20.9, 21.6))
+    for one in (scored, updated, generated, inferred, drawn):
+        timeline.add(one)
+    spans = {(span.role, span.name): span for span in timeline.take().spans}
+
+    waits = {
+        key: (span.process, pytest.approx(span.waited), span.waited_for)
+        for key, span in spans.items()
+    }
+    assert waits["actor", "generate"] == ("main/0", 0.0, "")
+    assert waits["reward", "score"] == ("judges/0", 0.0, "")  # nothing is known from before
+    assert waits["actor", "update"] == ("main/0", 3.1, "reward/score@judges/0")
+    assert waits["data", "draw"] == ("main/0", 2.5, "controller")
+    losses = spans["actor", "update/losses"]
+    assert (losses.start, losses.seconds) == (17.1, pytest.approx(0.9))
+    assert ("actor", "update/optimizer") not in spans  # too short
+    [waited] = [span for span in spans.values() if span.process == "controller"]
+    assert (waited.start, waited.waited_for) == (20.9, "data/draw@main/0")
+    assert waited.seconds == pytest.approx(0.7)
+
+    # The end of a step's last call counts in the next one, and no call keeps those before it.
+    timeline.add(call("actor", "generate", 0, 22.0, 23.0, sent=21.7))
+    [span] = timeline.take().spans
+    assert (span.waited, span.waited_for) == (pytest.approx(0.5), "controller")
+    assert updated.after == ()

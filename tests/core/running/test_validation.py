@@ -8,20 +8,11 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from helpers.jobs import HELD_OUT, reporter
-from transformers import AutoConfig, AutoModelForCausalLM
+from helpers.jobs import HELD_OUT, Kept, reporter
+from helpers.models import hugging_face_model
 
 from hybridflow.core.running.validation import validate, validate_if_due
-from hybridflow.kit.testing.runs import MODEL, TinyRun
-
-
-def model_of(tiny: TinyRun) -> torch.nn.Module:
-    """Hugging Face's model with the actor's weights."""
-    fields = dict(MODEL)
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.load_state_dict(tiny.weights("actor"), strict=False)
-    return model
+from hybridflow.kit.testing.runs import TinyRun
 
 
 def greedy(model: torch.nn.Module, prompt: torch.Tensor, eos: int) -> np.ndarray:
@@ -31,13 +22,14 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor, eos: int) -> np.ndarray
 
 
 def test_the_score_is_the_mean_over_the_greedy_responses(run_of, tiny):
-    run = run_of()
+    run, kept = run_of(), Kept()
     report, out = reporter(run, tiny)
+    report.observers = [kept]
     run.step = 4
     run.ctx.counters["samples"] = 17
     found = validate(run, report)
 
-    tokenizer, model = tiny.session.prepared.tokenizer, model_of(tiny)
+    tokenizer, model = tiny.session.prepared.tokenizer, hugging_face_model(tiny)
     rows = run.session.rows("validation", 0, 6)
     responses = [greedy(model, prompt, tokenizer.eos_id) for prompt in rows["prompt_ids"]]
     scores = [float((response % 2 == 0).mean()) for response in responses]  # even_tokens
@@ -47,28 +39,28 @@ def test_the_score_is_the_mean_over_the_greedy_responses(run_of, tiny):
     assert run.validations == {4: found} and "step 4: validation: " in out.getvalue()
     assert run.ctx.counters["samples"] == 17 and run.ctx.finish().values() == {}
 
-    written = (run.job.folder / "samples.jsonl").read_text()
-    samples = [json.loads(line) for line in written.splitlines()]
+    samples = kept.samples_of[4]
     assert [sample["step"] for sample in samples] == [4, 4, 4]  # validation.samples
     for at, sample in enumerate(samples):
         meta = rows["meta"].values[at]
-        # The arithmetic's prompts begin with a bos; special tokens are shown.
-        assert (sample["prompt"], sample["answer"]) == (f"<bos>{meta['prompt']}", meta["answer"])
-        assert sample["response"] == tokenizer.decode(responses[at], skip_special=False)
+        assert sample["prompt"] == meta["prompt"] and json.loads(sample["meta"]) == meta
+        assert sample["response"] == tokenizer.decode(responses[at])
         assert sample["data"] == "validation"
-        assert sample["score"] == pytest.approx(scores[at])
+        assert sample["scores"] == pytest.approx(scores[at])
         ended = responses[at][-1] == tokenizer.eos_id
         assert sample["finish_reason"] == ("stop" if ended else "length")
 
 
 def test_the_size_of_the_calls_changes_nothing(run_of, tiny):
-    found = []
-    for rows in (1, 4, 100):
-        run = run_of(batch_rows=rows, samples=0)
-        values = validate(run, reporter(run, tiny)[0])
+    found, kept = [], Kept()
+    for rows, samples in ((1, 3), (4, 0), (100, 0)):
+        run = run_of(batch_rows=rows, samples=samples)
+        report, _ = reporter(run, tiny)
+        report.observers = [kept]
+        values = validate(run, report)
         found.append({name: value for name, value in values.items() if "seconds" not in name})
     assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
-    assert not (run.job.folder / "samples.jsonl").exists()
+    assert [len(rows) for rows in kept.samples_of.values()] == [3]  # of three calls, and no others
 
 
 @pytest.mark.parametrize(
@@ -109,7 +101,7 @@ def tuned():
 def test_a_loss_is_that_of_the_set_s_responses(run_of, tuned):
     run = run_of(tuned)
     found = validate(run, reporter(run, tuned)[0])
-    model, total, count = model_of(tuned), 0.0, 0
+    model, total, count = hugging_face_model(tuned), 0.0, 0
     rows = run.session.rows("validation", 0, 6)
     for prompt, response in zip(rows["prompt_ids"], rows["response_ids"], strict=True):
         ids = torch.cat([prompt, response]).long()
@@ -118,7 +110,7 @@ def test_a_loss_is_that_of_the_set_s_responses(run_of, tuned):
         total += float(torch.nn.functional.cross_entropy(logits, response.long(), reduction="sum"))
         count += len(response)
     assert found["validation/nll"] == pytest.approx(total / count, rel=1e-5)
-    assert "validation/score" not in found and not (run.job.folder / "samples.jsonl").exists()
+    assert "validation/score" not in found
 
 
 @pytest.fixture(scope="module")

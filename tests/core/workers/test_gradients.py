@@ -143,7 +143,7 @@ class WithTopK(Loss):
 def test_an_update_reads_what_its_losses_declare_once():
     base = {"prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "weight_version"}
     names = loss_reads([(BATCH, Weighted()), (BATCH, WithTopK()), (BATCH, InGroups())])
-    assert set(names) == base | {"advantages", "topk_ids", "pair", "group"}
+    assert set(names) == base | {"advantages", "topk_ids", "pair", "group", "record_id"}
     assert len(names) == len(set(names))
 
 

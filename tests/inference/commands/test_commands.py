@@ -115,7 +115,9 @@ def test_recorded_responses_are_scored_again_without_a_model(model, tmp_path, ca
     ):
         assert main(wrong) == 1
     said = capsys.readouterr().err
-    assert "is not the folder of an evaluation" in said and "give the reward that scores" in said
+    assert (
+        "is neither the folder of an evaluation" in said and "give the reward that scores" in said
+    )
 
 
 @pytest.mark.parametrize(
