@@ -6,6 +6,8 @@
 # make test-engines  engines and training backends with pins of their own, in an environment of their own
 # make test-fake  training backends on GPUs and ranks that are not there
 # make test-gpu   what needs a GPU, on a machine that has one
+# make test-browser  reports in Chromium      make test-trackers  services' trackers, offline      make healthy  20 runs without alarms
+# make screenshots  pictures of the demo's report, for the docs
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
 # make curves  what each algorithm learns, three seeds      make environments  what a small model learns in three environments
@@ -50,6 +52,31 @@ test-fake: .venv-engines/.done
 
 test-gpu: $(VENV)/.done
 	$(PY) -m pytest -n0 tests/gpu
+
+# Reports in Chromium, which must be installed (Debian: apt-get install chromium).
+test-browser: $(VENV)/.done
+	$(PIP) install -q -c ci/constraints.txt -e '.[browser]'
+	HYBRIDFLOW_BROWSER=1 $(PY) -m pytest -n0 tests/browser
+
+# Trackers of services, offline, in an environment of their own.
+.venv-trackers/.done: pyproject.toml ci/constraints.txt
+	$(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/pip install -q torch==2.13.0
+	.venv-trackers/bin/pip install -q -c ci/constraints.txt -e '.[fsdp,tensorboard,test]'
+	.venv-trackers/bin/pip install -q -r ci/trackers.txt
+	touch $@
+
+test-trackers: .venv-trackers/.done
+	HYBRIDFLOW_TRACKERS=1 .venv-trackers/bin/python -m pytest -n0 tests/trackers
+
+# Twenty healthy runs, none of which may raise an alarm in its report.
+healthy: $(VENV)/.done
+	HYBRIDFLOW_SEEDS=20 $(PY) -m pytest -n0 tests/report/test_broken_runs.py -k healthy
+
+# Pictures of the demo's report, for the docs and the README.
+screenshots: $(VENV)/.done
+	$(PIP) install -q -c ci/constraints.txt -e '.[browser]'
+	$(PY) ci/screenshots.py
 
 # Memory at full depth, on GPUs that are not there.
 bench-fake: $(VENV)/.done
@@ -124,6 +151,6 @@ environments: $(VENV)/.done
 	$(PY) bench/environments.py
 
 clean:
-	rm -rf $(VENV) .venv-engines .bench .installed docs/_build build *.egg-info
+	rm -rf $(VENV) .venv-engines .venv-trackers .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean
+.PHONY: demo test test-browser test-trackers healthy screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean

@@ -76,6 +76,8 @@ def reference() -> Iterator[str]:
     yield from section("failures of a reward", RewardFailureRule, "ROLE.on_failure", level=4)
     yield from plugins("training_backend", "ROLE.backend")
     yield from section("[validation]", sections.ValidationSection, "validation")
+    yield "### Trackers: tables of run.trackers\n"
+    yield from plugins("tracker", "TRACKER")
     yield from capabilities()
 
 

@@ -188,10 +188,11 @@ def started_again(facts: Facts) -> list[Finding]:
 
 def mismatch_limit(facts: Facts, role: str) -> float:
     """Return the mean difference, in nats, from which rollouts do not match the trainer."""
-    if warn := facts.setting("run.mismatch_warn"):
-        return float(warn)
-    if stop := facts.setting("run.mismatch_stop"):
-        return float(stop) / 5
+    warn = float(facts.setting("run.mismatch_warn", math.inf))
+    stop = float(facts.setting("run.mismatch_stop", math.inf))
+    # A check that is switched off says nothing of what is expected.
+    if math.isfinite(warn) or math.isfinite(stop):
+        return min(warn, stop / 5)
     exact = facts.setting(f"{role}.backend.precision", "fp32") in ("fp32", "float32")
     exact = exact and facts.setting("rollout.dtype", "float32") == "float32"
     return 0.0002 if exact else 0.01
@@ -322,8 +323,8 @@ def hacked(facts: Facts) -> list[Finding]:
         return []
     signs = []
     shares = _repeated(facts)
-    if shares is not None and shares[1] >= 0.5 and shares[0] <= shares[1] / 2:
-        signs.append(f"{shares[1]:.0%} of the prompts get a response that another prompt gets too")
+    if shares is not None and shares[1] >= 0.8 and shares[0] <= 0.75 * shares[1]:
+        signs.append(f"{shares[1]:.0%} of the responses are given to other prompts too")
     for name in facts.named("response_length"):
         lengths = facts.ends(name)
         if lengths and min(lengths) > 0 and not 1 / 3 < lengths[1] / lengths[0] < 3:
@@ -608,24 +609,21 @@ def _spread(value: Any, length: int) -> list[Any]:
 
 
 def _repeated(facts: Facts) -> tuple[float, float] | None:
-    """Return the share of prompts whose response another prompt has too: at first, and at last."""
-    by_step: dict[int, dict[int, set[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(set))
+    """Return the share of responses that another prompt gets too: at first, and at last."""
+    by_step: dict[int, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
     for row in facts.rows():
-        by_step[row["step"]][row["prompt"]].add(tuple(row["response"]))
+        by_step[row["step"]].append((row["prompt"], tuple(row["response"])))
     steps = sorted(by_step)
     if len(steps) < LEAST_STEPS:
         return None
     size = max(LEAST_STEPS // 2, len(steps) // 5)
 
     def share(chosen: Sequence[int]) -> float:
+        rows = [row for step in chosen for row in by_step[step]]
         makers: dict[tuple[int, ...], set[int]] = defaultdict(set)
-        for step in chosen:
-            for prompt, responses in by_step[step].items():
-                for response in responses:
-                    makers[response].add(prompt)
-        prompts = {prompt for step in chosen for prompt in by_step[step]}
-        common = {prompt for own in makers.values() if len(own) > 1 for prompt in own}
-        return len(common) / max(len(prompts), 1)
+        for prompt, response in rows:
+            makers[response].add(prompt)
+        return sum(len(makers[response]) > 1 for _, response in rows) / len(rows)
 
     return share(steps[:size]), share(steps[-size:])
 

@@ -47,10 +47,23 @@ class Comparison(Observer):
         self._steps: list[Mapping[str, float]] = []
 
     def step(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Keep the measured times of a step's metrics, and return the predicted one."""
+        """Keep the measured times of a step's metrics, and return the predicted ones.
+
+        Of a role's step stage the predicted time is that of its one call, predicted/ROLE/METHOD;
+        of several calls it is left out.
+        """
         times = {name: value for name, value in metrics.items() if name.startswith("seconds/")}
         self._steps.append(times)
-        return {"seconds/predicted": self.prediction.seconds}
+        predicted = {"seconds/predicted": self.prediction.seconds}
+        for (role, stage), spent in self.prediction.work.items():
+            calls = [
+                f"{role}/{method}"
+                for method, own in METHODS.items()
+                if own == stage and f"seconds/{role}/{method}" in times
+            ]
+            if len(calls) == 1:
+                predicted[f"predicted/{calls[0]}"] = spent
+        return predicted
 
     def ended(self) -> list[str]:
         """Return lines for the console: measured medians and predictions, of a step and per role.

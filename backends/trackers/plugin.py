@@ -2,6 +2,15 @@
 
 from hybridflow.core.plugins import Descriptor, hookimpl
 
+CONFIGS = "hybridflow.backends.trackers.config"
+SERVICES = {
+    "wandb": "WandbTracker",
+    "mlflow": "MLflowTracker",
+    "trackio": "TrackioTracker",
+    "swanlab": "SwanLabTracker",
+}
+"""Trackers of services, named as their packages are."""
+
 
 @hookimpl
 def hybridflow_plugins():
@@ -12,7 +21,19 @@ def hybridflow_plugins():
             "tracker",
             "tensorboard",
             "hybridflow.backends.trackers.tensorboard:TensorBoardTracker",
+            config=f"{CONFIGS}:TensorBoardConfig",
             requires=("tensorboard",),
             extra="tensorboard",
+        ),
+        *(
+            Descriptor(
+                "tracker",
+                name,
+                f"hybridflow.backends.trackers.{name}:{tracker}",
+                config=f"{CONFIGS}:{tracker.removesuffix('Tracker')}Config",
+                requires=(name,),
+                extra=name,
+            )
+            for name, tracker in SERVICES.items()
         ),
     ]

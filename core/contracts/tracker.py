@@ -38,6 +38,9 @@ class Tracker(ABC):
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:  # noqa: B027
         """Record rows of a step as a table, if this tracker can."""
 
+    def checkpoint(self, step: int) -> None:  # noqa: B027
+        """Put what was logged where a killed run leaves it: a checkpoint of `step` comes next."""
+
     def close(self) -> None:  # noqa: B027
         """Finish: the run is over."""
 

@@ -322,9 +322,10 @@ class Reporter:
             self._tell(observer, f"the times of step {step}", partial(observer.spans, step, spans))
 
     def checkpoint(self, step: int) -> None:
-        """Tell the observers that a checkpoint of `step` is about to be written."""
-        for observer in self.observers:
-            self._tell(observer, "what it has seen", partial(observer.checkpoint, step))
+        """Tell observers and trackers that a checkpoint of `step` is about to be written."""
+        told: list[Tracker | Observer] = [*self.observers, *self.trackers]
+        for one in told:
+            self._tell(one, "what it has seen", partial(one.checkpoint, step))
 
     def _tell(self, one: Tracker | Observer, lost: str, call: Callable[[], Any]) -> Any:
         """Call a method of a tracker or an observer, and return its answer.

@@ -34,6 +34,8 @@ LOGS = "logs"
 """The folder of what engines write, in processes of their own."""
 TOKENIZER = "tokenizer"
 """The folder of the tokenizer, which is written at the end."""
+TRACKED = "trackers.json"
+"""The ids by which trackers of other services know a run."""
 REPORT = "report.html"
 """The page that shows a run."""
 TRACE = "trace.json.gz"
@@ -42,6 +44,6 @@ TENSORBOARD = "tensorboard"
 """The folder that the tracker `tensorboard` writes."""
 WRITTEN = (
     *(MARK, DONE, FORK, CHECKPOINTS, EXPORT, PARTIAL_EXPORT, TOKENIZER),
-    *(METRICS, RECORDING, CONSOLE, REPORT, TRACE, EVALUATIONS, LOGS, TENSORBOARD),
+    *(METRICS, RECORDING, CONSOLE, REPORT, TRACE, TRACKED, EVALUATIONS, LOGS, TENSORBOARD),
 )
 """All that a run leaves in its folder, beside its lock and what other trackers write."""

@@ -416,7 +416,7 @@
       lines.push({ label: "step", steps: run.metrics.step, values: step, colour: style("--text") });
       const predicted = run.metrics.columns["seconds/predicted"];
       if (predicted) lines.push({ label: "predicted", steps: run.metrics.step, values: predicted, colour: style("--alarm"), dash: [6, 4] });
-      parts.push(make("h2", {}, "Where a step went"), make("p", { class: "soft" }, "Seconds on the busiest rank, one call above the other; what overlaps can exceed the step."), chart("seconds of a step", lines, { height: 260, onclick: "time" }));
+      parts.push(make("h2", {}, "Where a step went"), make("p", { class: "soft" }, "Seconds on the busiest rank, one call above the other; what overlaps can exceed the step."), chart("seconds of a step", lines, { height: 260, onclick: "time", scales: { y: { range: (_, __, most) => [0, 1.05 * (most || 1)] } } }));
       const rows = [["step", median(step.slice(1)), predicted ? predicted[predicted.length - 1] : null], ...top.map(name => [name.slice("seconds/".length), median(run.metrics.columns[name].slice(1)), columnsOf(run, name.replace("seconds/", "predicted/"))?.[1].at(-1) ?? null])]
         .filter(row => row[1] !== null);
       parts.push(table("Medians, without the first step", ["", "measured", "predicted", "off"], rows.map(([name, measured, planned]) => [name, time(measured), planned === null ? "" : time(planned), planned === null ? "" : `${(100 * (planned / measured - 1)).toFixed(0)}%`])));

@@ -73,6 +73,7 @@ def test_mismatch_from_the_first_step_is_another_computation(tmp_path):
         ({"rollout.dtype": "bfloat16"}, 0.02, True),
         ({"run.mismatch_warn": 0.5}, 0.02, False),
         ({"run.mismatch_stop": 0.05}, 0.02, True),
+        ({"run.mismatch_stop": "inf", "run.mismatch_warn": "inf"}, 0.0003, True),
     ],
 )
 def test_what_is_expected_of_mismatch_follows_the_precision(tmp_path, settings, value, is_told):
@@ -130,7 +131,7 @@ def test_a_reward_that_rises_by_the_same_response_to_all(tmp_path):
         response_ids=same,
     )
     rules = found(tmp_path, rows=rows)
-    assert set(rules) == {"reward hacked"} and "another prompt" in rules["reward hacked"]["text"]
+    assert set(rules) == {"reward hacked"} and "other prompts" in rules["reward hacked"]["text"]
 
 
 def test_a_reward_that_rises_with_the_length_or_while_a_part_of_it_falls(tmp_path):

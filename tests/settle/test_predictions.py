@@ -37,6 +37,18 @@ def test_medians_after_the_first_step_are_compared_role_by_role():
     ]  # the reward was not measured: no line
 
 
+def test_a_step_has_the_predictions_of_the_calls_that_it_made():
+    comparison = Comparison(Prediction(10.0, {**WORK, ("critic", "infer"): 2.0}))
+    calls = {"actor_episodes": 2.0, "actor_update": 4.0, "ref_logprobs": 0.25}
+    both = {"critic_values": 1.0, "critic_loss": 1.0}  # which of the two were meant is not known
+    assert comparison.step(measured(8.0, **calls, **both)) == {
+        "seconds/predicted": 10.0,
+        "predicted/actor/episodes": 3.0,
+        "predicted/actor/update": 4.0,
+        "predicted/ref/logprobs": 0.5,
+    }
+
+
 def test_before_a_second_step_there_is_nothing_to_say():
     comparison = Comparison(Prediction(10.0, WORK))
     assert comparison.ended() == []
