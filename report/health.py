@@ -454,8 +454,8 @@ def slow_tool(facts: Facts) -> list[Finding]:
         if len(shares) < 3:
             continue
         share = statistics.median(value for _, value in shares)
-        if share > 0.3:
-            each = statistics.median(value for _, value in waits)
+        each = statistics.median(value for _, value in waits)
+        if share > 0.4 and each > 0.3:
             text = (
                 f"In {of_seconds(each)} of each step, {share:.0%} of it, {role}'s engine waits for "
                 "environments to answer."

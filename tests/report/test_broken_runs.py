@@ -165,7 +165,7 @@ class Slow(Environment):
         return Answer()
 
     def step(self, turn):
-        time.sleep(0.2)
+        time.sleep(0.5)
         return Answer("", reward=random.Random(turn.text).random(), done=True)
 
 
@@ -173,7 +173,8 @@ def test_a_slow_tool(configured, policy):
     settings = (
         f"environment.name={__name__}:Slow",
         "reward.function=environment",
-        "algorithm.prompts_per_step=8",
+        "algorithm.prompts_per_step=4",
+        "run.steps=10",
     )
     assert reported(configured, policy, *settings) == ["slow tool"]
 
@@ -197,6 +198,7 @@ def test_a_mask_that_is_wrong(configured, policy, monkeypatch):
         f"environment.name={__name__}:Talks",
         "reward.function=environment",
         "sampling.max_tokens=16",
+        "algorithm.prompts_per_step=4",
         "run.mismatch_stop=inf",
     )
     assert reported(configured, policy, *settings) == ["mask"]
