@@ -62,16 +62,16 @@ def run_facts(folder: Path, config: ServiceConfig) -> RunFacts:
     name = folder.name
     with contextlib.suppress(ValueError, KeyError):
         name = str(folder.resolve().relative_to(Path(settings["run.folder"]).resolve()))
-    shown = {key: _without_key(key, value) for key, value in settings.items()}
+    shown = {key: hide_key(key, value) for key, value in settings.items()}
     return RunFacts(config.run_name or name, shown, starts[-1])
 
 
-def _without_key(key: str, value: Any) -> Any:
-    """Return a setting without the values of keys in it."""
+def hide_key(key: str, value: Any) -> Any:
+    """Return a setting, by its dotted key, with *** in the place of the values of keys in it."""
     if SECRET.match(f"{key.rpartition('.')[2]}=") and isinstance(value, str):
         return "***"
     if isinstance(value, dict):
-        return {name: _without_key(name, own) for name, own in value.items()}
+        return {name: hide_key(name, own) for name, own in value.items()}
     return value
 
 

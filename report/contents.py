@@ -29,6 +29,7 @@ from hybridflow.kit.recording import (
     recorded_every,
 )
 from hybridflow.kit.runs import FoundRun, differing, find_runs, logged, read_mark
+from hybridflow.kit.tracking import hide_key, plain_json
 from hybridflow.report.health import findings
 
 MOST_POINTS = 2000
@@ -62,7 +63,7 @@ def contents(folders: Sequence[Path], state: str | None = None) -> dict[str, Any
     return {
         "runs": [run_contents(run, share) for run in runs],
         "differing": [
-            {"key": key, "values": [_shown(value) for value in values]}
+            {"key": key, "values": [_shown(key, value) for value in values]}
             for key, values in differing(runs).items()
             if len(runs) > 1
         ],
@@ -85,7 +86,7 @@ def run_contents(run: FoundRun, share: int = 1) -> dict[str, Any]:
         "state": run.state,
         "step": run.step,
         "score": run.score,
-        "settings": {key: _shown(value) for key, value in run.settings.items()},
+        "settings": {key: _shown(key, value) for key, value in run.settings.items()},
         "starts": _starts(mark or {}),
         "versions": (mark or {}).get("versions", {}),
         "metrics": _columns(steps),
@@ -155,8 +156,9 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.7g}") if abs(value) < 1e9 else round(value)
 
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _shown(key: str, value: Any) -> str:
+    """Return a setting as text. A page is sent to others, so that values of keys are hidden."""
+    return plain_json(hide_key(key, value))
 
 
 # --- samples ---

@@ -1,12 +1,15 @@
 """Serves the page of runs on the loopback address, with newer data when the runs have written some.
 
-/            the page, with the data of now
-/data.json   the data of now, which the page asks for every few seconds
+/KEY/            the page, with the data of now
+/KEY/data.json   the data of now, which the page asks for every few seconds
+
+The key is made for each server: other users of the machine reach the port, and do not know it.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +23,8 @@ from hybridflow.report.building import page, stamped
 from hybridflow.report.contents import contents
 
 LOOPBACK = "127.0.0.1"
-DATA = "/data.json"
+DATA = "data.json"
+"""The address of the data, from that of the page."""
 
 
 class PageServer:
@@ -46,7 +50,8 @@ class PageServer:
         self._http = ThreadingHTTPServer((LOOPBACK, port), Handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
-        self.address = f"http://{LOOPBACK}:{self.port}/"
+        self._path = f"/{secrets.token_urlsafe(16)}/"
+        self.address = f"http://{LOOPBACK}:{self.port}{self._path}"
         self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
 
     def __enter__(self) -> PageServer:
@@ -64,16 +69,16 @@ class PageServer:
         self._http.server_close()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Answer a request; one that names another host is refused.
+        """Answer a request; one for another host, or without the key, is refused.
 
-        A page of another site whose name was pointed at this machine could read the run else.
+        A page of another site, whose name points at this machine, would name another host.
         """
         host = request.headers.get("Host", "")
         if host not in (f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"):
             request.send_error(403, "this address is not served")
             return
         path = request.path.partition("?")[0]
-        if path not in ("/", DATA):
+        if path not in (self._path, self._path + DATA):
             request.send_error(404)
             return
         try:
@@ -81,7 +86,7 @@ class PageServer:
         except HybridFlowError as error:  # the run was deleted meanwhile, say
             request.send_error(503, str(error).partition("\n")[0])
             return
-        if path == "/":
+        if path == self._path:
             text, kind = page(data, live=DATA), "text/html; charset=utf-8"
         else:
             text, kind = json.dumps(data, allow_nan=False), "application/json"

@@ -366,3 +366,14 @@ def test_a_served_page_shows_newer_steps_by_itself(opened, tmp_path):
         )
         # The tab that was open stays, and so does what was asked for.
         assert page.evaluate("location.hash") == "#tab=overview"
+
+
+def test_what_a_model_wrote_is_text_and_never_part_of_the_page(opened, tmp_path):
+    attack = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+    row = row_of(
+        1, 0, length=2, response_tokens=[attack, "</script>"], outcome=attack, lesson=attack
+    )
+    made_run(tmp_path / "a", rows=[row], spans=[], metrics=[metrics_of(1)])
+    page = opened(write_report([tmp_path / "a"], tmp_path / "report.html"), "tab=samples&row=0")
+    assert page.locator("section .tokens").last.inner_text() == f"{attack}</script>"
+    assert page.locator("#main img, #main script").count() == 0 and page.title() == "a"

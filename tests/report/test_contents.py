@@ -16,9 +16,10 @@ from hybridflow.report.contents import contents, samples_contents, timeline_cont
 
 
 def test_a_run_is_shown_as_it_was(tmp_path):
-    made_run(tmp_path / "a")
+    made_run(tmp_path / "a", {"reward.options": {"api_key": "hunter2"}, "judge.token": "hunter2"})
     found = contents([tmp_path])
     [run] = found["runs"]
+    assert run["settings"]["reward.options"] == '{"api_key": "***"}'
     assert (run["algorithm"], run["state"], run["step"]) == ("grpo", "finished", 40)
     assert "hunter2" not in json.dumps(found) and "api_key=***" in run["starts"][0]["command"]
     assert run["console"] == ["2026-11-27 22:34:43 a line"]

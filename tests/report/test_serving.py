@@ -23,7 +23,7 @@ def test_newer_data_are_served_when_the_run_has_written_some(tmp_path):
         assert server.address.startswith("http://127.0.0.1:")
         assert "DecompressionStream" in fetched(server.address)
         first = json.loads(fetched(server.address + "data.json"))
-        assert first["runs"][0]["step"] == 40 and first["live"] == "/data.json"
+        assert first["runs"][0]["step"] == 40 and first["live"] == "data.json"
         assert json.loads(fetched(server.address + "data.json")) == first  # not read again
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(metrics_of(41)) + "\n")
@@ -39,12 +39,16 @@ def test_newer_data_are_served_when_the_run_has_written_some(tmp_path):
         ("data.json", {"Host": "evil.example:80"}, 403),
         ("run.json", {}, 404),
         ("../a/run.json", {}, 404),
+        ("/", {}, 404),
+        ("/data.json", {}, 404),
+        ("/wrong/data.json", {}, 404),
     ],
 )
-def test_other_hosts_and_other_files_are_refused(tmp_path, path, headers, status):
+def test_other_hosts_other_files_and_other_keys_are_refused(tmp_path, path, headers, status):
     made_run(tmp_path / "a", rows=[], spans=[])
     with PageServer([tmp_path]) as server, pytest.raises(urllib.error.HTTPError) as refused:
-        fetched(server.address + path, **headers)
+        root = f"http://127.0.0.1:{server.port}"
+        fetched(root + path if path.startswith("/") else server.address + path, **headers)
     assert refused.value.code == status
 
 

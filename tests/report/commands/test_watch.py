@@ -40,7 +40,7 @@ def test_a_run_is_watched_while_it_goes_on(tmp_path):
             text=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        address, _, note = watch.stdout.readline().partition(" ")
+        address, _, note = watch.stdout.readline().partition(" ")  # it has a key
         assert note == "(Ctrl-C ends it)\n"
 
         def now() -> dict:
