@@ -262,6 +262,12 @@ class _RowEncoder:
             trained = np.asarray(trainer, np.float64)
             if "rollout_logprobs" in row:
                 difference = trained - np.asarray(row["rollout_logprobs"], np.float64)
+                # The engine has no logprobs of what an environment wrote.
+                if "weight_version" in row:
+                    foreign = np.asarray(row["weight_version"]) < 0
+                    difference[foreign] = math.nan
+                    own = np.where(foreign, math.nan, row["rollout_logprobs"])
+                    tokens["rollout_logprobs"] = _token_values(own, 4)
                 tokens["mismatch"] = _token_values(difference, 7)
             else:
                 tokens["logprobs"] = _token_values(trained, 4)
@@ -317,6 +323,10 @@ def timeline_contents(folder: Path, most_spans: int) -> dict[str, Any]:
     lengths: dict[int, float] = {}
     for step, of_step in spans.items():
         lengths[step] = _length(of_step)
+        # What a process waited for before the step is not of the step.
+        first = min(span[3] for span in of_step)
+        spans[step] = [(*s[:5], min(s[5], s[3] - first), s[6]) for s in of_step]
+        of_step = spans[step]
         if step == 0:
             continue
         for process, _role, name, _start, seconds, waited, cause in of_step:

@@ -56,9 +56,11 @@ class Timeline:
         for call in calls:
             began, ended = call.read
             if ended - began >= SHORT_S:
-                cause = f"{call.role}/{call.method}@{_process(call)}"
+                worked = _worked_longest(call, began, ended)
+                cause = f"{worked.role}/{worked.method}@{_process(worked)}"
                 waited = ended - began
                 spans.append(Span(CONTROLLER, call.role, "wait", began, waited, 0.0, cause))
+        for call in calls:
             call.after = ()  # else each call would keep all before it
         return Taken(_busiest(calls), spans)
 
@@ -74,6 +76,23 @@ class Taken:
 
 def _process(call: Call) -> str:
     return f"{call.pool}/{call.rank}"
+
+
+def _worked_longest(call: Call, began: float, ended: float) -> Call:
+    """Return which of a call and those that it needed took most of a stretch of time."""
+    needed: list[Call] = [call]
+    seen = {id(call)}
+    for one in needed:  # it grows meanwhile
+        for before in one.after:
+            if id(before) not in seen:
+                seen.add(id(before))
+                needed.append(before)
+
+    def overlap(one: Call) -> float:
+        common = min(one.ended, ended) - max(one.started, began)
+        return common if common > 0 else 0.0
+
+    return max(needed, key=overlap)
 
 
 def _cause(call: Call, since: float) -> str:

@@ -102,7 +102,7 @@
         value: (_, value) => number(value) });
     }
     const told = lines.filter(line => line.values.some(value => value !== null)).map(line => {
-      const known = line.values.map((value, index) => [line.steps[index], value]).filter(pair => pair[1] !== null);
+      const known = (line.own || line.values).map((value, index) => [line.steps[index], value]).filter(pair => pair[1] !== null);
       const [first, last] = [known[0], known[known.length - 1]];
       return `${line.label}: ${number(first[1])} at step ${first[0]}, ${number(last[1])} at step ${last[0]}`;
     }).join("; ");
@@ -112,8 +112,8 @@
     charts.push(() => {
       const width = Math.max(figure.clientWidth - 18, 240);
       const plot = new uPlot({
-        width, height: options.height || 190, scales: { x: { time: false }, ...(options.scales || {}) },
-        series, bands, axes: [{ ...axis, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticks.map(tick => number(tick, 3)) }],
+        width, height: options.height || 190, scales: { x: { time: false }, y: { range: (_, least, most) => options.fromZero ? [0, 1.05 * (most || 1)] : least === most ? [Math.min(least, 0), Math.max(most, 0) || 1] : uPlot.rangeNum(least, most, 0.1, true) } },
+        series, bands, axes: [{ ...axis, size: 32 }, { ...axis, size: 58, values: (_, ticks) => ticksAsText(ticks) }],
         cursor: { sync: { key: "steps" } }, legend: { live: true },
       }, data, holder);
       plot.over.addEventListener("click", () => {
@@ -123,6 +123,13 @@
       figure.setAttribute("data-drawn", "yes");
     });
     return figure;
+  }
+  /** Numbers of an axis with as many digits as tell them apart. */
+  function ticksAsText(ticks) {
+    const known = ticks.filter(tick => tick !== null);
+    const step = known.length > 1 ? Math.abs(known[1] - known[0]) : 1;
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    return ticks.map(tick => tick === null ? "" : digits > 5 ? number(tick, 3) : Math.abs(tick) >= 1e5 ? number(tick, 3) : tick.toFixed(digits));
   }
   function draw() {
     const waiting = charts;
@@ -185,18 +192,23 @@
   function alarms(run) {
     return run.findings.filter(finding => finding.level === "alarm").length;
   }
+  function rewardsOf(run) {
+    const name = Object.keys(run.metrics.columns).find(one => ending(one) === "scores");
+    return name ? run.metrics.columns[name].filter(value => value !== null) : null;
+  }
   function overview() {
     const names = metricNames();
     const rows = DATA.runs.map((run, index) => {
       const seconds = columnsOf(run, "seconds/step");
       const start = run.starts[run.starts.length - 1] || {};
       const count = alarms(run);
-      return [runName(run), run.algorithm, run.state, `${run.step} of ${run.settings["run.steps"] ?? "?"}`, run.score === null ? "" : number(run.score),
+      const rewards = rewardsOf(run);
+      return [runName(run), run.algorithm, run.state, `${run.step} of ${run.settings["run.steps"] ?? "?"}`, run.score === null ? "" : number(run.score), rewards ? `${number(rewards[0], 3)} to ${number(rewards.at(-1), 3)}` : "",
         seconds ? time(median(seconds[1])) : "", count ? link(`${count} alarm${count > 1 ? "s" : ""}`, { tab: "health", run: index }) : make("span", { class: "good" }, "no alarm"),
         (start.time || "").replace("T", " ").slice(0, 16), (start.host || {}).name || "", start.git ? start.git.commit.slice(0, 9) + (start.git.changed.length ? ` and ${start.git.changed.length} changed files` : "") : ""];
     });
     const parts = [make("h2", {}, DATA.runs.length > 1 ? "Runs" : "Run"),
-      table("What the folders say.", ["run", "algorithm", "state", "step", "score", "a step", "health", "started (UTC)", "machine", "git"], rows)];
+      table("What the folders say.", ["run", "algorithm", "state", "step", "held-out score", "reward", "a step", "health", "started (UTC)", "machine", "git"], rows)];
     if (DATA.differing.length) {
       const settings = table("Settings that are not the same in all runs.", ["setting", ...DATA.runs.map(runName)], DATA.differing.map(one => [make("code", {}, one.key), ...one.values]));
       parts.push(make("details", { open: DATA.differing.length <= 12 }, make("summary", {}, `What differs: ${DATA.differing.length} settings`), settings));
@@ -213,7 +225,10 @@
       DATA.seeds.length ? make("label", {}, "Seeds", make("select", { onchange: event => go({ seeds: event.target.value }, true) },
         make("option", { value: "", selected: !state().seeds }, "mean and range"), make("option", { value: "apart", selected: state().seeds === "apart" }, "each"))) : null,
       make("span", { class: "soft" }, "A click on a curve shows the samples of that step.")));
-    const wanted = [...new Set([...more, ...firstMetrics(names)])];
+    // What is always 0 (the KL of a step with one update, say) comes last.
+    const moves = name => DATA.runs.some(run => (columnsOf(run, name)?.[1] || []).some(value => Math.abs(value) > 1e-6));
+    const first = firstMetrics(names);
+    const wanted = [...new Set([...more, ...first.filter(moves), ...first])];
     const drawn = wanted.map(metricChart).filter(Boolean);
     parts.push(drawn.length ? make("div", { class: "charts" }, drawn) : make("p", {}, "No metrics were logged (the tracker \"jsonl\" writes metrics.jsonl)."));
     for (const run of DATA.runs) {
@@ -249,6 +264,7 @@
     const order = ["rollout_logprobs", "logprobs", "advantages", "mismatch", "weight_version", "loss_mask", "turn"];
     return [...order.filter(name => names.has(name)), ...[...names].filter(name => !order.includes(name))];
   }
+  const MEANINGS = { mismatch: "the trainer's logprob less the engine's, in nats", rollout_logprobs: "of the engine", advantages: "what the update weighs the token with" };
   const NAMES = { rollout_logprobs: "logprob", logprobs: "logprob (trainer)", advantages: "advantage", weight_version: "version", loss_mask: "mask" };
   /** Returns [colour of a value, legend] for a token column over these rows. */
   function colouring(name, rows) {
@@ -316,7 +332,7 @@
     const prompt = make("div", { class: "tokens" }, make("span", { class: "prompt" }, text(run, run.samples.prompts[row.prompt])));
     const head = other => `step ${other.step}, ${other.data}, reward ${number(reward(other), 3)}, ${lengthOf(other)} tokens, ${other.values.outcome || ""}`;
     const parts = [make("div", { class: "filters" }, button("This row", "one"), button(`Its group side by side (${group.length})`, "group"), button(`Its prompt over training (${over.length})`, "prompt"),
-      link("This step's time", { tab: "time", step: row.step, row: "" })), make("h3", {}, "Prompt"), prompt, legendOf(legend)];
+      link("This step's time", { tab: "time", step: row.step, row: "" })), make("h3", {}, "Prompt"), prompt, legendOf([...legend, ...(MEANINGS[column] ? [["transparent", MEANINGS[column]]] : [])])];
     if (view === "one") {
       parts.push(make("h3", {}, head(row)), tokensOf(run, row, column, colour),
         table("The row's values", ["column", "value"], Object.entries(row.values).map(([name, value]) => [name, typeof value === "number" ? value : String(value)])));
@@ -331,7 +347,8 @@
     const now = state();
     const found = filtered(run);
     const columns = tokenColumns(run);
-    const column = columns.includes(now.colour) ? now.colour : columns[0];
+    const asked = columns.find(name => name === now.colour || NAMES[name] === now.colour);
+    const column = asked || columns[0];
     const outcomes = [...new Set(run.samples.rows.map(row => row.values.outcome).filter(Boolean))].sort();
     const sets = [...new Set(run.samples.rows.map(row => row.data))];
     const field = (label, key, extra = {}) => make("label", {}, label, make("input", { type: "number", step: "any", name: key, value: now[key] ?? "", onchange: event => go({ [key]: event.target.value, row: "", ...extra }, true) }));
@@ -339,7 +356,10 @@
       key === "colour" ? null : make("option", { value: "" }, "all"), values.map(value => make("option", { value, selected: (key === "colour" ? column : now[key]) === value }, names[value] || value))));
     if (!run.samples.rows.length) return [make("div", { class: "filters" }, runPicker()), make("p", {}, "No samples were recorded (run.samples).")];
     const left = run.samples.recorded - run.samples.rows.length;
-    const note = `${found.length} of ${run.samples.rows.length} rows` + (left > 0 ? `; ${left.toLocaleString("en")} more are recorded and left out of this page` : "") + (run.samples.every > 1 ? `; every ${run.samples.every}th step is recorded` : "");
+    const rate = columnsOf(run, "sequences_per_second");
+    const seconds = columnsOf(run, "seconds/step");
+    const each = rate && seconds ? Math.round(median(rate[1].map((value, at) => value * seconds[1][at]))) : 0;
+    const note = `${found.length} of ${run.samples.rows.length} rows` + (each ? `; of the ${each} responses of a step run.samples = ${run.settings["run.samples"] ?? "?"} groups are recorded` : "") + (left > 0 ? `; ${left.toLocaleString("en")} more are recorded and left out of this page` : "") + (run.samples.every > 1 ? `; every ${run.samples.every}th step is recorded` : "");
     const body = make("tbody", {}, found.slice(0, shown).map(([row, index]) => rowLine(run, row, index)));
     const list = make("div", { class: "list" }, make("table", { "aria-label": "Samples" }, make("thead", {}, make("tr", {}, ["step", "set", "reward", "tokens", "outcome", "response"].map(title => make("th", { scope: "col" }, title)))), body),
       found.length > shown ? make("button", { onclick: () => { shown += SHOWN_ROWS; render(); } }, `Show more (${found.length - shown} are left)`) : null);
@@ -358,6 +378,10 @@
 
   function phases(run) {
     return Object.keys(run.metrics.columns).filter(name => name.startsWith("seconds/") && !["seconds/step", "seconds/predicted"].includes(name));
+  }
+  /** A colour on the page's background, opaque: areas lie on one another. */
+  function mixed(colour) {
+    return `color-mix(in srgb, ${colour} 45%, ${style("--back")})`;
   }
   function colourOf(names, name) {
     return PALETTE[names.indexOf(name) % PALETTE.length];
@@ -411,15 +435,21 @@
       let below = run.metrics.step.map(() => 0);
       const lines = top.map((name, index) => {
         below = below.map((value, at) => value + (run.metrics.columns[name][at] || 0));
-        return { label: name.slice("seconds/".length), steps: run.metrics.step, values: below.slice(), colour: PALETTE[index % PALETTE.length], fill: PALETTE[index % PALETTE.length] + "22" };
+        return { label: name.slice("seconds/".length), steps: run.metrics.step, values: below.slice(), own: run.metrics.columns[name], colour: PALETTE[index % PALETTE.length], fill: mixed(PALETTE[index % PALETTE.length]) };
       }).reverse();
       lines.push({ label: "step", steps: run.metrics.step, values: step, colour: style("--text") });
       const predicted = run.metrics.columns["seconds/predicted"];
       if (predicted) lines.push({ label: "predicted", steps: run.metrics.step, values: predicted, colour: style("--alarm"), dash: [6, 4] });
-      parts.push(make("h2", {}, "Where a step went"), make("p", { class: "soft" }, "Seconds on the busiest rank, one call above the other; what overlaps can exceed the step."), chart("seconds of a step", lines, { height: 260, onclick: "time", scales: { y: { range: (_, __, most) => [0, 1.05 * (most || 1)] } } }));
-      const rows = [["step", median(step.slice(1)), predicted ? predicted[predicted.length - 1] : null], ...top.map(name => [name.slice("seconds/".length), median(run.metrics.columns[name].slice(1)), columnsOf(run, name.replace("seconds/", "predicted/"))?.[1].at(-1) ?? null])]
-        .filter(row => row[1] !== null);
-      parts.push(table("Medians, without the first step", ["", "measured", "predicted", "off"], rows.map(([name, measured, planned]) => [name, time(measured), planned === null ? "" : time(planned), planned === null ? "" : `${(100 * (planned / measured - 1)).toFixed(0)}%`])));
+      parts.push(make("h2", {}, "Where a step went"), make("p", { class: "soft" }, "Seconds on the busiest rank. Areas stand on one another: a line is the sum of its call and those below it. What overlaps can exceed the step."), chart("seconds of a step", lines, { height: 260, onclick: "time", fromZero: true }));
+      const rows = ["seconds/step", ...top].map(name => {
+        const values = run.metrics.columns[name];
+        const most = Math.max(...values.slice(1).filter(value => value !== null));
+        const planned = name === "seconds/step" ? predicted : run.metrics.columns[name.replace("seconds/", "predicted/")];
+        return { name: name.slice("seconds/".length), measured: median(values.slice(1)), most, at: run.metrics.step[values.lastIndexOf(most)], planned: planned ? planned.at(-1) : null };
+      }).filter(row => row.measured !== null);
+      const planned = rows.some(row => row.planned !== null);
+      parts.push(table("Without the first step", ["", "median", "longest", "in step", ...(planned ? ["predicted", "off"] : [])], rows.map(row => [row.name, time(row.measured), time(row.most), link(String(row.at), { step: row.at }),
+        ...(!planned ? [] : row.planned === null ? ["", ""] : [time(row.planned), `${(100 * (row.planned / row.measured - 1)).toFixed(0)}%`])])));
     }
     const shownSteps = Object.keys(run.timeline.steps).map(Number).sort((a, b) => a - b);
     if (!shownSteps.length) return [...parts, make("p", {}, "No timeline was recorded (run.timeline_mb).")];

@@ -1,6 +1,7 @@
 """Runs that are broken on purpose: the report names what was broken, and nothing else; healthy runs raise no alarm.
 
-All of them begin with the same half-trained adder. `HYBRIDFLOW_SEEDS=20` tries as many healthy runs (`make healthy`).
+All of them begin with the same half-trained adder. `make healthy` tries twenty healthy ones, and the slowest of the
+broken ones.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def changed(batch: Batch, name: str, change) -> Batch:
 
 
 def test_healthy_runs_raise_no_alarm(configured, policy):
-    for seed in range(int(os.environ.get("HYBRIDFLOW_SEEDS", "2"))):
+    for seed in range(int(os.environ.get("HYBRIDFLOW_SEEDS", "1"))):
         found = reported(configured, policy, f"run.seed={seed}", "run.steps=40", "--overwrite")
         assert found == [], f"seed {seed}"
 
@@ -215,6 +216,7 @@ def test_a_rank_that_is_slower(configured, policy, ray_cluster):
     assert reported(configured, policy, *settings) == ["slow rank"]
 
 
+@pytest.mark.skipif("HYBRIDFLOW_SEEDS" not in os.environ, reason="make healthy runs it")
 def test_an_engine_that_is_started_again(configured, policy):
     settings = (
         f"run.steps={STEPS}",

@@ -57,6 +57,14 @@ def test_a_row_has_its_tokens_by_their_texts_and_one_number_where_all_are_equal(
     assert one["values"]["score_of_all"] is None and json.loads(one["meta"]) == {"answer": "a1"}
 
 
+def test_what_an_environment_wrote_has_no_logprobs(tmp_path):
+    row = row_of(1, 0, length=2, weight_version=np.array([0, -1], np.int32))
+    made_run(tmp_path / "a", rows=[row])
+    [one] = samples_contents(tmp_path / "a", 1000, 100)["rows"]
+    assert one["tokens"]["rollout_logprobs"] == [-0.5, None]
+    assert one["tokens"]["mismatch"] == [0.0, None]
+
+
 def test_of_a_long_run_whole_groups_of_steps_that_lie_evenly_are_shown(tmp_path):
     rows = [row_of(step, at) for step in range(1, 201) for at in range(8)]
     validations = [row_of(step, at, data="validation") for step in (50, 100) for at in range(2)]

@@ -51,8 +51,16 @@ def test_a_wait_has_the_last_of_those_whose_results_were_needed_as_its_cause():
     assert (waited.start, waited.waited_for) == (20.9, "data/draw@main/0")
     assert waited.seconds == pytest.approx(0.7)
 
+    # The controller waits for one result, and another one took the time.
+    slow = call("reward", "score", 0, 30.0, 35.0, sent=30.0, pool="judges", read=(36.2, 36.2))
+    quick = call("tasks", "compute", 0, 35.0, 35.1, 30.0, (slow,), read=(30.1, 35.2))
+    for one in (quick, slow):
+        timeline.add(one)
+    [wait] = [span for span in timeline.take().spans if span.process == "controller"]
+    assert (wait.role, wait.waited_for) == ("tasks", "reward/score@judges/0")
+
     # The end of a step's last call counts in the next one, and no call keeps those before it.
-    timeline.add(call("actor", "generate", 0, 22.0, 23.0, sent=21.7))
+    timeline.add(call("actor", "generate", 0, 37.0, 38.0, sent=36.7))
     [span] = timeline.take().spans
-    assert (span.waited, span.waited_for) == (pytest.approx(0.5), "controller")
+    assert (span.waited, span.waited_for) == (pytest.approx(1.9), "controller")
     assert updated.after == ()
