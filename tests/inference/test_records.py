@@ -5,8 +5,16 @@ from __future__ import annotations
 import attrs
 import numpy as np
 import pytest
+from helpers.recorded import made_run, row_of
 
-from hybridflow.inference.records import Record, append_records, cut_to_chunks, read_records
+from hybridflow.core.errors import ConfigError
+from hybridflow.inference.records import (
+    Record,
+    append_records,
+    cut_to_chunks,
+    of_run,
+    read_records,
+)
 
 RECORD = Record(0, None, "1+1=", "2é", [5, 6], 1.0, "stop", "2", {"answer": "2"})
 
@@ -48,3 +56,27 @@ def test_what_is_no_whole_chunk_goes(tmp_path, cut):
 
 def test_nothing_is_there_at_first(tmp_path):
     assert cut_to_chunks(tmp_path / "none.jsonl", [2]) == 0
+
+
+def test_the_samples_of_a_run_are_records_of_training_and_of_each_validation(tmp_path):
+    rows = [row_of(step, at) for step in (1, 2) for at in range(8)]
+    held_out = [row_of(2, at, data="validation", finish_reason="length") for at in range(2)]
+    run = made_run(tmp_path / "run", rows=[*rows, *held_out])
+    found = of_run(run)
+    assert {name: len(records) for name, records in found.items()} == {
+        "train": 16,
+        "validation-step-2": 2,
+    }
+    # Rows of a group are numbered; greedy responses are no samples.
+    assert [(one.row, one.sample) for one in found["train"][:5]] == [
+        *((100, at) for at in range(4)),
+        (101, 0),
+    ]
+    first = found["validation-step-2"][0]
+    assert (first.sample, first.finish_reason, first.meta) == (None, "length", {"answer": "a0"})
+    assert first.response == rows[8]["response"] and first.prompt == "p4"
+    assert first.to_sample().response_ids.tolist() == rows[8]["response_ids"].tolist()
+
+    empty = made_run(tmp_path / "empty", rows=[])
+    with pytest.raises(ConfigError, match="has no recorded samples"):
+        of_run(empty)

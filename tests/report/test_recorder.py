@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
+import re
+import sys
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers.jobs import job_of
 from helpers.tiny import ran_here, write
 
+from hybridflow.cli.main import main
 from hybridflow.core.contracts.observer import Span
 from hybridflow.kit.recording import SAMPLES, TIMELINE, read_rows
 from hybridflow.report import recorder
@@ -81,3 +88,32 @@ def test_what_was_taken_is_written_when_it_is_due(tmp_path, monkeypatch):
         "waited": 0.0,
         "waited_for": "",
     }
+
+
+def state_in(page: Path) -> str:
+    [packed] = re.findall(r'<script id="data" type="text/plain">([^<]*)</script>', page.read_text())
+    [run] = json.loads(gzip.decompress(base64.b64decode(packed)))["runs"]
+    return run["state"]
+
+
+def test_a_run_leaves_a_page_however_it_ended(ran, tmp_path, monkeypatch, capsys):
+    assert state_in(ran / "report.html") == "finished"
+    assert (ran / "trace.json.gz").is_file()
+
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+    assert main(["run", "tiny.toml", "reward.function=rewards:raises_later"]) == 1
+    assert "no such unit" in capsys.readouterr().err
+    assert state_in(tmp_path / "runs/tiny/report.html") == "ended"
+    assert main(["run", "tiny.toml", "run.steps=1", "run.report=false", "run.name=other"]) == 0
+    assert not (tmp_path / "runs/other/report.html").exists()
+    monkeypatch.delitem(sys.modules, "rewards", raising=False)
+
+
+def test_a_page_that_cannot_be_written_is_told_and_stops_nothing(tmp_path):
+    write(tmp_path)
+    (tmp_path / "runs/tiny/report.html").mkdir(parents=True)
+    said = ran_here(tmp_path, "run.steps=1")
+    assert "RunRecording lost the end of the run: " in said and "cannot be written" in said

@@ -6,10 +6,12 @@ import io
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 from hybridflow.cli.main import main
+from hybridflow.kit.recording import SAMPLES, read_rows
 
 
 @pytest.fixture
@@ -118,6 +120,18 @@ def test_recorded_responses_are_scored_again_without_a_model(model, tmp_path, ca
     assert (
         "is neither the folder of an evaluation" in said and "give the reward that scores" in said
     )
+
+
+def test_the_recorded_samples_of_a_run_are_scored_again(model, tmp_path, capsys):
+    arguments = ["evaluate", model, "--rescore", "--reward", "exact_match", "--out"]
+    assert main([*arguments, str(tmp_path / "out")]) == 0
+    figures = json.loads((tmp_path / "out/figures.json").read_text())["figures"]
+    trained = [row for row in read_rows(Path(model), SAMPLES) if row["data"] == "train"]
+    right = [row["response"].strip() == json.loads(row["meta"])["answer"] for row in trained]
+    # The mean over groups, which are of one size
+    assert trained and figures["train"]["mean"]["mean"] == pytest.approx(sum(right) / len(right))
+    assert figures["train"]["mean"]["rows"] == len({row["group"] for row in trained})
+    assert any(name.startswith("validation-step-") for name in figures)
 
 
 @pytest.mark.parametrize(
