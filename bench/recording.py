@@ -25,11 +25,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "tests")]
 from common import emit  # noqa: E402
 from helpers.recorded import made_run, metrics_of, row_of  # noqa: E402
 
 STEPS = 300
+PIECES = [f"w{number:x}" for number in range(50_000)]
 DEMO = ("algorithm.prompts_per_step=128", "algorithm.group_size=8", "sampling.max_tokens=4")
 SECOND = ("algorithm.prompts_per_step=24", "algorithm.group_size=8", "sampling.max_tokens=48")
 ALGORITHM = """
@@ -124,6 +127,20 @@ def recorded(folder: Path, steps: int, settings: tuple[str, ...]) -> tuple[float
     return spent[0], sum(took) / len(took)
 
 
+def drawn_rows(generator: np.random.Generator, step: int, rows: int, length: int) -> list[dict]:
+    """Rows of random tokens of a vocabulary of 50,000, which nothing compresses as repeated text would be."""
+    made = []
+    for at in range(rows):
+        ids = generator.integers(0, 50_000, length, dtype=np.int32)
+        logprobs = -generator.exponential(1.0, length).astype(np.float32)
+        texts = [PIECES[token] for token in ids]
+        own = {"response_ids": ids, "response_tokens": texts, "response": "".join(texts)}
+        noise = generator.normal(0, 1e-6, length).astype(np.float32)
+        columns = {"rollout_logprobs": logprobs, "old_logprobs": logprobs + noise}
+        made.append(row_of(step, at, length=length, **own, **columns))
+    return made
+
+
 def step(folder: Path) -> bool:
     met = True
     for name, settings, most in (("demo", DEMO, 0.03), ("second", SECOND, 0.01)):
@@ -148,9 +165,10 @@ def bound(folder: Path) -> bool:
     table = RecordedTable(folder, SAMPLES, most)
     table.begin(0)
     largest = 0
+    generator = np.random.default_rng(0)
     started = time.process_time()
     for number in range(1, 3001):
-        table.add([row_of(number, at, length=512) for at in range(8)])
+        table.add(drawn_rows(generator, number, 8, 512))
         if number % 20 == 0:
             table.flush()
             largest = max(
@@ -177,8 +195,9 @@ def page(folder: Path) -> bool:
     )
     table = RecordedTable(large, SAMPLES, 64_000_000)
     table.begin(0)
+    generator = np.random.default_rng(0)
     for number in range(1, 2001):
-        table.add([row_of(number, at, length=32) for at in range(512)])
+        table.add(drawn_rows(generator, number, 512, 32))
     table.flush()
     met = True
     for name, run, most in (("demo", demo / "run", 5), ("large", large, 20)):

@@ -89,10 +89,9 @@ class RecordedTable:
                 path.unlink()
         if parts := parts_of(self.folder, self.name):
             last = parts[-1]
-            kept = [row for row in read_part(last) if row["step"] <= step]
+            _keep(last, lambda row: row["step"] <= step)
             if last.suffix == self.suffix and last.stat().st_size < PART_BYTES:
-                self._rows, self._file = kept, last
-            _write_part(last, kept)
+                self._rows, self._file = read_part(last), last
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows of one step; those of steps that are left out are not kept.
@@ -133,14 +132,15 @@ class RecordedTable:
         _write_every(self.folder, self.name, self.every)
         steps: set[int] = set()
         for path in parts_of(self.folder, self.name):
-            kept = [row for row in read_part(path) if self.place(row) % self.every == 0]
-            if kept:
-                _write_part(path, kept)
-            elif path != self._file:
+            kept = _keep(path, self._is_kept)
+            if not kept and path != self._file:
                 path.unlink()
-            steps.update(row["step"] for row in kept)
-        self._rows = [row for row in self._rows if self.place(row) % self.every == 0]
+            steps.update(kept)
+        self._rows = [row for row in self._rows if self._is_kept(row)]
         return len(steps) > 1
+
+    def _is_kept(self, row: Row) -> bool:
+        return self.place(row) % self.every == 0
 
 
 # --- reading ---
@@ -168,7 +168,7 @@ def read_part(
     if path.suffix == ".parquet":
         table = _read_table(path, columns)
         if numbers is not None:
-            table = table.take(list(numbers))
+            table = _take(table, numbers)
         return [
             {key: value for key, value in row.items() if value is not None}
             for row in table.to_pylist()
@@ -189,6 +189,11 @@ def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[Any]]:
         return {name: found.get(name, [None] * table.num_rows) for name in columns}
     rows = read_part(path, columns)
     return {name: [row.get(name) for row in rows] for name in columns}
+
+
+def _take(table: Any, numbers: Sequence[int]) -> Any:
+    # An array, since no numbers have no type that pyarrow would take.
+    return table.take(np.asarray(numbers, np.int64))
 
 
 def _read_table(path: Path, columns: Sequence[str] | None) -> Any:
@@ -214,21 +219,43 @@ def _first_step(path: Path) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
+def _keep(path: Path, is_kept: Callable[[Row], bool]) -> list[int]:
+    """Write a part anew with the rows that are kept, by `step` and `data`; return their steps.
+
+    Rows of Parquet are not read into Python, which would take seconds.
+    """
+    light = read_columns(path, ("step", "data"))
+    rows = [{"step": step, "data": data} for step, data in zip(*light.values(), strict=True)]
+    numbers = [number for number, row in enumerate(rows) if is_kept(row)]
+    if path.suffix == ".parquet":
+        _write_table(path, _take(_read_table(path, None), numbers))
+    else:
+        _write_part(path, read_part(path, numbers=numbers))
+    return [rows[number]["step"] for number in numbers]
+
+
+def _write_table(path: Path, table: Any) -> None:
+    from pyarrow import parquet
+
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    parquet.write_table(table, partial, compression="zstd")
+    os.replace(partial, path)
+
+
 def _write_part(path: Path, rows: Sequence[Row]) -> None:
     """Write rows aside, and put them in the place of a part."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
     if path.suffix == ".parquet":
         import pyarrow
-        from pyarrow import parquet
 
         names = dict.fromkeys(name for row in rows for name in row) or ["step"]
         columns = {name: [row.get(name) for row in rows] for name in names}
-        table = pyarrow.table({name: pyarrow.array(values) for name, values in columns.items()})
-        parquet.write_table(table, partial, compression="zstd")
-    else:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+        arrays = {name: pyarrow.array(values) for name, values in columns.items()}
+        _write_table(path, pyarrow.table(arrays))
+        return
+    with partial.open("w", encoding="utf-8", newline="\n") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
     os.replace(partial, path)
 
 

@@ -180,6 +180,17 @@ def test_what_was_recorded_in_the_other_form_is_read_too(tmp_path, monkeypatch):
     assert list(read_rows(tmp_path, NAME)) == plain([row(step) for step in (1, 2, 3, 4)])
 
 
+def test_a_part_of_which_nothing_is_kept_is_gone(tmp_path, form, monkeypatch):
+    monkeypatch.setattr(recording, "PART_BYTES", 1)  # a part for each step
+    written(tmp_path, range(1, 9), length=50, most_bytes=8_000)
+    steps = steps_of(tmp_path)
+    every = recorded_every(tmp_path, NAME)
+    assert every > 1 and steps == list(range(1, 9, every))
+    assert len(parts_of(tmp_path / "recording", NAME)) == len(steps)
+    [part] = parts_of(tmp_path / "recording", NAME)[:1]
+    assert recording.read_part(part, numbers=[]) == []
+
+
 def test_a_damaged_list_of_distances_is_no_list(tmp_path):
     written(tmp_path, [1])
     (tmp_path / "recording/every.json").write_text("{")
