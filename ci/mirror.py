@@ -28,19 +28,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from copies import run_tests
+from rooms import FOLDERS
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (
-    "core",
-    "settle",
-    "kit",
-    "planner",
-    "inference",
-    "report",
-    "cli",
-    "backends",
-    "algorithms",
-)
 LEAST = 0.85
 SWITCH = "HYBRIDFLOW_MIRROR"
 BREAK = ast.parse(

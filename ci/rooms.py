@@ -21,6 +21,7 @@ FOLDERS = (
     "backends",
     "algorithms",
 )
+"""The folders of the repository that are packages, as setup.py has them too."""
 NAMESPACE = "hybridflow"
 Graph = dict[str, set[str]]
 

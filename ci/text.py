@@ -17,18 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from rooms import FOLDERS
+
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = (
-    "core",
-    "settle",
-    "kit",
-    "planner",
-    "inference",
-    "report",
-    "cli",
-    "backends",
-    "algorithms",
-)
 WIDTH = 100
 BESIDE = {
     "tokens a line, median": "4 to 6",

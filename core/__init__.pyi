@@ -19,6 +19,7 @@ from .contracts.footprint import (
     Phase as Phase,
 )
 from .contracts.loss import Counts as Counts, Loss as Loss, Term as Term
+from .contracts.observer import Observer as Observer, Span as Span
 from .contracts.planner import Plan as Plan, Planner as Planner, Prediction as Prediction
 from .contracts.protocol import Protocol as Protocol, TransferProtocol as TransferProtocol
 from .contracts.reward import Reward as Reward, RewardSample as RewardSample

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from hybridflow.core.errors import ConfigError, DamagedError
+from hybridflow.core.names import reason
 from hybridflow.core.values.files import RECORDING
 from hybridflow.core.values.sealed import PARTIAL
 
@@ -163,7 +165,7 @@ def read_part(
     """Return the rows of a part, without the columns that a row does not have.
 
     columns: those to read; numbers: of the rows to read; None: all. Token columns are lists. Raises
-    ImportError where pyarrow is needed and missing.
+    DamagedError for a part that cannot be read, and ConfigError where pyarrow is missing.
     """
     if path.suffix == ".parquet":
         table = _read_table(path, columns)
@@ -176,7 +178,10 @@ def read_part(
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     rows = []
     for number in range(len(lines)) if numbers is None else numbers:
-        row = json.loads(lines[number])
+        try:
+            row = json.loads(lines[number])
+        except ValueError as error:
+            raise _damaged(path, error) from error
         rows.append({key: row[key] for key in columns if key in row} if columns else row)
     return rows
 
@@ -197,12 +202,22 @@ def _take(table: Any, numbers: Sequence[int]) -> Any:
 
 
 def _read_table(path: Path, columns: Sequence[str] | None) -> Any:
-    from pyarrow import parquet
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: is Parquet, which needs pyarrow: pip install 'hybridflow[data]'"
+        ) from error
+    try:
+        there = parquet.read_schema(path).names
+        names = None if columns is None else [name for name in columns if name in there]
+        return parquet.read_table(path, columns=names)
+    except (ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
 
-    there = parquet.read_schema(path).names
-    return parquet.read_table(
-        path, columns=None if columns is None else [name for name in columns if name in there]
-    )
+
+def _damaged(path: Path, error: Exception) -> DamagedError:
+    return DamagedError(f"{path} is damaged: {reason(error)}; remove it, and the rest can be read")
 
 
 def read_rows(run: Path, name: str, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -244,7 +259,6 @@ def _write_table(path: Path, table: Any) -> None:
 
 def _write_part(path: Path, rows: Sequence[Row]) -> None:
     """Write rows aside, and put them in the place of a part."""
-    partial = path.with_name(f"{path.name}{PARTIAL}")
     if path.suffix == ".parquet":
         import pyarrow
 
@@ -253,6 +267,7 @@ def _write_part(path: Path, rows: Sequence[Row]) -> None:
         arrays = {name: pyarrow.array(values) for name, values in columns.items()}
         _write_table(path, pyarrow.table(arrays))
         return
+    partial = path.with_name(f"{path.name}{PARTIAL}")
     with partial.open("w", encoding="utf-8", newline="\n") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
@@ -281,7 +296,8 @@ def _read_every(folder: Path) -> dict[str, int]:
         found = json.loads((folder / EVERY).read_text())
     except (OSError, ValueError):
         return {}
-    return {name: int(every) for name, every in found.items()}
+    known = found.items() if isinstance(found, dict) else ()
+    return {name: every for name, every in known if isinstance(every, int) and every > 0}
 
 
 def _write_every(folder: Path, name: str, every: int) -> None:

@@ -45,8 +45,11 @@ MOST_META = 2000
 CONSOLE_LINES = 60
 TRAINER = ("old_logprobs", "logprobs")
 """The trainer's logprobs of the weights that generated: the first column that a row has."""
-HIDDEN = ("step", "data", "prompt", "response", "prompt_ids", "response_ids", "prompt_tokens")
-HIDDEN_TOO = ("response_tokens", "group", "sample_id", "tokens", "meta", "record_id")
+HIDDEN = (
+    *("step", "data", "group", "sample_id", "record_id", "tokens", "meta"),
+    *("prompt", "prompt_ids", "prompt_tokens", "response", "response_ids", "response_tokens"),
+)
+"""Columns that are shown by themselves or not at all."""
 UNIQUE = ("run.seed", "run.name", "run.folder", "data.seed")
 """Settings by which the runs of one configuration, its seeds, may differ."""
 
@@ -248,7 +251,7 @@ class _RowEncoder:
         values: dict[str, Any] = {}
         length = len(row.get("response_tokens", ()))
         for name, value in row.items():
-            if name in HIDDEN or name in HIDDEN_TOO or name in TRAINER:
+            if name in HIDDEN or name in TRAINER:
                 continue
             if isinstance(value, list):
                 if len(value) == length:

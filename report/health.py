@@ -7,6 +7,7 @@ explains another one's symptoms comes first, and names it in EXPLAINS.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -73,9 +74,9 @@ class Facts:
         ]
 
     def named(self, ending: str) -> list[str]:
-        """Return the metrics whose names are ROLE/ending."""
+        """Return the metrics whose names are ROLE/ending, a regular expression."""
         names = dict.fromkeys(name for row in self.steps for name in row)
-        return [name for name in names if name.partition("/")[2] == ending]
+        return [name for name in names if re.fullmatch(ending, name.partition("/")[2])]
 
     def setting(self, key: str, default: Any = None) -> Any:
         value = self.run.settings.get(key)
@@ -388,58 +389,81 @@ def no_spread(facts: Facts) -> list[Finding]:
     return found
 
 
-def clipping(facts: Facts) -> list[Finding]:
-    """Much of an update is cut off, or much of the responses."""
+@attrs.frozen
+class Limit:
+    """A share, or another figure, whose mean over the last steps is not to be above a limit."""
+
+    rule: str
+    ending: str
+    """How the names of the metrics end, as a regular expression."""
+    most: float
+    text: str
+    """What is said; {value} is the mean, and {name} the metric."""
+    remedy: str
+    where: str = "overview"
+    solved: float = math.inf
+    """From this share of the highest score on nothing is said."""
+
+
+LIMITS = (
+    Limit(
+        "clipping",
+        "clip_fraction",
+        0.3,
+        "{value:.0%} of the tokens' ratios are clipped in the last steps.",
+        "Lower the learning rate, or take fewer updates a step.",
+    ),
+    Limit(
+        "truncated",
+        "clipped",
+        0.5,
+        "{value:.0%} of the responses run into the limit of tokens in the last steps.",
+        "Raise sampling.max_tokens, or look at what they are (tab Samples).",
+        "samples",
+        solved=0.8,
+    ),
+    Limit(
+        "divergence",
+        "approx_kl",
+        0.2,
+        "A step moves the policy by {value:.2g} nats per token in the last steps.",
+        "Lower the learning rate, or take fewer updates a step.",
+    ),
+    Limit(
+        "failures",
+        "failed_.+|.+_failed",
+        0.02,
+        "{value:.1%} of the rows fail in the last steps ({name}).",
+        "The log of the run says why; on_failure has retries and rules.",
+        "samples",
+    ),
+)
+
+
+def limits(facts: Facts) -> list[Finding]:
+    """Figures of the last steps are above their limits."""
     found = []
-    first, last = facts.last_steps if facts.steps else (0, 0)
-    for name in facts.named("clip_fraction"):
-        ends = facts.ends(name)
-        if ends and ends[1] > 0.3:
-            text = f"{ends[1]:.0%} of the tokens' ratios are clipped in the last steps."
-            remedy = "Lower the learning rate, or take fewer updates a step."
-            found.append(Finding("clipping", ALARM, first, last, text, remedy))
-    for name in facts.named("clipped"):
-        ends = facts.ends(name)
-        if ends and ends[1] > 0.5 and facts.reward_share < 0.8:
-            text = f"{ends[1]:.0%} of the responses run into the limit of tokens in the last steps."
-            remedy = "Raise sampling.max_tokens, or look at what they are (tab Samples)."
-            found.append(Finding("truncated", ALARM, first, last, text, remedy, "samples"))
+    for limit in LIMITS:
+        for name in facts.named(limit.ending):
+            ends = facts.ends(name)
+            if ends is None or ends[1] <= limit.most or facts.reward_share >= limit.solved:
+                continue
+            text = limit.text.format(value=ends[1], name=name)
+            first, last = facts.last_steps
+            found.append(Finding(limit.rule, ALARM, first, last, text, limit.remedy, limit.where))
     return found
 
 
-def divergence(facts: Facts) -> list[Finding]:
-    """A step moves the policy too far, or gradients have grown."""
+def grown_gradient(facts: Facts) -> list[Finding]:
+    """The gradient's norm is many times what it was."""
     found = []
-    first, last = facts.last_steps if facts.steps else (0, 0)
-    for name in facts.named("approx_kl"):
-        ends = facts.ends(name)
-        if ends and ends[1] > 0.2:
-            text = f"A step moves the policy by {ends[1]:.2g} nats per token in the last steps."
-            remedy = "Lower the learning rate, or take fewer updates a step."
-            found.append(Finding("divergence", ALARM, first, last, text, remedy))
     for name in facts.named("grad_norm"):
         ends = facts.ends(name)
         if ends and ends[0] > 0 and ends[1] > 20 * ends[0]:
             text = f"The gradient's norm grew from {ends[0]:.3g} to {ends[1]:.3g}."
             remedy = "Lower the learning rate, or look at rows with extreme advantages."
-            found.append(Finding("divergence", ALARM, first, last, text, remedy))
-    return found
-
-
-def failures(facts: Facts) -> list[Finding]:
-    """Rows fail, and are left out."""
-    found = []
-    names = dict.fromkeys(name for row in facts.steps for name in row)
-    for name in names:
-        ending = name.partition("/")[2]
-        if not (ending.startswith("failed_") or ending.endswith("_failed")):
-            continue
-        ends = facts.ends(name)
-        if ends and ends[1] > 0.02:
-            text = f"{ends[1]:.1%} of the rows fail in the last steps ({name})."
-            remedy = "The log of the run says why; on_failure has retries and rules."
             first, last = facts.last_steps
-            found.append(Finding("failures", ALARM, first, last, text, remedy, "samples"))
+            found.append(Finding("divergence", ALARM, first, last, text, remedy))
     return found
 
 
@@ -574,9 +598,8 @@ RULES: tuple[Rule, ...] = (
     hacked,
     entropy,
     no_spread,
-    clipping,
-    divergence,
-    failures,
+    limits,
+    grown_gradient,
     slow_tool,
     slow_rank,
     stall,

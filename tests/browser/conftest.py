@@ -19,14 +19,7 @@ from helpers.paths import ROOT
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 DEMO = ROOT / "runs/arithmetic"
 WIDTH, HEIGHT = 1280, 900
-
-
-def pytest_collection_modifyitems(items) -> None:
-    if "HYBRIDFLOW_BROWSER" not in os.environ:
-        skip = pytest.mark.skip(reason="make test-browser runs it")
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(skip)
+collect_ignore_glob = [] if os.environ.get("HYBRIDFLOW_BROWSER") else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -10,17 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT, script
 
-FOLDERS = (
-    "core",
-    "settle",
-    "kit",
-    "planner",
-    "inference",
-    "report",
-    "cli",
-    "backends",
-    "algorithms",
-)
+FOLDERS = script("rooms").FOLDERS
 ARROWS = {
     "a mechanism prints": ("core/resharding/plan.py", "from hybridflow.cli.explain import explain"),
     "a rank's part knows the controller's object": (

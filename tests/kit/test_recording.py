@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
 
+from hybridflow.core.errors import ConfigError, DamagedError
 from hybridflow.kit import recording
 from hybridflow.kit.recording import (
     RecordedTable,
@@ -191,9 +193,26 @@ def test_a_part_of_which_nothing_is_kept_is_gone(tmp_path, form, monkeypatch):
     assert recording.read_part(part, numbers=[]) == []
 
 
+def test_a_part_that_is_damaged_is_told_by_its_name(tmp_path, form):
+    written(tmp_path, [1, 2])
+    [part] = parts_of(tmp_path / "recording", NAME)
+    data = part.read_bytes()
+    part.write_bytes(data[: len(data) // 2] + b"\n")
+    with pytest.raises(DamagedError, match=f"{part.name} is damaged"):
+        list(read_rows(tmp_path, NAME))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    written(tmp_path, [1])
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hybridflow\[data\]'"):
+        list(read_rows(tmp_path, NAME))
+
+
 def test_a_damaged_list_of_distances_is_no_list(tmp_path):
     written(tmp_path, [1])
-    (tmp_path / "recording/every.json").write_text("{")
-    assert recorded_every(tmp_path, NAME) == 1
+    for text in ("{", "[]", f'{{"{NAME}": "2"}}', f'{{"{NAME}": 0}}'):
+        (tmp_path / "recording/every.json").write_text(text)
+        assert recorded_every(tmp_path, NAME) == 1
     (tmp_path / "recording/every.json").write_text(json.dumps({NAME: 8}))
     assert recorded_every(tmp_path, NAME) == 8
