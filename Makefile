@@ -7,6 +7,7 @@
 # make test-fake  training backends on GPUs and ranks that are not there
 # make test-gpu   what needs a GPU, on a machine that has one
 # make test-browser  reports in Chromium      make test-trackers  services' trackers, offline      make healthy  20 runs without alarms
+# make kills  20 kills of a run with a step ahead
 # make screenshots  pictures of the demo's report, for the docs
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
@@ -72,6 +73,10 @@ test-trackers: .venv-trackers/.done
 # Twenty healthy runs, none of which may raise an alarm in its report, and a run whose engine is killed, which must.
 healthy: $(VENV)/.done
 	HYBRIDFLOW_SEEDS=20 $(PY) -m pytest -n0 tests/report/test_broken_runs.py -k "healthy or started"
+
+# A run with a step ahead whose trainer, engines and controller are killed at random, bit for bit; 3 kills are among the tests.
+kills: $(VENV)/.done
+	HYBRIDFLOW_KILLS=20 $(PY) -m pytest -n0 tests/run/test_ahead.py -k kills
 
 # Pictures of the demo's report, for the docs and the README.
 screenshots: $(VENV)/.done
@@ -153,4 +158,4 @@ environments: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .venv-trackers .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-browser test-trackers healthy screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean
+.PHONY: demo test test-browser test-trackers healthy kills screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean

@@ -7,7 +7,12 @@ from typing import Any, ClassVar
 
 import attrs
 
-from hybridflow.algorithms.policy import AggregationConfig, PolicyConfig, PolicyLoss
+from hybridflow.algorithms.policy import (
+    AggregationConfig,
+    CorrectionConfig,
+    PolicyConfig,
+    PolicyLoss,
+)
 from hybridflow.algorithms.reference_kl import KLConfig, ReferenceKL
 from hybridflow.algorithms.sft import NextTokenLoss
 from hybridflow.core.contracts.algorithm import Algorithm
@@ -129,6 +134,12 @@ class PolicyGradient(Algorithm):
     def on_policy(self) -> bool:
         """Whether a step has one update only, so that its sequences are the policy's own."""
         return self.updates_per_step() == 1
+
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether tokens are weighed by old/rollout (`correction`)."""
+        config = self.config
+        return isinstance(config, CorrectionConfig) and config.correction != "none"
 
     # --- state ---
 

@@ -40,7 +40,7 @@ def figures(job: Job) -> Iterator[tuple[str, str]]:
     for name, model in job.models.items():
         yield name, _role(job, model, rows, mini)
     for name, reward in job.scorers.items():
-        pool = reward.pool or job.main_pool
+        pool = reward.pool or job.reward_pool
         yield name, f"{_sum(reward.parts)}, on the {_ranks(job.pools[pool].world)} of pool {pool}"
     yield "data", f"drawn on rank 0 of pool {job.data_pool}"
     yield "tokenizer", _tokenizer(job)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol as Typing
+from typing import Any, Protocol as Typing
 
 import attrs
 import numpy as np
 import torch
 
 from hybridflow.core.contracts.loss import Loss
+from hybridflow.core.contracts.observer import SampleRow
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
-from hybridflow.core.groups.group import Future, WorkerGroup
+from hybridflow.core.groups.group import Future, WorkerGroup, is_held
+from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
-
-if TYPE_CHECKING:
-    from hybridflow.core.rollouts.separate import SeparateRollout
 
 
 @attrs.define(eq=False)
@@ -52,8 +52,13 @@ class GroupRoleHandle:
         sample_ids = torch.arange(first, first + prompts.rows, dtype=torch.int32)
         numbered = prompts.with_columns(sample_id=sample_ids)
 
-        verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
-        responses = verb(numbered, params, self._ctx.seed)
+        responses = self._ctx.kept(numbered)
+        replayed = responses is not None
+        if responses is None:
+            verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
+            responses = verb(numbered, params, self._ctx.seed)
+        if isinstance(self.rollout, SeparateRollout):
+            self._ctx.generated(self.role, self.rollout, numbered, responses, replayed)
         return numbered.join(self._watch(responses))
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
@@ -116,14 +121,39 @@ class Scoring:
         return Metrics({f"{self.role.name}/equal_groups": (equal, int(several.sum()))})
 
 
+@attrs.define(eq=False)
+class Generation:
+    """Responses of engines in a pool of their own."""
+
+    role: str
+    rollout: SeparateRollout
+    prompts: Batch
+    responses: Batch
+    ahead: bool
+    """Whether it was sent before the turn of its step."""
+    version: int | None
+    """The version of the engines' weights as they got the call; None while it is held."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for the turn of its step."""
+        return self.version is None
+
+
 class Recorder(Typing):
     """Chooses rows of a step to be recorded."""
+
+    def fresh(self) -> Recorder:
+        """Return a recorder for another step."""
 
     def scored(self, batch: Batch, scores: Batch) -> None:
         """Take note of rows that a reward has scored."""
 
     def mark(self, role: Role, batch: Batch) -> Batch:
         """Return rows that a role trains on, with a column that says which are recorded."""
+
+    def take(self, step: int, recorded: Mapping[str, Mapping[int, np.ndarray]]) -> list[SampleRow]:
+        """Return the rows of the step, which has ended; recorded: `Metrics.recorded` of it."""
 
 
 class GroupStepContext:
@@ -154,11 +184,29 @@ class GroupStepContext:
         """Number of the current step, from 1."""
         self.recorder: Recorder | None = None
         """Chooses rows of the step to be recorded, if any are."""
+        self._aside = False
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget the calls of the step."""
+        self.generations: list[Generation] = []
+        """What engines in pools of their own have generated, `aside` too."""
+        self.replays: Sequence[Batch | None] = ()
+        """For each `generate` of the step, what a checkpoint has of it (see Checkpoints)."""
         self._scored: list[Scoring] = []
         """The rows that rewards have scored since the last `finish`."""
         self._results: list[tuple[str, Batch | Future]] = []
         self._logged = Metrics()
-        self._aside = False
+
+    def page(self, step: int) -> GroupStepContext:
+        """Return a context for the calls of one step alone; the counters are shared."""
+        page = copy.copy(self)
+        page.step = step
+        page._clear()
+        page.roles = {name: attrs.evolve(handle, ctx=page) for name, handle in self.roles.items()}
+        if self.recorder is not None:
+            page.recorder = self.recorder.fresh()
+        return page
 
     def __getattr__(self, name: str) -> GroupRoleHandle:
         roles = self.__dict__.get("roles", {})
@@ -226,6 +274,30 @@ class GroupStepContext:
             self._results.append((role, result))
         return result
 
+    def generated(
+        self,
+        role: Role,
+        rollout: SeparateRollout,
+        prompts: Batch,
+        responses: Batch,
+        replayed: bool,
+    ) -> None:
+        """Note which weights engines in a pool of their own have as they get the call.
+
+        replayed: the call was made before the checkpoint that the run goes on from.
+        """
+        held = is_held(responses)
+        ahead = replayed or (rollout.engines.outbox.holds and not held)
+        version = None if held else rollout.version
+        generation = Generation(role.name, rollout, prompts, responses, ahead, version)
+        self.generations.append(generation)
+
+    def kept(self, prompts: Batch) -> Batch | None:
+        """Return the responses of the step's next `generate` that a checkpoint has, if it does."""
+        at = len(self.generations)
+        kept = self.replays[at] if at < len(self.replays) else None
+        return None if kept is None else self.data.matched(prompts, kept)
+
     def remember(self, scoring: Scoring) -> None:
         """Keep the rows that a reward has scored, for the metrics of groups and to record them."""
         if not self._aside:
@@ -253,7 +325,5 @@ class GroupStepContext:
             parts.append(metrics.prefixed(f"{role}/") if role else metrics)
 
         parts += [scoring.equal_groups() for scoring in self._scored]
-        self._scored = []
-        self._results = []
-        self._logged = Metrics()
+        self._clear()
         return Metrics.merge(parts)

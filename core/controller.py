@@ -3,6 +3,7 @@
     run_job          claims the run's folder; starts again if a worker dies
       train          starts processes, builds the models, restores the newest checkpoint
         every step   algorithm.step(ctx) -> metrics -> validation if due -> checkpoint if due
+                     (core/running/pages.py has their order where steps are generated ahead)
       keep           writes a checkpoint, and the trained models as Hugging Face folders
 
 The dataflow of a step, here PPO's with one update per response: the verbs that `algorithm.step`
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -50,10 +52,11 @@ from hybridflow.core.errors import (
 )
 from hybridflow.core.job.job import Job
 from hybridflow.core.plugins import registry
-from hybridflow.core.running.checkpoint import State, checkpoints_of
+from hybridflow.core.running.checkpoint import Ahead, State, checkpoints_of
 from hybridflow.core.running.failures import check_failed
 from hybridflow.core.running.folder import StopRequested, StopSignal, claim, write_mark
 from hybridflow.core.running.mismatch import explained
+from hybridflow.core.running.pages import Kept, Page, Pages, read_kept
 from hybridflow.core.running.reporting import Reporter
 from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Prepared, Session
@@ -129,59 +132,66 @@ def train(
     with StopSignal() as stop, session:
         # A new run begins at step 0; a resumed one after the step of its last checkpoint.
         run = Run(job, session, session.context(), checkpoints)
+        ahead = None
         if resume and checkpoints.steps():
-            restore(run, algorithm, report.say)
+            ahead = restore(run, algorithm, report.say)
         if resume:
             # Settings that its checkpoint does not fit are not to be taken for the run's.
             write_mark(job, mark)
         report.begin(run.step, session.parameters)
         report.observe(run)
-        validate_if_due(run, report)
 
-        stop.begin()
-        while run.step < job.run.steps and not run.reached:
-            run.ctx.step = run.step + 1
-
-            # Calls of the step are still under way when algorithm.step returns; finish waits.
-            started = time.perf_counter()
-            try:
-                algorithm.step(run.ctx)
-                metrics = run.ctx.finish()
-            except MismatchError as error:
-                raise explained(error, run.ctx.step, run.ctx.roles[error.role]) from error
-            run.step += 1
-            values = report.step(run, metrics, time.perf_counter() - started)
+        def end(page: Page) -> bool:
+            """End a step, all calls of which are on their way; return whether the run goes on."""
+            metrics = pages.finish(page)
+            run.step = page.step
+            with pages.charged(page):
+                values = report.step(run, metrics, time.perf_counter() - page.began)
             registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
-            report.samples(run.step, run.recorder.take(run.step, metrics.recorded))
+            report.samples(run.step, page.recorded(metrics))
             check_failed(job, run.step, metrics)
 
             # The validation comes first, so that the checkpoint contains its metrics.
+            pages.publish()
             validate_if_due(run, report)
-            if due(run.step, job.run.checkpoint_every) or stop.requested:
+            stopping = stop.requested
+            if due(run.step, job.run.checkpoint_every) or stopping:
                 report.checkpoint(run.step)
-                checkpoint(run, algorithm)
+                checkpoint(run, pages)
+            return run.step < job.run.steps and not run.reached and not stopping
 
-            if stop.requested and run.step < job.run.steps:
-                report.say(
-                    f"told to stop: the checkpoint of step {run.step} is written; "
-                    "go on with --resume"
-                )
-                return RunOutcome("stopped", run.step, run.validations)
+        pages = Pages(run, algorithm, end, report.say)
+        if ahead is not None:
+            pages.go_on(ahead)
+        try:
+            pages.publish()
+            validate_if_due(run, report)
+            stop.begin()
+            if run.step < job.run.steps and not run.reached:
+                pages.all()
+        except MismatchError as error:
+            raise explained(error, run.step + 1, run.ctx.roles[error.role]) from error
+
+        if run.step < job.run.steps and not run.reached:
+            report.say(
+                f"told to stop: the checkpoint of step {run.step} is written; go on with --resume"
+            )
+            return RunOutcome("stopped", run.step, run.validations)
 
         # run.steps are completed, or the goal is reached.
         validate_if_due(run, report, ended=True)
         report.checkpoint(run.step)
-        keep(run, algorithm, export)
+        keep(run, pages, export)
         report.ended()
         return RunOutcome("finished", run.step, run.validations)
 
 
-def keep(run: Run, algorithm, export: bool) -> None:
+def keep(run: Run, pages: Pages, export: bool) -> None:
     """Write the last step's checkpoint, if there should be one, and export the models."""
     failure = None
     if run.job.run.final_checkpoint and run.step not in run.checkpoints.steps():
         try:
-            checkpoint(run, algorithm)
+            checkpoint(run, pages)
         except CheckpointError as error:
             failure = error
 
@@ -197,25 +207,31 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def checkpoint(run: Run, algorithm) -> None:
+def checkpoint(run: Run, pages: Pages) -> None:
     """Write the whole state of the run, from which it resumes bit for bit."""
+    before = pages.before()
     state = State(
         step=run.step,
-        algorithm=algorithm.state_dict(),
-        counters=run.ctx.counters,
-        data=run.session.data.state().result(),
+        algorithm=before.algorithm,
+        counters=before.counters,
+        data=before.data,
         validations=run.validations,
         tokens=run.tokens,
     )
-    folder = run.checkpoints.write(state, run.session.save)
+
+    def save(folder: Path) -> Ahead | None:
+        run.session.save(folder)
+        return pages.keep(folder)
+
+    folder = run.checkpoints.write(state, save)
     registry().notify("hybridflow_checkpoint", run=run, step=run.step, folder=folder)
 
 
-def restore(run: Run, algorithm, say: Callable[[str], None]) -> None:
+def restore(run: Run, algorithm, say: Callable[[str], None]) -> Kept | None:
     """Load the newest checkpoint that is not damaged into the run, its workers and the algorithm.
 
-    Newer ones are set aside. Raises CheckpointError where all are damaged, and where they are those
-    of another model.
+    Return what it has of the step after, with run.max_staleness. Newer ones are set aside. Raises
+    CheckpointError where all are damaged, and where they are those of another model.
     """
     damaged: dict[int, str] = {}
     for step in reversed(run.checkpoints.steps()):
@@ -223,6 +239,9 @@ def restore(run: Run, algorithm, say: Callable[[str], None]) -> None:
             state = run.checkpoints.read(step)
             # The weights' version is loaded too; engines have none yet: the next generate syncs.
             run.session.load(run.checkpoints.path(step))
+            kept = None
+            if state.ahead is not None and run.job.run.max_staleness:
+                kept = read_kept(run, run.checkpoints.path(step), state.ahead)
         except DamagedError as error:
             damaged[step] = error.message if isinstance(error, WorkerError) else str(error)
             continue
@@ -246,3 +265,4 @@ def restore(run: Run, algorithm, say: Callable[[str], None]) -> None:
     run.validations = state.validations
     run.step = state.step
     run.tokens = state.tokens
+    return kept

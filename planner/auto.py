@@ -7,7 +7,7 @@ finds their mapping on a cluster (search.py), and the mapping becomes tables of 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping as Table, Sequence
+from collections.abc import Collection, Iterator, Mapping as Table, Sequence
 from typing import Any
 
 from hybridflow.core.contracts.planner import (
@@ -27,6 +27,7 @@ from hybridflow.planner.preflight import job_memory
 from hybridflow.planner.report import bars, kinds_of, report, scaling, unfit, worth, written
 from hybridflow.planner.search import Mapping, NothingFitsError
 from hybridflow.planner.switches import Switches, Trial, hinted, what_fits
+from hybridflow.planner.trace import read_early
 from hybridflow.settle.config.load import merge
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class AutoMapping(Planner):
         plan = plan_job(job, cluster)
         check_ranks(job, plan.cluster)
         return (scaling(plan, devices),)
+
+    def read_early(self, job: PlannableJob, trained: Collection[str]) -> Sequence[str]:
+        return read_early(type(job.algorithm)(job.algorithm.config), trained)
 
     def rehearse(self, job: PlannableJob, cluster: str) -> Iterator[Block]:
         """Yield the memory of the best placement from the backends' own code, role by role."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -22,10 +22,12 @@ from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.groups.group import Future
-from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.batch import Batch, PromisedTable, View
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import COMPLETE
+from hybridflow.core.workers.generation import EPISODE_READS
+from hybridflow.core.workers.gradients import BASE
 from hybridflow.core.workers.tasks import run_on_columns
 from hybridflow.planner.workload import Task
 
@@ -47,8 +49,25 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
     Scores are 0 or 1 at random. So a step that draws prompts until the scores of enough groups
     differ (DAPO) ends after a plausible number of draws.
     """
-    # The algorithm meets stand-ins where a run has groups of workers.
     recorder = _Recorder(seed)
+    _follow(algorithm, recorder, seed)
+    return recorder.tasks()
+
+
+def read_early(algorithm: Algorithm, trained: Collection[str]) -> tuple[str, ...]:
+    """Return the calls whose results the page itself reads in its own turn, as `ctx` names them.
+
+    trained: the roles in pools in which something is trained; "compute" and "data" are roles here.
+    Their calls wait for the step's turn (core/groups/outbox.py), and so does a page that reads
+    their results: nothing is generated ahead meanwhile. Raises TraceError.
+    """
+    recorder = _Recorder(seed=0, trained=trained)
+    _follow(algorithm, recorder, seed=0)
+    return tuple(dict.fromkeys(recorder.read))
+
+
+def _follow(algorithm: Algorithm, recorder: _Recorder, seed: int) -> None:
+    # The algorithm meets stand-ins where a run has groups of workers.
     groups: dict[str, tuple[Role, Any]] = {}
     for role in algorithm.roles():
         groups[role.name] = (role, _Model(role, recorder))
@@ -66,7 +85,6 @@ def trace_step(algorithm: Algorithm, seed: int = 0) -> tuple[Task, ...]:
             f"{type(algorithm).__name__}.step could not be followed with made-up results: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return recorder.tasks()
 
 
 @contextmanager
@@ -80,18 +98,66 @@ def _no_breakpoints() -> Iterator[None]:
         sys.breakpointhook = hook
 
 
+class _Held(PromisedTable):
+    """A result that waits for the step's turn, and notes that it is read."""
+
+    def __init__(self, batch: Batch, known_names: tuple[str, ...] | None, note: Callable[[], None]):
+        super().__init__(lambda: batch, batch.rows, known_names)
+        self._note = note
+
+    def batch(self) -> Batch:
+        self._note()
+        return super().batch()
+
+
 class _Recorder:
     """Counts calls, and makes up columns from one random generator."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, trained: Collection[str] = ()):
         self.calls: Counter[tuple[str, str, int]] = Counter()
         """Calls by role, verb and number of sequences."""
         self.prompts: Counter[tuple[str, str, int]] = Counter()
         """Distinct prompts by role, verb and number of sequences, summed over these calls."""
         self.generator = np.random.default_rng(seed)
+        self.trained = trained
+        """The roles whose results wait for the step's turn."""
+        self.read: list[str] = []
+        """The calls whose results the page has read before that."""
+        self._working = False
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let the body read results as the workers do."""
+        self._working = True
+        try:
+            yield
+        finally:
+            self._working = False
+
+    def result(
+        self, role: str, call: str, columns: Batch, inputs: Batch, names_known: bool = True
+    ) -> Batch:
+        """Return the columns as the result of a call, which may wait for the step's turn.
+
+        inputs: with the columns that the call needs.
+        """
+        tables = [table for view in inputs.views for table in view.tables]
+        if role not in self.trained and not any(isinstance(table, _Held) for table in tables):
+            return columns
+
+        def note() -> None:
+            if not self._working:
+                self.read.append(call)
+
+        names = tuple(columns) if names_known else None
+        return Batch.of_views([View((_Held(columns, names, note),))])
 
     def add(self, role: str, verb: str, *batches: Batch) -> None:
         """Count one call over the rows of `batches`. Rows of a group have one prompt."""
+        with self.working():
+            self._add(role, verb, *batches)
+
+    def _add(self, role: str, verb: str, *batches: Batch) -> None:
         groups = [np.asarray(batch["group"].values) for batch in batches if "group" in batch]
         rows = sum(batch.rows for batch in batches)
         grouped = sum(map(len, groups))
@@ -159,7 +225,8 @@ class _Model:
             "turn_rewards": [[0.0] for _ in range(rows)],
             "turn_states": [["state"] for _ in range(rows)],
         }
-        return Batch(columns)
+        # Engines generate ahead, in a pool of their own.
+        return recorder.result("", "generate", Batch(columns), prompts.select(EPISODE_READS))
 
     episodes = generate
 
@@ -175,15 +242,19 @@ class _Model:
             ids = torch.zeros((rows * TOKENS, topk), dtype=torch.int64)
             results["topk_logprobs"] = self.recorder.per_token(rows, (topk,))
             results["topk_ids"] = Column(ids, np.full(rows, TOKENS))
-        return Batch(results)
+        return self._result("logprobs", results, batch)
 
     def values(self, batch: Batch, column: str) -> Batch:
         self.recorder.add(self.role.name, "infer", batch)
-        return Batch({column: self.recorder.per_token(batch.rows)})
+        return self._result("values", {column: self.recorder.per_token(batch.rows)}, batch)
 
     def score(self, batch: Batch, column: str) -> Batch:
         self.recorder.add(self.role.name, "infer", batch)
-        return Batch({column: self._scores(batch.rows)})
+        return self._result("score", {column: self._scores(batch.rows)}, batch)
+
+    def _result(self, verb: str, columns: Mapping[str, Any], batch: Batch) -> Batch:
+        name = self.role.name
+        return self.recorder.result(name, f"{name}.{verb}", Batch(columns), batch.select(BASE))
 
     def _scores(self, rows: int) -> torch.Tensor:
         """Return random rewards, 0 or 1, float32 [rows]."""
@@ -239,4 +310,6 @@ class _Tasks:
         return Batch(columns)
 
     def compute(self, batch: Batch, function: Callable[..., Any]) -> Batch:
-        return run_on_columns(batch, function)
+        with self.recorder.working():
+            columns = run_on_columns(batch, function)
+        return self.recorder.result("compute", "compute", columns, batch, names_known=False)

@@ -47,13 +47,45 @@ def cross_checks(job: Job, failed: set[str]) -> list[Problem]:
 # --- the run ---
 
 
-@_reads("run")
+@_reads("run", "algorithm", "roles", "pools")
 def staleness(job: Job) -> Iterator[tuple[str, str]]:
-    """run.max_staleness is 0: only synchronous training is there so far."""
-    if job.run.max_staleness:
+    """What generates a step ahead has engines of its own, and corrects for the older weights."""
+    key = "run.max_staleness"
+    most = job.run.max_staleness
+    if not most:
+        return
+    if most > 1:
+        yield key, f"is {most}; 0 (synchronous) and 1 (a step ahead) are all that works; set 1"
+        return
+
+    algorithm = f"algorithm {job.algorithm_name!r}"
+    generating = {name: model for name, model in job.models.items() if model.spec.engine}
+    if not any(model.role.generates and model.role.trained for model in generating.values()):
+        yield key, f"is 1, and {algorithm} trains no model that generates; set 0"
+        return
+    for name, model in generating.items():
+        pool = model.rollout_pool
+        if pool is None:
+            yield (
+                key,
+                f"is 1, and the engines of {name} share pool {model.pool!r} with its training, so "
+                f"that they take turns; give them a pool: {name}.generation.pool, and [pools]",
+            )
+        elif pool not in job.untrained_pools:
+            trained = [role for role in job.trained if job.models[role].pool == pool]
+            yield (
+                key,
+                f"is 1, and pool {pool!r}, in which {name} generates, also trains "
+                f"{', '.join(trained)}; give the engines a pool in which nothing is trained",
+            )
+    if not job.algorithm.corrects_staleness:
         yield (
-            "run.max_staleness",
-            f"is {job.run.max_staleness}; 0 (synchronous) is all that works so far; remove it",
+            key,
+            f"is 1, so tokens are of the weights one step before, and {algorithm} does not weigh "
+            'them; set algorithm.correction = "truncate", or "mask"'
+            if hasattr(job.algorithm.config, "correction")
+            else f"is 1, and {algorithm} does not say that it weighs tokens of older weights "
+            "(Algorithm.corrects_staleness); set 0",
         )
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hybridflow.core.contracts.planner import NotPlanned
 from hybridflow.core.job.job import Job
+from hybridflow.core.plugins import registry
+from hybridflow.settle.placement import planner_of
 
 
 def remarks(job: Job) -> Iterator[str]:
@@ -27,6 +30,9 @@ def remarks(job: Job) -> Iterator[str]:
             "nothing of the trained model will be kept: run.export and run.final_checkpoint are "
             "false, and there are no checkpoints"
         )
+
+    if run.max_staleness:
+        yield from _ahead(job)
 
     # Rows that are left over make a small mini-batch of their own.
     rows = job.algorithm.rows_per_step
@@ -69,3 +75,28 @@ def remarks(job: Job) -> Iterator[str]:
                 f"{name}.optimizer.warmup_steps: is {optimizer.warmup_steps}, and the run has "
                 f"{total} steps of it"
             )
+
+
+def _ahead(job: Job) -> Iterator[str]:
+    """Yield what keeps the steps of a run from overlapping, with run.max_staleness."""
+    if registry().runtime_capabilities(job.runtime).max_ranks == 1:
+        yield (
+            f"run.max_staleness: runtime {job.runtime} makes one call after the other, so that "
+            "nothing overlaps; the steps are those of a runtime that does (ray)"
+        )
+
+    # Where the calls of each role run; numerical work and data are no roles.
+    pools = {name: model.pool for name, model in job.models.items()}
+    pools |= {name: scorer.pool or job.reward_pool for name, scorer in job.scorers.items()}
+    pools |= {"compute": job.main_pool, "data": job.data_pool}
+    trained = {name for name, pool in pools.items() if pool not in job.untrained_pools}
+    try:
+        read = planner_of(job).read_early(job, trained) if job.planner else ()
+    except NotPlanned:
+        return
+    if read:
+        named = ", ".join(f"ctx.{name}" for name in read)
+        yield (
+            f"run.max_staleness: {job.algorithm_name} itself reads the result of {named}, which "
+            "the step's own turn makes: the next step is not generated before it has that"
+        )

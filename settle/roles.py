@@ -347,6 +347,7 @@ class RoleResolver:
             engine=engine.name if engine else None,
             engine_config=engine.config if engine else None,
             temperature=self.sampling.temperature or 1.0,
+            ahead=self.run.max_staleness > 0,
             mismatch_stop=stop,
             offload=section.offload,
             sync=section.sync,

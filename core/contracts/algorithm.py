@@ -69,6 +69,14 @@ class Algorithm(ABC):
         """Return how many optimizer steps the actor takes per step, if the config determines it."""
         return None
 
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether its losses weigh tokens by the policy that generated them, `rollout_logprobs`.
+
+        run.max_staleness needs that: tokens are then of weights before the present ones.
+        """
+        return False
+
     # --- what a checkpoint keeps ---
 
     def state_dict(self) -> dict[str, Any]:

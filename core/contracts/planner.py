@@ -6,7 +6,7 @@ A planner places a job's models on devices, predicts the time of a step, and che
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol as Typing
 
 import attrs
@@ -228,6 +228,15 @@ class Planner(ABC):
         NotPlanned where the planner has no formulas for it.
         """
         raise NotPlanned(f"the planner {type(self).__name__} has no formulas of memory")
+
+    def read_early(self, job: PlannableJob, trained: Collection[str]) -> Sequence[str]:
+        """Return the calls of a step whose results the algorithm reads while it writes the step.
+
+        Of these only calls in pools in which something is trained: where steps are generated ahead
+        (run.max_staleness), such a read waits for the step's turn. trained: the roles in these
+        pools, with "compute" and "data". Raises NotPlanned where the planner cannot tell.
+        """
+        raise NotPlanned(f"the planner {type(self).__name__} does not follow steps")
 
     def scaling(self, job: PlannableJob, cluster: str, devices: Sequence[int]) -> tuple[Block, ...]:
         """Return the best placements on other numbers of devices, for `hybridflow plan --what-if`.

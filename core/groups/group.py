@@ -10,6 +10,7 @@ travel from rank to rank through the runtime's store, when they are read.
       |  protocol.distribute: one piece per rank
       |  Encoder: piece -> Message
       |        (blob, handles, replies)
+      |  Outbox: at once, or at the turn of the step that makes the call
       +-- process.submit ----------- blob ------------>  Host.call
       |                                                    |  Decoder: blob -> arguments
       v  at once                                           |  worker.update(*arguments)
@@ -28,24 +29,22 @@ and the runtime delivers that reply before the call starts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import nan
 from typing import Any
 
 import attrs
 
 from hybridflow.core.contracts.protocol import Protocol
-from hybridflow.core.contracts.runtime import Label, Message, Process, ResourcePool, Runtime
-from hybridflow.core.contracts.worker import Part, Worker
+from hybridflow.core.contracts.runtime import Label, Process, ResourcePool, Runtime
+from hybridflow.core.contracts.worker import Worker
 from hybridflow.core.errors import HybridFlowError
-from hybridflow.core.groups.host import Reply, read_reply, write_call
+from hybridflow.core.groups.host import write_call
 from hybridflow.core.groups.methods import Method, methods_of
+from hybridflow.core.groups.outbox import Call, Outbox, Outgoing, PendingReply
 from hybridflow.core.groups.wire import Encoder
 from hybridflow.core.values.batch import Batch, PromisedTable, View
 from hybridflow.core.values.parallel import GenerationLayout, ParallelLayout
-
-_Sent = tuple[Message, "tuple[Call, ...]"]
 
 
 class Future:
@@ -64,80 +63,6 @@ class Future:
             self._value = self._results()
             self._results = None  # frees the replies
         return self._value
-
-
-@attrs.define(eq=False)
-class Call:
-    """A call of one rank, for those who look at times. Times are seconds since the epoch."""
-
-    pool: str
-    rank: int
-    role: str
-    method: str
-    sent: float
-    """When the controller sent it."""
-    after: tuple[Call, ...] = ()
-    """The calls whose results it was given before they were there."""
-    started: float = nan
-    """When the rank began, by the clock of its node; nan before the reply is read."""
-    ended: float = nan
-    parts: tuple[Part, ...] = ()
-    """What it consisted of, as far as the worker tells."""
-    read: tuple[float, float] = (nan, nan)
-    """When the controller began to wait for the reply, and when it had it."""
-
-
-@attrs.define(eq=False)
-class PendingReply:
-    """One rank's reply, which is fetched at most once."""
-
-    runtime: Runtime
-    reference: Any
-    call: Call
-    watch: Callable[[Call], None] | None
-    _reply: Reply | None = None
-
-    def read(self) -> Reply:
-        """Wait for the reply. Raises the rank's WorkerError if the call failed there."""
-        if self._reply is None:
-            began = time.time()
-            blob, handles, failed = self.runtime.wait(self.reference)
-            self.runtime.traffic.received += len(blob)
-
-            # A rank whose peer died fails too; the death is the error to report.
-            if failed:
-                self.runtime.check_alive()
-
-            self._reply = read_reply(blob, handles, failed, _Counted(self.runtime))
-            self.call.started, self.call.ended = self._reply.started, self._reply.ended
-            self.call.parts = self._reply.parts
-            self.call.read = (began, time.time())
-            if self.watch is not None:
-                self.watch(self.call)
-
-        # A failed call raises each time that it is read.
-        if self._reply.error is not None:
-            raise self._reply.error
-        return self._reply
-
-    def value(self) -> Any:
-        """Wait for the reply and return its value. Raises as `read` does."""
-        return self.read().value
-
-
-@attrs.frozen
-class _Counted:
-    """The runtime's store, which counts the bytes that the controller fetches."""
-
-    runtime: Runtime
-
-    def put(self, block: list) -> Any:
-        return self.runtime.put(block)
-
-    def get(self, handle: Any) -> list:
-        block = self.runtime.get(handle)
-        self.runtime.traffic.fetched += sum(array.nbytes for array in block)
-        return block
 
 
 @attrs.frozen(eq=False)
@@ -181,6 +106,7 @@ class WorkerGroup:
         watch: Callable[[Call], None] | None = None,
         extras: Sequence[str] = (),
         writes: Mapping[str, Sequence[str]] | None = None,
+        outbox: Outbox | None = None,
         **kwargs: Any,
     ):
         """Build the workers, and wait for that; `args` and `kwargs` are their arguments.
@@ -188,7 +114,7 @@ class WorkerGroup:
         name: the role's name, by default the class's. watch: called for every reply that is read.
         extras: columns that these workers read beside those that their methods name, where a batch
         has them. writes: method -> the columns of its result, where they depend on these workers'
-        arguments.
+        arguments. outbox: shared with the other groups of a session.
         """
         self.name = name or worker.__name__
         self.pool = pool
@@ -204,6 +130,7 @@ class WorkerGroup:
         # A method's name must not hide an attribute that every group has.
         self.methods = methods_of(worker)
         self.runtime = pool.runtime
+        self.outbox = outbox or Outbox()
         self._watch = watch
         self._extras = tuple(extras)
         for name, columns in (writes or {}).items():
@@ -271,40 +198,43 @@ class WorkerGroup:
 
         # Rows are encoded one by one, so that the first rank starts while others' messages are
         # written. Other arguments are anything: one that cannot be sent fails before a rank starts.
-        messages: Iterable[_Sent] = self._messages(method, pieces, set(sources))
+        outgoing = self._outgoing(method, pieces, set(sources))
         if not protocol.splits:
-            messages = list(messages)
+            outgoing = iter(list(outgoing))
 
         # Submitting does not wait: the replies are read when the result is.
-        label = Label(self.name, method.name)
-        pending = {}
-        for rank, (message, after) in zip(called, messages, strict=True):
-            self.runtime.traffic.sent += len(message.blob)
-            call = Call(self.pool.spec.name, rank, self.name, method.name, time.time(), after)
-            reference = self.pool.processes[rank].submit(message, label)
-            pending[rank] = PendingReply(self.runtime, reference, call, self._watch)
+        pending: dict[int, PendingReply] = {}
+        self.outbox.post(self.pool.spec.name, _noting(outgoing, pending))
         return self._collect(method, promised, pieces, pending, sources)
 
-    def _messages(
+    def _outgoing(
         self, method: Method, pieces: dict[int, tuple], sources: set[int]
-    ) -> Iterable[_Sent]:
-        """Yield one message per rank, with the calls whose replies it names.
+    ) -> Iterator[Outgoing]:
+        """Yield one message per rank.
 
         Ranks with the same arguments share one encoding, and so the objects in the store.
         """
         encoded: dict[tuple, tuple] = {}
+        label = Label(self.name, method.name)
         for rank, piece in pieces.items():
             key = _identity(piece)
             if key not in encoded:
                 encoder = Encoder(self.runtime)
-                blob = encoder.dumps(piece)
-                references = [reply.reference for reply in encoder.replies]
-                after = tuple(reply.call for reply in encoder.replies)
-                encoded[key] = (blob, encoder.handles, references, after)
+                encoded[key] = (encoder.dumps(piece), encoder.handles, encoder.replies)
 
-            blob, handles, references, after = encoded[key]
-            call = write_call(self.name, method.name, rank in sources, blob)
-            yield Message(call, handles, references), after
+            arguments, handles, inputs = encoded[key]
+            blob = write_call(self.name, method.name, rank in sources, arguments)
+            call = Call(
+                self.pool.spec.name,
+                rank,
+                self.name,
+                method.name,
+                time.time(),
+                tuple(reply.call for reply in inputs),
+                step=self.outbox.step,
+            )
+            reply = PendingReply(self.runtime, self.outbox, call, self._watch)
+            yield Outgoing(self.pool.processes[rank], blob, handles, inputs, label, reply)
 
     def _distribute(self, protocol, value: Any) -> Sequence[Any]:
         """Distribute a value, and the batches inside lists, tuples and dicts.
@@ -361,6 +291,22 @@ class WorkerGroup:
             table = PromisedTable(result, rows, promised, pending[rank])
             batches.append(Batch.of_views([View((table,))]))
         return method.protocol.collect(self, batches)
+
+
+def _noting(outgoing: Iterator[Outgoing], pending: dict[int, PendingReply]) -> Iterator[Outgoing]:
+    """Yield the same, and note the reply of each rank in `pending`."""
+    for one in outgoing:
+        pending[one.reply.call.rank] = one.reply
+        yield one
+
+
+def is_held(batch: Batch) -> bool:
+    """Return whether the call that the batch is promised by waits for the turn of its step."""
+    tables = (table for view in batch.views for table in view.tables)
+    return any(
+        isinstance(table, PromisedTable) and table.reply is not None and table.reply.held
+        for table in tables
+    )
 
 
 def _host_method(name: str) -> Method:

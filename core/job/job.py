@@ -79,6 +79,8 @@ class ModelRole:
     """The transport of the weights: a plugin of kind "transport", or "auto"."""
     keep_engine: bool = True
     """Whether the engine's memory (cache and weights) stays between generations."""
+    ahead: bool = False
+    """Whether its engine generates ahead, by weights before the present ones."""
     mismatch_stop: float = math.inf
     """The largest mean difference, in nats, of its engine's logprobs from the trainer's."""
 
@@ -114,7 +116,7 @@ class Rewards:
     parts: tuple[RewardPart, ...]
     """The functions, with their weights in the sum."""
     pool: str | None = None
-    """Name of the pool whose ranks share the rows; None: the main one."""
+    """Name of the pool whose ranks share the rows; None: `Job.reward_pool`."""
     section: RoleSection = attrs.field(factory=RoleSection)
 
 
@@ -226,10 +228,26 @@ class Job:
         return next((name for name, pool in self.pools.items() if pool.device is None), "main")
 
     @property
+    def untrained_pools(self) -> frozenset[str]:
+        """The pools in which no model is trained."""
+        trained = {self.models[name].pool for name in self.trained}
+        return frozenset(self.pools) - trained
+
+    @property
+    def reward_pool(self) -> str:
+        """The pool of rewards without one: the main one.
+
+        Where steps are generated ahead it is the engines' own, so that they are scored ahead too.
+        """
+        pools = [model.rollout_pool for model in self.models.values() if model.rollout_pool]
+        return pools[0] if self.run.max_staleness and pools else self.main_pool
+
+    @property
     def data_pool(self) -> str:
-        """The pool that holds the data: the first one on CPUs, which no model holds up, or main."""
+        """The pool that holds the data: the first one on CPUs, which no model holds up, else that
+        of rewards without one."""
         on_cpus = (name for name, pool in self.pools.items() if pool.device == "cpu")
-        return next(on_cpus, self.main_pool)
+        return next(on_cpus, self.reward_pool)
 
     @property
     def rewards(self) -> tuple[RewardPart, ...]:

@@ -24,11 +24,16 @@ from hybridflow.core.values.batch import Batch
 class SeparateRollout(WeightSync):
     """The actor's group and its engines' group, on the controller.
 
-    It generates with the actor's newest weights.
+    It generates with the actor's newest weights; with those of the last sync, where steps are
+    generated ahead.
     """
 
-    def __init__(self, actor: WorkerGroup, engines: WorkerGroup, sync: SyncConfig):
+    def __init__(
+        self, actor: WorkerGroup, engines: WorkerGroup, sync: SyncConfig, ahead: bool = False
+    ):
+        """ahead: whether `sync` alone gives the engines newer weights, not each `generate`."""
         super().__init__(sync.verify)
+        self.ahead = ahead
         self.actor = actor
         self.engines = engines
         self.bucket_bytes = sync.bucket_bytes
@@ -66,12 +71,14 @@ class SeparateRollout(WeightSync):
 
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Sync the weights if there are newer ones, then generate (see RolloutWorker.generate)."""
-        self.sync()
+        if not self.ahead:
+            self.sync()
         return self.engines.generate(batch, sampling, seed)
 
     def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Sync the weights if there are newer ones, then run episodes."""
-        self.sync()
+        if not self.ahead:
+            self.sync()
         return self.engines.episodes(batch, sampling, seed)
 
     def sync(self) -> Future:

@@ -197,7 +197,7 @@ class Reporter:
         for observer in self.observers:
             self._tell(observer, "the beginning of the run", partial(observer.begin, run))
         # Building the models is no part of the first step.
-        self._spans(run.step, run.session.timeline.take().spans)
+        self._spans(run.step, run.session.timeline.take(run.step).spans)
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -206,11 +206,10 @@ class Reporter:
 
     def step(self, run: Run, metrics: Metrics, seconds: float) -> dict[str, float]:
         """Report a step that took `seconds`; return its metrics with times and bytes."""
-        runtime = run.session.runtime
         values = metrics.values()
 
         # Bytes through the controller, in total and per generated sequence.
-        traffic = runtime.traffic.take()
+        traffic = run.session.runtime.traffic.take()
         values |= {f"bytes/{kind}": float(count) for kind, count in traffic.items()}
         values["bytes/controller"] = float(sum(traffic.values()))
         tokens, sequences = metrics.means.get("actor/response_length") or (0.0, 0.0)
@@ -221,7 +220,7 @@ class Reporter:
 
         # Seconds of the step, and of each role's calls on the busiest rank.
         values["seconds/step"] = seconds
-        taken = run.session.timeline.take()
+        taken = run.session.timeline.take(run.step)
         values |= {f"seconds/{phase}": spent for phase, spent in taken.phases.items()}
         lost = f"the metrics of step {run.step}"
         for observer in self.observers:
@@ -282,9 +281,8 @@ class Reporter:
 
     def validation(self, run: Run, values: dict[str, float]) -> None:
         """Report the metrics of a validation, and whether they reach the goal of the run."""
-        # Bytes and times of the validation are not the next step's.
-        run.session.runtime.traffic.take()
-        self._spans(run.step, run.session.timeline.take().spans)
+        # Times of the validation are not the next step's.
+        self._spans(run.step, run.session.timeline.take(run.step).spans)
         self._log(run, values)
 
         named = {name.removeprefix("validation/"): value for name, value in values.items()}

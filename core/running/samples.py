@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +15,7 @@ from hybridflow.core.contracts.observer import SampleRow
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.contracts.tokenizer import Tokenizer
 from hybridflow.core.running.session import Session
-from hybridflow.core.values.batch import Batch
+from hybridflow.core.values.batch import Batch, View
 from hybridflow.core.values.columns import Column
 from hybridflow.core.workers.gradients import RECORD_ID
 
@@ -42,6 +43,12 @@ class RowRecorder:
         self._pieces: dict[int, str] = {}
         """Token id -> its text, by itself."""
         self.clear()
+
+    def fresh(self) -> RowRecorder:
+        """Return a recorder for another step."""
+        recorder = copy.copy(self)
+        recorder.clear()
+        return recorder
 
     def clear(self) -> None:
         """Forget the rows of the step."""
@@ -74,14 +81,14 @@ class RowRecorder:
 
     def _rows(self, batch: Batch) -> np.ndarray:
         """Return the numbers of the rows of chosen groups that were not seen in this step."""
-        groups = _numbers(batch["group"])
+        groups = _numbers(_known(batch, "group"))
         if self._chosen is None:
             _, first = np.unique(groups, return_index=True)
             self._chosen = groups[np.sort(first)[: self.groups]]
         rows = np.flatnonzero(np.isin(groups, self._chosen))
 
         # An epoch shows the rows of the one before; rows that were not generated have no number.
-        keys = _numbers(batch["sample_id"] if "sample_id" in batch else batch["group"])
+        keys = _numbers(_known(batch, "sample_id") or _known(batch, "group"))
         new = [row for row in rows if int(keys[row]) not in self._seen]
         self._seen.update(int(keys[row]) for row in new)
         return np.array(new, dtype=np.int64)
@@ -106,8 +113,6 @@ class RowRecorder:
             batch = scored[0].join(scored[1])
             rows = self.read(batch.take(self._rows(batch)), step, "train")
             self.clear()
-        # Bytes that were fetched for records do not count in the next step.
-        self.session.runtime.traffic.take()
         return rows
 
     def read(self, batch: Batch, step: int, data: str) -> list[SampleRow]:
@@ -134,10 +139,32 @@ class RowRecorder:
 
 
 def _can_be_recorded(batch: Batch) -> bool:
-    return all(name in batch for name in ("prompt_ids", "response_ids", "group"))
+    return all(
+        _home(batch, name) is not None or name in batch
+        for name in ("prompt_ids", "response_ids", "group")
+    )
 
 
-def _numbers(column: Column) -> np.ndarray:
+def _home(batch: Batch, name: str) -> View | None:
+    """Return the last view that is known to have a column.
+
+    Results whose names are not known yet, `compute`'s, are not waited for where an earlier view has
+    the column: recording must not hold up a step.
+    """
+    views = (view for view in reversed(batch.views) if name in (view.known_names() or ()))
+    return next(views, None)
+
+
+def _known(batch: Batch, name: str) -> Column | None:
+    if (home := _home(batch, name)) is not None:
+        return home.read(name)
+    if name not in batch:
+        return None
+    return batch[name]
+
+
+def _numbers(column: Column | None) -> np.ndarray:
+    assert column is not None
     return np.asarray(torch.as_tensor(column.values))
 
 

@@ -31,6 +31,7 @@ from hybridflow.core.data.examples import ExampleSet
 from hybridflow.core.data.rows import Rows
 from hybridflow.core.errors import ConfigError, ModelError
 from hybridflow.core.groups.group import Future, Pool, WorkerGroup
+from hybridflow.core.groups.outbox import Outbox
 from hybridflow.core.job.job import Job, ModelRole, PlacedModel
 from hybridflow.core.plugins import registry
 from hybridflow.core.plugins.resolve import build_tokenizer, load_source
@@ -191,6 +192,7 @@ class Session:
         self.prepared = prepared
         self.say = say
         self.timeline = Timeline()
+        self.outbox = Outbox(job.untrained_pools)
         self.memory: Sequence[PoolMemory] = ()
         """The estimated memory of each pool's devices, where it was checked."""
         self.runtime: Runtime = registry().get("runtime", job.runtime)(job.runtime_config)
@@ -274,7 +276,7 @@ class Session:
             columns = reward_columns(scorer.role.column, scorer.parts)
             group = self.make_group(
                 RewardWorker,
-                self.pools[scorer.pool or self.job.main_pool],
+                self.pools[scorer.pool or self.job.reward_pool],
                 scorer.parts,
                 self.prepared.tokenizer,
                 name=name,
@@ -340,13 +342,20 @@ class Session:
                 RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options
             )
             yield engines.name, engines.build()
-            self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
+            ahead = job.run.max_staleness > 0
+            self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync, ahead)
         self.groups[name] = (placed.role, group)
 
     def make_group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:
-        """Make a group of one worker per rank of the pool, with the run's seed and timeline."""
+        """Make a group of one worker per rank of the pool, with what the session's groups share."""
         return WorkerGroup(
-            worker, pool, *args, seed=self.job.run.seed, watch=self.timeline.add, **options
+            worker,
+            pool,
+            *args,
+            seed=self.job.run.seed,
+            watch=self.timeline.add,
+            outbox=self.outbox,
+            **options,
         )
 
     def context(self) -> GroupStepContext:

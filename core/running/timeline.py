@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from hybridflow.core.contracts.observer import Span
-from hybridflow.core.groups.group import Call
+from hybridflow.core.groups.outbox import Call
 
 CONTROLLER = "controller"
 SHORT_S = 0.001
@@ -27,10 +27,11 @@ class Timeline:
         """Add a call whose reply was read."""
         self._calls.append(call)
 
-    def take(self) -> Taken:
-        """Return the calls so far, and begin anew."""
-        calls = sorted(self._calls, key=lambda call: call.started)
-        self._calls = []
+    def take(self, step: int | None = None) -> Taken:
+        """Return the calls so far of the steps up to `step` (None: all), and forget them."""
+        taken = [call for call in self._calls if step is None or call.step <= step]
+        self._calls = [] if step is None else [call for call in self._calls if call.step > step]
+        calls = sorted(taken, key=lambda call: call.started)
         spans: list[Span] = []
         for call in calls:
             process = _process(call)

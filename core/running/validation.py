@@ -51,7 +51,7 @@ def validate(run: Run, report: Reporter) -> dict[str, float]:
     # The calls above must not show in the next step's metrics, nor change its random draws.
     run.ctx.finish()
     run.recorder.clear()
-    run.ctx.counters = counters
+    run.ctx.counters.update(counters)  # a page that is written ahead has the same ones
 
     values = Metrics.merge(parts).prefixed("validation/").values()
     run.validations[run.step] = values

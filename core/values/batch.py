@@ -121,6 +121,8 @@ class PromisedTable(Table):
 
     @property
     def known_names(self) -> tuple[str, ...] | None:
+        if self._names is None and self._batch is not None and self._batch._knows_names():
+            return self._batch.names
         return self._names
 
     def read(self, name: str, index: Index | None) -> Column:

@@ -25,8 +25,9 @@ def disagreement(
     """Return the problem with the engine's logprobs, the same on every rank; None if there is none.
 
     metrics: those of the losses on this rank. limit: nats; inf switches the check off.
-    just_synced: the engines have the weights that are to be updated, so that some tokens must be of
-    these. A collective call if a part has the columns and outputs to compare.
+    just_synced: the engines have the weights that are to be updated, and generate nothing ahead, so
+    that some tokens must be of these. A collective call if a part has the columns and outputs to
+    compare.
     """
     compared = [part for part in parts if part.compared]
     if limit == inf or not compared:
@@ -47,6 +48,6 @@ def disagreement(
     if just_synced and any(part.total.tokens for part in compared):
         return (
             "none of the tokens were made by the present weights, which the rollout engine has: "
-            "run.max_staleness is 0, so train on what was generated since the last update"
+            "run.max_staleness is 0, so train on what was generated since the last update, or set 1"
         )
     return None

@@ -60,6 +60,9 @@ from hybridflow.core.workers.micro_batch import (
 from hybridflow.core.workers.pool_member import PoolMember
 from hybridflow.core.workers.residents import Residents
 
+OPTIMIZER_STEPS = "optimizer_steps"
+"""The metric of an update that counts the optimizer steps so far, the version of the weights."""
+
 
 @attrs.frozen
 class Built:
@@ -257,6 +260,7 @@ class ModelWorker(PoolMember):
 
         # Figures of the step are equal on all ranks: data parallel rank 0 reports them.
         step.means["update_seconds"] = (time.perf_counter() - started, 1.0)
+        step.maxima[OPTIMIZER_STEPS] = float(backend.version)
         if self.context.coords.dp:
             step = Metrics()
         return Metrics.merge([metrics, step, _peak_metric("update", peak)])
@@ -290,7 +294,7 @@ class ModelWorker(PoolMember):
     def _check_agreement(self, parts: Sequence[LossPart], metrics: Metrics) -> None:
         """Raise MismatchError on every rank if the engine's logprobs differ; clear gradients."""
         backend = self.backend
-        just_synced = self._brought == backend.version
+        just_synced = self._brought == backend.version and not self.role.ahead
         limit = self.role.mismatch_stop
         problem = disagreement(parts, metrics, self.context, limit, just_synced)
         if problem is None:

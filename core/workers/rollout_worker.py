@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from hybridflow.core.contracts.protocol import Protocol
 from hybridflow.core.contracts.rollout import SamplingParams
 from hybridflow.core.contracts.worker import RankContext, register
@@ -96,11 +98,25 @@ class RolloutWorker(PoolMember):
     def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
-        return generate_episodes(
-            self.engine, batch, sampling, seed, self.driver, self.context, self._sends
+        return _with_versions(
+            generate_episodes(
+                self.engine, batch, sampling, seed, self.driver, self.context, self._sends
+            )
         )
 
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses to the rows' prompts, with the weights of the last sync."""
-        return generate_rows(self.engine, batch, sampling, seed, self._sends)
+        return _with_versions(generate_rows(self.engine, batch, sampling, seed, self._sends))
+
+
+def _with_versions(generated: Batch) -> Batch:
+    """Add weight_version to the metrics, mean and largest: what the controller expects is one."""
+    # -1 is the environment's.
+    versions = torch.as_tensor(generated["weight_version"].values)
+    made = versions[versions >= 0].double()
+    metrics = generated.metrics
+    metrics.means["weight_version"] = (float(made.sum()), float(len(made)))
+    if len(made):
+        metrics.maxima["weight_version_max"] = float(made.max())
+    return generated

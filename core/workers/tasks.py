@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -29,6 +30,7 @@ from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import Column, tokens
 from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.outcomes import COMPLETE, FAILED_REWARD, failed, failed_rows
+from hybridflow.core.workers.batch_files import read_batch, write_batch
 from hybridflow.core.workers.failures import at_last_token, score_by_rule
 
 
@@ -87,6 +89,33 @@ class DataWorker(Worker):
         for name, sampler in self.samplers.items():
             if name in state:
                 sampler.load_state_dict(state[name])
+
+    @register(Protocol.RANK_ZERO)
+    def keep(self, batch: Batch, file: str) -> str:
+        """Write a batch into a file; return its SHA-256."""
+        return write_batch(Path(file), batch)
+
+    @register(Protocol.RANK_ZERO, same_rows=False)
+    def kept(self, file: str, digest: str) -> Batch:
+        """Return the batch that `keep` wrote. Raises DamagedError if the file is another."""
+        return read_batch(Path(file), digest)
+
+    @register(Protocol.RANK_ZERO)
+    def matched(self, prompts: Batch, kept: Batch) -> Batch:
+        """Return what was generated before a checkpoint for these prompts.
+
+        Raises HybridFlowError where it was generated for others.
+        """
+        now, then = prompts["prompt_ids"], kept["prompt_ids"]
+        same = now.rows == then.rows and all(map(torch.equal, now, then))
+        if not same:
+            raise HybridFlowError(
+                "the prompts of the first step are not those that the checkpoint's responses are "
+                "of: the data, or the settings by which prompts are drawn, have changed since; go "
+                "on with the former ones, or with run.max_staleness = 0, which generates anew"
+            )
+        columns = {name: kept[name] for name in kept.names if name != "prompt_ids"}
+        return Batch(columns, kept.metrics)
 
 
 class TaskWorker(Worker):

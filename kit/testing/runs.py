@@ -16,6 +16,9 @@ import torch
 from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.reward import RewardSample
 from hybridflow.core.job.job import Job
+from hybridflow.core.running.checkpoint import checkpoints_of
+from hybridflow.core.running.pages import Page, Pages
+from hybridflow.core.running.run import Run
 from hybridflow.core.running.session import Session, prepare
 from hybridflow.core.workers.model_worker import ModelWorker
 from hybridflow.core.workers.tasks import RewardWorker
@@ -119,6 +122,24 @@ class TinyRun:
         self.ctx.step += 1
         self.algorithm.step(self.ctx)
         return self.ctx.finish().values()
+
+    def steps(self, count: int) -> list[dict[str, float]]:
+        """Take steps as the controller does, ahead with run.max_staleness; return their metrics."""
+        steps = self.ctx.step + count
+        job = attrs.evolve(self.job, run=attrs.evolve(self.job.run, steps=steps))
+        run = Run(job, self.session, self.ctx, checkpoints_of(job), step=self.ctx.step)
+        metrics = []
+
+        def end(page: Page) -> bool:
+            metrics.append(pages.finish(page).values())
+            run.step = self.ctx.step = page.step
+            pages.publish()
+            return run.step < steps
+
+        pages = Pages(run, self.algorithm, end)
+        pages.publish()
+        pages.all()
+        return metrics
 
     def worker(self, role: str) -> ModelWorker:
         """Return the worker of a role, which lives in this process."""

@@ -77,7 +77,7 @@ def test_quoted_source_is_the_source(page):
     for mark, path, text in PAGES[page]:
         if mark == "source":
             code = (ROOT / path).read_text()
-            quoted = {textwrap.indent(text.rstrip("\n"), " " * depth) for depth in (0, 4, 8)}
+            quoted = {textwrap.indent(text.rstrip("\n"), " " * depth) for depth in (0, 4, 8, 12)}
             assert any(q in code for q in quoted), (
                 f"{page} quotes what {path} does not say:\n{text}"
             )

@@ -9,7 +9,21 @@ from hybridflow.core.contracts.algorithm import Algorithm
 from hybridflow.core.contracts.role import Role
 from hybridflow.core.plugins import registry
 from hybridflow.planner.calibration.probes import Likelihood
-from hybridflow.planner.trace import TraceError, trace_step
+from hybridflow.planner.trace import TraceError, read_early, trace_step
+
+
+class Filtered(Algorithm):
+    """Scores responses whose mask its own work has made, and reads the scores."""
+
+    Config = None
+
+    def roles(self):
+        return (Role("actor", trained=True, generates=True), Role("reward", "reward"))
+
+    def step(self, ctx):
+        batch = ctx.actor.generate(ctx.prompts(4))
+        masked = batch.join(ctx.compute(lambda loss_mask: {"loss_mask": 0 * loss_mask}, batch))
+        assert ctx.reward.score(masked)["scores"].rows == 4
 
 
 def calls(name: str, **settings) -> dict[tuple[str, str], tuple[int, int]]:
@@ -40,6 +54,24 @@ def test_remax_generates_twice_and_grpo_has_no_critic():
         ("reward", "infer"): (32, 1),
         ("actor", "train"): (32, 1),
     }
+
+
+def test_what_a_page_reads_of_its_own_turn_is_found():
+    def early(name: str, *beside: str, **settings) -> tuple[str, ...]:
+        found = registry().get("algorithm", name)
+        trained = {"actor", "critic", "cost_critic", "ref", "compute", *beside}
+        return read_early(found(found.Config(**settings)), trained)
+
+    group = {"prompts_per_step": 8, "group_size": 4}
+    assert early("grpo", "reward", "data", **group) == ()
+    assert early("grpo", kl_coef=0.1, kl_target=0.1, **group) == ("compute",)
+    assert early("dapo", **group) == () and early("dapo", "reward", **group) == ("reward.score",)
+    assert early("safe_rlhf", "reward", "cost", prompts_per_step=8) == ("cost.score",)
+
+
+def test_a_call_elsewhere_waits_with_the_results_that_it_needs():
+    assert read_early(Filtered(None), {"compute"}) == ("reward.score",)
+    assert read_early(Filtered(None), ()) == ()
 
 
 def test_rows_of_a_group_have_one_prompt():

@@ -1,5 +1,6 @@
 """A run that is cut off goes on bit for bit."""
 
+import pytest
 from helpers.tiny import hybridflow, learning, ran_here, write
 from safetensors.torch import load_file
 
@@ -15,16 +16,26 @@ def same_weights(a, b):
     return first.keys() == second.keys() and all(first[k].equal(second[k]) for k in first)
 
 
-def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path):
+AHEAD = [
+    "pools={main=[1], engines=[1]}",
+    "actor.generation.pool=engines",
+    "run.max_staleness=1",
+    "algorithm.correction=truncate",
+]
+
+
+# 16 rows are scored per step: row 70 is in step 5, and row 86 in step 6. With a step ahead the
+# process is killed as step 6 is written, after the checkpoint of step 4.
+@pytest.mark.parametrize("more, at", [([], 70), (AHEAD, 86)], ids=["now", "ahead"])
+def test_a_run_killed_between_checkpoints_resumes_bit_for_bit(tmp_path, more, at):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
         write(folder, **PPO)
-    settings = ["run.checkpoint_every=2", "run.export=true"]
+    settings = ["run.checkpoint_every=2", "run.export=true", *more]
     ran_here(whole, *settings)
 
-    # 16 rows are scored per step: row 70 is in step 5, after the checkpoint of step 4
-    settings.append("reward.function=rewards:kills_itself")  # once
+    settings.append(f"reward={{function='rewards:kills_itself', options={{at={at}}}}}")  # once
     killed = hybridflow(cut, "run", "tiny.toml", *settings)
     assert killed.returncode == -9
     steps = [row["step"] for row in learning(cut / "runs/tiny")]

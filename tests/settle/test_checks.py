@@ -17,7 +17,7 @@ from hybridflow.settle.checks import cross_checks
 @pytest.mark.parametrize(
     ("overrides", "text", "key", "said"),
     [
-        (["run.max_staleness=1"], BASE, "run.max_staleness", "is 1; 0 (synchronous)"),
+        (["run.max_staleness=2"], BASE, "run.max_staleness", "is 2; 0 (synchronous) and 1"),
         (["pools.main=[2]"], BASE, "pools", "pools.main = [1]"),
         (["pools={main=[1], spare=[1]}"], BASE, "pools.spare", "no role uses it"),
         (["sampling.stop_tokens=[3, 16]"], BASE, "sampling.stop_tokens", "[16]"),
@@ -35,6 +35,48 @@ from hybridflow.settle.checks import cross_checks
 def test_what_cannot_work_is_refused_by_its_key_with_what_to_do(overrides, text, key, said):
     found = problem(*overrides, text=text)
     assert found.startswith(key) and said in found
+
+
+APART = ["pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
+CORRECTED = "algorithm.correction=mask"
+
+
+def test_a_step_ahead_needs_engines_of_its_own_and_a_correction():
+    together = problem("run.max_staleness=1", CORRECTED)
+    assert together.startswith(
+        "run.max_staleness: is 1, and the engines of actor share pool 'main'"
+    )
+    assert "actor.generation.pool" in together
+    plain = problem("run.max_staleness=1", *APART)
+    assert 'set algorithm.correction = "truncate", or "mask"' in plain
+    ahead = job("run.max_staleness=1", CORRECTED, *APART)
+    assert (ahead.reward_pool, ahead.data_pool) == ("engines", "engines")
+    now = job(CORRECTED, *APART)
+    assert (now.reward_pool, now.data_pool) == ("main", "main")
+    assert now.untrained_pools == {"engines"}
+
+
+def test_engines_beside_another_trained_model_cannot_run_ahead():
+    critic = ["algorithm.name=ppo", "algorithm.group_size=1", "critic.pool=engines"]
+    found = problem("run.max_staleness=1", CORRECTED, *APART, *critic)
+    assert "pool 'engines', in which actor generates, also trains critic" in found
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward_model", "cost_model"])
+def test_an_algorithm_that_generates_nothing_cannot_run_ahead(name):
+    size = "batch_size" if name == "sft" else "pairs_per_step"
+    role = {"reward_model": "reward", "cost_model": "cost"}.get(name, "actor")
+    found = problems(
+        "run.max_staleness=1",
+        f"{role}={{model={{config={MODEL}}}}}",
+        f"algorithm={{name='{name}', {size}=4}}",
+        "data={source='arithmetic', response='{answer}', rejected='{answer}1', unsafe=['a', 'b']}",
+        text=WITHOUT_ALGORITHM.replace('reward.function = "exact_match"\n', ""),
+    )
+    refused = [said for said in found if said.startswith("run.max_staleness")]
+    assert refused == [
+        f"run.max_staleness: is 1, and algorithm '{name}' trains no model that generates; set 0"
+    ]
 
 
 def test_a_run_folder_that_cannot_be_is_refused(tmp_path):
@@ -125,7 +167,7 @@ def test_a_model_that_generates_has_no_context_parallelism():
 
 def test_a_check_is_left_out_where_a_section_that_it_reads_has_problems():
     made = job()
-    stale = attrs.evolve(made, run=attrs.evolve(made.run, max_staleness=1))
+    stale = attrs.evolve(made, run=attrs.evolve(made.run, max_staleness=2))
     assert len(cross_checks(stale, set())) == 1
     assert cross_checks(stale, {"run"}) == [] and len(cross_checks(stale, {"data"})) == 1
 

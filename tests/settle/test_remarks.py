@@ -37,6 +37,25 @@ def test_what_is_hardly_meant_is_remarked(overrides, words):
     assert words in of(*overrides)
 
 
+AHEAD = (
+    "run.max_staleness=1",
+    "pools={main=[1], engines=[1]}",
+    "actor.generation.pool=engines",
+    "algorithm.correction=truncate",
+)
+
+
+def test_what_keeps_steps_from_overlapping_is_remarked():
+    assert "runtime inline makes one call after the other" in of("runtime=inline", *AHEAD)
+    assert of("runtime=ray", *AHEAD) == ""
+    adaptive = "runtime=ray", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"
+    assert "itself reads the result of ctx.compute, " in of(*adaptive, *AHEAD)
+    # DAPO reads scores: beside the engines they are there before the turn, beside the trainer not.
+    dapo = "runtime=ray", "algorithm.name=dapo", *AHEAD
+    assert of(*dapo) == ""
+    assert "itself reads the result of ctx.reward.score, " in of(*dapo, "reward.pool=main")
+
+
 @pytest.mark.parametrize("kept", ["run.export=true", "run.checkpoint_every=20"])
 def test_one_way_to_keep_the_model_is_enough(kept):
     assert of(*KEPT_NOTHING, kept) == ""

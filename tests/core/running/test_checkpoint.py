@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.core.errors import CheckpointError, DamagedError, WorkerDied
-from hybridflow.core.running.checkpoint import FORMAT, Checkpoints, State
+from hybridflow.core.running.checkpoint import FORMAT, Ahead, Checkpoints, State
 from hybridflow.core.values.sealed import read_sealed, write_sealed
 
 
@@ -41,6 +41,13 @@ def test_what_was_written_is_read(tmp_path):
 @pytest.fixture
 def checkpoints(tmp_path):
     return Checkpoints(tmp_path / "checkpoints", keep=2)
+
+
+def test_what_is_generated_ahead_is_part_of_the_state(checkpoints):
+    ahead = Ahead({"actor": 4}, ["abc", ""])
+    folder = checkpoints.write(state(3), lambda folder: ahead)
+    assert checkpoints.read(3) == state(3, ahead=ahead)
+    assert Ahead.file(folder, 1) == f"{folder}/ahead-1.npz"
 
 
 def test_the_newest_are_kept_in_the_order_of_steps(checkpoints):

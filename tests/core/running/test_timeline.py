@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridflow.core.groups.group import Call
+from hybridflow.core.groups.outbox import Call
 from hybridflow.core.running.timeline import Timeline
 
 

@@ -75,9 +75,9 @@ def test_updates_lower_the_loss_and_count_as_versions(pool):
     found = [group.update([(batch, NextToken())]).result() for _ in range(5)]
     assert found[0]["loss"] == pytest.approx(before["loss"])
     assert [m["nll"] for m in found] == sorted((m["nll"] for m in found), reverse=True)
-    assert {"loss", "nll", "grad_norm", "lr", "update_seconds", "update_peak_gb"} == set(
-        found[0].values()
-    )
+    names = {"loss", "nll", "grad_norm", "lr", "update_seconds", "update_peak_gb"}
+    assert {*names, "optimizer_steps"} == set(found[0].values())
+    assert [m["optimizer_steps"] for m in found] == [1, 2, 3, 4, 5]
     assert group.loss((batch, NextToken())).result()["loss"] < found[-1]["loss"]
 
 

@@ -15,10 +15,11 @@ from hybridflow.algorithms.ppo import PPO, PPOConfig
 from hybridflow.core.contracts.data_source import DataConfig
 from hybridflow.core.contracts.reward import RewardFailureRule
 from hybridflow.core.contracts.worker import RankContext
-from hybridflow.core.errors import DataError, RewardError
+from hybridflow.core.errors import DataError, HybridFlowError, RewardError
 from hybridflow.core.job.sections import RewardPart
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.columns import tokens
+from hybridflow.core.values.metrics import Metrics
 from hybridflow.core.values.parallel import ParallelLayout
 from hybridflow.core.workers.tasks import (
     DataWorker,
@@ -43,6 +44,21 @@ def sums(**changes) -> DataConfig:
 
 def worker(**sets: DataConfig) -> DataWorker:
     return DataWorker(CONTEXT, sets, DIGITS)
+
+
+def test_what_was_generated_is_kept_with_its_prompts_and_given_out_for_no_others(tmp_path):
+    tasks = worker(train=sums())
+    prompts = tasks.draw("train", 2)
+    columns = {"response_ids": tokens([torch.tensor([5]), torch.tensor([6, 7])])}
+    made = Batch(columns, Metrics({"length": (3.0, 2.0)}))
+    rows = prompts.select(["prompt_ids"]).join(made)
+    kept = tasks.kept(str(tmp_path / "rows"), tasks.keep(rows, str(tmp_path / "rows")))
+    again = tasks.matched(prompts, kept)
+    assert again.names == ("response_ids",) and again["response_ids"].values.tolist() == [5, 6, 7]
+    assert again.metrics.means == {"length": (3.0, 2.0)}
+    for others in (tasks.draw("train", 2), prompts.take([0]), prompts.take([1, 0])):
+        with pytest.raises(HybridFlowError, match="have changed since"):
+            tasks.matched(others, kept)
 
 
 def texts(batch: Batch, name: str = "prompt_ids") -> list[str]:

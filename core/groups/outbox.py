@@ -1,0 +1,199 @@
+"""Calls under way; those of a step that is written ahead are held back until its turn.
+
+With run.max_staleness the algorithm writes step s + 1 while step s is trained. Every call is
+encoded as it is made; what differs is when it is submitted:
+
+    to a pool in which nothing is trained,    at once: draws, generations, frozen models
+    with inputs that are there or under way
+    any other                                 held, and submitted in order at the step's turn
+
+A reply that is read while its call is held brings the turn about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from math import nan
+from typing import Any
+
+import attrs
+
+from hybridflow.core.contracts.runtime import Label, Message, Process, Runtime
+from hybridflow.core.contracts.worker import Part
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.groups.host import Reply, read_reply
+
+
+@attrs.define(eq=False)
+class Call:
+    """A call of one rank, for those who look at times. Times are seconds since the epoch."""
+
+    pool: str
+    rank: int
+    role: str
+    method: str
+    sent: float
+    """When the controller sent it."""
+    after: tuple[Call, ...] = ()
+    """The calls whose results it was given before they were there."""
+    started: float = nan
+    """When the rank began, by the clock of its node; nan before the reply is read."""
+    ended: float = nan
+    parts: tuple[Part, ...] = ()
+    """What it consisted of, as far as the worker tells."""
+    read: tuple[float, float] = (nan, nan)
+    """When the controller began to wait for the reply, and when it had it."""
+    step: int = 0
+    """The step that made it."""
+
+
+@attrs.define(eq=False)
+class PendingReply:
+    """One rank's reply, which is fetched at most once."""
+
+    runtime: Runtime
+    outbox: Outbox
+    call: Call
+    watch: Callable[[Call], None] | None
+    reference: Any = None
+    """The runtime's reference to the reply; None while the call is held."""
+    _reply: Reply | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the call waits for the turn of its step."""
+        return self.reference is None
+
+    def read(self) -> Reply:
+        """Wait for the reply. Raises the rank's WorkerError if the call failed there."""
+        if self._reply is None:
+            if self.held:
+                self.outbox.demand(self.call)
+            began = time.time()
+            blob, handles, failed = self.runtime.wait(self.reference)
+            self.runtime.traffic.received += len(blob)
+
+            # A rank whose peer died fails too; the death is the error to report.
+            if failed:
+                self.runtime.check_alive()
+
+            self._reply = read_reply(blob, handles, failed, _Counted(self.runtime))
+            self.call.started, self.call.ended = self._reply.started, self._reply.ended
+            self.call.parts = self._reply.parts
+            self.call.read = (began, time.time())
+            if self.watch is not None:
+                self.watch(self.call)
+
+        # A failed call raises each time that it is read.
+        if self._reply.error is not None:
+            raise self._reply.error
+        return self._reply
+
+    def value(self) -> Any:
+        """Wait for the reply and return its value. Raises as `read` does."""
+        return self.read().value
+
+
+@attrs.frozen(eq=False)
+class Outgoing:
+    """An encoded call of one rank, to be submitted."""
+
+    process: Process
+    blob: bytes
+    handles: Sequence[Any]
+    """Handles of the blocks in the store that the call reads."""
+    inputs: Sequence[PendingReply]
+    """Replies that must arrive before the call can run."""
+    label: Label
+    reply: PendingReply
+    """Gets the reference to the call's own reply."""
+
+    def submit(self) -> None:
+        reply = self.reply
+        reply.runtime.traffic.sent += len(self.blob)
+        reply.call.sent = time.time()
+        references = [before.reference for before in self.inputs]
+        message = Message(self.blob, self.handles, references)
+        reply.reference = self.process.submit(message, self.label)
+
+
+@attrs.frozen
+class _Counted:
+    """The runtime's store, which counts the bytes that the controller fetches."""
+
+    runtime: Runtime
+
+    def put(self, block: list) -> Any:
+        return self.runtime.put(block)
+
+    def get(self, handle: Any) -> list:
+        block = self.runtime.get(handle)
+        self.runtime.traffic.fetched += sum(array.nbytes for array in block)
+        return block
+
+
+class Outbox:
+    """Where all groups of a session submit their calls."""
+
+    def __init__(self, ahead: Collection[str] = ()):
+        """ahead: the pools in which nothing is trained."""
+        self.ahead = frozenset(ahead)
+        self.step = 0
+        """The step that calls are made for."""
+        self._held: list[Outgoing] = []
+        self._turn: Callable[[Call], None] | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether calls are made that may have to wait."""
+        return self._turn is not None
+
+    def post(self, pool: str, calls: Iterable[Outgoing]) -> None:
+        """Submit the messages of one call, one per rank; or hold all of them."""
+        if not self.holds:
+            for call in calls:
+                call.submit()
+            return
+
+        # All ranks or none: they must get their calls in the same order.
+        calls = list(calls)
+        if pool in self.ahead and not any(reply.held for call in calls for reply in call.inputs):
+            for call in calls:
+                call.submit()
+        else:
+            self._held += calls
+
+    @contextmanager
+    def holding(self, turn: Callable[[Call], None]) -> Iterator[None]:
+        """Hold calls in the body, until `release`.
+
+        turn: called with the first held call whose reply is read; it releases.
+        """
+        self._turn = turn
+        try:
+            yield
+        finally:
+            self._turn = None
+
+    def demand(self, call: Call) -> None:
+        """Bring about the turn of the step whose held call's reply is read."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            raise HybridFlowError(
+                f"the result of {call.role}.{call.method} is read, and step {call.step}, which "
+                "made the call, has not had its turn"
+            )
+        turn(call)
+
+    def release(self) -> None:
+        """Submit the held calls, in the order in which they were made."""
+        self._turn = None
+        held, self._held = self._held, []
+        for call in held:
+            call.submit()
+
+    def drop(self) -> None:
+        """Forget the held calls: their step will not have its turn."""
+        self._held = []

@@ -1,0 +1,114 @@
+"""Calls of a step that is written ahead: which go out at once, which wait, and in what order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridflow.core.contracts.protocol import Protocol
+from hybridflow.core.contracts.runtime import ResourcePool
+from hybridflow.core.contracts.worker import Worker, register
+from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.groups.group import Pool, WorkerGroup, is_held
+from hybridflow.core.groups.outbox import Outbox
+from hybridflow.core.plugins import registry
+from hybridflow.core.values.batch import Batch
+
+RAN: list[str] = []
+
+
+class Notes(Worker):
+    """Notes its calls in the order in which they run; one rank is in the test's own process."""
+
+    @register(Protocol.THREE_D, reads=("x",), writes=("x",))
+    def add(self, batch: Batch, name: str) -> Batch:
+        RAN.append(f"{name}{self.rank}")
+        return Batch({"x": batch["x"].values + 1})
+
+    @register(Protocol.THREE_D, same_rows=False)
+    def count(self, batch: Batch, name: str) -> int:
+        RAN.append(f"{name}{self.rank}")
+        return batch.rows
+
+
+@pytest.fixture
+def made():
+    """(outbox, group in a pool in which nothing is trained, one in a pool in which something is)."""
+    RAN.clear()
+    runtime = registry().get("runtime", "inline")(None)
+    runtime.start()
+    outbox = Outbox({"free"})
+    groups = [
+        WorkerGroup(
+            Notes, Pool.launch(ResourcePool(name, (size,)), runtime), name=name, outbox=outbox
+        )
+        for name, size in (("free", 2), ("trained", 1))
+    ]
+    yield outbox, *groups
+    runtime.shutdown()
+
+
+def rows(*values: float) -> Batch:
+    return Batch({"x": torch.tensor(values)})
+
+
+def unread(call) -> None:
+    raise AssertionError(f"{call.role}.{call.method} was read")
+
+
+def test_calls_to_pools_without_training_go_out_and_others_wait_in_order(made):
+    outbox, free, trained = made
+    with outbox.holding(unread):
+        first = trained.count(rows(1.0), "a")
+        ahead = free.add(rows(1.0, 2.0), "b")
+        assert ahead["x"].values.tolist() == [2.0, 3.0]
+        trained.add(ahead, "c")
+        assert sorted(RAN) == ["b0", "b1"]
+    outbox.release()
+    assert RAN[2:] == ["a0", "c0"] and first.result() == [1]
+    trained.count(rows(), "d")  # later calls go out at once again
+    assert RAN[-1] == "d0"
+
+
+def test_a_call_with_an_input_that_waits_waits_on_all_ranks(made):
+    outbox, free, trained = made
+    with outbox.holding(unread):
+        late = trained.add(rows(1.0), "late")
+        # Rank 0 gets the row that waits, rank 1 one that is there.
+        both = free.add(Batch.concat([late, rows(5.0)]), "both")
+        after = free.add(rows(7.0, 8.0), "after")
+        assert is_held(late) and is_held(both) and not is_held(after)
+        assert after["x"].values.tolist() == [8.0, 9.0] and sorted(RAN) == ["after0", "after1"]
+    outbox.release()
+    assert both["x"].values.tolist() == [3.0, 6.0]
+    assert RAN[2] == "late0" and sorted(RAN[3:]) == ["both0", "both1"]
+
+
+def test_a_result_that_is_read_brings_about_the_turn(made):
+    outbox, _, trained = made
+    turns = []
+
+    def turn(call) -> None:
+        turns.append(f"{call.role}.{call.method}")
+        RAN.append("turn")
+        outbox.release()
+
+    with outbox.holding(turn):
+        first = trained.add(rows(1.0), "first")
+        second = trained.add(first, "second")
+        assert second["x"].values.tolist() == [3.0]
+        # From here on it is the step's turn.
+        trained.add(second, "third")
+    assert RAN == ["turn", "first0", "second0", "third0"] and turns == ["trained.add"]
+
+
+def test_calls_of_a_step_without_a_turn_are_never_made(made):
+    outbox, _, trained = made
+    outbox.step = 7
+    with outbox.holding(unread):
+        lost = trained.add(rows(1.0), "lost")
+    outbox.drop()
+    outbox.release()
+    with pytest.raises(HybridFlowError, match=r"result of trained\.add is read, and step 7"):
+        lost["x"]
+    assert RAN == []
