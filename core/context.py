@@ -19,6 +19,7 @@ from hybridflow.core.groups.group import Future, WorkerGroup, is_held
 from hybridflow.core.rollouts.separate import SeparateRollout
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.workers.gradients import LAG
 
 
 @attrs.define(eq=False)
@@ -57,9 +58,13 @@ class GroupRoleHandle:
         if responses is None:
             verb = self.rollout.episodes if self._ctx.has_environment else self.rollout.generate
             responses = verb(numbered, params, self._ctx.seed)
+        generated = numbered.join(self._watch(responses))
         if isinstance(self.rollout, SeparateRollout):
-            self._ctx.generated(self.role, self.rollout, numbered, responses, replayed)
-        return numbered.join(self._watch(responses))
+            ahead = self._ctx.generated(self.role, self.rollout, numbered, responses, replayed)
+            if self.rollout.ahead:
+                lag = torch.full((numbered.rows,), int(ahead), dtype=torch.int8)
+                generated = generated.with_columns(**{LAG: lag})
+        return generated
 
     def logprobs(self, batch: Batch, *, entropy: bool = False, topk: int = 0) -> Batch:
         columns = {"logprobs": self.role.column} | ({"entropy": "entropy"} if entropy else {})
@@ -281,16 +286,18 @@ class GroupStepContext:
         prompts: Batch,
         responses: Batch,
         replayed: bool,
-    ) -> None:
+    ) -> bool:
         """Note which weights engines in a pool of their own have as they get the call.
 
-        replayed: the call was made before the checkpoint that the run goes on from.
+        Return whether they are behind those of the step's turn. replayed: the call was made before
+        the checkpoint that the run goes on from.
         """
         held = is_held(responses)
         ahead = replayed or (rollout.engines.outbox.holds and not held)
         version = None if held else rollout.version
         generation = Generation(role.name, rollout, prompts, responses, ahead, version)
         self.generations.append(generation)
+        return ahead
 
     def kept(self, prompts: Batch) -> Batch | None:
         """Return the responses of the step's next `generate` that a checkpoint has, if it does."""

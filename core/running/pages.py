@@ -39,6 +39,7 @@ from hybridflow.core.running.probes import probe
 from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
+from hybridflow.core.workers.gradients import WEIGHT
 from hybridflow.core.workers.model_worker import OPTIMIZER_STEPS
 
 
@@ -295,6 +296,11 @@ class Pages:
             version = metrics.maxima.get(f"{name}/{OPTIMIZER_STEPS}")
             if version is not None:
                 self._trained[name] = int(version)
+            square = metrics.means.pop(f"{name}/{WEIGHT}_square", (0.0, 0.0))
+            if square[1]:
+                # The effective sample size as a share of the tokens, 1 where all weigh the same.
+                ess = metrics[f"{name}/{WEIGHT}"] ** 2 / (square[0] / square[1])
+                metrics.means[f"{name}/ess"] = (ess, 1.0)
         probed, self._probed = self._probed, Metrics()
         return Metrics.merge([metrics, *lags, probed])
 

@@ -35,6 +35,12 @@ BASE = ("prompt_ids", "response_ids", "loss_mask")
 """Columns that every update needs."""
 MISMATCH = ("rollout_logprobs", "weight_version")
 """Columns by which trainer and rollout engine are compared, where a batch has them."""
+LAG = "lag"
+"""By how many steps the weights that generated a row are behind those of its step, int8 per row;
+where steps are generated ahead."""
+WEIGHT = "importance_weight"
+"""The metric of old/rollout, per token; its square is another, of which the controller makes the
+effective sample size."""
 RECORD_ID = "record_id"
 """A row's number among those whose logprobs are recorded, int32; -1: it is not recorded."""
 MISMATCH_MEAN = "mismatch_mean"
@@ -50,7 +56,7 @@ def loss_reads(pairs: Sequence[tuple[Batch, Loss]], **_: Any) -> Sequence[str]:
             names.add("topk_ids")
         if loss.unit != "row":
             names.add(loss.unit)
-    return [*BASE, RECORD_ID, *sorted(names)]
+    return [*BASE, RECORD_ID, LAG, *sorted(names)]
 
 
 class LossPart:
@@ -102,10 +108,13 @@ class LossPart:
         """The planned micro-batches, then the dummies; `make_micros` makes them."""
 
         # `dict.fromkeys` drops repeated names.
-        names = (*loss.reads, "loss_mask", *(name for name in MISMATCH if name in batch))
+        names = (*loss.reads, "loss_mask", *(name for name in (*MISMATCH, LAG) if name in batch))
         self.columns = {name: batch[name] for name in dict.fromkeys(names)}
         # Whether the batch and the loss have the logprobs of both engine and trainer.
         self.compared = "logprobs" in loss.needs and all(name in batch for name in MISMATCH)
+        self.lags: list[int] = []
+        if self.compared and LAG in batch:
+            self.lags = np.unique(torch.as_tensor(batch[LAG].values).numpy()).tolist()
         # Rows whose logprobs, by the loss's own forward pass, are recorded.
         self.recorded: dict[int, np.ndarray] = {}
         self.record_ids: np.ndarray | None = None
@@ -188,6 +197,8 @@ class LossPart:
             tally.extend(term_tally)
             if self.compared:
                 tally.extend(mismatch(rows, outputs["logprobs"], backend.version))
+            if self.lags:
+                tally.extend(staleness(rows, outputs["logprobs"], self.lags))
             self._record(planned, outputs)
 
             # Every term has weight 0, but all ranks must run the same backward passes.
@@ -282,6 +293,32 @@ def mismatch(rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, version: 
     tally.add(MISMATCH_MEAN, d.abs().sum(), count)
     tally.add("mismatch_kl", (d.exp() - 1 - d).sum(), count)
     tally.peak("mismatch_max_ratio", d.abs().exp(), mask)
+    return tally
+
+
+def staleness(
+    rows: Mapping[str, torch.Tensor], logprobs: torch.Tensor, lags: Sequence[int]
+) -> Tally:
+    """Return metrics of how far the policy has moved since it generated tokens.
+
+    With d = old - rollout, of the policy before the step's first update and the one that generated:
+    lag<j>_kl is the mean of exp(d) - 1 - d over tokens that lag by j steps, the k3 estimator of
+    KL(rollout || old); importance_weight the mean of exp(d) over all, and its square's.
+    """
+    # A loss with one update per step has its old logprobs from its own forward pass.
+    old = rows.get("old_logprobs", logprobs.detach())
+    mask = rows["loss_mask"] > 0
+    d = torch.where(mask, old - rows["rollout_logprobs"], 0.0).clamp(-20, 20)
+    weights = d.exp()
+
+    tally = Tally()
+    for lag in lags:
+        lagging = mask & (rows[LAG] == lag)[:, None]
+        moved = torch.where(lagging, weights - 1 - d, 0.0)
+        tally.add(f"lag{lag}_kl", moved.sum(), lagging.sum())
+    count = mask.sum()
+    tally.add(WEIGHT, torch.where(mask, weights, 0.0).sum(), count)
+    tally.add(f"{WEIGHT}_square", torch.where(mask, weights**2, 0.0).sum(), count)
     return tally
 
 

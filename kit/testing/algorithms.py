@@ -241,6 +241,54 @@ class AlgorithmConformance(LossConformance):
             "ctx",
         )
 
+    def test_it_runs_a_step_ahead(self, algorithm):
+        """With run.max_staleness its losses weigh older tokens, and two runs are equal.
+
+        Only for an algorithm that trains a role which generates, and corrects for older weights.
+        """
+        names = [role.name for role in algorithm.roles() if role.generates and role.trained]
+        if not names:
+            return
+        if not algorithm.corrects_staleness and hasattr(algorithm.config, "correction"):
+            config = attrs.evolve(algorithm.config, correction="truncate")
+            algorithm = type(algorithm)(config)
+        if not algorithm.corrects_staleness:
+            return
+
+        losses = algorithm.losses()
+        blind = [name for name in names if "rollout_logprobs" not in losses[name].reads]
+        require(
+            not blind,
+            got=f"corrects_staleness is true, and the loss of {blind} reads no rollout_logprobs",
+            expected="the loss weighs tokens by the policy that generated them",
+            likely="the property does not look at the setting that switches the correction on",
+        )
+        apart: dict[str, Any] = {
+            "run": {"max_staleness": 1},
+            "pools": {"main": [1], "engines": [1]},
+            **{name: {"generation": {"pool": "engines"}} for name in names},
+        }
+        tables = overlay(self.tables(), apart)
+        found = []
+        for _ in range(2):
+            with TinyRun(algorithm, tables) as run:
+                metrics = run.steps(3)
+                found.append((run.checksums(), [values.get("actor/loss") for values in metrics]))
+            lags = [values.get(f"{name}/staleness_max", 0) for name in names for values in metrics]
+            require(
+                max(lags) <= 1,
+                got=f"tokens that lag by {lags} steps",
+                expected="at most 1",
+                likely="responses of an earlier step are trained on",
+            )
+        require(
+            found[0] == found[1],
+            got="two runs, a step ahead, with other weights or losses",
+            expected="equal ones, bit for bit",
+            likely="step() keeps something outside of its instance, or draws random numbers of its "
+            "own",
+        )
+
     def test_its_state_survives_json(self, algorithm):
         """A fresh instance that loads the state from JSON has the same state."""
         self._survives_json(algorithm)

@@ -82,6 +82,13 @@ num_key_value_heads = 2, head_dim = 8, intermediate_size = 64, moe_intermediate_
 num_experts_per_tok = 2, decoder_sparse_step = 1, norm_topk_prob = true, max_position_embeddings = 32, \
 tie_word_embeddings = false }"""
 
+PROBE = "step 2: logprobs of the rollout engine and of the trainer, of 64 tokens made by the weights after step 1"
+AHEAD = [
+    "pools={main=[1], engines=[1]}",
+    "actor.generation.pool=engines",
+    "run.max_staleness=1",
+    "algorithm.correction=mask",
+]
 AGREE = "= 0.001; no weights have changed; the checksums of all"
 
 
@@ -95,10 +102,12 @@ AGREE = "= 0.001; no weights have changed; the checksums of all"
         (STALE, 1, ("step 2: an update after 1 steps:", AGREE)),
         (OLD_STAMPED_NEW, 1, ("step 2: an update after 1 steps:", AGREE)),
         (SWAPPED_BY_THE_TRAINER, 0, ("step 1: an update after 0 steps:", AGREE)),
+        (OLD_STAMPED_NEW, 1, (PROBE, "= 0.001; the checksums of all")),
+        (STALE, 1, (PROBE, "= 0.001; the checksums of all")),
     ],
     ids=[
         "wrong name", "wrong expert order", "half a window", "lost version", "stale cache", "old stamped new",
-        "experts swapped in the trainer's saved form",
+        "experts swapped in the trainer's saved form", "old stamped new, a step ahead", "stale cache, a step ahead",
     ],
 )  # fmt: skip
 def test_a_planted_fault_ends_the_run_before_a_step_trains_on_it(
@@ -116,6 +125,8 @@ def test_a_planted_fault_ends_the_run_before_a_step_trains_on_it(
     write(tmp_path, text, **{"mini_batch_size = 8": "mini_batch_size = 16"})
     # The same four prompts at each step, and one update of weights that is large enough to be seen
     settings = [f"{where}.name=faulty", "run.steps=3", "actor.sync.alias=false", *FOUR_PROMPTS]
+    if PROBE in told:
+        settings += AHEAD
     done = hybridflow(tmp_path, "run", "tiny.toml", *settings)
     assert done.returncode == 1, done.stdout + done.stderr
     for text in told:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import attrs
 import pytest
 
-from hybridflow.core.errors import HybridFlowError
+from hybridflow.core.errors import HybridFlowError, MismatchError
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
+from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.runs import TinyRun
 
 GRPO = {
@@ -104,6 +105,37 @@ def test_thirty_steps_equal_a_plain_loop_with_two_copies_of_the_weights():
         driven = Driven(run, steps=30)
         assert run.checksums() == plain_loop(GRPO, steps=30)
     assert lags(driven) == [0.0] + [1.0] * 29 and driven.said == []
+
+
+def test_a_step_tells_how_far_the_policy_has_moved_since():
+    with tiny({**GRPO, "mini_batch_size": 0}, sampling={"max_tokens": 4}) as run:
+        driven = Driven(run, steps=3)
+    first, *later = driven.metrics
+    assert "actor/lag1_kl" not in first and abs(first["actor/lag0_kl"]) < 1e-6
+    assert first["actor/ess"] == pytest.approx(1.0, abs=1e-5)
+    for metrics in later:
+        assert "actor/lag0_kl" not in metrics and metrics["actor/lag1_kl"] > 1e-6
+        assert 0.5 < metrics["actor/ess"] < 1.0 and "importance_weight_square" not in str(metrics)
+        # The probes of the weights that trained
+        assert 0 < metrics["actor/mismatch_mean"] < 1e-5
+
+
+def test_an_engine_that_speaks_with_other_weights_ends_the_run_before_an_update(monkeypatch):
+    with tiny(GRPO) as run:
+        engine = run.session.pools["engines"].processes[0].host.workers["actor.rollout"].engine
+        end_update = engine.end_update
+
+        def ends_otherwise():
+            end_update()
+            if engine.version == 4:  # after step 2
+                name = "model.layers.0.self_attn.o_proj.weight"
+                box = Box.full(engine.layout().params[name].shape)
+                engine.view(name, box).mul_(1.5)
+
+        monkeypatch.setattr(engine, "end_update", ends_otherwise)
+        with pytest.raises(MismatchError, match="64 tokens made by the weights after step 2"):
+            Driven(run, steps=4)
+        assert run.session.groups["actor"][1].version().result() == 4
 
 
 def test_without_staleness_a_run_is_its_steps_one_after_the_other():

@@ -21,6 +21,7 @@ from hybridflow.core.workers.gradients import (
     loss_reads,
     mismatch,
     padded_rows,
+    staleness,
 )
 from hybridflow.core.workers.reduction import Tally
 from hybridflow.kit.testing import one_rank, reference
@@ -143,7 +144,8 @@ class WithTopK(Loss):
 def test_an_update_reads_what_its_losses_declare_once():
     base = {"prompt_ids", "response_ids", "loss_mask", "rollout_logprobs", "weight_version"}
     names = loss_reads([(BATCH, Weighted()), (BATCH, WithTopK()), (BATCH, InGroups())])
-    assert set(names) == base | {"advantages", "topk_ids", "pair", "group", "record_id"}
+    names_of_losses = {"advantages", "topk_ids", "pair", "group"}
+    assert set(names) == base | names_of_losses | {"record_id", "lag"}
     assert len(names) == len(set(names))
 
 
@@ -177,6 +179,28 @@ def test_the_distance_of_trainer_and_engine_is_over_tokens_of_the_present_weight
     assert found["mismatch_kl"] == pytest.approx(sum(k3) / 2, rel=1e-4)
     assert found["mismatch_max_ratio"] == pytest.approx(math.exp(0.2), rel=1e-5)
     assert not mismatch(rows, torch.zeros(1, 4), version=9).metrics().values()
+
+
+def test_how_far_the_policy_has_moved_is_by_lag_and_as_weights():
+    """By hand: d = old - rollout is 0.1 and -0.2 in a row that lags by 1, and 0.3 in one that does not."""
+    rows = {
+        "rollout_logprobs": torch.tensor([[-1.0, -2.0, -9.0], [-1.0, 0.0, 0.0]]),
+        "old_logprobs": torch.tensor([[-0.9, -2.2, -1.0], [-0.7, 0.0, 0.0]]),
+        "loss_mask": torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]),
+        "lag": torch.tensor([1, 0], dtype=torch.int8),
+    }
+    found = staleness(rows, torch.zeros(2, 3), [0, 1]).metrics()
+    k3 = [math.exp(d) - 1 - d for d in (0.1, -0.2, 0.3)]
+    assert found["lag1_kl"] == pytest.approx((k3[0] + k3[1]) / 2, rel=1e-4)
+    assert found["lag0_kl"] == pytest.approx(k3[2], rel=1e-4)
+    weights = [math.exp(d) for d in (0.1, -0.2, 0.3)]
+    assert found["importance_weight"] == pytest.approx(sum(weights) / 3, rel=1e-5)
+    squares = sum(weight**2 for weight in weights) / 3
+    assert found["importance_weight_square"] == pytest.approx(squares, rel=1e-5)
+    # Without old logprobs the loss's own forward pass has them.
+    del rows["old_logprobs"]
+    own = staleness(rows, rows["rollout_logprobs"], [0, 1]).metrics()
+    assert own["lag1_kl"] == own["lag0_kl"] == 0.0 and own["importance_weight"] == 1.0
 
 
 def test_the_losses_of_several_parts_add_up_to_one_figure(context):

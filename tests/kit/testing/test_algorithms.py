@@ -115,6 +115,25 @@ class OwnMean(GRPO):
         return {"advantages": centred * loss_mask}
 
 
+class ClaimsToCorrect(GRPO):
+    """Its loss is as ever."""
+
+    corrects_staleness = True
+
+
+class SharedCurriculum(GRPO):
+    """Its class goes on where the run before has ended."""
+
+    seen = 0
+
+    def step(self, ctx):
+        type(self).seen += 1
+        super().step(ctx)
+
+    def advantages(self, scores, group, loss_mask):
+        return {"advantages": self.seen * scores[:, None] * loss_mask}
+
+
 FAULTS = {
     "test_its_roles_can_be_used": [TwoActors, HiddenRole],
     "test_its_losses_are_those_of_its_trained_roles": [NoLosses, LossOfAFrozenRole],
@@ -122,6 +141,7 @@ FAULTS = {
     "test_it_trains": [NeverUpdates, BadMetric],
     "test_it_does_without_rows_that_have_failed": [OwnMean],
     "test_a_resumed_run_goes_on_bit_for_bit": [OwnRandomness, ForgetsItsState],
+    "test_it_runs_a_step_ahead": [ClaimsToCorrect, SharedCurriculum],
     "test_its_state_survives_json": [TensorState, HalfState],
 }
 
