@@ -35,7 +35,7 @@ from hybridflow.core.errors import HybridFlowError
 from hybridflow.core.groups.group import Future
 from hybridflow.core.groups.outbox import Call
 from hybridflow.core.running.checkpoint import Ahead
-from hybridflow.core.running.probes import probe
+from hybridflow.core.running.probes import Probes
 from hybridflow.core.running.run import Run
 from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.metrics import Metrics
@@ -120,6 +120,7 @@ class Pages:
         """(role, step) -> the version of its weights after the step, by which engines generate."""
         self._trained: dict[str, int] = {}
         """Role -> the version of its weights after the last page that has ended."""
+        self._probes = Probes(run)
         self._probed = Metrics()
         """What the last probes have found, for the metrics of the next page that ends."""
         self._published_at = 0.0
@@ -364,7 +365,8 @@ class Pages:
             version = rollout.version
             assert version is not None, f"the engines of {name} have no weights"
             if version != before:
-                self._probed = Metrics.merge([self._probed, probe(self.run, name, rollout)])
+                probed = self._probes.compare(name, rollout)
+                self._probed = Metrics.merge([self._probed, probed])
             if self._trained.setdefault(name, version) != version:
                 raise HybridFlowError(
                     f"after step {self.run.step} the engines of {name} got the weights of version "
