@@ -83,12 +83,18 @@ class GroupRoleHandle:
         pairs = [(self._ctx.recorded(self.role, batch), loss), *others]
         # Rows that the loss compares with each other (a pair) must reach the same rank.
         pairs = [(self._ctx.whole_units(batch, loss), loss) for batch, loss in pairs]
-        return self._watch(self.group.update(pairs))
+        update = self.group.update(pairs)
+        self._ctx.updates.append((self.role.name, update))
+        return self._watch(update)
 
     def loss(self, batch: Batch, loss: Loss) -> Future:
         return self.group.loss((self._ctx.whole_units(batch, loss), loss))
 
     def sync(self) -> Future:
+        if isinstance(self.rollout, SeparateRollout) and self.rollout.ahead:
+            # Engines got the newest weights at the step's turn, which this waits for.
+            self.group.version().result()
+            return Future(lambda: None)
         return self._watch(self.rollout.sync())
 
     def _watch(self, result: Any) -> Any:
@@ -196,6 +202,8 @@ class GroupStepContext:
         """Forget the calls of the step."""
         self.generations: list[Generation] = []
         """What engines in pools of their own have generated, `aside` too."""
+        self.updates: list[tuple[str, Future]] = []
+        """(role, its update) of the step, `aside` too."""
         self.replays: Sequence[Batch | None] = ()
         """For each `generate` of the step, what a checkpoint has of it (see Checkpoints)."""
         self._scored: list[Scoring] = []

@@ -147,12 +147,12 @@ def train(
             run.step = page.step
             with pages.charged(page):
                 values = report.step(run, metrics, time.perf_counter() - page.began)
-            registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
             report.samples(run.step, page.recorded(metrics))
             check_failed(job, run.step, metrics)
+            pages.publish()
+            registry().notify("hybridflow_step_end", run=run, step=run.step, metrics=values)
 
             # The validation comes first, so that the checkpoint contains its metrics.
-            pages.publish()
             validate_if_due(run, report)
             stopping = stop.requested
             if due(run.step, job.run.checkpoint_every) or stopping:

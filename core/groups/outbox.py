@@ -152,18 +152,16 @@ class Outbox:
 
     def post(self, pool: str, calls: Iterable[Outgoing]) -> None:
         """Submit the messages of one call, one per rank; or hold all of them."""
-        if not self.holds:
-            for call in calls:
-                call.submit()
-            return
-
-        # All ranks or none: they must get their calls in the same order.
-        calls = list(calls)
-        if pool in self.ahead and not any(reply.held for call in calls for reply in call.inputs):
-            for call in calls:
-                call.submit()
-        else:
-            self._held += calls
+        # All ranks or none: they must get their calls in the same order. Encoding may read a reply,
+        # and so bring about the turn.
+        if self.holds:
+            calls = list(calls)
+            free = pool in self.ahead
+            if self.holds and (not free or any(one.held for call in calls for one in call.inputs)):
+                self._held += calls
+                return
+        for call in calls:
+            call.submit()
 
     @contextmanager
     def holding(self, turn: Callable[[Call], None]) -> Iterator[None]:

@@ -28,12 +28,10 @@ class SeparateRollout(WeightSync):
     generated ahead.
     """
 
-    def __init__(
-        self, actor: WorkerGroup, engines: WorkerGroup, sync: SyncConfig, ahead: bool = False
-    ):
-        """ahead: whether `sync` alone gives the engines newer weights, not each `generate`."""
+    def __init__(self, actor: WorkerGroup, engines: WorkerGroup, sync: SyncConfig):
         super().__init__(sync.verify)
-        self.ahead = ahead
+        self.ahead = False
+        """Whether `sync` alone gives the engines newer weights, not each `generate`."""
         self.actor = actor
         self.engines = engines
         self.bucket_bytes = sync.bucket_bytes

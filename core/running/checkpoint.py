@@ -33,8 +33,9 @@ DAMAGED = "damaged-"
 """Prefix of the name of a checkpoint that was found damaged."""
 STATE = "state.json"
 """The file that completes a checkpoint."""
-FORMAT = 3
-"""Version of a checkpoint's files; checkpoints of another format are refused."""
+FORMAT, WITH_AHEAD = 3, 4
+"""Versions of a checkpoint's files, without and with what is generated of the next step;
+checkpoints of another format are refused."""
 
 
 @attrs.frozen
@@ -145,7 +146,11 @@ class Checkpoints:
         """Write the state into a folder, after all other files have reached the disk."""
         for path in folder.rglob("*"):
             flush_file(path)
-        write_sealed(folder / STATE, {"format": FORMAT, **attrs.asdict(state)})
+        fields = attrs.asdict(state)
+        if state.ahead is None:
+            del fields["ahead"]
+        number = FORMAT if state.ahead is None else WITH_AHEAD
+        write_sealed(folder / STATE, {"format": number, **fields})
 
     def read(self, step: int) -> State:
         """Return the `state` that was passed to `write`.
@@ -156,11 +161,11 @@ class Checkpoints:
         path = self.path(step)
         fields = read_sealed(path / STATE)
         number = fields.pop("format", None)
-        if number != FORMAT:
+        if number not in (FORMAT, WITH_AHEAD):
             raise CheckpointError(
                 f"the checkpoint {path} was written by another hybridflow (format {number}, this "
-                f"one reads {FORMAT}); go on with the version that run.json names, or begin anew "
-                "with --overwrite"
+                f"one reads {FORMAT} and {WITH_AHEAD}); go on with the version that run.json "
+                "names, or begin anew with --overwrite"
             )
         try:
             # JSON turned the steps, which are keys, into strings.

@@ -64,7 +64,10 @@ class RowRecorder:
 
     def mark(self, role: Role, batch: Batch) -> Batch:
         """Return a mini-batch whose rows of chosen groups are numbered, if they are new."""
-        if role.name != self.role or not self.groups or not _can_be_recorded(batch):
+        if role.name != self.role or not self.groups:
+            return batch
+        # Nothing is recorded of what could only be told by waiting for the step's turn.
+        if not _can_be_recorded(batch, waits=not self.session.outbox.holds):
             return batch
         traffic = self.session.runtime.traffic
         before = traffic.fetched
@@ -138,9 +141,10 @@ class RowRecorder:
         return self._pieces[token]
 
 
-def _can_be_recorded(batch: Batch) -> bool:
+def _can_be_recorded(batch: Batch, waits: bool = True) -> bool:
+    """Return whether the batch has what a recorded row needs; waits: to find out, if need be."""
     return all(
-        _home(batch, name) is not None or name in batch
+        _home(batch, name) is not None or (waits and name in batch)
         for name in ("prompt_ids", "response_ids", "group")
     )
 

@@ -342,8 +342,7 @@ class Session:
                 RolloutWorker, pool, role, driver, name=f"{name}.rollout", **options
             )
             yield engines.name, engines.build()
-            ahead = job.run.max_staleness > 0
-            self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync, ahead)
+            self.rollouts[name] = SeparateRollout(group, engines, placed.spec.sync)
         self.groups[name] = (placed.role, group)
 
     def make_group(self, worker: type, pool: Pool, *args: Any, **options: Any) -> WorkerGroup:

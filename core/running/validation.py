@@ -94,4 +94,6 @@ def _generate(run: Run, rows: Batch, left: int, samples: list[SampleRow]) -> Met
         shown = batch.join(scored).take(slice(0, left))
         samples += run.recorder.read(shown, run.step, "validation")
     score = (float(scores.sum()), len(scores))
-    return Metrics({"score": score, **batch.metrics.means})
+    means = dict(batch.metrics.means)
+    means.pop("weight_version", None)  # which the step is known by
+    return Metrics({"score": score, **means})

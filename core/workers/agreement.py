@@ -48,6 +48,6 @@ def disagreement(
     if just_synced and any(part.total.tokens for part in compared):
         return (
             "none of the tokens were made by the present weights, which the rollout engine has: "
-            "run.max_staleness is 0, so train on what was generated since the last update, or set 1"
+            "run.max_staleness is 0, so train on what was generated since the last update"
         )
     return None

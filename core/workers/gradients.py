@@ -41,6 +41,8 @@ where steps are generated ahead."""
 WEIGHT = "importance_weight"
 """The metric of old/rollout, per token; its square is another, of which the controller makes the
 effective sample size."""
+OLDEST = "oldest_version"
+"""The version of the oldest weights that made a token of an update, negated, for the controller."""
 RECORD_ID = "record_id"
 """A row's number among those whose logprobs are recorded, int32; -1: it is not recorded."""
 MISMATCH_MEAN = "mismatch_mean"
@@ -115,6 +117,12 @@ class LossPart:
         self.lags: list[int] = []
         if self.compared and LAG in batch:
             self.lags = np.unique(torch.as_tensor(batch[LAG].values).numpy()).tolist()
+        self.versions = np.zeros(0, np.int32)
+        """The versions of the weights that made its tokens, where steps are generated ahead."""
+        if self.lags:
+            versions = torch.as_tensor(batch["weight_version"].values)
+            trained = (torch.as_tensor(self.masks.values) > 0) & (versions >= 0)
+            self.versions = np.unique(versions[trained].numpy())
         # Rows whose logprobs, by the loss's own forward pass, are recorded.
         self.recorded: dict[int, np.ndarray] = {}
         self.record_ids: np.ndarray | None = None

@@ -49,7 +49,14 @@ from hybridflow.core.workers.generation import (
     generate_episodes,
     generate_rows,
 )
-from hybridflow.core.workers.gradients import BASE, LossPart, agree, loss_metrics, loss_reads
+from hybridflow.core.workers.gradients import (
+    BASE,
+    OLDEST,
+    LossPart,
+    agree,
+    loss_metrics,
+    loss_reads,
+)
 from hybridflow.core.workers.memory import Peak, measured
 from hybridflow.core.workers.micro_batch import (
     dummy_micro_batch,
@@ -289,6 +296,8 @@ class ModelWorker(PoolMember):
         metrics = loss_metrics(tallies, self.context)
         if recorded := {key: row for part in parts for key, row in part.recorded.items()}:
             metrics.recorded["logprobs"] = recorded
+        if any(len(part.versions) for part in parts):
+            metrics.maxima[OLDEST] = -float(np.concatenate([p.versions for p in parts]).min())
         return metrics
 
     def _check_agreement(self, parts: Sequence[LossPart], metrics: Metrics) -> None:

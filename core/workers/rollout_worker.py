@@ -98,16 +98,16 @@ class RolloutWorker(PoolMember):
     def episodes(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses in turns, with the environment's answers between them."""
         assert self.driver is not None, "this role has no environment"
-        return _with_versions(
-            generate_episodes(
-                self.engine, batch, sampling, seed, self.driver, self.context, self._sends
-            )
+        made = generate_episodes(
+            self.engine, batch, sampling, seed, self.driver, self.context, self._sends
         )
+        return _with_versions(made) if self.role.ahead else made
 
     @register(Protocol.MICRO_DP, reads=GENERATE_READS, writes=GENERATED)
     def generate(self, batch: Batch, sampling: SamplingParams, seed: int) -> Batch:
         """Generate responses to the rows' prompts, with the weights of the last sync."""
-        return _with_versions(generate_rows(self.engine, batch, sampling, seed, self._sends))
+        made = generate_rows(self.engine, batch, sampling, seed, self._sends)
+        return _with_versions(made) if self.role.ahead else made
 
 
 def _with_versions(generated: Batch) -> Batch:

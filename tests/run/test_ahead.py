@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 
+import pytest
 from helpers.tiny import exported, learning, marked, ran_here, write
 
 AHEAD = [
@@ -30,6 +31,7 @@ def steps_of(folder) -> int:
     return max((json.loads(line)["step"] for line in lines[:-1]), default=0)
 
 
+@pytest.mark.timeout(120 + 60 * KILLS)
 def test_kills_of_trainer_engine_and_controller_change_no_bit(tmp_path):
     steps = 6 * KILLS
     settings = [*AHEAD, f"run.steps={steps}"]

@@ -102,6 +102,21 @@ def test_a_result_that_is_read_brings_about_the_turn(made):
     assert RAN == ["turn", "first0", "second0", "third0"] and turns == ["trained.add"]
 
 
+def test_a_turn_that_comes_while_a_call_is_encoded_sends_that_call_too(made):
+    outbox, _, trained = made
+
+    def read(reply):
+        yield from ()
+        outbox.demand(reply.call)
+
+    with outbox.holding(lambda call: outbox.release()):
+        first = trained.add(rows(1.0), "first")
+        [table] = first.views[0].tables
+        outbox.post("trained", read(table.reply))  # encoding reads the reply of the first
+        assert RAN == ["first0"] and not outbox.holds
+        assert trained.add(first, "second")["x"].values.tolist() == [3.0]
+
+
 def test_calls_of_a_step_without_a_turn_are_never_made(made):
     outbox, _, trained = made
     outbox.step = 7

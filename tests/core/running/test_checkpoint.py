@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.core.errors import CheckpointError, DamagedError, WorkerDied
-from hybridflow.core.running.checkpoint import FORMAT, Ahead, Checkpoints, State
+from hybridflow.core.running.checkpoint import FORMAT, WITH_AHEAD, Ahead, Checkpoints, State
 from hybridflow.core.values.sealed import read_sealed, write_sealed
 
 
@@ -47,6 +47,10 @@ def test_what_is_generated_ahead_is_part_of_the_state(checkpoints):
     ahead = Ahead({"actor": 4}, ["abc", ""])
     folder = checkpoints.write(state(3), lambda folder: ahead)
     assert checkpoints.read(3) == state(3, ahead=ahead)
+    # A version before does not read it, and reads those without.
+    assert read_sealed(folder / "state.json")["format"] == WITH_AHEAD
+    plain = read_sealed(checkpoints.write(state(4), saving("weights")) / "state.json")
+    assert plain["format"] == FORMAT and "ahead" not in plain
     assert Ahead.file(folder, 1) == f"{folder}/ahead-1.npz"
 
 

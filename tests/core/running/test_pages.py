@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import attrs
 import pytest
 
-from hybridflow.core.errors import HybridFlowError, MismatchError
+from hybridflow.core.errors import HybridFlowError, MismatchError, WorkerError
 from hybridflow.core.running.checkpoint import checkpoints_of
 from hybridflow.core.running.pages import Pages
 from hybridflow.core.running.run import Run
+from hybridflow.core.values.batch import Batch
 from hybridflow.core.values.weights import Box
 from hybridflow.kit.testing.runs import TinyRun
 
@@ -76,6 +79,7 @@ def plain_loop(tables, steps: int) -> dict[str, str]:
     with tiny(tables) as run:
         ctx, algorithm, [rollout] = run.ctx, run.algorithm, run.session.rollouts.values()
         config = algorithm.config
+        rollout.ahead = True
 
         def generated():
             prompts = ctx.prompts(config.prompts_per_step)
@@ -247,6 +251,114 @@ def test_an_error_of_the_page_ahead_comes_at_its_turn(monkeypatch):
             Driven(run, steps=5, at_end=lambda run: ended.append(run.step) or True)
         assert ended == [1, 2]
         assert run.session.groups["actor"][1].version().result() == 4
+
+
+def test_a_failed_generation_of_the_page_ahead_comes_when_the_page_before_is_complete(monkeypatch):
+    with tiny(GRPO) as run:
+        worker = run.session.pools["engines"].processes[0].host.workers["actor.rollout"]
+        generate = worker.generate
+        calls = []
+
+        def third_fails(batch, sampling, seed):
+            calls.append(batch.rows)
+            if batch.rows == 32 and calls.count(32) == 3:  # the others are probes
+                raise ValueError("no more")
+            return generate(batch, sampling, seed)
+
+        monkeypatch.setattr(worker, "generate", third_fails)
+        ended = []
+        with pytest.raises(WorkerError, match="no more"):
+            Driven(run, steps=5, at_end=lambda run: ended.append(run.step) or True)
+        assert ended == [1, 2]
+
+
+def step_of(run: TinyRun, monkeypatch, more) -> None:
+    """Let the algorithm's step do more at its end."""
+    step = type(run.algorithm).step
+
+    def longer(self, ctx):
+        step(self, ctx)
+        more(ctx)
+
+    monkeypatch.setattr(type(run.algorithm), "step", longer)
+
+
+def test_a_sync_waits_for_the_turn_and_leaves_the_order_of_weights(monkeypatch):
+    with tiny(GRPO) as run:
+        step_of(run, monkeypatch, lambda ctx: ctx.actor.sync().result())
+        driven = Driven(run, steps=4)
+        sums = run.checksums()
+    assert lags(driven) == [0.0, 1.0, 1.0, 1.0]
+    with tiny(GRPO) as run:
+        Driven(run, steps=4)
+        assert run.checksums() == sums
+
+
+def test_an_update_aside_counts_as_one(monkeypatch):
+    def trains_aside(ctx):
+        with ctx.aside():
+            batch = ctx.actor.generate(ctx.prompts(4))
+            advantages = batch.join(ctx.compute(lambda loss_mask: {"advantages": loss_mask}, batch))
+            loss = run.algorithm.losses()["actor"]
+            ctx.actor.update((advantages.join(ctx.actor.logprobs(batch)), loss))
+
+    with tiny(GRPO) as run:
+        step_of(run, monkeypatch, trains_aside)
+        driven = Driven(run, steps=3)
+        assert run.session.groups["actor"][1].version().result() == 9
+    assert len(driven.metrics) == 3
+
+
+def test_rows_of_an_earlier_step_end_the_run(monkeypatch):
+    with tiny({**GRPO, "mini_batch_size": 0, "epochs": 1}) as run:
+        kept = []
+
+        def step(self, ctx):
+            batch = ctx.actor.generate(ctx.prompts(8).repeat(4))
+            batch = batch.join(ctx.reward.score(batch))
+            kept.append(batch.join(ctx.compute(self.advantages, batch)))
+            ctx.actor.update((kept[max(ctx.step - 2, 0)], self.losses()["actor"]))
+
+        monkeypatch.setattr(type(run.algorithm), "step", step)
+        said = "step 3 has trained actor on tokens of its weights after 0 updates, and those of 1 "
+        with pytest.raises(HybridFlowError, match=said):
+            Driven(run, steps=6)
+
+
+def test_recording_does_not_bring_about_a_turn(monkeypatch):
+    with tiny({**GRPO, "mini_batch_size": 0}) as run:
+
+        def step(self, ctx):
+            batch = ctx.actor.generate(ctx.prompts(8).repeat(4))
+            batch = batch.join(ctx.reward.score(batch))
+            batch = batch.join(ctx.compute(self.advantages, batch))
+            # Whose columns are not known before `compute` has returned
+            again = Batch.concat([batch.take(slice(0, 16)), batch.take(slice(16, 32))])
+            ctx.actor.update((again, self.losses()["actor"]))
+
+        monkeypatch.setattr(type(run.algorithm), "step", step)
+        driven = Driven(run, steps=3)
+    assert driven.said == [] and lags(driven) == [0.0, 1.0, 1.0]
+    assert len(driven.rows[0]) == 32
+
+
+def test_an_error_of_the_page_before_cannot_be_caught_by_the_next(monkeypatch):
+    with tiny({**GRPO, "kl_coef": 0.1, "kl_target": 0.1}) as run:
+        follow = run.algorithm.kl.follow
+
+        def catches(advantages, rows):
+            with contextlib.suppress(Exception):
+                follow(advantages, rows)
+
+        monkeypatch.setattr(run.algorithm.kl, "follow", catches)
+
+        def breaks(run: Run) -> bool:
+            if run.step == 2:
+                raise Breaks
+            return True
+
+        with pytest.raises(Breaks):
+            Driven(run, steps=5, at_end=breaks)
 
 
 class Early(Pages):

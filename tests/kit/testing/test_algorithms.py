@@ -134,6 +134,17 @@ class SharedCurriculum(GRPO):
         return {"advantages": self.seen * scores[:, None] * loss_mask}
 
 
+class TrainsOldRows(GRPO):
+    """Keeps the responses of each step for the one after the next."""
+
+    def step(self, ctx):
+        kept = self.__dict__.setdefault("kept", [])
+        batch = ctx.actor.generate(ctx.prompts(4).repeat(4))
+        batch = batch.join(ctx.reward.score(batch))
+        kept.append(batch.join(ctx.compute(self.advantages, batch)))
+        ctx.actor.update((kept[max(len(kept) - 3, 0)], self.losses()["actor"]))
+
+
 FAULTS = {
     "test_its_roles_can_be_used": [TwoActors, HiddenRole],
     "test_its_losses_are_those_of_its_trained_roles": [NoLosses, LossOfAFrozenRole],
@@ -141,7 +152,7 @@ FAULTS = {
     "test_it_trains": [NeverUpdates, BadMetric],
     "test_it_does_without_rows_that_have_failed": [OwnMean],
     "test_a_resumed_run_goes_on_bit_for_bit": [OwnRandomness, ForgetsItsState],
-    "test_it_runs_a_step_ahead": [ClaimsToCorrect, SharedCurriculum],
+    "test_it_runs_a_step_ahead": [ClaimsToCorrect, SharedCurriculum, TrainsOldRows],
     "test_its_state_survives_json": [TensorState, HalfState],
 }
 
