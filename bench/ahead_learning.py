@@ -24,7 +24,7 @@ from common import ROOT, emit
 
 GOAL, LONGER = 0.95, 1.15
 """Share of held-out sums that are right, and the bar: steps over those without staleness."""
-STEPS = 200
+STEPS = 400
 AHEAD = (
     "stages.grpo.run.max_staleness=1",
     "stages.grpo.pools={main=[1], engines=[1]}",
@@ -49,6 +49,7 @@ def steps_to_goal(folder: str, seed: int, staleness: int) -> int | None:
         f"stages.warm-up.actor.model.init_seed={seed}",
         "runtime={name='inline', threads=1}",
         f"stages.grpo.run.steps={STEPS}",
+        f"stages.grpo.actor.optimizer.total_steps={STEPS}",
         "stages.grpo.validation.every=5",
         f"stages.grpo.validation.stop_at={GOAL}",
         "stages.grpo.algorithm.correction=truncate",

@@ -53,6 +53,8 @@ def hybridflow_observers(job: Any) -> list[Observer]:  # type: ignore[empty-body
 def hybridflow_step_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
     """A step of the algorithm has ended: models are updated; engines follow at the next generate.
 
+    With run.max_staleness engines have the new weights, and the next step is generated already.
+
     `run` is the controller's run, to be read but not changed. `step` counts from 1, and `metrics`
     are those of the step, by name. The next step waits for this call.
     """

@@ -108,8 +108,11 @@ class Pages:
         end: Callable[[Page], bool],
         say: Callable[[str], None] = lambda text: None,
     ):
-        """end: ends a page whose calls have all been sent, and returns whether the run goes on; it
-        calls `finish` and `publish`."""
+        """Begin; nothing is written yet.
+
+        end: ends a page whose calls have all been sent, and returns whether the run goes on. It
+        calls `finish` and `publish`.
+        """
         self.run = run
         self.algorithm = algorithm
         self.say = say
@@ -197,6 +200,7 @@ class Pages:
         page.began += time.perf_counter() - self._published_at
         if not goes_on:
             self._outbox.drop()
+            page.error = None  # of a step that the run does not have
             raise PageDropped
         self.ahead = None
         if page.error is not None:

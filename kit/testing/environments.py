@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,6 @@ def called(method: Callable[..., Any], *arguments: Any) -> Any:
     """Call a method of an environment; of an async one's coroutine return what it returns."""
     value = method(*arguments)
     return asyncio.run(value) if inspect.iscoroutine(value) else value
-
-
-def called_in_a_thread(method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method of an environment in a new thread, as a run does."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(called, method, *arguments).result()
 
 
 class EnvironmentConformance:
@@ -170,7 +165,14 @@ class EnvironmentConformance:
         def episode(seed: int) -> list[Answer]:
             environment = make()
             together.wait()
-            return self.episode(environment, seed=seed, call=called_in_a_thread)
+            with ExitStack() as threads:
+
+                def called_in_a_thread(method: Callable[..., Any], *arguments: Any) -> Any:
+                    # It lives on, since a later thread might have its number.
+                    thread = threads.enter_context(ThreadPoolExecutor(1))
+                    return thread.submit(called, method, *arguments).result()
+
+                return self.episode(environment, seed=seed, call=called_in_a_thread)
 
         with ThreadPoolExecutor(EPISODES) as threads:
             running = [threads.submit(episode, seed) for seed in range(EPISODES)]

@@ -49,6 +49,19 @@ def test_kills_change_nothing_but_the_count_of_restarts(tmp_path, name):
         assert one["actor/loss"] == pytest.approx(other["actor/loss"], rel=1e-2, abs=1e-4)
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["vllm", pytest.param("sglang", marks=matrix)])
+def test_steps_are_generated_ahead_in_a_pool_of_the_engines(tmp_path, name):
+    pytest.importorskip(name)
+    write(tmp_path, **WIDER)
+    apart = ["runtime=ray", "pools={main=[1], engines=[1]}", "actor.generation.pool=engines"]
+    ahead = ["run.max_staleness=1", "algorithm.correction=truncate", "run.steps=4"]
+    ran(tmp_path, *apart, *ahead, *ENGINES[name])
+    rows = learning(tmp_path / "runs/tiny")
+    assert [row["actor/staleness"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    assert all(0 < row["actor/mismatch_mean"] < 1e-4 for row in rows)  # of probes
+
+
 @matrix
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ENGINES)

@@ -232,6 +232,19 @@ def test_a_run_that_ends_early_leaves_the_page_ahead_unwritten():
     assert driven.run.step == 3
 
 
+def test_an_error_of_a_page_that_the_run_does_not_have_is_none(monkeypatch):
+    with tiny(GRPO) as run:
+        step = type(run.algorithm).step
+
+        def third_breaks(self, ctx):
+            if ctx.step == 3:
+                raise Breaks
+            step(self, ctx)
+
+        monkeypatch.setattr(type(run.algorithm), "step", third_breaks)
+        assert Driven(run, steps=5, at_end=lambda run: run.step < 2).run.step == 2
+
+
 class Breaks(Exception):
     """An error of a page."""
 
