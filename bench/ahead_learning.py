@@ -2,9 +2,9 @@
 
 python bench/ahead_learning.py [--seeds 5] [--jobs 2]
 
-Both have the correction, the same warm-up and the same settings. A run ends at the first validation of 95% right, every five
-steps. They are on the inline runtime, whose steps are those of Ray bit for bit. One JSON line per figure; exits 1 where a run
-does not get there, or where the median of steps is above the bar. A quarter of an hour on two cores.
+Both have the correction, the same warm-up and the same settings. A run ends at the first step after which 95% of the held-out
+sums are right. They are on the inline runtime, whose steps are those of Ray bit for bit. One JSON line per figure; exits 1
+where a run does not get there, or where the median of steps is above the bar. A quarter of an hour on two cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from common import ROOT, emit
 
 GOAL, LONGER = 0.95, 1.15
 """Share of held-out sums that are right, and the bar: steps over those without staleness."""
-STEPS = 400
+STEPS = 200
+ROWS, WARM = 3000, 0.8
+"""Worked sums of the warm-up, and the share that is right at its end. From the demo's 1,200 and 60% a seed in five stays below
+the goal, with staleness and without."""
 AHEAD = (
     "stages.grpo.run.max_staleness=1",
     "stages.grpo.pools={main=[1], engines=[1]}",
@@ -49,8 +52,9 @@ def steps_to_goal(folder: str, seed: int, staleness: int) -> int | None:
         f"stages.warm-up.actor.model.init_seed={seed}",
         "runtime={name='inline', threads=1}",
         f"stages.grpo.run.steps={STEPS}",
-        f"stages.grpo.actor.optimizer.total_steps={STEPS}",
-        "stages.grpo.validation.every=5",
+        f"stages.warm-up.data.options.rows={ROWS}",
+        f"stages.warm-up.validation.stop_at={WARM}",
+        "stages.grpo.validation.every=1",
         f"stages.grpo.validation.stop_at={GOAL}",
         "stages.grpo.algorithm.correction=truncate",
         "run.report=false",

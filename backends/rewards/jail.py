@@ -433,6 +433,7 @@ def isolated(settings, permitted):
     reader, writer = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
+        os.close(reader)
         os._exit(supervise(settings, privileged, permitted, writer))
 
     # The pipe brings the problem that kept the program from running, or nothing.
@@ -452,6 +453,11 @@ def supervise(settings, privileged, permitted, writer):
     try:
         # Die with the parent: `serve` kills that one alone.
         call("prctl", PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        # Where the parent was killed before that, nobody reads the pipe: poll reports an error.
+        poll = select.poll()
+        poll.register(writer, 0)
+        if poll.poll(0):
+            return 125
         make_root(settings)
 
         # Process 1 waits for all children, those whose parents have died included.

@@ -45,7 +45,7 @@ def test_the_algorithm_runs_from_the_command_line_by_its_path(tmp_path):
 
 @pytest.mark.parametrize(
     ("page", "test", "passed"),
-    [("writing-an-algorithm.md", "test_my_file.py", 14), ("conformance.md", "test_length.py", 4)],
+    [("writing-an-algorithm.md", "test_my_file.py", 15), ("conformance.md", "test_length.py", 4)],
 )
 def test_the_tests_of_the_page_pass(page, test, passed, tmp_path):
     write(page, tmp_path)

@@ -35,6 +35,24 @@ def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it():
         assert jail.exit_status(os.waitpid(shell, 0)[1]) == status
 
 
+def test_a_supervisor_whose_parent_was_killed_before_it_could_be_told_runs_nothing():
+    """It has asked for the signal after that, which then never comes; the program would run on without any limit."""
+
+    class Settings(dict):
+        def __missing__(self, key):
+            os._exit(7)  # it has begun
+
+    for gone, status in ((False, 7), (True, 125)):
+        reader, writer = os.pipe()
+        if gone:
+            os.close(reader)
+        child = os.fork()
+        if child == 0:
+            os._exit(jail.supervise(Settings(), False, None, writer))
+        assert jail.exit_status(os.waitpid(child, 0)[1]) == status
+        os.close(writer)
+
+
 def test_without_a_root_of_its_own_nothing_runs_and_the_status_says_so(tmp_path):
     settings = {
         "prefix": sys.prefix,
