@@ -134,12 +134,14 @@ class Scoring:
 
 @attrs.define(eq=False)
 class Generation:
-    """Responses of engines in a pool of their own."""
+    """One call of `generate` by engines in a pool of their own."""
 
     role: str
     rollout: SeparateRollout
     prompts: Batch
+    """The rows that it was given."""
     responses: Batch
+    """The columns that it adds to them."""
     ahead: bool
     """Whether it was sent before the turn of its step."""
     version: int | None
