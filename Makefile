@@ -7,7 +7,7 @@
 # make test-fake  training backends on GPUs and ranks that are not there
 # make test-gpu   what needs a GPU, on a machine that has one
 # make test-browser  reports in Chromium      make test-trackers  services' trackers, offline      make healthy  20 runs without alarms
-# make kills  20 kills of a run with a step ahead
+# make kills  20 kills of a run with a step ahead      make ahead  what it learns, five seeds
 # make screenshots  pictures of the demo's report, for the docs
 # make matrix  the engines' tests with every backend, engine and end of a run, of which test-engines runs a slice
 # make zoo  36 architectures with each rollout engine, and docs/zoo.md
@@ -77,6 +77,10 @@ healthy: $(VENV)/.done
 # A run with a step ahead whose trainer, engines and controller are killed at random, bit for bit; 3 kills are among the tests.
 kills: $(VENV)/.done
 	HYBRIDFLOW_KILLS=20 $(PY) -m pytest -n0 tests/run/test_ahead.py -k kills
+
+# A quarter of an hour: the steps to 95% of held-out sums, with a step ahead and without.
+ahead: $(VENV)/.done
+	$(PY) bench/ahead_learning.py
 
 # Pictures of the demo's report, for the docs and the README.
 screenshots: $(VENV)/.done
@@ -158,4 +162,4 @@ environments: $(VENV)/.done
 clean:
 	rm -rf $(VENV) .venv-engines .venv-trackers .bench .installed docs/_build build *.egg-info
 
-.PHONY: demo test test-browser test-trackers healthy kills screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean
+.PHONY: demo test test-browser test-trackers healthy kills ahead screenshots test-engines test-fake test-gpu bench-fake matrix zoo check text paths mirror faults damage configs docs bench curves environments clean
